@@ -1,0 +1,1 @@
+"""The story: which stage follows which, and the `infini` command."""

@@ -1,0 +1,1 @@
+"""The library that computes: model, data, training, evaluation. It knows nothing of Prefect."""

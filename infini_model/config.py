@@ -1,0 +1,548 @@
+"""One tree of settings: the YAML presets, the Prefect form and the command-line overrides.
+
+`load_config` merges, from the weakest to the strongest: the defaults below, a preset or a file, and
+dotted overrides such as `training.max_steps=20`. Unknown keys are refused, every value is checked
+before any work starts, and what is wrong comes back as one line that names the key. Nothing here
+imports torch, so that a worker or the UI loads the tree in a blink.
+
+Names follow Hugging Face's `LlamaConfig` (model) and `TrainingArguments` (training).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from infini_model.errors import ConfigError
+
+MEBIBYTE = 1 << 20
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys are refused, values are finite and do not change."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+def _check_gpus(value: str) -> str:
+    if value in ("auto", "all", "cpu") or re.fullmatch(r"\d+(,\d+)*", value):
+        return value
+    raise ValueError("takes auto, all, cpu, or device numbers such as 0,3")
+
+
+def _check_device(value: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        return value
+    raise ValueError("takes auto, cpu, cuda, or cuda:N")
+
+
+Gpus = Annotated[str, AfterValidator(_check_gpus)]
+Device = Annotated[str, AfterValidator(_check_device)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class FilesSource(Section):
+    """Text in files: local ones are read in place, remote ones are brought down first."""
+
+    kind: Literal["files"] = "files"
+    paths: list[str] = Field(
+        default=["{stdlib}/**/*.py"],
+        min_length=1,
+        description="Globs or URLs (http, https, s3, … by fsspec); {stdlib} is the folder of "
+        "Python's own sources. .txt .md .rst .py hold one document a file; .jsonl (.gz, .zst), "
+        ".parquet and .arrow one a row.",
+    )
+    column: str = Field("text", description="Column of .jsonl, .parquet and .arrow files to read.")
+    errors: Literal["fail", "skip", "replace"] = Field(
+        "fail",
+        description="What to do about a document that is not UTF-8: stop and name it, leave it "
+        "out, or put U+FFFD where it is broken.",
+    )
+    min_characters: NonNegativeInt = Field(
+        0, description="Shortest document to keep, in characters."
+    )
+
+
+class HubSource(Section):
+    """A dataset of the Hugging Face hub, streamed into raw partitions."""
+
+    kind: Literal["hub"] = "hub"
+    repository: str = Field(description="Name on the hub, such as ccdv/arxiv-summarization.")
+    configuration: str | None = Field(None, description="Configuration (subset) of the dataset.")
+    split: str = Field("train", description="Split of the hub's dataset to read.")
+    revision: str | None = Field(
+        None, description="Commit, tag or branch; pinned to a commit when the download starts."
+    )
+    column: str = Field("text", description="Column that holds the text.")
+    limit: PositiveInt | None = Field(None, description="Rows to read; None reads all of them.")
+    min_characters: NonNegativeInt = Field(
+        0, description="Shortest document to keep, in characters (applied after `limit`)."
+    )
+
+
+def _source_kind(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value.get("kind", "files")
+    return getattr(value, "kind", None)
+
+
+Source = Annotated[
+    Annotated[FilesSource, Tag("files")] | Annotated[HubSource, Tag("hub")],
+    Discriminator(_source_kind),
+]
+
+
+class TokenizerConfig(Section):
+    """How text becomes token ids."""
+
+    spec: str = Field(
+        "bytes",
+        min_length=1,
+        description="bytes (each UTF-8 byte is a token), train (a byte-level BPE trained on the "
+        "corpus), a path to a tokenizer.json, or the name of a tokenizer on the hub.",
+    )
+    vocab_size: Annotated[int, Field(ge=257, le=1 << 24)] = Field(
+        4096, description="Entries of the vocabulary that `spec: train` makes."
+    )
+
+
+class SplitsConfig(Section):
+    """Shares of the documents; a document's split is chosen by a hash of its content."""
+
+    train: Fraction = Field(0.9, description="Share of the documents to train on.")
+    validation: Fraction = Field(0.05, description="Share of the documents to validate on.")
+    test: Fraction = Field(0.05, description="Share of the documents for the final test.")
+
+    @model_validator(mode="after")
+    def _sum_to_one(self) -> Self:
+        total = self.train + self.validation + self.test
+        if not math.isclose(total, 1.0, abs_tol=1e-6):
+            raise ValueError(f"train + validation + test must be 1, not {total:g}")
+        if self.train == 0.0:
+            raise ValueError("train must be more than 0")
+        return self
+
+
+class DataConfig(Section):
+    """From text to a dataset folder."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        "corpus", description="First part of the dataset folder's name; the content key follows."
+    )
+    source: Source = Field(FilesSource(), description="Where the text comes from.")
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    splits: SplitsConfig = SplitsConfig()
+    folder: Path | None = Field(
+        None, description="A finished dataset folder to use instead of making one."
+    )
+    partition_megabytes: PositiveInt = Field(
+        128,
+        description="Text in one partition, in MiB, the unit of parallel work and of reuse: "
+        "the number of partitions is the power of two that comes nearest from above.",
+    )
+    workers: NonNegativeInt = Field(0, description="Processes that tokenise; 0 is one a core.")
+    device: Device = Field("auto", description="Where to tokenise: auto, cpu, cuda or cuda:N.")
+    batch_size: PositiveInt = Field(2048, description="Documents tokenised at once.")
+
+
+class PackingConfig(Section):
+    """How the token stream is cut into windows; it never costs a new tokenisation."""
+
+    mode: Literal["packed", "document", "aligned"] = Field(
+        "packed",
+        description="packed cuts the token stream into windows; document cuts each document by "
+        "itself; aligned starts each document on a segment boundary and resets the memory there.",
+    )
+    context_length: PositiveInt = Field(512, description="Tokens the model sees in one window.")
+    remainder: Literal["drop", "pad"] = Field(
+        "drop", description="document mode: what becomes of the tokens after the last full window."
+    )
+
+
+class ModelConfig(Section):
+    """The shape of an Infini-Llama."""
+
+    vocab_size: PositiveInt | None = Field(
+        None, description="Entries of the embedding; None takes the tokenizer's."
+    )
+    hidden_size: PositiveInt = Field(128, description="Width of the residual stream.")
+    num_hidden_layers: PositiveInt = Field(2, description="Decoder layers.")
+    num_attention_heads: PositiveInt = Field(4, description="Query heads of a layer.")
+    num_key_value_heads: PositiveInt | None = Field(
+        None, description="Key-value heads of a layer; None is one for each query head."
+    )
+    intermediate_size: PositiveInt = Field(384, description="Width of the SwiGLU feed-forward.")
+    rope_theta: PositiveFloat = Field(10_000.0, description="Base of the rotary embedding.")
+    rms_norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of RMSNorm.")
+    tie_word_embeddings: bool = Field(
+        False, description="Whether the output layer is the embedding itself."
+    )
+    initializer_range: PositiveFloat = Field(
+        0.02, description="Standard deviation of the first weights."
+    )
+    segment_length: PositiveInt = Field(
+        128, description="Tokens of a segment: exact attention inside, memory beyond."
+    )
+    memory: Literal["linear", "none"] = Field(
+        "linear", description="Update rule of the compressive memory; none keeps segments apart."
+    )
+    memory_key_shift: bool = Field(
+        True,
+        description="Whether values are filed under a learned mix of their own key and the one "
+        "before, so that the memory can answer what came after; false is the paper's form.",
+    )
+    attention_backend: Literal["auto", "flash_attn", "flash", "cudnn", "efficient", "math"] = Field(
+        "auto", description="Kernel of the attention inside segments."
+    )
+
+    @property
+    def key_value_heads(self) -> int:
+        """Key-value heads of a layer, resolved."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size / num_attention_heads must be even for the rotary embedding, "
+                f"not {self.head_dim}"
+            )
+        if self.num_attention_heads % self.key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.key_value_heads}"
+            )
+        return self
+
+
+class TrainingConfig(Section):
+    """Optimizer, schedule, batches and processes."""
+
+    max_steps: PositiveInt = Field(200, description="Optimizer steps in all.")
+    batch_size: PositiveInt = Field(
+        8,
+        description="Windows a process reads at once; the global batch is batch_size × "
+        "gradient_accumulation_steps × processes.",
+    )
+    gradient_accumulation_steps: PositiveInt = Field(
+        1, description="Micro-batches whose gradients make one step."
+    )
+    learning_rate: PositiveFloat = Field(1e-3, description="Peak of AdamW's learning rate.")
+    gate_learning_rate: PositiveFloat = Field(
+        1e-2, description="Peak learning rate of the memory gates and key shifts."
+    )
+    min_learning_rate_ratio: Fraction = Field(
+        0.1, description="Where the cosine ends, as a share of the peak."
+    )
+    warmup_steps: NonNegativeInt = Field(20, description="Steps of linear warm-up.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="AdamW's decay of the matrices.")
+    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW's beta1.")
+    adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's beta2.")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Norm to which gradients are clipped.")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto",
+        description="Type of the matrix products; auto is bf16 on CUDA and fp32 on a CPU. "
+        "Weights and optimizer stay in float32.",
+    )
+    logging_steps: PositiveInt = Field(10, description="Steps from one log line to the next.")
+    eval_steps: PositiveInt = Field(50, description="Steps from one validation to the next.")
+    eval_batches: PositiveInt | None = Field(
+        None, description="Batches of one validation or test; None takes the whole split."
+    )
+    save_steps: PositiveInt = Field(50, description="Steps from one checkpoint to the next.")
+    save_total_limit: PositiveInt = Field(2, description="Newest checkpoints to keep.")
+    gpus: Gpus = Field(
+        "auto", description="auto (the freest first), all, a list such as 0,3, or cpu."
+    )
+    processes: PositiveInt | None = Field(
+        None, description="Processes on this machine; None is one a GPU, or one on a CPU."
+    )
+    num_nodes: PositiveInt = Field(1, description="Machines that train together.")
+    node_rank: NonNegativeInt = Field(0, description="Number of this machine among them.")
+    rdzv_endpoint: str | None = Field(
+        None, description="host:port of the first machine, for num_nodes over 1."
+    )
+    use_gpu_dataloader: bool = Field(
+        False, description="Keep the tokens on the GPU and cut batches there."
+    )
+    tensorboard_dir: Path | None = Field(
+        None, description="Folder for TensorBoard; None is logs/tensorboard of the run."
+    )
+    debug: bool = Field(
+        False, description="Print the report of the tensors at fault when a number goes wrong."
+    )
+
+    @model_validator(mode="after")
+    def _nodes_meet(self) -> Self:
+        if self.node_rank >= self.num_nodes:
+            raise ValueError(f"node_rank {self.node_rank} must be below num_nodes {self.num_nodes}")
+        if self.num_nodes > 1 and self.rdzv_endpoint is None:
+            raise ValueError("num_nodes over 1 needs rdzv_endpoint=host:port")
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    """What is measured after training."""
+
+    max_batches: PositiveInt | None = Field(
+        None, description="Batches of each split to score; None takes all."
+    )
+    batch_size: PositiveInt = Field(8, description="Windows scored at once.")
+    prompt_tokens: PositiveInt = Field(
+        256, description="Tokens of a test document that the sample continues."
+    )
+    max_new_tokens: PositiveInt = Field(200, description="Tokens of the sample.")
+    temperature: NonNegativeFloat = Field(0.8, description="0 takes the likeliest token.")
+    top_k: PositiveInt | None = Field(50, description="Likeliest tokens to draw from.")
+
+
+class TrackingConfig(Section):
+    """Where the record of a run goes."""
+
+    mlflow: bool = Field(True, description="Whether runs are recorded in MLflow.")
+    tracking_uri: str | None = Field(
+        None, description="MLflow's address; None is a SQLite file in run.output_dir."
+    )
+    experiment_name: str = Field("infini-llama", description="MLflow experiment of the runs.")
+    tensorboard: bool = Field(True, description="Whether TensorBoard files are written.")
+
+
+class StageConfig(Section):
+    """How a Prefect task is retried and when it is ended."""
+
+    retries: NonNegativeInt = Field(2, description="Further tries after a failure.")
+    retry_delay_seconds: NonNegativeFloat = Field(
+        2.0, description="Delay before the first retry in seconds; doubled each time, jittered."
+    )
+    timeout_seconds: PositiveFloat | None = Field(
+        None, description="Seconds after which the stage and all its processes are ended."
+    )
+
+
+class StagesConfig(Section):
+    """The four stages of the pipeline."""
+
+    download: StageConfig = StageConfig(retries=4)
+    shard: StageConfig = StageConfig()
+    train: StageConfig = StageConfig()
+    evaluate: StageConfig = StageConfig()
+
+
+class RunConfig(Section):
+    """Names, places and the seed of a run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
+        None, description="Folder of the run below runs/; None numbers runs of the preset."
+    )
+    preset: str | None = Field(None, description="Preset that the tree began from.")
+    output_dir: Path = Field(
+        Path("outputs"), description="Folder that holds datasets/, runs/ and the records."
+    )
+    seed: NonNegativeInt = Field(0, description="Seed of weights, window order and samples.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe message to print."
+    )
+
+    @property
+    def datasets_dir(self) -> Path:
+        """Where dataset folders appear."""
+        return self.output_dir / "datasets"
+
+    @property
+    def runs_dir(self) -> Path:
+        """Where run folders appear."""
+        return self.output_dir / "runs"
+
+
+class Config(Section):
+    """Everything that a pipeline run is told."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    packing: PackingConfig = PackingConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    stages: StagesConfig = StagesConfig()
+
+    @model_validator(mode="after")
+    def _segments_fill_the_context(self) -> Self:
+        if self.packing.context_length % self.model.segment_length:
+            raise ValueError(
+                f"packing.context_length {self.packing.context_length} is not a multiple of "
+                f"model.segment_length {self.model.segment_length}"
+            )
+        return self
+
+    @property
+    def tracking_uri(self) -> str:
+        """MLflow's address, resolved."""
+        if self.tracking.tracking_uri is not None:
+            return self.tracking.tracking_uri
+        return f"sqlite:///{(self.run.output_dir / 'mlflow' / 'mlflow.db').resolve()}"
+
+
+def _presets() -> Traversable:
+    return files("deployments") / "presets"
+
+
+def preset_names() -> list[str]:
+    """The presets that come with the project, in alphabetical order."""
+    return sorted(Path(f.name).stem for f in _presets().iterdir() if f.name.endswith(".yaml"))
+
+
+def _parse_mapping(text: str, origin: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = json.loads(text) if origin.endswith(".json") else yaml.safe_load(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{origin}: holds {type(tree).__name__}, needs a mapping of sections")
+    return tree
+
+
+def _read_preset(name: str) -> dict[str, Any]:
+    if name not in preset_names():
+        raise ConfigError(f"preset {name!r} is unknown; there are: {', '.join(preset_names())}")
+    text = (_presets() / f"{name}.yaml").read_text(encoding="utf-8")
+    return merge(_parse_mapping(text, f"{name}.yaml"), {"run": {"preset": name}})
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return _parse_mapping(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text") from error
+
+
+def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the leaves of `change` laid over it; neither is altered."""
+    merged = dict(base)
+    for key, value in change.items():
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`training.max_steps=20` as a nested mapping; the value is read as YAML.
+
+    Raises `ConfigError` where there is no `=` or the value is no YAML.
+    """
+    import yaml
+
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"override {text!r} is not of the form section.key=value")
+    try:
+        tree: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: {value!r} is no YAML value") from error
+    *sections, leaf = key.split(".")
+    change = {leaf: tree}
+    for part in reversed(sections):
+        change = {part: change}
+    return change
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    # A discriminated union puts its tag (`files`, `hub`) into the path; the user never wrote it.
+    key = ".".join(str(part) for part in first["loc"] if part not in ("files", "hub"))
+    if first["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    if first["type"] == "missing":
+        return f"{key}: missing"
+    if first["type"] == "union_tag_invalid":
+        return f"{key}.kind: got {first['ctx']['tag']!r}: takes {first['ctx']['expected_tags']}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and isinstance(first["input"], Mapping):
+        return f"{key}: {message}" if key else message
+    return f"{key}: got {first['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def validate(tree: Mapping[str, Any]) -> Config:
+    """The tree as a `Config`. Raises `ConfigError`, one line that names the first wrong key."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def load_config(
+    preset: str | None = None,
+    file: Path | None = None,
+    overrides: Iterable[str | Mapping[str, Any]] = (),
+) -> Config:
+    """Read a preset or a file (not both), lay the overrides over it in turn, and check the whole.
+
+    Raises `ConfigError` in one line: an unknown preset, a missing file, an unknown key, or a
+    value of a wrong type or range.
+    """
+    if preset is not None and file is not None:
+        raise ConfigError("give --preset or --config, not both")
+    tree: dict[str, Any] = {}
+    if preset is not None:
+        tree = _read_preset(preset)
+    elif file is not None:
+        tree = _read_file(file)
+    for override in overrides:
+        change = parse_override(override) if isinstance(override, str) else override
+        tree = merge(tree, change)
+    return validate(tree)
+
+
+def dump_config(config: Config) -> str:
+    """The whole tree as YAML, which `load_config` reads back to an equal `Config`."""
+    import yaml
+
+    tree = config.model_dump(mode="json")
+    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))

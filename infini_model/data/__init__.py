@@ -1,0 +1,1 @@
+"""From documents to batches: sources, tokenizers, shards, windows, loader."""

@@ -1,0 +1,1 @@
+"""What a trained model is worth: loss, perplexity, samples and the report."""

@@ -1,0 +1,153 @@
+"""Files that are complete or absent, and locks that die with their holder.
+
+Everything that the project leaves on disk goes through here: written under a temporary name beside
+its target, flushed to the disk, then renamed. A reader therefore never sees half a file, and a
+killed writer leaves nothing but a `.tmp-` name that the next writer clears away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from infini_model.errors import UserError
+
+TEMPORARY = ".tmp-"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def named_os_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk or a forbidden folder into a `UserError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"{path}: the disk is full; nothing half-written was kept") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        raise
+
+
+def make_folder(path: Path) -> Path:
+    """Create `path` and its parents. Raises `UserError` where that is not allowed."""
+    with named_os_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it into place when the block ends well.
+
+    Raises `UserError` if the disk is full or the folder cannot be written.
+    """
+    make_folder(path.parent)
+    with named_os_errors(path):
+        descriptor, name = tempfile.mkstemp(prefix=TEMPORARY + path.name + "-", dir=path.parent)
+        os.fchmod(descriptor, 0o644)
+        os.close(descriptor)
+        temporary = Path(name)
+        try:
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; rename it into place when the block ends well.
+
+    Every file in it is flushed first. A folder that stands at `path` is replaced.
+
+    Raises `UserError` if the disk is full or the folder cannot be written.
+    """
+    make_folder(path.parent)
+    with named_os_errors(path):
+        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY + path.name + "-", dir=path.parent))
+        temporary.chmod(0o755)
+        try:
+            yield temporary
+            for entry in [*temporary.rglob("*"), temporary]:
+                _sync(entry)
+            if path.exists():
+                retired = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=path.parent)) / "retired"
+                os.rename(path, retired)
+                os.rename(temporary, path)
+                shutil.rmtree(retired.parent, ignore_errors=True)
+            else:
+                os.rename(temporary, path)
+            _sync(path.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what killed writers left in `folder`; call it while no writer is at work there."""
+    for path in folder.glob(TEMPORARY + "*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, complete or not at all."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def point_latest(folder: Path) -> None:
+    """Make the symbolic link `latest` beside `folder` point at it, in one step."""
+    link = folder.parent / f"{TEMPORARY}latest-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    os.replace(link, folder.parent / "latest")
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes in hexadecimal, the same that `sha256sum` prints."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold an exclusive lock on the file `path`; yields False if `wait` is false and it is taken.
+
+    The kernel drops the lock when the process ends, however it ends, so that a killed holder
+    blocks nobody. Children do not inherit it.
+    """
+    make_folder(path.parent)
+    with named_os_errors(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)

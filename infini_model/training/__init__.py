@@ -1,0 +1,1 @@
+"""What `torchrun -m infini_model.training` runs, and the launcher that starts it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
@@ -80,6 +81,11 @@ class FilesSource(Section):
         "fail",
         description="What to do about a document that is not UTF-8: stop and name it, leave it "
         "out, or put U+FFFD where it is broken.",
+    )
+    separator: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="Text between the documents of a .txt or .md file, such as a blank line; None "
+        "takes a file as one document.",
     )
     min_characters: NonNegativeInt = Field(
         0, description="Shortest document to keep, in characters."
@@ -312,10 +318,6 @@ class TrainingConfig(Section):
             raise ValueError(f"node_rank {self.node_rank} must be below num_nodes {self.num_nodes}")
         if self.num_nodes > 1 and self.rdzv_endpoint is None:
             raise ValueError("num_nodes over 1 needs rdzv_endpoint=host:port")
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}"
-            )
         return self
 
 
@@ -374,7 +376,12 @@ class RunConfig(Section):
     )
     preset: str | None = Field(None, description="Preset that the tree began from.")
     output_dir: Path = Field(
-        Path("outputs"), description="Folder that holds datasets/, runs/ and the records."
+        default_factory=lambda: Path(os.environ.get("INFINI_OUTPUT_DIR", "outputs")),
+        description="Folder that holds datasets/, runs/ and the records; the environment variable "
+        "INFINI_OUTPUT_DIR changes the default.",
+    )
+    data_dir: Path | None = Field(
+        None, description="Folder of the datasets; None is datasets/ in output_dir."
     )
     seed: NonNegativeInt = Field(0, description="Seed of weights, window order and samples.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -384,7 +391,7 @@ class RunConfig(Section):
     @property
     def datasets_dir(self) -> Path:
         """Where dataset folders appear."""
-        return self.output_dir / "datasets"
+        return self.data_dir or self.output_dir / "datasets"
 
     @property
     def runs_dir(self) -> Path:

@@ -1,0 +1,56 @@
+# Two commands for a newcomer: `make run` and `make test`. Each installs what it needs first.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install run test lint serve bench clean lock
+
+help:
+	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
+	@echo "make test     run the whole test suite"
+	@echo "make lint     formatting, linting and types, as in CI"
+	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
+	@echo "make bench    run the benchmarks"
+	@echo "make install  make $(VENV) from requirements.lock (the others do it by themselves)"
+	@echo "make clean    remove $(VENV) and caches; outputs/ stays"
+	@echo "Options go into ARGS: make run ARGS='--preset debug training.max_steps=20'"
+
+install: $(STAMP)
+
+# The stamp is made last, so that an interrupted installation is gone through again.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "$(PYTHON) is Python %d.%d; Python 3.11 to 3.13 is needed (make PYTHON=python3.11 ...)" % sys.version_info[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+run: install
+	$(BIN)/infini run $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+serve: install
+	$(BIN)/infini serve $(ARGS)
+
+bench: install
+	@for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+
+# Write requirements.lock anew from an environment that satisfies the requirements files.
+lock:
+	$(BIN)/python -m pip install --quiet --upgrade -r requirements.txt -r requirements-dev.txt
+	{ echo "# The exact set that the tests ran with; made by 'make lock'."; \
+	  $(BIN)/python -m pip freeze --exclude-editable | sed 's/^\(torch==[0-9.]*\)+.*/\1/'; } > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

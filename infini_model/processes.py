@@ -1,0 +1,157 @@
+"""Child processes that end when they should: at their deadline, and with whoever started them.
+
+`run` streams a command's output and leaves nothing of its process tree behind, whether the command
+ends, its time runs out, or the caller is interrupted. `bound` makes a command die with its parent,
+also when the parent is killed by SIGKILL and can no longer do anything about it (Linux:
+PR_SET_PDEATHSIG; elsewhere the command runs as it is).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 0.1
+# What is still in the pipe when the command has ended is read for this long, no longer: a
+# grandchild may hold the other end open for ever.
+DRAIN_SECONDS = 1.0
+
+
+class ProcessTimeoutError(TimeoutError):
+    """A command ran past its deadline and was ended with all its children."""
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit if that has happened already.
+
+    `parent` is the process id that started this one, by which an earlier death is noticed.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """`command`, started so that it dies with this process."""
+    return [sys.executable, "-m", "infini_model.processes", str(os.getpid()), *command]
+
+
+def end_tree(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+    """SIGTERM to `process`, and after the grace SIGKILL to it and everything that came of it.
+
+    Descendants are found by parentage, not by process group: torchrun gives each rank a session
+    of its own.
+    """
+    import psutil
+
+    descendants: set[psutil.Process] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        descendants.update(psutil.Process(process.pid).children(recursive=True))
+    if process.poll() is None:
+        process.terminate()
+        deadline = time.monotonic() + grace_seconds
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendants.update(psutil.Process(process.pid).children(recursive=True))
+            time.sleep(POLL_SECONDS)
+    for survivor in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+class _Lines:
+    """Bytes from a pipe, handed on as whole lines of text."""
+
+    def __init__(self, descriptor: int, on_line: Callable[[str], None]) -> None:
+        self._descriptor = descriptor
+        self._on_line = on_line
+        self._rest = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def read(self, seconds: float) -> bool:
+        """Wait for output; False when the pipe is closed or stayed silent."""
+        if not self._selector.select(seconds):
+            return False
+        chunk = os.read(self._descriptor, 1 << 16)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._on_line(line.decode("utf-8", "replace"))
+        return bool(chunk)
+
+    def close(self) -> None:
+        if self._rest:
+            self._on_line(self._rest.decode("utf-8", "replace"))
+        self._selector.close()
+
+
+def run(
+    command: Sequence[str],
+    *,
+    on_line: Callable[[str], None],
+    timeout_seconds: float | None = None,
+    grace_seconds: float = 30.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> int:
+    """Run `command`, hand each line of its output to `on_line`, and return its exit status.
+
+    It has a session of its own and no standard input. Its process tree is ended (SIGTERM, then
+    SIGKILL after `grace_seconds`) when `timeout_seconds` have passed or an exception, Ctrl-C
+    included, goes through here. A negative status is the signal that ended it.
+
+    Raises `ProcessTimeoutError` past the deadline.
+    """
+    process = subprocess.Popen(
+        bound(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=None if env is None else {**os.environ, **env},
+        cwd=cwd,
+    )
+    if process.stdout is None:
+        raise RuntimeError("the pipe to the command was not made")
+    lines = _Lines(process.stdout.fileno(), on_line)
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    try:
+        while process.poll() is None:
+            # A closed pipe reports "ready" at once; wait on the process instead of spinning.
+            if not lines.read(POLL_SECONDS):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
+            if deadline is not None and time.monotonic() > deadline:
+                raise ProcessTimeoutError(f"ended after {timeout_seconds:g} s: {command[-1]}")
+        drained = time.monotonic() + DRAIN_SECONDS
+        while lines.read(0.0) and time.monotonic() < drained:
+            pass
+    finally:
+        end_tree(process, grace_seconds)
+        lines.close()
+        process.stdout.close()
+    return process.returncode
+
+
+def main() -> None:
+    """`python -m infini_model.processes PARENT COMMAND …`: become COMMAND, bound to PARENT."""
+    die_with_parent(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command is a list, there is no shell
+
+
+if __name__ == "__main__":
+    main()

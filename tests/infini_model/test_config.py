@@ -1,0 +1,141 @@
+"""The configuration tree: what it accepts comes back equal, what it refuses is named in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infini_model.config import (
+    Config,
+    dump_config,
+    load_config,
+    merge,
+    parse_override,
+    preset_names,
+)
+from infini_model.errors import ConfigError
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_survives_a_round_trip_through_yaml(preset: str, tmp_path: Path) -> None:
+    config = load_config(preset)
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    assert load_config(file=file) == config
+    assert config.run.preset == preset
+
+
+def test_the_presets_of_the_guides_are_there() -> None:
+    expected = {"arxiv", "debug", "production", "quickstart", "shakespeare", "stable"}
+    assert expected <= set(preset_names())
+    debug, production = load_config("debug"), load_config("production")
+    assert (debug.model.num_hidden_layers, debug.training.max_steps) == (2, 10)
+    assert debug.training.debug
+    shape = production.model
+    assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (32, 4096, 128256)
+    assert production.training.max_steps == 10_000
+    arxiv = load_config("arxiv")
+    assert arxiv.packing.context_length == 10 * arxiv.model.segment_length == 5120
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("training.max_stepz=3", ["training.max_stepz", "unknown key"]),
+        ("trainning.max_steps=3", ["trainning", "unknown key"]),
+        ("training.max_steps=many", ["training.max_steps", "'many'", "integer"]),
+        ("training.max_steps=0", ["training.max_steps", "0", "greater than 0"]),
+        ("training.adam_beta1=1.0", ["training.adam_beta1", "less than 1"]),
+        ("training.learning_rate=.nan", ["training.learning_rate", "finite"]),
+        ("training.gpus=first", ["training.gpus", "'first'", "auto, all, cpu"]),
+        ("data.device=gpu", ["data.device", "'gpu'", "cuda:N"]),
+        ("data.source.kind=zip", ["data.source.kind", "'zip'", "'files', 'hub'"]),
+        ("data.source.pathz=[a]", ["data.source.pathz", "unknown key"]),
+        ("data.source={kind: hub}", ["data.source.repository", "missing"]),
+        ("data.splits.train=0.5", ["data.splits", "must be 1, not 0.6"]),
+        ("data.name=../elsewhere", ["data.name"]),
+        ("run.name=a/b", ["run.name"]),
+        ("model.num_attention_heads=3", ["model", "hidden_size 128", "num_attention_heads 3"]),
+        ("model.num_key_value_heads=3", ["model", "num_key_value_heads 3"]),
+        ("packing.context_length=100", ["packing.context_length 100", "model.segment_length 128"]),
+        ("training.num_nodes=2", ["training", "rdzv_endpoint"]),
+        ("training", ["'training'", "section.key=value"]),
+        ("training.max_steps=[", ["training.max_steps", "YAML"]),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_the_key(override: str, names: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", overrides=[override])
+    message = str(caught.value)
+    assert "\n" not in message
+    for name in names:
+        assert name in message
+
+
+def test_an_unknown_preset_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'fast' is unknown; there are: .*quickstart"):
+        load_config("fast")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load_config(file=tmp_path / "nowhere.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.yaml: is not UTF-8"):
+        load_config(file=binary)
+    listing = tmp_path / "list.json"
+    listing.write_text("[1, 2]")
+    with pytest.raises(ConfigError, match=r"list\.json: holds list, needs a mapping"):
+        load_config(file=listing)
+    torn = tmp_path / "torn.json"
+    torn.write_text('{"training": {')
+    with pytest.raises(ConfigError, match=r"torn\.json") as caught:
+        load_config(file=torn)
+    assert "\n" not in str(caught.value)
+
+
+def test_later_overrides_win_and_yaml_and_json_agree(tmp_path: Path) -> None:
+    config = load_config("quickstart", overrides=["training.max_steps=3", "training.max_steps=4"])
+    assert config.training.max_steps == 4
+    assert load_config(overrides=["training.learning_rate=1e-5"]).training.learning_rate == 1e-5
+    file = tmp_path / "config.json"
+    file.write_text(config.model_dump_json())
+    assert load_config(file=file) == config
+
+
+keys = st.text("abc", min_size=1, max_size=2)
+trees = st.recursive(
+    st.integers(), lambda below: st.dictionaries(keys, below, max_size=3), max_leaves=8
+)
+
+
+@given(st.dictionaries(keys, trees), st.dictionaries(keys, trees))
+def test_merge_keeps_what_the_change_does_not_name(base: dict, change: dict) -> None:
+    merged = merge(base, change)
+    assert merge(merged, change) == merged
+    assert merge(base, {}) == base
+    assert set(merged) == set(base) | set(change)
+    for key in set(base) - set(change):
+        assert merged[key] == base[key]
+
+
+@given(st.lists(keys, min_size=1, max_size=4), st.integers())
+def test_an_override_reaches_the_leaf_that_it_names(path: list[str], value: int) -> None:
+    tree = parse_override(f"{'.'.join(path)}={value}")
+    for part in path:
+        tree = tree[part]
+    assert tree == value
+
+
+def test_reading_the_tree_imports_no_torch() -> None:
+    code = "import sys, infini_model.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_key_says_what_it_is() -> None:
+    """The descriptions are the help of the UI's form."""
+    for section in Config.model_fields.values():
+        for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
+            nested = hasattr(field.annotation, "model_fields")
+            assert nested or field.description, f"{section.annotation}.{name} has no description"

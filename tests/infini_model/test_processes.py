@@ -1,0 +1,105 @@
+"""Child processes end: at their deadline, with their parent, with all that came of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infini_model.processes import ProcessTimeoutError, run
+
+# A child that starts a grandchild in a session of its own, as torchrun does, and says its number.
+GRANDCHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                         start_new_session=True)
+print(child.pid, flush=True)
+time.sleep({seconds})
+"""
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_lines_arrive_whole_and_in_order() -> None:
+    code = "import sys; sys.stdout.write('a\\nb'); sys.stdout.flush(); print('c'); print('é'); 1/0"
+    lines: list[str] = []
+    assert run([sys.executable, "-c", code], on_line=lines.append) == 1
+    assert lines[:3] == ["a", "bc", "é"]
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_a_million_lines_are_all_read() -> None:
+    lines: list[str] = []
+    code = "print('\\n'.join(map(str, range(100_000))))"
+    assert run([sys.executable, "-c", code], on_line=lines.append) == 0
+    assert lines == [str(number) for number in range(100_000)]
+
+
+def test_a_deadline_ends_grandchildren_in_other_sessions_too() -> None:
+    lines: list[str] = []
+    code = GRANDCHILD.format(seconds=600)
+    with pytest.raises(ProcessTimeoutError):
+        run([sys.executable, "-c", code], on_line=lines.append, timeout_seconds=1.5)
+    assert eventually(lambda: is_gone(int(lines[0])))
+
+
+def test_a_child_that_ignores_sigterm_is_killed() -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    began = time.monotonic()
+    with pytest.raises(ProcessTimeoutError):
+        run(
+            [sys.executable, "-c", code],
+            on_line=lambda _: None,
+            timeout_seconds=0.5,
+            grace_seconds=0.5,
+        )
+    assert time.monotonic() - began < 10
+
+
+def test_an_inherited_pipe_does_not_keep_a_dead_command_running() -> None:
+    """The grandchild holds the pipe open long after the command has ended."""
+    lines: list[str] = []
+    began = time.monotonic()
+    assert run([sys.executable, "-c", GRANDCHILD.format(seconds=0)], on_line=lines.append) == 0
+    assert time.monotonic() - began < 10
+    os.kill(int(lines[0]), signal.SIGKILL)
+
+
+def test_the_status_tells_the_signal() -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert run([sys.executable, "-c", code], on_line=lambda _: None) == -signal.SIGKILL
+
+
+def test_sigkill_to_the_caller_ends_the_command(tmp_path: Path) -> None:
+    number = tmp_path / "pid"
+    sleeper = (
+        f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    caller = (
+        "import sys; from infini_model.processes import run; "
+        f"run([sys.executable, '-c', {sleeper!r}], on_line=print)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", caller])
+    assert eventually(lambda: number.exists() and number.read_text() != "")
+    process.kill()
+    process.wait()
+    assert eventually(lambda: is_gone(int(number.read_text())))

@@ -1,0 +1,206 @@
+"""A training's position on disk, complete or absent, and checked before it is believed.
+
+`<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
+from_pretrained` and, without memory, `transformers` open), `optimizer.safetensors` (AdamW's moments
+by parameter name), `state.json` (`Position`) and `manifest.json`, the SHA-256 of all these files.
+Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from infini_model.errors import CheckpointError
+from infini_model.llama import InfiniLlama
+from infini_model.storage import TEMPORARY, atomic_folder, remove_leftovers, sha256, write_json
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+SEPARATOR = "/"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a training stands, besides its weights: a few integers, and what they refer to.
+
+    Attributes:
+        step: Optimizer steps taken.
+        consumed: Windows of the training split read, by all ranks together.
+        seed: Of the first weights and of the windows' order; nothing else is random.
+        world_size: Ranks that trained it.
+        dataset_key: Content key of the dataset.
+        mlflow_run_id: The run's record, or None if it had none yet.
+        config: The whole configuration.
+    """
+
+    step: int
+    consumed: int
+    seed: int
+    world_size: int
+    dataset_key: str
+    mlflow_run_id: str | None
+    config: dict[str, Any]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("infini-llama", "torch", "safetensors"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            # The library also runs from a plain checkout.
+            found[package] = "not installed"
+    return found
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def save_checkpoint(
+    run_dir: Path,
+    model: InfiniLlama,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    keep: int,
+) -> Path:
+    """Write `checkpoints/step-N`, then delete all but the `keep` newest; returns its path.
+
+    Raises `UserError` if the disk is full or the folder cannot be written; what stood there stays.
+    """
+    target = checkpoints_dir(run_dir) / f"step-{position.step}"
+    with atomic_folder(target) as folder:
+        model.save_pretrained(folder / "model")
+        save_file(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
+        write_json(folder / STATE, asdict(position) | {"versions": _versions()})
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+        write_json(folder / MANIFEST, {"sha256": sums})
+    for _, old in _listed(run_dir)[keep:]:
+        _remove(old)
+    return target
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """AdamW's state as `parameter name/exp_avg` and so on, on the CPU."""
+    return {
+        f"{name}{SEPARATOR}{key}": value.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give `optimizer`, made for `model`, the state it had when `checkpoint` was written.
+
+    Raises `CheckpointError` if the file is missing, broken, or of another model.
+    """
+    path = checkpoint / OPTIMIZER
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition(SEPARATOR)
+        states.setdefault(name, {})[key] = tensor
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if unknown := sorted(states.keys() - names.values()):
+        raise CheckpointError(f"{path}: holds {unknown[0]}, which the model does not have")
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    # Through the optimizer's own loader, which puts each tensor on its parameter's device.
+    state = {i: states[names[p]] for i, p in enumerate(ordered) if names[p] in states}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def read_position(checkpoint: Path) -> Position:
+    """The `Position` in a checkpoint that has been verified."""
+    tree = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return Position(**{name: tree[name] for name in Position.__dataclass_fields__})
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Check every file against the manifest. Raises `CheckpointError` that names the first bad one.
+
+    Reads the whole checkpoint once.
+    """
+    manifest = checkpoint / MANIFEST
+    try:
+        sums: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest}: is missing or damaged") from error
+    for name, expected in sums.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing")
+        if sha256(path) != expected:
+            raise CheckpointError(f"{path}: is damaged: its bytes are not those that were written")
+
+
+def _listed(run_dir: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, newest first, unverified."""
+    found = [
+        (int(match[1]), path)
+        for path in checkpoints_dir(run_dir).glob("step-*")
+        if (match := re.fullmatch(r"step-(\d+)", path.name))
+    ]
+    return sorted(found, reverse=True)
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run whose files are what was written, or None.
+
+    A damaged one is named in a warning, and the one before it is tried. Nothing is changed.
+    """
+    for _, path in _listed(run_dir):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            log.warning("%s; the checkpoint before it is tried", error)
+        else:
+            return path
+    return None
+
+
+def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
+    """Set aside what is newer than `checkpoint`, hence damaged; drop what killed writers left.
+
+    Call it where no other process writes in the run. A damaged `step-N` becomes `damaged-step-N`:
+    it no longer counts among those to keep, and can still be looked at.
+    """
+    folder = checkpoints_dir(run_dir)
+    remove_leftovers(folder)
+    for _, path in _listed(run_dir):
+        if path == checkpoint:
+            break
+        aside = folder / f"damaged-{path.name}"
+        if aside.exists():
+            _remove(aside)
+        os.rename(path, aside)
+
+
+def _remove(folder: Path) -> None:
+    """Delete so that a kill half-way leaves no folder of a checkpoint's name."""
+    retired = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
+    os.rename(folder, retired / "retired")
+    shutil.rmtree(retired, ignore_errors=True)

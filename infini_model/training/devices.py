@@ -1,0 +1,140 @@
+"""Which GPUs this machine has, how busy they are, and which of them a training gets.
+
+Asked of the driver through NVML, without starting CUDA; where NVML is not installed, of torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from infini_model.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that CUDA may use.
+
+    Attributes:
+        identifier: What CUDA_VISIBLE_DEVICES calls it: its number in PCI order, or its UUID.
+        name: The maker's name for it.
+        free_bytes: Memory that no process holds.
+        total_bytes: Memory in all.
+        busy_percent: Share of the last moment in which it computed, 0 to 100.
+    """
+
+    identifier: str
+    name: str
+    free_bytes: int
+    total_bytes: int
+    busy_percent: int
+
+
+def _visible() -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES as a list, or None where it is not set and all are visible."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    identifiers = [part.strip() for part in value.split(",") if part.strip()]
+    # As CUDA reads it: the first invalid entry, -1 by custom, hides itself and the rest.
+    return identifiers[: identifiers.index("-1")] if "-1" in identifiers else identifiers
+
+
+def _ask_nvml(visible: list[str] | None) -> list[Gpu]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        identifiers = [str(i) for i in range(count)] if visible is None else visible
+        return [_ask_nvml_about(identifier, count) for identifier in identifiers]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _ask_nvml_about(identifier: str, count: int) -> Gpu:
+    import pynvml
+
+    try:
+        if identifier.isdecimal():
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(identifier))
+        else:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(identifier)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        name = str(pynvml.nvmlDeviceGetName(handle))
+    except pynvml.NVMLError as error:
+        raise DeviceError(
+            f"CUDA_VISIBLE_DEVICES: {identifier} does not exist; this machine has {count} GPUs"
+        ) from error
+    try:
+        busy = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except pynvml.NVMLError:
+        # A slice of a GPU (MIG) does not say.
+        busy = 0
+    return Gpu(identifier, name, int(memory.free), int(memory.total), busy)
+
+
+def _ask_torch(visible: list[str] | None) -> list[Gpu]:
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        identifier = str(index) if visible is None else visible[index]
+        found.append(Gpu(identifier, torch.cuda.get_device_name(index), free, total, 0))
+    return found
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; empty where there is none.
+
+    Raises `DeviceError` if that variable names a GPU that does not exist.
+    """
+    visible = _visible()
+    if visible == []:
+        return []
+    try:
+        found = _ask_nvml(visible)
+    except ImportError:
+        found = _ask_torch(visible)
+    return found
+
+
+def _torch_has_cuda() -> bool:
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def choose_gpus(gpus: str) -> list[Gpu]:
+    """The GPUs that `training.gpus` means: none for `cpu`, and for `auto` where there is none.
+
+    `auto` puts the one with the most free memory first, among equals the least busy one; numbers
+    in a list count the visible GPUs from 0.
+
+    Raises `DeviceError` for a GPU that does not exist, or where torch was built without CUDA.
+    """
+    found = [] if gpus == "cpu" else list_gpus()
+    if found and not _torch_has_cuda():
+        if gpus == "auto":
+            return []
+        raise DeviceError(f"training.gpus={gpus}: the installed torch was built without CUDA")
+    if gpus == "auto":
+        # Rounded to GiB: a few bytes more are no reason to prefer a busy one.
+        return sorted(found, key=lambda gpu: (-(gpu.free_bytes >> 30), gpu.busy_percent))
+    if gpus == "cpu":
+        return []
+    there = f"there are {len(found)}, from 0" if found else "this machine has none"
+    if gpus == "all":
+        if not found:
+            raise DeviceError(f"training.gpus=all: no GPU; {there}")
+        return found
+    chosen = []
+    for number in gpus.split(","):
+        if int(number) >= len(found):
+            raise DeviceError(f"training.gpus={gpus}: GPU {number} does not exist; {there}")
+        chosen.append(found[int(number)])
+    return chosen

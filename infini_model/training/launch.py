@@ -1,0 +1,179 @@
+"""Start a training in processes of its own, and come back with its end as one typed failure.
+
+One process is plain `python -m infini_model.training`; several are torchrun's. Every line they
+print goes to the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect, and nothing of
+the process tree is left when `launch` returns or is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from infini_model import processes
+from infini_model.config import Config, dump_config
+from infini_model.errors import DeviceError
+from infini_model.storage import atomic_file, make_folder
+from infini_model.training import failures
+from infini_model.training.devices import choose_gpus
+
+# For a step to end and a checkpoint to be written after SIGTERM, before SIGKILL. torchrun's own
+# patience with its ranks is the shorter one, so that it is never killed while they still save.
+GRACE_SECONDS = 60.0
+RANK_GRACE_SECONDS = 50
+PREFIX = re.compile(r"GPU(\d+):")
+
+
+def launch(
+    config: Config,
+    dataset_dir: Path,
+    run_dir: Path,
+    *,
+    timeout_seconds: float | None = None,
+    on_line: Callable[[str], None] = print,
+) -> None:
+    """Train `config` on a dataset folder in `run_dir`, or go on from its newest checkpoint.
+
+    Args:
+        config: The whole configuration.
+        dataset_dir: A finished dataset folder.
+        run_dir: The run folder; every node of a training on several sees the same one.
+        timeout_seconds: After this long the training is told to save and end.
+        on_line: Gets every line that any rank prints, `GPU<rank>:` in front, in this thread.
+
+    Raises:
+        UserError: What a rank found wrong with the settings, the dataset or the run folder.
+        DeviceError: A GPU that does not exist, or fewer GPUs than processes.
+        TrainingFailure: Anything else, by its type.
+    """
+    gpus = choose_gpus(config.training.gpus)
+    count = config.training.processes or max(1, len(gpus))
+    if gpus and count > len(gpus):
+        raise DeviceError(f"training.processes={count}: only {len(gpus)} GPUs were chosen")
+    environment = _environment([gpu.identifier for gpu in gpus[:count]], count)
+    logs = make_folder(run_dir / "logs")
+    # Apart from the run's own config.yaml: what may change between two launches is in here.
+    settings = logs / f"launch-{config.training.node_rank}.yaml"
+    with atomic_file(settings) as temporary:
+        temporary.write_text(dump_config(config), encoding="utf-8")
+    failures.clear(run_dir)
+    arguments = ["--config", settings, "--dataset", dataset_dir, "--run-dir", run_dir]
+    command = [*_command(config, count, run_dir), *map(str, arguments)]
+    only = 0 if count * config.training.num_nodes == 1 else None
+    with _terminable(), _RankLogs(logs, only, on_line) as rank_logs:
+        try:
+            code = processes.run(
+                command,
+                on_line=rank_logs.write,
+                timeout_seconds=timeout_seconds,
+                grace_seconds=GRACE_SECONDS,
+                env=environment,
+            )
+        except processes.ProcessTimeoutError as error:
+            raise failures.TimedOut(f"not done after {timeout_seconds:g} s") from error
+    if code != 0:
+        raise failures.explain(run_dir, code)
+
+
+def _environment(devices: list[str], count: int) -> dict[str, str]:
+    """What the ranks need to know besides what is set already."""
+    environment: dict[str, str] = {"PYTHONFAULTHANDLER": "1"}
+    if "OMP_NUM_THREADS" not in os.environ:
+        # The ranks share the cores; more threads than cores make every one of them slower.
+        environment["OMP_NUM_THREADS"] = str(max(1, _cores() // count))
+    if devices:
+        # NVML counts in PCI order, CUDA by default the fastest first.
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    # The ranks import the package that this process did, from wherever they are started.
+    package_root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, inherited]))
+    return environment
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _command(config: Config, count: int, run_dir: Path) -> list[str]:
+    """The program that trains, without its arguments."""
+    training = config.training
+    if count == 1 and training.num_nodes == 1:
+        return [sys.executable, "-m", "infini_model.training"]
+    if training.num_nodes == 1:
+        where = ["--standalone", "--local-addr=127.0.0.1"]
+    else:
+        where = [
+            f"--nnodes={training.num_nodes}",
+            f"--node-rank={training.node_rank}",
+            # Static: ranks follow node_rank, so that rank 0 is on the first machine.
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={training.rdzv_endpoint}",
+        ]
+    return [
+        *[sys.executable, "-m", "infini_model.training.agent", str(run_dir)],
+        *where,
+        f"--nproc-per-node={count}",
+        f"--shutdown-timeout={RANK_GRACE_SECONDS}",
+        *["-m", "infini_model.training"],
+    ]
+
+
+class _RankLogs:
+    """Copies each line into the file of the rank that printed it, and hands it on."""
+
+    def __init__(self, folder: Path, only: int | None, on_line: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._on_line = on_line
+        # What bears no rank's prefix: torchrun itself, or native code of the only rank.
+        self._rest = "torchrun.log" if only is None else f"rank-{only}.log"
+        self._files: dict[str, IO[str]] = {}
+
+    def __enter__(self) -> _RankLogs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def write(self, line: str) -> None:
+        """Record `line`, then give it to the caller."""
+        prefix = PREFIX.match(line)
+        name = f"rank-{prefix[1]}.log" if prefix else self._rest
+        if name not in self._files:
+            # Line by line, so that `tail -f` follows.
+            self._files[name] = (self._folder / name).open("a", encoding="utf-8", buffering=1)
+        self._files[name].write(line + "\n")
+        self._on_line(line)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the training too: as an exception, where it would have killed us at once.
+
+    A handler that somebody else has set stays; threads other than the main one have no say.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

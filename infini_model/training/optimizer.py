@@ -1,0 +1,72 @@
+"""AdamW, which parameters it treats how, and the learning rate of every step.
+
+Weights and moments are float32 on every device; on CUDA the matrix products run in bfloat16 under
+autocast, so the parameters themselves are the master weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from infini_model.config import TrainingConfig
+
+GATES = ("gate", "memory_key_shift")
+
+
+def _group_of(name: str, parameter: nn.Parameter) -> str:
+    """Matrices decay. Norms do not; nor do embeddings, since a rare token's row would shrink
+    between its few gradients. Gates and key shifts are single numbers behind a sigmoid: decay
+    would pull them to one half, and they learn at a rate of their own."""
+    if name.rsplit(".", 1)[-1] in GATES:
+        return "gates"
+    if parameter.ndim < 2 or "embed_tokens" in name:
+        return "no decay"
+    return "decay"
+
+
+def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW over the groups `decay`, `no decay` and `gates`; each group keeps its `peak` rate."""
+    members: dict[str, list[nn.Parameter]] = {"decay": [], "no decay": [], "gates": []}
+    for name, parameter in model.named_parameters():
+        members[_group_of(name, parameter)].append(parameter)
+    groups = [
+        {
+            "name": name,
+            "params": parameters,
+            "weight_decay": config.weight_decay if name == "decay" else 0.0,
+            "peak": config.gate_learning_rate if name == "gates" else config.learning_rate,
+        }
+        for name, parameters in members.items()
+        if parameters
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        fused=True,
+    )
+
+
+def learning_rate_share(step: int, config: TrainingConfig) -> float:
+    """Share of the peak rate that step `step` (1 to max_steps) uses.
+
+    Linear from 1 / warmup_steps to 1 at step warmup_steps, then a cosine that ends at
+    min_learning_rate_ratio in the last step.
+    """
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * cosine
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainingConfig) -> float:
+    """Give every group its rate for step `step`; returns that of the matrices."""
+    share = learning_rate_share(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = share * group["peak"]
+    return share * config.learning_rate

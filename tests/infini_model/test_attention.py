@@ -1,0 +1,315 @@
+"""The function against the paper's equations, written out one segment and one head at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from infini_model.attention import (
+    Memory,
+    feature_map,
+    infini_attention,
+    local_attention,
+    segmented_local_attention,
+)
+from infini_model.errors import ConfigError
+from infini_model.layers import rope_tables
+
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def rotate_reference(x, rope):
+    """Rotary embedding of x [L, D] as complex numbers."""
+    half = x.size(-1) // 2
+    turn = torch.complex(rope[0][: len(x), :half], rope[1][: len(x), :half])
+    turned = torch.complex(x[:, :half], x[:, half:]) * turn
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def reference(q, k, v, gate, length, rope=None, memory=None, reset=None, memory_keys=None):
+    """Equations 2 to 10 (linear), sequentially, from no code of the project."""
+    keys = k if memory_keys is None else memory_keys
+    out, kv_out, norm_out = torch.empty_like(q), [], []
+    group = q.size(1) // k.size(1)
+    for b in range(q.size(0)):
+        for g in range(k.size(1)):
+            if memory is None:
+                m, z = q.new_zeros(q.size(3), q.size(3)), q.new_zeros(q.size(3))
+            else:
+                m, z = memory.kv[b, g], memory.norm[b, g]
+            for s, start in enumerate(range(0, q.size(2), length)):
+                here = slice(start, start + length)
+                if reset is not None and reset[b, s]:
+                    m, z = torch.zeros_like(m), torch.zeros_like(z)
+                for h in range(g * group, (g + 1) * group):
+                    query, key, value = q[b, h, here], k[b, g, here], v[b, g, here]
+                    turned = (
+                        [query, key]
+                        if rope is None
+                        else [rotate_reference(query, rope), rotate_reference(key, rope)]
+                    )
+                    scores = turned[0] @ turned[1].T / math.sqrt(q.size(3))
+                    future = torch.ones_like(scores).triu(1).bool()
+                    a_dot = scores.masked_fill(future, -math.inf).softmax(-1) @ value
+                    if (z == 0).all():
+                        out[b, h, here] = a_dot
+                        continue
+                    sigma_q = functional.elu(query) + 1
+                    a_mem = (sigma_q @ m) / (sigma_q @ z)[:, None]
+                    share = 1 / (1 + torch.exp(-gate[h]))
+                    out[b, h, here] = share * a_mem + (1 - share) * a_dot
+                if start + length <= q.size(2):
+                    sigma_k = functional.elu(keys[b, g, here]) + 1
+                    m, z = m + sigma_k.T @ v[b, g, here], z + sigma_k.sum(0)
+            kv_out.append(m)
+            norm_out.append(z)
+    shape = (q.size(0), k.size(1))
+    return out, Memory(
+        torch.stack(kv_out).unflatten(0, shape), torch.stack(norm_out).unflatten(0, shape)
+    )
+
+
+def draw(batch, heads, kv_heads, tokens, dim, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q = normal(batch, heads, tokens, dim)
+    k, v, keys = (normal(batch, kv_heads, tokens, dim) for _ in range(3))
+    return q, k, v, normal(heads), keys, generator
+
+
+@st.composite
+def cases(draw_one):
+    kv_heads = draw_one(st.integers(1, 2))
+    length = draw_one(st.integers(1, 5))
+    tokens = draw_one(st.integers(1, 4 * length + 2))
+    q, k, v, gate, keys, generator = draw(
+        draw_one(st.integers(1, 2)),
+        kv_heads * draw_one(st.integers(1, 3)),
+        kv_heads,
+        tokens,
+        4,
+        seed=draw_one(st.integers(0, 1000)),
+    )
+    memory = reset = rope = memory_keys = None
+    if draw_one(st.booleans()):
+        held = functional.elu(torch.randn(q.size(0), kv_heads, 7, 4, generator=generator).double())
+        memory = Memory((held + 1).mT @ held, (held + 1).sum(2))
+    if draw_one(st.booleans()):
+        shape = (q.size(0), -(-tokens // length))
+        reset = torch.rand(shape, generator=generator) < draw_one(st.sampled_from([0.2, 0.7]))
+    if draw_one(st.booleans()):
+        rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
+    if draw_one(st.booleans()):
+        memory_keys = keys
+    return (q, k, v, gate), length, rope, memory, reset, memory_keys
+
+
+@given(cases())
+@FEW
+def test_equals_the_paper_with_all_gradients(case):
+    tensors, length, rope, memory, reset, memory_keys = case
+    results = []
+    for function in (infini_attention, reference):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        held = None if memory is None else Memory(*(x.clone().requires_grad_() for x in memory))
+        keys = None if memory_keys is None else memory_keys.clone().requires_grad_()
+        named = {"segment_length": length} if function is infini_attention else {"length": length}
+        out, after = function(
+            *leaves, **named, rope=rope, memory=held, reset=reset, memory_keys=keys
+        )
+        everything = [out, *after]
+        weights = [torch.linspace(-1, 1, x.numel()).double().view_as(x) for x in everything]
+        loss = sum((x * w).sum() for x, w in zip(everything, weights, strict=True))
+        inputs = [*leaves, *(held or ()), *([] if keys is None else [keys])]
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        zeros = [torch.zeros_like(x) for x in inputs]
+        results.append(
+            everything + [z if g is None else g for g, z in zip(gradients, zeros, strict=True)]
+        )
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_no_token_sees_a_later_one():
+    q, k, v, gate, keys, _ = draw(1, 2, 1, 14, 4)
+    base, _ = infini_attention(q, k, v, gate, segment_length=4, memory_keys=keys)
+    for t in range(14):
+        changed = [x.clone() for x in (q, k, v, keys)]
+        for x in changed:
+            x[:, :, t] += 1.0
+        q2, k2, v2, keys2 = changed
+        out, _ = infini_attention(q2, k2, v2, gate, segment_length=4, memory_keys=keys2)
+        assert torch.equal(out[:, :, :t], base[:, :, :t])
+        assert not torch.equal(out[:, :, t], base[:, :, t])
+
+
+def test_the_last_segment_reaches_the_first():
+    q, k, v, gate, *_ = draw(1, 2, 2, 16, 4)
+    k.requires_grad_()
+    v.requires_grad_()
+    out, _ = infini_attention(q, k, v, gate, segment_length=4)
+    for gradient in torch.autograd.grad(out[:, :, -4:].sum() + out[:, :, -1].pow(2).sum(), (k, v)):
+        assert (gradient[:, :, :4].abs().amax(-1) > 1e-6).all()
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(1, 3), min_size=2, max_size=4))
+@FEW
+def test_in_pieces_with_the_memory_carried(seed, pieces):
+    q, k, v, gate, *_ = draw(2, 4, 2, 3 * sum(pieces), 4, seed)
+    whole, after = infini_attention(q, k, v, gate, segment_length=3)
+    memory, parts, start = None, [], 0
+    for count in pieces:
+        piece = (x[:, :, start : start + 3 * count] for x in (q, k, v))
+        out, memory = infini_attention(*piece, gate, segment_length=3, memory=memory)
+        parts.append(out)
+        start += 3 * count
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(memory, after, rtol=1e-10, atol=1e-10)
+
+
+def test_one_segment_is_local_attention_exactly():
+    q, k, v, gate, *_ = draw(2, 4, 2, 8, 4, dtype=torch.float32)
+    out, _ = infini_attention(q, k, v, gate, segment_length=8)
+    assert torch.equal(out, local_attention(q, k, v))
+    longer, _ = infini_attention(q, k, v, gate, segment_length=20)
+    assert torch.equal(out, longer)
+
+
+def test_what_follows_a_reset_is_as_if_alone():
+    q, k, v, gate, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
+    k[:, :, :12] = float("inf")  # what precedes may be anything
+    v[:, :, :12] = float("nan")
+    reset = torch.zeros(2, 6, dtype=torch.bool)
+    reset[:, 3] = True
+    out, memory = infini_attention(q, k, v, gate, segment_length=4, reset=reset)
+    alone, memory_alone = infini_attention(
+        *(x[:, :, 12:] for x in (q, k, v)), gate, segment_length=4
+    )
+    torch.testing.assert_close(out[:, :, 12:], alone)
+    torch.testing.assert_close(memory, memory_alone)
+
+
+def test_many_segments_with_resets():
+    q, k, v, gate, _, generator = draw(2, 1, 1, 600, 2, dtype=torch.float32)
+    reset = torch.rand(2, 600, generator=generator) < 0.01
+    out, _ = infini_attention(q, k, v, gate, segment_length=1, reset=reset)
+    exact, _ = reference(q.double(), k.double(), v.double(), gate.double(), 1, reset=reset)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# Both at 1e4 would make scores of 1e8, whose rounding alone is beyond any softmax in float32.
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        (0.0, 1e4),
+        (0.0, -1e4),
+        (1e4, 0.0),
+        (-1e4, 0.0),
+        (300.0, -300.0),
+        (-300.0, -300.0),
+        (-50.0, -50.0),
+        (-1e4, -50.0),
+        (-50.0, -30.0),
+    ],
+)
+def test_finite_whatever_the_magnitude(dtype, key, query):
+    q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=dtype)
+    leaves = [(x + shift).requires_grad_() for x, shift in ((q, query), (k, key), (v, 0))]
+    out, memory = infini_attention(*leaves, gate, segment_length=4)
+    assert out.dtype == dtype
+    assert {x.dtype for x in memory} == {torch.float32}
+    gradients = torch.autograd.grad(out.float().sum(), leaves)
+    assert all(x.isfinite().all() for x in (out, *memory, *gradients))
+
+
+def test_autocast_keeps_the_memory_exact():
+    q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=torch.bfloat16)
+    plain = infini_attention(q, k, v, gate, segment_length=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = infini_attention(q, k, v, gate, segment_length=4)
+    torch.testing.assert_close(under, plain, rtol=0, atol=0)
+
+
+def test_feature_map_keeps_its_digits_and_its_slope():
+    x = torch.tensor([-30.0, -1.0, 0.0, 2.0], requires_grad=True)
+    y = feature_map(x)
+    expected = [math.exp(-30), math.exp(-1), 1.0, 3.0]
+    torch.testing.assert_close(y.double(), torch.tensor(expected).double(), rtol=1e-6, atol=0)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(slope, torch.tensor([*expected[:3], 1.0]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_backends_agree(backend):
+    q, k, v, gate, *_ = draw(1, 4, 2, 16, 8, dtype=torch.float32)
+    ours, _ = infini_attention(q, k, v, gate, segment_length=4, backend=backend)
+    auto, _ = infini_attention(q, k, v, gate, segment_length=4)
+    torch.testing.assert_close(ours, auto)
+
+
+def test_compiles_without_a_graph_break():
+    q, k, v, gate, keys, _ = draw(1, 2, 1, 16, 4, dtype=torch.float32)
+    reset = torch.tensor([[True, False, True, False]])
+
+    def function(q, k, v, gate, keys, reset):
+        return infini_attention(q, k, v, gate, segment_length=4, memory_keys=keys, reset=reset)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    inputs = (q, k, v, gate, keys, reset)
+    torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+Q, K, V, GATE = draw(2, 4, 2, 6, 8, dtype=torch.float32)[:4]
+EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (ValueError, "q: expected 4 dimensions", {"q": Q[0]}),
+        (ValueError, "k: expected a number of heads that divides q's 4, got 3", {"k": Q[:, :3]}),
+        (ValueError, r"k: expected shape \[2, 2, 6, 8\], got \[2, 2, 5, 8\]", {"k": K[:, :, :5]}),
+        (ValueError, r"v: expected shape \[2, 2, 6, 8\], got \[2, 2, 6, 4\]", {"v": V[..., :4]}),
+        (TypeError, "v: expected dtype torch.float32, got torch.float16", {"v": V.half()}),
+        (TypeError, "q: expected a floating-point dtype, got torch.int64", {"q": Q.long()}),
+        (ValueError, "v: expected device cpu as q, got meta", {"v": V.to("meta")}),
+        (ValueError, r"gate: expected shape \[4\], got \[2\]", {"gate": GATE[:2]}),
+        (ValueError, "memory_keys: expected shape", {"memory_keys": K[..., :2]}),
+        (ValueError, "segment_length: expected at least 1, got 0", {"segment_length": 0}),
+        (ValueError, "update: expected 'linear', got 'delta'", {"update": "delta"}),
+        (ValueError, "rope cos: expected shape", {"rope": rope_tables(3, 8, 1e4)}),
+        (
+            ValueError,
+            r"memory.kv: expected shape \[2, 2, 8, 8\], got \[2, 4, 8, 8\]",
+            {"memory": Memory(torch.zeros(2, 4, 8, 8), torch.zeros(2, 4, 8))},
+        ),
+        (
+            TypeError,
+            "memory.kv: expected dtype torch.float32, got torch.bfloat16",
+            {"memory": Memory(*(x.bfloat16() for x in EMPTY))},
+        ),
+        (ValueError, r"reset: expected shape \[2, 2\]", {"reset": torch.zeros(2, 3).bool()}),
+        (TypeError, "reset: expected dtype torch.bool", {"reset": torch.zeros(2, 2)}),
+        (ConfigError, "attention_backend: got 'cudnn': on cpu it takes", {"backend": "cudnn"}),
+        (ConfigError, "attention_backend: got 'best'", {"backend": "best"}),
+    ],
+)
+def test_bad_input_is_named(error, message, change):
+    arguments = {"q": Q, "k": K, "v": V, "gate": GATE, "segment_length": 4} | change
+    with pytest.raises(error, match=message):
+        infini_attention(**arguments)
+
+
+def test_without_memory_each_segment_is_by_itself():
+    q, k, v, *_ = draw(2, 4, 2, 10, 4, dtype=torch.float32)
+    out = segmented_local_attention(q, k, v, segment_length=4)
+    for start in (0, 4, 8):
+        piece = (x[:, :, start : start + 4] for x in (q, k, v))
+        torch.testing.assert_close(out[:, :, start : start + 4], local_attention(*piece))

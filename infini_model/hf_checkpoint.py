@@ -1,0 +1,276 @@
+"""Hugging Face Llama folders in and out: config.json beside safetensors, whole or in shards.
+
+What Infini-attention adds stands in config.json under the one key `infini_attention`, which
+`transformers` carries along and ignores, and in the tensors `…self_attn.gate` and
+`…self_attn.memory_key_shift`. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from infini_model.config import ModelConfig
+from infini_model.errors import CheckpointError
+from infini_model.storage import atomic_folder, write_json
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+MEMORY_TENSORS = ("self_attn.gate", "self_attn.memory_key_shift")
+
+_LLAMA_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "initializer_range",
+)
+_INFINI_FIELDS = ("segment_length", "memory", "memory_key_shift")
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)
+
+logger = logging.getLogger(__name__)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is no JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path}: holds {type(tree).__name__}, needs a mapping")
+    return tree
+
+
+def _rope_theta(tree: dict[str, Any], path: Path) -> object:
+    """The rotary base, from the field of today or of yesterday; refuses what would change it."""
+    parameters = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"{path}: rope_parameters holds {parameters!r}, needs a mapping")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise CheckpointError(f"{path}: rope_scaling of type {kind!r} is not supported")
+    return parameters.get("rope_theta", tree.get("rope_theta", 10_000.0))
+
+
+def _refuse_other_models(tree: dict[str, Any], path: Path) -> None:
+    if tree.get("model_type") != "llama":
+        raise CheckpointError(f"{path}: model_type is {tree.get('model_type')!r}, needs 'llama'")
+    missing = [name for name in _NEEDED if name not in tree]
+    if missing:
+        raise CheckpointError(f"{path}: {missing[0]} is missing")
+    for name, only in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if tree.get(name, only) != only:
+            raise CheckpointError(f"{path}: {name} is {tree[name]!r}, only {only!r} is supported")
+
+
+def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
+    """The `ModelConfig` of a folder, with `overrides` laid over it.
+
+    A folder that says nothing of segments gets its own longest context as segment_length: it
+    behaves as the Llama it was until an override says otherwise.
+
+    Raises:
+        CheckpointError: No such folder, no such model, or a value that does not fit.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
+    tree = _read_json(path)
+    _refuse_other_models(tree, path)
+    fields: dict[str, object] = {name: tree[name] for name in _LLAMA_FIELDS if name in tree}
+    fields["rope_theta"] = _rope_theta(tree, path)
+    infini = tree.get("infini_attention", {})
+    if not isinstance(infini, dict):
+        raise CheckpointError(f"{path}: infini_attention holds {infini!r}, needs a mapping")
+    fields["segment_length"] = tree.get("max_position_embeddings", 2048)
+    fields |= {name: infini[name] for name in _INFINI_FIELDS if name in infini}
+    try:
+        config = ModelConfig.model_validate(fields | dict(overrides))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "model"
+        raise CheckpointError(f"{path}: {key}: {first['msg']}") from error
+    head_dim = tree.get("head_dim") or config.head_dim
+    if head_dim != config.head_dim:
+        raise CheckpointError(
+            f"{path}: head_dim is {head_dim}, only hidden_size / num_attention_heads = "
+            f"{config.head_dim} is supported"
+        )
+    return config
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, all of them present."""
+    names = [WEIGHTS]
+    index = folder / INDEX
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: weight_map is missing")
+        names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index}: {name!r} is no plain file name")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: there is no such file")
+    return [folder / name for name in names]
+
+
+def _tensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one file that the model takes, each checked before it is read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name not in shapes:
+                    if not _left_out(name):
+                        raise CheckpointError(f"{path}: tensor {name} is not of this model")
+                    continue
+                shape = tuple(file.get_slice(name).get_shape())
+                if shape != shapes[name]:
+                    raise CheckpointError(
+                        f"{path}: tensor {name}: expected shape {list(shapes[name])}, "
+                        f"got {list(shape)}"
+                    )
+                yield name, file.get_tensor(name).to(dtype)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: is no readable safetensors file: {error}") from error
+
+
+def _left_out(name: str) -> bool:
+    """Whether a tensor that the model lacks may stay unread.
+
+    The output layer of a tied model is its embedding; rotary frequencies, which old folders hold,
+    are computed; a memory's own tensors are no use to a model that was asked to have none.
+    """
+    return name == "lm_head.weight" or name.endswith((*MEMORY_TENSORS, "rotary_emb.inv_freq"))
+
+
+def read_tensors(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """All tensors that `shapes` names, in `dtype`.
+
+    A folder without any gate (or key shift) is a plain Llama: the gates start at 0 and the key
+    shift at μ = 0, the paper's form, which a line in the log says.
+
+    Raises:
+        CheckpointError: A file or a tensor is missing, damaged, superfluous or misshapen.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        tensors.update(_tensors(path, shapes, dtype))
+    missing = [name for name in shapes if name not in tensors]
+    for kind in MEMORY_TENSORS:
+        own = [name for name in shapes if name.endswith(kind)]
+        if own and not any(name in tensors for name in own):
+            logger.warning("%s: has no %s; each starts at 0", folder, kind.partition(".")[2])
+            tensors |= {name: torch.zeros(shapes[name], dtype=dtype) for name in own}
+            missing = [name for name in missing if name not in own]
+    if missing:
+        raise CheckpointError(f"{folder}: tensor {missing[0]} is missing")
+    return tensors
+
+
+def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    """What config.json says of a model: Hugging Face's fields, and ours under one key."""
+    fields: dict[str, object] = {name: getattr(config, name) for name in _LLAMA_FIELDS}
+    return fields | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": config.segment_length,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "infini_attention": {name: getattr(config, name) for name in _INFINI_FIELDS},
+    }
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """The tensors in order, in groups of at most `limit` bytes (or one tensor)."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.contiguous()
+        size += tensor.nbytes
+    return shards
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Raise if replacing `folder` would delete anything but a checkpoint."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.name not in (CONFIG, INDEX) and path.suffix != ".safetensors":
+            raise CheckpointError(f"{folder}: holds {path.name}, which would be lost; name another")
+
+
+def write_checkpoint(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face Llama folder, complete or not at all; a checkpoint there is replaced.
+
+    Args:
+        folder: Where it appears.
+        config: The model's shape.
+        tensors: Parameters by name, without the output layer if it is tied; they may be on any
+            device.
+        shard_bytes: Largest file; more tensors go into shards with an index.
+
+    Raises:
+        CheckpointError: `folder` holds files of another kind, which would be lost.
+        UserError: The folder cannot be written.
+    """
+    _refuse_strangers(folder)
+    shards = _shards(tensors, shard_bytes)
+    names = [WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    dtype = next(iter(tensors.values())).dtype
+    with atomic_folder(folder) as temporary:
+        for name, shard in zip(names, shards, strict=True):
+            save_file(shard, temporary / name, metadata={"format": "pt"})
+        if len(shards) > 1:
+            weight_map = {t: name for name, s in zip(names, shards, strict=True) for t in s}
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            write_json(
+                temporary / INDEX,
+                {"metadata": {"total_size": total}, "weight_map": weight_map},
+            )
+        write_json(temporary / CONFIG, config_json(config, dtype))

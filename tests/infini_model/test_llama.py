@@ -1,0 +1,254 @@
+"""The model: what one pass, pieces of it and single tokens give must be the same."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from infini_model import llama
+from infini_model.config import ModelConfig
+from infini_model.errors import ConfigError
+from infini_model.llama import InfiniLlama
+
+FEW = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+def config(**changes):
+    fields = {
+        "vocab_size": 17,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+        "segment_length": 4,
+        "initializer_range": 0.3,
+    }
+    return ModelConfig(**(fields | changes))
+
+
+def build(seed=0, dtype=torch.float64, **changes):
+    """A small model whose gates and key shifts are drawn as well."""
+    torch.manual_seed(seed)
+    model = InfiniLlama(config(**changes)).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate", "memory_key_shift")):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def ids(batch, tokens, seed=0):
+    return torch.randint(17, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours, theirs, tolerance=1e-10):
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_parameters_are_llamas_and_the_memorys():
+    names = dict(build().named_parameters())
+    own = {name for name in names if name.endswith(("gate", "memory_key_shift"))}
+    attention = "model.layers.1.self_attn."
+    assert {attention + "gate", attention + "memory_key_shift"} <= own
+    assert len(own) == 4
+    assert names[attention + "gate"].shape == (4,)
+    assert names[attention + "memory_key_shift"].shape == (2,)
+    plain = dict(build(memory="none").named_parameters())
+    assert set(plain) == set(names) - own
+
+
+def test_gates_start_in_the_middle_and_keys_half_way():
+    model = InfiniLlama(config())
+    assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
+    assert model.get_parameter("model.layers.0.self_attn.memory_key_shift").tolist() == [0.5, 0.5]
+    assert InfiniLlama(config(memory="none")).gate_statistics() == []
+
+
+@given(
+    st.integers(0, 100),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from(["linear", "none"]),
+    st.booleans(),
+)
+@FEW
+def test_one_pass_is_any_pieces(seed, pieces, memory, shift):
+    model = build(seed, memory=memory, memory_key_shift=shift)
+    tokens = ids(2, sum(pieces), seed)
+    with torch.no_grad():
+        whole = model(tokens)
+        state, parts = None, []
+        for piece in tokens.split(pieces, dim=1):
+            out = model(piece, memory=state)
+            state = out.memory
+            parts.append(out.logits)
+        close(torch.cat(parts, 1), whole.logits)
+        # The state must be worth the same too: what comes next is equal.
+        after = ids(2, 6, seed + 1)
+        close(model(after, memory=state).logits, model(after, memory=whole.memory).logits)
+
+
+def test_one_pass_is_token_by_token():
+    model = build()
+    tokens = ids(2, 14)
+    with torch.no_grad():
+        state = model.empty_state(2)
+        sizes = {x.shape for x in state.layers[0].memory} | {state.layers[0].keys.shape}
+        hidden = []
+        for t in range(14):
+            out, state = model.advance(tokens[:, t : t + 1], state)
+            hidden.append(out)
+            layer = state.layers[0]
+            assert {x.shape for x in layer.memory} | {layer.keys.shape} == sizes
+        close(model.lm_head(torch.cat(hidden, 1)), model(tokens).logits)
+    assert state.position.tolist() == [14, 14]
+
+
+def test_rows_may_stand_at_different_places():
+    model = build()
+    tokens, counts = ids(3, 4), torch.tensor([4, 1, 0])
+    with torch.no_grad():
+        _, state = model.advance(tokens, model.empty_state(3), counts)
+        assert state.position.tolist() == [4, 1, 0]
+        hidden, _ = model.advance(tokens[:, :3], state)
+        for row, count in enumerate(counts.tolist()):
+            alone = torch.cat((tokens[row, :count], tokens[row, :3]))[None]
+            close(model.lm_head(hidden[row]), model(alone).logits[0, -3:])
+
+
+def test_causal_around_every_border():
+    model = build()
+    tokens = ids(1, 13)
+    with torch.no_grad():
+        base = model(tokens).logits
+        for t in range(13):
+            changed = tokens.clone()
+            changed[0, t] = (changed[0, t] + 1) % 17
+            logits = model(changed).logits
+            assert torch.equal(logits[:, :t], base[:, :t])
+            assert not torch.equal(logits[:, t:], base[:, t:])
+
+
+def test_the_memory_is_what_reaches_across_segments():
+    tokens = ids(1, 12)
+    changed = tokens.clone()
+    changed[0, 0] = (changed[0, 0] + 1) % 17
+    for memory, reaches in (("linear", True), ("none", False)):
+        model = build(memory=memory)
+        with torch.no_grad():
+            difference = (model(tokens).logits - model(changed).logits).abs()[:, 4:]
+        assert bool(difference.max() > 0) is reaches
+
+
+def test_without_memory_each_segment_is_by_itself():
+    model = build(memory="none")
+    tokens = ids(2, 10)
+    with torch.no_grad():
+        alone = torch.cat([model(piece).logits for piece in tokens.split(4, 1)], 1)
+        close(model(tokens).logits, alone)
+
+
+def test_a_reset_forgets_all_that_precedes():
+    model = build()
+    tokens = ids(2, 16)
+    reset = torch.tensor([[False, False, True, False], [True, False, False, True]])
+    with torch.no_grad():
+        logits = model(tokens, reset=reset).logits
+        close(logits[0, 8:], model(tokens[:1, 8:]).logits[0])
+        close(logits[1, 12:], model(tokens[1:, 12:]).logits[0])
+        before = model(ids(2, 8, seed=5)).memory
+        carried = model(tokens, memory=before, reset=reset).logits
+        close(carried[1], logits[1])
+        assert (carried[0, :8] - logits[0, :8]).abs().max() > 1e-6
+
+
+def test_labels_are_aligned_and_masked():
+    model = build()
+    tokens, labels = ids(2, 8), ids(2, 8, seed=1)
+    labels[0, :3] = -100
+    logits = model(tokens).logits
+    expected = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    out = model(tokens, labels=labels)
+    assert out.logits is None
+    assert out.loss.dtype == torch.float32
+    close(out.loss, expected, 1e-6)
+    close(model(tokens, labels=labels, reduction="sum").loss, expected * 13, 1e-5)
+    each = model(tokens, labels=labels, reduction="none").loss
+    assert each.shape == (2, 8)
+    assert each[0, :3].tolist() == [0, 0, 0]
+    close(each.sum(), expected * 13, 1e-5)
+    assert model(tokens, labels=torch.full((2, 8), -100)).loss == 0
+
+
+def test_the_loss_in_pieces_is_the_loss(monkeypatch):
+    model, tokens, labels = build(), ids(2, 8), ids(2, 8, seed=1)
+    losses = []
+    for logits_at_once in (llama.LOGITS_AT_ONCE, 17 * 5):
+        monkeypatch.setattr(llama, "LOGITS_AT_ONCE", logits_at_once)
+        loss = model(tokens, labels=labels).loss
+        losses.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    for whole, pieces in zip(*losses, strict=True):
+        close(pieces, whole, 1e-6)
+
+
+def test_every_parameter_learns():
+    model = build()
+    loss = model(ids(2, 12), labels=ids(2, 12, seed=1)).loss
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+    one_segment = build()
+    one_segment(ids(2, 4), labels=ids(2, 4, seed=1)).loss.backward()
+    assert all(parameter.grad is not None for parameter in one_segment.parameters())
+
+
+def test_bf16_under_autocast_and_by_itself():
+    tokens, labels = ids(2, 12), ids(2, 12, seed=1)
+    exact = build(dtype=torch.float32, initializer_range=0.05)
+    reference = exact(tokens, labels=labels).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        out = exact(tokens, labels=labels)
+        hidden, _ = exact.advance(tokens[:, :4], exact.empty_state(2))
+    out.loss.backward()
+    assert hidden.isfinite().all()
+    assert out.memory.layers[0].memory.kv.dtype == torch.float32
+    assert all(p.grad.isfinite().all() for p in exact.parameters())
+    rounded = build(dtype=torch.bfloat16, initializer_range=0.05)(tokens, labels=labels).loss
+    for loss in (out.loss, rounded):
+        close(loss, reference, 0.02)
+
+
+def test_compiles_without_a_graph_break():
+    model = build(dtype=torch.float32)
+    tokens, labels = ids(1, 8), ids(1, 8, seed=1)
+    compiled = torch.compile(
+        lambda i, t: model(i, labels=t).loss, backend="aot_eager", fullgraph=True
+    )
+    close(compiled(tokens, labels), model(tokens, labels=labels).loss, 1e-6)
+
+
+def test_a_seed_decides_the_weights():
+    first, second, other = build(1), build(1), build(2)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_bad_input_is_named():
+    model = build()
+    with pytest.raises(ConfigError, match=r"model\.vocab_size"):
+        InfiniLlama(config(vocab_size=None))
+    with pytest.raises(ValueError, match=r"input_ids: expected \[B, T\], got \[3\]"):
+        model(ids(1, 3)[0])
+    with pytest.raises(ValueError, match=r"labels: expected shape \[1, 3\], got \[1, 2\]"):
+        model(ids(1, 3), labels=ids(1, 2))
+    with pytest.raises(ValueError, match=r"reset: expected shape \[1, 2\]"):
+        model(ids(1, 8), reset=torch.zeros(1, 3, dtype=torch.bool))
+    inside = model(ids(1, 3)).memory
+    with pytest.raises(ValueError, match="reset: expected a memory that ends on a segment border"):
+        model(ids(1, 4), memory=inside, reset=torch.zeros(1, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="memory: expected 2 rows"):
+        model(ids(2, 4), memory=inside)
+    with pytest.raises(ValueError, match="1 tokens beyond the segment"):
+        model.advance(ids(1, 2), inside)

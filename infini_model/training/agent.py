@@ -10,10 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
-
 from infini_model.training.failures import EXIT_CRASH, save_exit_codes
 
 # Tells the ranks who started them, so that they notice if it is gone already.
@@ -22,6 +18,11 @@ AGENT = "INFINI_AGENT_PID"
 
 def main() -> int:
     """Run torchrun until its ranks have ended; returns the exit status for the launcher."""
+    # Here, because the ranks import this module for the name above, before they load torch.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     os.environ[AGENT] = str(os.getpid())
     try:
         run(parse_args(sys.argv[2:]))  # type: ignore[no-untyped-call]

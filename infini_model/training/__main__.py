@@ -1,0 +1,94 @@
+"""One rank of a training: `torchrun -m infini_model.training`, or plain Python for one process.
+
+Exit status: 0 done; 2 the user's mistake, in one line; 3 the numbers are no longer finite; 143 or
+130 after SIGTERM or SIGINT, with a checkpoint saved; 1 anything else, with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from infini_model.config import Config, load_config
+from infini_model.errors import NonFiniteError, UserError
+from infini_model.processes import die_with_parent
+from infini_model.training.agent import AGENT
+from infini_model.training.failures import (
+    EXIT_CRASH,
+    EXIT_NON_FINITE,
+    EXIT_USER_ERROR,
+    Kind,
+    Report,
+)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m infini_model.training",
+        description="Train on a dataset folder, or go on from the run's newest checkpoint.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="YAML or JSON file of settings")
+    parser.add_argument("--dataset", type=Path, required=True, help="finished dataset folder")
+    parser.add_argument("--run-dir", type=Path, required=True, help="run folder, made if missing")
+    return parser.parse_args(argv)
+
+
+def _log_to_stdout(config: Config, rank: int) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"GPU{rank}:%(levelname)s | %(message)s"))
+    logging.captureWarnings(capture=True)
+    for name in ("infini_model", "py.warnings"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(config.run.log_level.upper())
+        logger.propagate = False
+
+
+def _kind_of(error: Exception) -> tuple[Kind, int]:
+    if isinstance(error, UserError):
+        return "user error", EXIT_USER_ERROR
+    if isinstance(error, NonFiniteError):
+        return "non-finite", EXIT_NON_FINITE
+    # By its words: torch raises a plain RuntimeError where the machine's own memory is short.
+    text = str(error)
+    short = "out of memory" in text or "can't allocate memory" in text
+    if isinstance(error, MemoryError) or short:
+        return "out of memory", EXIT_CRASH
+    return "crash", EXIT_CRASH
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and tell by the exit status and a report in the run folder how it ended."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(int(os.environ.get(AGENT, os.getppid())))
+    arguments = _parse(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config = load_config(file=arguments.config)
+        _log_to_stdout(config, rank)
+        # Here, so that a mistake in the settings is told at once: torch takes seconds to load.
+        from infini_model.training.loop import train
+
+        outcome = train(config, arguments.dataset, arguments.run_dir)
+    except Exception as error:  # noqa: BLE001 - the one place where every failure is told
+        kind, status = _kind_of(error)
+        message = str(error) or type(error).__name__
+        Report.now(kind, message, rank).save(arguments.run_dir)
+        told = [message] if status != EXIT_CRASH else traceback.format_exc().splitlines()
+        for line in told:
+            print(f"GPU{rank}:ERROR | {line}", file=sys.stderr)
+        return status
+    if outcome.stopped_by is None:
+        return 0
+    message = f"stopped by signal {outcome.stopped_by}; step {outcome.step} is saved"
+    Report.now("preempted", message, rank).save(arguments.run_dir)
+    return 128 + outcome.stopped_by
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""The story of a training: validate, step, save, until the last step or a signal.
+
+The loss of a step is the sum of all token losses of the global batch over the number of its
+targets, wherever these lie: it does not depend on how the batch is cut into processes and
+micro-batches. A training that is interrupted anywhere and resumed takes the same steps to the bit,
+since its state is the weights, AdamW's moments, the step and the number of windows consumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from infini_model.config import Config
+from infini_model.data.loader import Batch, Loader, open_windows, validation_batches
+from infini_model.data.manifest import read_manifest
+from infini_model.errors import NonFiniteError
+from infini_model.llama import InfiniLlama
+from infini_model.storage import lock
+from infini_model.training.checkpoint import (
+    Position,
+    checkpoints_dir,
+    load_optimizer,
+    read_position,
+    save_checkpoint,
+)
+from infini_model.training.diagnostics import REMEDIES, NonFinite, save_report
+from infini_model.training.distributed import StopSignals, World, join_world, stop_of
+from infini_model.training.metrics import Metrics, Status
+from infini_model.training.optimizer import make_optimizer, set_learning_rate
+from infini_model.training.replica import Replica
+from infini_model.training.setup import check_same_run, choose_checkpoint, with_vocabulary
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended: at `step`, done, or stopped by a signal with that step saved."""
+
+    step: int
+    stopped_by: int | None
+
+
+def train(config: Config, dataset_dir: Path, run_dir: Path) -> Outcome:
+    """Train in this process and, under torchrun, in the others that it started.
+
+    Goes on from the newest complete checkpoint in `run_dir`, if there is one.
+
+    Raises:
+        UserError: The settings do not fit the dataset or the run, or a folder cannot be written.
+        NonFiniteError: The loss or a gradient is NaN or infinite; nothing was overwritten.
+    """
+    with (
+        StopSignals() as stops,
+        join_world(config.training.gpus) as world,
+        _only_writer(run_dir, world),
+    ):
+        trainer = Trainer(config, dataset_dir, run_dir, world, stops)
+        status: Status = "FAILED"
+        try:
+            outcome = trainer.run()
+            status = "FINISHED" if outcome.stopped_by is None else "KILLED"
+        finally:
+            trainer.close(status)
+        return outcome
+
+
+@contextlib.contextmanager
+def _only_writer(run_dir: Path, world: World) -> Iterator[None]:
+    """Keep a second training out of the run folder until the first has ended."""
+    if not world.is_main:
+        yield
+        return
+    path = checkpoints_dir(run_dir) / ".lock"
+    with lock(path, wait=False) as free:
+        if free:
+            yield
+            return
+    log.warning("waiting for another process that trains in %s", run_dir)
+    with lock(path):
+        yield
+
+
+class Trainer:
+    """A training at one point of its way: the model, where it stands, and what it reads."""
+
+    def __init__(
+        self, config: Config, dataset_dir: Path, run_dir: Path, world: World, stops: StopSignals
+    ) -> None:
+        """Begin at step 0, or where the newest checkpoint stands. Raises as `train` does."""
+        manifest = read_manifest(dataset_dir)
+        self.config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir)
+        self.run_dir, self.world, self.dataset_key = run_dir, world, manifest.key
+        self._stops = stops
+        self.stopped_by: int | None = None
+        self._windows = {
+            split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)
+            for split in ("train", "validation", "test")
+        }
+        checkpoint = choose_checkpoint(run_dir, world)
+        consumed = self._build(checkpoint)
+        self._saved_step = self.step if checkpoint else None
+        self._loader = Loader(
+            self._windows["train"],
+            batch_size=config.training.batch_size,
+            gradient_accumulation_steps=config.training.gradient_accumulation_steps,
+            rank=world.rank,
+            world_size=world.size,
+            seed=config.run.seed,
+            consumed=consumed,
+            device=world.device,
+        )
+        self._metrics: Metrics | None = None
+        if world.is_main:
+            dataset = {
+                "name": manifest.name,
+                "key": manifest.key,
+                "path": str(dataset_dir.resolve()),
+            }
+            self._metrics = Metrics(run_dir, self.config, dataset, self._saved_step)
+            self._announce(manifest.folder_name, checkpoint)
+
+    def _build(self, checkpoint: Path | None) -> int:
+        """Make the model and the optimizer; returns the windows that were read already."""
+        training, device = self.config.training, self.world.device
+        consumed = self.step = 0
+        if checkpoint is None:
+            torch.manual_seed(self.config.run.seed)
+            self.model = InfiniLlama(self.config.model).to(device)
+        else:
+            position = read_position(checkpoint)
+            check_same_run(checkpoint, position, self.config, self.dataset_key)
+            consumed, self.step = position.consumed, position.step
+            settings = self.config.model.model_dump()
+            self.model = InfiniLlama.from_pretrained(
+                checkpoint / "model", device=device, **settings
+            )
+        self.optimizer = make_optimizer(self.model, training)
+        if checkpoint is not None:
+            load_optimizer(checkpoint, self.model, self.optimizer)
+        self._replica = Replica(self.model, self.config, self.world)
+        return consumed
+
+    def run(self) -> Outcome:
+        """Train to the last step, or to the signal that stops it."""
+        training = self.config.training
+        self._began, self._began_at = time.monotonic(), self.step
+        while not self._is_stopped():
+            if self.step % training.eval_steps == 0 or self.step == training.max_steps:
+                self._evaluate("validation")
+            if self.step == training.max_steps:
+                self._evaluate("test")
+                break
+            if not self._is_stopped():
+                self._take_step()
+            if self.step % training.save_steps == 0 or self.step == training.max_steps:
+                self._save()
+        self._save()
+        return Outcome(self.step, self.stopped_by)
+
+    def _take_step(self) -> None:
+        """One optimizer step on the next global batch."""
+        began = time.perf_counter()
+        rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
+        batches = next(self._loader)
+        loss_sum, targets = self._replica.backward(batches)
+        rank_loss = loss_sum.clone()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = get_total_norm(gradients)
+        loss = self._sum_and_hear(loss_sum)[0] / max(1, targets.item())
+        grad_norm = norm.item()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            # Every rank sees the same two numbers, so all of them stop here, before any weight.
+            event = NonFinite(self.step + 1, self.world.rank, loss, rank_loss.item(), grad_norm)
+            raise self._non_finite(event, batches)
+        clip_grads_with_norm_(self.model.parameters(), self.config.training.max_grad_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._record(loss, rate, grad_norm, time.perf_counter() - began)
+
+    def _sum_and_hear(self, values: Tensor) -> list[float]:
+        """`values` [N] summed over all ranks, who learn on the way if one was told to stop."""
+        heard = values.new_tensor(self._stops.as_counts())
+        numbers: list[float] = self.world.sum(torch.cat([values, heard])).tolist()
+        self.stopped_by = stop_of(numbers[len(values) :])
+        return numbers[: len(values)]
+
+    def _is_stopped(self) -> bool:
+        return self.stopped_by is not None
+
+    def _evaluate(self, split: str) -> None:
+        """Record the mean loss over the targets of `split` at this step, unless that was done."""
+        windows, name = self._windows[split], f"{split}/loss"
+        known = self._metrics is not None and self._metrics.has(self.step, name)
+        if len(windows) == 0 or self._is_stopped() or self.world.from_main(int(known)):
+            return
+        training, world = self.config.training, self.world
+        totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+        batches = validation_batches(
+            windows, training.batch_size, world.rank, world.size, training.eval_batches
+        )
+        self.model.eval()
+        for batch in batches:
+            totals += self._replica.score(batch.to(world.device))
+            self._sum_and_hear(totals[:0])
+            if self._is_stopped():
+                # It is done from the start when the training is resumed.
+                return
+        self.model.train()
+        loss_sum, targets = world.sum(totals).tolist()
+        loss = loss_sum / max(1.0, targets)
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
+        if self._metrics is not None:
+            self._metrics.append(self.step, {name: loss})
+            log.info("Step [%d/%d] | %s: %.4f", self.step, training.max_steps, name, loss)
+
+    def _record(self, loss: float, rate: float, grad_norm: float, seconds: float) -> None:
+        """Log the step that was just taken."""
+        training = self.config.training
+        shown = self.step % training.logging_steps == 0 or self.step == training.max_steps
+        if shown:
+            log.info(
+                "[GPU %d] Step [%d/%d] | Loss: %.4f | LR: %.2e | Grad Norm: %.4f | ETA: %s",
+                *(self.world.rank, self.step, training.max_steps, loss, rate, grad_norm),
+                self._time_left(),
+            )
+        if self._metrics is None:
+            return
+        tokens = self._loader.global_batch * self.config.packing.context_length
+        values = {
+            "train/loss": loss,
+            "train/learning_rate": rate,
+            "train/grad_norm": grad_norm,
+            "train/tokens_per_second": tokens / seconds,
+            "train/step_seconds": seconds,
+            "train/data_wait_seconds": self._loader.wait_seconds,
+        }
+        if shown:
+            for layer, gate in enumerate(self.model.gate_statistics()):
+                values |= {
+                    f"memory/layer_{layer}/gate_mean": gate.mean,
+                    f"memory/layer_{layer}/gate_min": gate.minimum,
+                    f"memory/layer_{layer}/gate_max": gate.maximum,
+                }
+        self._metrics.append(self.step, values)
+
+    def _time_left(self) -> str:
+        """At the pace so far, validation and checkpoints included: 5:30 or 1:05:30."""
+        pace = (time.monotonic() - self._began) / (self.step - self._began_at)
+        minutes, seconds = divmod(round(pace * (self.config.training.max_steps - self.step)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+    def _save(self) -> None:
+        """Write a checkpoint of this step, unless there is one; all ranks wait until it is."""
+        if self._saved_step == self.step:
+            return
+        if self._metrics is not None:
+            self._metrics.sync()
+            position = Position(
+                step=self.step,
+                consumed=self._loader.consumed,
+                seed=self.config.run.seed,
+                world_size=self.world.size,
+                dataset_key=self.dataset_key,
+                mlflow_run_id=self._metrics.mlflow_run_id,
+                config=self.config.model_dump(mode="json"),
+            )
+            keep = self.config.training.save_total_limit
+            path = save_checkpoint(self.run_dir, self.model, self.optimizer, position, keep)
+            log.info("Checkpoint saved: %s", path)
+        self._saved_step = self.world.from_main(self.step)
+
+    def _non_finite(self, event: NonFinite, batches: list[Batch]) -> NonFiniteError:
+        """The error to raise; in debug mode the report is printed and saved first."""
+        message = (
+            f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}; "
+            f"the step was not taken. {REMEDIES}"
+        )
+        if not self.config.training.debug:
+            return NonFiniteError(f"{message}; training.debug=true names the tensors at fault")
+        folder, text = save_report(self.run_dir, event, self.model, batches)
+        if self.world.is_main:
+            for line in [*text.splitlines(), f"Debug tensors saved: {folder}"]:
+                log.error("%s", line)
+        return NonFiniteError(f"{message}; the report is in {folder.parent}")
+
+    def _announce(self, dataset: str, checkpoint: Path | None) -> None:
+        """Print what is about to be done, in totals."""
+        training, world = self.config.training, self.world
+        windows = self._loader.global_batch
+        tokens = windows * self.config.packing.context_length
+        parameters = sum(p.numel() for p in self.model.parameters())
+        rule = "=" * 46
+        for line in (
+            rule,
+            f"Run: {self.run_dir}",
+            f"Dataset: {dataset}",
+            f"Device: {world.device.type}, {self._replica.precision}",
+            f"Number of processes: {world.size}",
+            f"Batch size per process: {training.batch_size}",
+            f"Gradient accumulation: {training.gradient_accumulation_steps}",
+            f"Total batch size: {windows} windows, {tokens:,} tokens a step",
+            f"Model parameters: {parameters:,}",
+            f"Vocabulary size: {self.config.model.vocab_size}",
+            f"Resuming from: {checkpoint}" if checkpoint else f"Seed: {self.config.run.seed}",
+            f"Steps: {self.step} of {training.max_steps} done",
+            rule,
+        ):
+            log.info("%s", line)
+        for split in ("validation", "test"):
+            if len(self._windows[split]) == 0:
+                log.warning("%s: too few tokens for one window; no %s loss", dataset, split)
+
+    def close(self, status: Status) -> None:
+        """End the threads; the sinks get a bounded time to take what is left."""
+        self._loader.close()
+        if self._metrics is not None:
+            self._metrics.close(status)

@@ -1,0 +1,64 @@
+"""What is settled before the first step: that settings, dataset and checkpoint belong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infini_model.config import Config
+from infini_model.errors import CheckpointError, ConfigError
+from infini_model.training.checkpoint import (
+    Position,
+    checkpoints_dir,
+    clear_for_resume,
+    newest_checkpoint,
+)
+from infini_model.training.distributed import World
+
+# How attention is computed may change between two halves of a run, what is computed may not.
+FREE_MODEL_SETTINGS = frozenset({"attention_backend"})
+
+
+def with_vocabulary(config: Config, dataset_vocabulary: int, dataset_dir: Path) -> Config:
+    """`config` with a number for `model.vocab_size`: the dataset's where it is None.
+
+    Raises `ConfigError` where the dataset may hold ids that the model has no row for.
+    """
+    size = config.model.vocab_size
+    if size is not None and size < dataset_vocabulary:
+        raise ConfigError(
+            f"model.vocab_size: {size} is less than the vocabulary of the dataset {dataset_dir}, "
+            f"{dataset_vocabulary}"
+        )
+    model = config.model.model_copy(update={"vocab_size": size or dataset_vocabulary})
+    return config.model_copy(update={"model": model})
+
+
+def choose_checkpoint(run_dir: Path, world: World) -> Path | None:
+    """The checkpoint to go on from, the same on every rank, or None; rank 0 reads and tidies.
+
+    Raises `CheckpointError` where this machine does not see the checkpoint that rank 0 chose.
+    """
+    chosen = None
+    if world.is_main:
+        chosen = newest_checkpoint(run_dir)
+        clear_for_resume(run_dir, chosen)
+    step = world.from_main(-1 if chosen is None else int(chosen.name.removeprefix("step-")))
+    if step < 0:
+        return None
+    path = checkpoints_dir(run_dir) / f"step-{step}"
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is not there; all machines must share the run folder")
+    return path
+
+
+def check_same_run(checkpoint: Path, then: Position, now: Config, dataset_key: str) -> None:
+    """Raise `CheckpointError` if `checkpoint` is of another model or another dataset."""
+    advice = "choose another run.name or folder"
+    for name, value in now.model.model_dump(mode="json").items():
+        before = then.config["model"].get(name)
+        if name not in FREE_MODEL_SETTINGS and before != value:
+            raise CheckpointError(f"{checkpoint}: model.{name} is {before}, not {value}; {advice}")
+    if then.dataset_key != dataset_key:
+        raise CheckpointError(
+            f"{checkpoint}: was trained on dataset {then.dataset_key}, not {dataset_key}; {advice}"
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -22,6 +23,9 @@ from typing import Any
 from infini_model.errors import UserError
 
 TEMPORARY = ".tmp-"
+UNWRITABLE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG}
+)
 
 
 def _sync(path: Path) -> None:
@@ -40,7 +44,7 @@ def named_os_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"{path}: the disk is full; nothing half-written was kept") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in UNWRITABLE:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         raise
 
@@ -84,17 +88,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     make_folder(path.parent)
     with named_os_errors(path):
-        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY + path.name + "-", dir=path.parent))
+        prefix = f"{TEMPORARY}{path.name}-"
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
         temporary.chmod(0o755)
         try:
             yield temporary
             for entry in [*temporary.rglob("*"), temporary]:
                 _sync(entry)
             if path.exists():
-                retired = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=path.parent)) / "retired"
-                os.rename(path, retired)
+                retired = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+                os.rename(path, retired / "retired")
                 os.rename(temporary, path)
-                shutil.rmtree(retired.parent, ignore_errors=True)
+                shutil.rmtree(retired, ignore_errors=True)
             else:
                 os.rename(temporary, path)
             _sync(path.parent)
@@ -103,9 +108,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             raise
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what killed writers left in `folder`; call it while no writer is at work there."""
-    for path in folder.glob(TEMPORARY + "*"):
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Delete what killed writers left in `folder`, all of it or that of the target `name`.
+
+    Call it while no writer is at work there: under the lock that the writers take.
+    """
+    pattern = f"{TEMPORARY}*" if name is None else f"{TEMPORARY}{glob.escape(name)}-*"
+    for path in folder.glob(pattern):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

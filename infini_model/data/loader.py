@@ -1,0 +1,219 @@
+"""Batches of windows, in an order that a seed and a count say in full.
+
+The order never ends: position p is window π(p mod n) of epoch p // n, where π is a permutation
+keyed by (seed, epoch). A global batch is the next batch_size × accumulation × processes positions,
+and each process takes its part of them. So the state of the loader is two integers, resuming is
+O(1), and any number of processes sees the same global batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from infini_model.config import PackingConfig
+from infini_model.data.packing import Cut, cut_stream
+from infini_model.data.permutation import permute
+from infini_model.data.stream import TokenStream, open_split
+from infini_model.errors import DataError
+
+IGNORED = -100
+
+
+class Batch(NamedTuple):
+    """`input_ids` int64 [B, T]; `labels` int64 [B, T], the next token or -100 where none counts;
+    `reset` bool [B, T / segment_length], true where a segment starts a new document, or None.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    reset: torch.Tensor | None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The batch on another device."""
+        return Batch(
+            self.input_ids.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+            None if self.reset is None else self.reset.to(device, non_blocking=non_blocking),
+        )
+
+    def pinned(self) -> Batch:
+        """The batch in page-locked memory, from which a GPU copies by itself."""
+        return Batch(
+            self.input_ids.pin_memory(),
+            self.labels.pin_memory(),
+            None if self.reset is None else self.reset.pin_memory(),
+        )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a split, read from its shards when asked for. `name` is for messages."""
+
+    stream: TokenStream
+    cut: Cut
+    aligned: bool
+    name: str
+
+    def __len__(self) -> int:
+        return self.cut.windows
+
+    def gather(self, indices: np.ndarray) -> Batch:
+        """The windows of these numbers, in their order. Raises `IndexError` for one not there."""
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"{self.name}: has {len(self)} windows, asked for {indices.max()}")
+        rows = self.cut.locate(indices)
+        length = self.cut.row_length
+        tokens = self.stream.gather(rows.starts, length + 1)
+        input_ids = tokens[:, :-1].astype(np.int64)
+        labels = tokens[:, 1:].astype(np.int64)
+        short = np.flatnonzero(rows.valid < length)
+        if len(short):
+            padding = np.arange(length) >= rows.valid[short, None]
+            input_ids[short] = np.where(padding, self.stream.eos_token_id, input_ids[short])
+            labels[short] = np.where(padding, IGNORED, labels[short])
+        shape = (len(indices), self.cut.rows_per_window)
+        reset = torch.from_numpy(rows.first.reshape(shape)) if self.aligned else None
+        width = self.cut.rows_per_window * length
+        return Batch(
+            torch.from_numpy(input_ids.reshape(len(indices), width)),
+            torch.from_numpy(labels.reshape(len(indices), width)),
+            reset,
+        )
+
+
+def open_windows(
+    dataset_dir: Path, split: str, packing: PackingConfig, segment_length: int
+) -> Windows:
+    """The windows of a split of a dataset folder.
+
+    Raises `DataError` in one line where the folder is none or incomplete.
+    """
+    stream = open_split(dataset_dir, split)
+    cut = cut_stream(stream.tokens, lambda: stream.document_offsets, packing, segment_length)
+    return Windows(stream, cut, packing.mode == "aligned", f"{dataset_dir}: split {split}")
+
+
+class Loader:
+    """An endless iterator: `next()` is this rank's micro-batches of the next global batch.
+
+    `consumed` counts the windows of all ranks in the batches that `next()` has returned: with it
+    (and the seed) another loader goes on from there. `wait_seconds` is what the last `next()`
+    waited. One thread gathers the next batch while the caller works on this one; on CUDA it
+    copies it to the device on a stream of its own. `close()` ends the thread.
+
+    Raises `DataError` where the split has fewer windows than one global batch.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        *,
+        batch_size: int,
+        gradient_accumulation_steps: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        consumed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.windows = windows
+        self.consumed = consumed
+        self.wait_seconds = 0.0
+        self.global_batch = batch_size * gradient_accumulation_steps * world_size
+        if len(windows) < self.global_batch:
+            raise DataError(
+                f"too few tokens for one batch: {windows.name} has {len(windows)} windows of "
+                f"{windows.cut.row_length * windows.cut.rows_per_window} tokens, "
+                f"a global batch needs {self.global_batch}"
+            )
+        self._seed = seed
+        self._share = np.arange(self.global_batch).reshape(world_size, -1, batch_size)[rank]
+        self._device = torch.device(device)
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._ahead: Future[list[Batch]] | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        began = time.perf_counter()
+        ahead = self._ahead or self._thread.submit(self._gather, self.consumed)
+        batches = ahead.result()
+        self._hand_over(batches)
+        self.wait_seconds = time.perf_counter() - began
+        self.consumed += self.global_batch
+        self._ahead = self._thread.submit(self._gather, self.consumed)
+        return batches
+
+    def _gather(self, consumed: int) -> list[Batch]:
+        positions = consumed + self._share.reshape(-1)
+        count = len(self.windows)
+        order = permute(positions % count, count, self._seed, positions // count)
+        batches = [self.windows.gather(part) for part in order.reshape(self._share.shape)]
+        if self._stream is None:
+            return batches
+        with torch.cuda.stream(self._stream):
+            # The pinned copies outlive the transfer: PyTorch's pinned allocator sees to it.
+            moved = [batch.pinned().to(self._device, non_blocking=True) for batch in batches]
+        self._stream.synchronize()
+        return moved
+
+    def _hand_over(self, batches: list[Batch]) -> None:
+        """Tell the allocator that the caller's stream uses what the loader's stream made."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        for batch in batches:
+            for tensor in batch:
+                if tensor is not None:
+                    tensor.record_stream(current)
+
+    def close(self) -> None:
+        """End the thread; what it has gathered ahead is thrown away."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._ahead = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def validation_batches(
+    windows: Windows,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    max_batches: int | None = None,
+) -> Iterator[Batch]:
+    """This rank's batches of the first windows in order, each window in one rank's batch once.
+
+    Batch i of all ranks together is windows i × G … (i + 1) × G - 1, G = batch_size × world_size,
+    at most `max_batches` of them; the last may be partial. Every rank yields the same number of
+    batches, as collective operations need: one for which no window is left yields a window whose
+    labels are all masked, which adds nothing to a sum over labels.
+    """
+    together = batch_size * world_size
+    count = len(windows)
+    if max_batches is not None:
+        count = min(count, max_batches * together)
+    for start in range(0, count, together):
+        mine = np.arange(start, min(start + together, count))
+        mine = mine[rank * batch_size : (rank + 1) * batch_size]
+        if len(mine):
+            yield windows.gather(mine)
+        else:
+            spare = windows.gather(np.array([start]))
+            yield spare._replace(labels=torch.full_like(spare.labels, IGNORED))

@@ -1,0 +1,219 @@
+"""What a corpus and a dataset folder say about themselves, and whether it is true.
+
+Both are frozen models that go to JSON and back without loss, so that a stage's result can be a
+file and a later process can act on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infini_model import storage
+from infini_model.errors import DataError
+
+FORMAT_VERSION = 1
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class Record(BaseModel):
+    """A part of a manifest: it does not change, and knows no other fields than its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RawFile(Record):
+    """A file that documents are read from."""
+
+    path: Path
+    bytes: int
+    sha256: str
+
+
+class Bucket(Record):
+    """The documents whose content hash begins with the same bits.
+
+    `digest` is the SHA-256 of their sorted hashes: equal digests are equal documents.
+    """
+
+    documents: int
+    bytes: int
+    digest: str
+
+
+class Corpus(Record):
+    """A source that has been fetched and read once: what it holds, by content.
+
+    `fingerprint` depends on the documents alone, as a multiset: not on the names, the order or the
+    format of the files, nor on the number of buckets. `bytes` counts the documents' UTF-8,
+    `skipped` the documents left out because they were empty, too short or not text.
+    """
+
+    files: list[RawFile]
+    documents: int
+    bytes: int
+    skipped: int
+    fingerprint: str
+    buckets: list[Bucket]
+
+
+class Shard(Record):
+    """One Arrow file of a split; `partition` is the key of the partition that it belongs to."""
+
+    file: str
+    partition: str
+    documents: int
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+class SplitRecord(Record):
+    """A split: its size and its shards, in the order of the token stream."""
+
+    documents: int
+    tokens: int
+    shards: list[Shard]
+
+
+class TokenizerRecord(Record):
+    """The tokenizer that made the ids; `dtype` is the smallest type that holds them."""
+
+    spec: str
+    vocab_size: int
+    eos_token_id: int
+    fingerprint: str
+    dtype: Literal["uint8", "uint16", "int32"]
+
+
+class CorpusRecord(Record):
+    """The corpus that a dataset was made from, without its list of files."""
+
+    fingerprint: str
+    documents: int
+    bytes: int
+    skipped: int
+
+
+class Manifest(Record):
+    """What a dataset folder holds. `key` is the hash of `ingredients` and of nothing else."""
+
+    format_version: int
+    name: str
+    key: str
+    ingredients: dict[str, str | int | float]
+    corpus: CorpusRecord
+    tokenizer: TokenizerRecord
+    splits: dict[Split, SplitRecord]
+    versions: dict[str, str]
+    created: str
+    seconds: float
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the dataset folder: the dataset's name and the first 16 digits of the key."""
+        return f"{self.name}-{self.key[:16]}"
+
+    @property
+    def documents(self) -> int:
+        """Documents of all splits."""
+        return sum(split.documents for split in self.splits.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all splits, the end-of-text tokens counted."""
+        return sum(split.tokens for split in self.splits.values())
+
+    def files(self) -> Iterator[tuple[str, Shard]]:
+        """Every shard with its path inside the dataset folder."""
+        for name, split in self.splits.items():
+            for shard in split.shards:
+                yield f"{name}/{shard.file}", shard
+
+
+RecordType = TypeVar("RecordType", bound=Record)
+
+
+def read_record(path: Path, kind: type[RecordType]) -> RecordType:
+    """Read a JSON file as `kind`. Raises `DataError` that names the file if it is no such thing."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(
+            f"{path}: is damaged: {where}: {first['msg']}".replace("\n", " ")
+        ) from error
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record as indented JSON, complete or not at all."""
+    storage.write_json(path, record.model_dump(mode="json"))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a dataset folder, read but not checked against the shards.
+
+    Raises `DataError` in one line where the folder is missing, incomplete or no dataset.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder}: is no dataset folder: it does not exist")
+    if not (folder / "manifest.json").is_file():
+        raise DataError(f"{folder}: is no complete dataset folder: it has no manifest.json")
+    manifest = read_record(folder / "manifest.json", Manifest)
+    if manifest.format_version != FORMAT_VERSION:
+        raise DataError(
+            f"{folder}: has format version {manifest.format_version}, this program reads "
+            f"version {FORMAT_VERSION}; make the dataset again"
+        )
+    return manifest
+
+
+def shard_fault(path: Path, size: int, checksum: str) -> str | None:
+    """What is wrong with a shard, or None: it must be there, with its size and its SHA-256."""
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"has {found} bytes, its manifest says {size}"
+        if storage.sha256(path) != checksum:
+            return "is damaged: its bytes do not have the checksum of its manifest"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def verify_dataset(folder: Path) -> Manifest:
+    """Check every shard of a dataset folder against its manifest, reading all of them.
+
+    Raises `DataError` in one line that names the first shard that is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+
+    def fault(entry: tuple[str, Shard]) -> str | None:
+        name, shard = entry
+        wrong = shard_fault(folder / name, shard.bytes, shard.sha256)
+        return wrong and f"{folder / name}: {wrong}"
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        for wrong in pool.map(fault, manifest.files()):
+            if wrong:
+                raise DataError(wrong)
+    return manifest
+
+
+def latest_dataset(datasets_dir: Path) -> Path:
+    """The folder that `<datasets>/latest` points at. Raises `DataError` where there is none."""
+    link = datasets_dir / "latest"
+    if not link.exists():
+        raise DataError(f"{link}: there is no finished dataset yet; run the preprocess stage first")
+    return link.resolve()

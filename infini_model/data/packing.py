@@ -1,0 +1,115 @@
+"""How a token stream is cut into windows: arithmetic on document offsets, no data.
+
+A window of context length C predicts C tokens from the C before them, so it reads C + 1 tokens of
+the stream, or fewer where a document ends. Every mode is a table of rows, each a start in the
+stream and a number of predicting positions; a window is one row (`packed`, `document`) or as many
+as it has segments (`aligned`: the rows are segments, so that each document begins on a border).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from infini_model.config import PackingConfig
+
+
+class Rows(NamedTuple):
+    """Rows of the stream.
+
+    `starts` int64 [R], where a row begins in the stream; `valid` int64 [R], how many of its
+    positions predict a token of the row's own document; `first` bool [R], whether a document
+    begins here.
+    """
+
+    starts: np.ndarray
+    valid: np.ndarray
+    first: np.ndarray
+
+
+class Cut(Protocol):
+    """The windows of one stream in one mode.
+
+    `windows` is how many there are; each is `rows_per_window` rows of `row_length` positions.
+    """
+
+    windows: int
+    row_length: int
+    rows_per_window: int
+
+    def locate(self, windows: np.ndarray) -> Rows:
+        """The rows of these windows, in their order: R = len(windows) × rows_per_window."""
+
+
+class PackedCut:
+    """Windows over the whole stream: C + 1 tokens with stride C, documents not regarded."""
+
+    rows_per_window = 1
+
+    def __init__(self, tokens: int, context_length: int) -> None:
+        self.row_length = context_length
+        self.windows = max(0, tokens - 1) // context_length
+
+    def locate(self, windows: np.ndarray) -> Rows:
+        """Row w begins at token w × C and is full."""
+        starts = windows.astype(np.int64) * self.row_length
+        return Rows(starts, np.full_like(starts, self.row_length), starts == 0)
+
+
+class DocumentCut:
+    """Each document cut by itself into rows, no row in two documents.
+
+    `document_offsets` int64 [documents + 1]. The positions of a document of L tokens are L - 1;
+    the last row of a document is dropped unless it is full, or kept and shorter where `pad`.
+    """
+
+    def __init__(
+        self,
+        document_offsets: np.ndarray,
+        row_length: int,
+        *,
+        pad: bool,
+        rows_per_window: int = 1,
+    ) -> None:
+        self.row_length = row_length
+        self.rows_per_window = rows_per_window
+        self._offsets = document_offsets
+        positions = np.diff(document_offsets) - 1
+        rows = (positions + (row_length - 1 if pad else 0)) // row_length
+        # Rows up to the end of each document: a row's document is found by bisection.
+        self._row_ends = np.cumsum(rows)
+        total = int(self._row_ends[-1]) if len(rows) else 0
+        self.windows = total // rows_per_window
+
+    def locate(self, windows: np.ndarray) -> Rows:
+        """Row k of a document begins k × row_length tokens after its start."""
+        inner = np.arange(self.rows_per_window)
+        rows = (windows.astype(np.int64)[:, None] * self.rows_per_window + inner).reshape(-1)
+        document = np.searchsorted(self._row_ends, rows, side="right")
+        before = np.where(document > 0, self._row_ends[document - 1], 0)
+        place = (rows - before) * self.row_length
+        left = self._offsets[document + 1] - self._offsets[document] - 1 - place
+        return Rows(self._offsets[document] + place, np.minimum(left, self.row_length), place == 0)
+
+
+def cut_stream(
+    tokens: int,
+    document_offsets: Callable[[], np.ndarray],
+    packing: PackingConfig,
+    segment_length: int,
+) -> Cut:
+    """The windows of a stream of `tokens` in the mode that `packing` asks for.
+
+    `document_offsets` is called only by the modes that need it. In `aligned` mode the segments of
+    all documents follow one another and the last window is dropped unless it is full.
+    """
+    length = packing.context_length
+    if packing.mode == "packed":
+        return PackedCut(tokens, length)
+    if packing.mode == "document":
+        return DocumentCut(document_offsets(), length, pad=packing.remainder == "pad")
+    return DocumentCut(
+        document_offsets(), segment_length, pad=True, rows_per_window=length // segment_length
+    )

@@ -1,0 +1,345 @@
+"""Text to token ids and back: bytes, a `tokenizer.json`, or one from the hub.
+
+All of them keep one contract: documents go in as Arrow strings, ids come out as one array and the
+offsets of the documents in it, and the ids are exactly those of
+`tokenizers.Tokenizer.encode(text, add_special_tokens=False)`. `gigatoken` does the work where it
+is installed and proves to give the same ids; `tokenizers` does otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from infini_model.data.documents import string_buffers
+from infini_model.data.manifest import read_manifest
+from infini_model.errors import DataError, DeviceError
+
+logger = logging.getLogger(__name__)
+
+Texts: TypeAlias = list[str] | pa.StringArray
+# The token that closes a document is the first of these that the vocabulary has.
+END_OF_TEXT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+TOKENIZER_FILE = "tokenizer.json"
+BYTES = 256
+# How Llama 3 cuts text into the pieces inside which bytes are merged.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Text on which an implementation must give the ids of `tokenizers` before it is used at all.
+PROBE = (
+    "",
+    "a",
+    " ",
+    "\n\n  \n",
+    "Hello, world! It's 2024's 3.14159 we'LL\tsee…  \r\n\r\n  done ",
+    "naïve café — Ünïcödé, Ελλάδα, Москва, 日本語の文章。한국어 हिन्दी العربية",
+    "emoji 👩‍👩‍👧‍👦 🇩🇪 and e\u0301 combined, \u00a0\u2003\u3000spaces\u200b",
+    "def f(x):\n    return {'a': [1, 22, 333, 4444]}  # comment\n\n\n",
+    "control \x00\x01\x7f \ufeff \ufffd ſ 'ſ 'S",
+)
+
+
+class Ragged(NamedTuple):
+    """Documents of ids: document i is `ids[offsets[i]:offsets[i + 1]]`.
+
+    `ids` int32 [N], `offsets` int64 [documents + 1].
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+
+class Tokenizer(Protocol):
+    """What the data stage, training and generation rely on."""
+
+    @property
+    def spec(self) -> str:
+        """What the tokenizer was asked for as."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def eos_token_id(self) -> int:
+        """The id that closes a document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what decides the ids."""
+
+    def encode_batch(self, texts: Texts) -> Ragged:
+        """The ids of each document, without any token added."""
+
+    def decode(self, ids: Any) -> str:
+        """The text of ids (any sequence of integers); one end-of-text token at the end is cut."""
+
+    def same_ids(self, text: str, ids: np.ndarray) -> bool:
+        """Whether `ids` are those that the reference implementation gives for `text`."""
+
+    def reference(self) -> Tokenizer:
+        """The same tokenizer in its reference implementation."""
+
+    def save(self, folder: Path) -> None:
+        """Leave in `folder` what `load_saved` needs."""
+
+
+def _as_array(texts: Texts) -> pa.StringArray:
+    return texts if isinstance(texts, pa.Array) else pa.array(texts, pa.string())
+
+
+class ByteTokenizer:
+    """Each UTF-8 byte is a token; 0xFF never occurs in UTF-8, so 255 is free to end a text."""
+
+    spec = "bytes"
+    vocab_size = 256
+    eos_token_id = 255
+    fingerprint = hashlib.sha256(b"bytes, end of text 255").hexdigest()
+
+    def encode_batch(self, texts: Texts) -> Ragged:
+        """The bytes of each document as ids."""
+        offsets, octets = string_buffers(_as_array(texts))
+        wide = offsets.astype(np.int64)
+        return Ragged(octets[wide[0] : wide[-1]].astype(np.int32), wide - wide[0])
+
+    def decode(self, ids: Any) -> str:
+        """The text of bytes; what is not UTF-8 becomes U+FFFD."""
+        values = _without_eos(ids, self.eos_token_id)
+        return values.astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def same_ids(self, text: str, ids: np.ndarray) -> bool:
+        """Whether `ids` are the bytes of `text`."""
+        return ids.astype(np.uint8).tobytes() == text.encode()
+
+    def reference(self) -> Self:
+        """Itself."""
+        return self
+
+    def save(self, folder: Path) -> None:
+        """Nothing: the name is enough."""
+
+
+def _without_eos(ids: Any, eos_token_id: int) -> np.ndarray:
+    values = np.asarray(ids, dtype=np.int64)
+    return values[:-1] if len(values) and values[-1] == eos_token_id else values
+
+
+class BPETokenizer:
+    """A `tokenizer.json`.
+
+    `fast` is a `gigatoken.Tokenizer` of the same file, or None to use `tokenizers` alone.
+    """
+
+    def __init__(self, spec: str, text: str, *, fast: Any = None) -> None:
+        from tokenizers import Tokenizer as Reference
+
+        self.spec = spec
+        try:
+            self._reference = Reference.from_str(text)
+        except Exception as error:  # `tokenizers` raises bare Exceptions
+            raise DataError(f"{spec}: is no tokenizer.json: {_first_line(error)}") from error
+        # A file may ask for documents to be cut or padded; a corpus wants neither.
+        self._reference.no_truncation()
+        self._reference.no_padding()
+        self._text = text
+        self._fast = fast
+        vocabulary: dict[str, int] = self._reference.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        found = next((vocabulary[name] for name in END_OF_TEXT if name in vocabulary), None)
+        if found is None:
+            raise DataError(
+                f"{spec}: has no end-of-text token; its vocabulary needs one of "
+                f"{' '.join(END_OF_TEXT)}"
+            )
+        self.eos_token_id = found
+        self.fingerprint = self._fingerprint()
+
+    def _fingerprint(self) -> str:
+        """Hash of the parts of the file that decide the ids, in their canonical form."""
+        tree = json.loads(self._reference.to_str())
+        deciding = {
+            part: tree[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")
+        }
+        deciding["end_of_text"] = self.eos_token_id
+        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+
+    def encode_batch(self, texts: Texts) -> Ragged:
+        """The ids of each document; special tokens spelt out in the text count as such."""
+        array = _as_array(texts)
+        if not len(array):
+            return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
+        if self._fast is not None:
+            return _encode_fast(self._fast, array)
+        encodings = self._reference.encode_batch_fast(array.to_pylist(), add_special_tokens=False)
+        rows = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return Ragged(np.concatenate(rows), offsets)
+
+    def decode(self, ids: Any) -> str:
+        """The text of ids, special tokens spelt out."""
+        values = _without_eos(ids, self.eos_token_id).tolist()
+        text: str = self._reference.decode(values, skip_special_tokens=False)
+        return text
+
+    def same_ids(self, text: str, ids: np.ndarray) -> bool:
+        """Whether `tokenizers` gives `ids` for `text`."""
+        expected = self._reference.encode(text, add_special_tokens=False).ids
+        return bool(np.array_equal(ids, expected))
+
+    def reference(self) -> BPETokenizer:
+        """The same file, encoded by `tokenizers` alone."""
+        return BPETokenizer(self.spec, self._text)
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json`, the bytes that were loaded."""
+        (folder / TOKENIZER_FILE).write_text(self._text, encoding="utf-8")
+
+    def use_gigatoken(self) -> None:
+        """Let `gigatoken` encode from now on, if it is installed and agrees on the probe."""
+        try:
+            from gigatoken import Tokenizer as Fast
+        except ImportError:
+            return
+        try:
+            fast = Fast.from_json(self._text)
+            ragged = _encode_fast(fast, _as_array(list(PROBE)))
+        except Exception as error:  # noqa: BLE001 -- whatever it cannot do, `tokenizers` can
+            logger.info("%s: gigatoken declines: %s", self.spec, _first_line(error))
+            return
+        rows = np.split(ragged.ids, ragged.offsets[1:-1])
+        if all(self.same_ids(text, ids) for text, ids in zip(PROBE, rows, strict=True)):
+            self._fast = fast
+        else:
+            logger.warning("%s: gigatoken gives other ids than tokenizers; not used", self.spec)
+
+
+def _encode_fast(fast: Any, texts: pa.StringArray) -> Ragged:
+    """Encode by `gigatoken`, which reads Arrow's own buffers by way of an awkward array."""
+    import awkward as ak  # type: ignore[import-untyped]
+
+    offsets, octets = string_buffers(texts)
+    characters = ak.contents.NumpyArray(octets, parameters={"__array__": "char"})
+    strings = ak.contents.ListOffsetArray(
+        ak.index.Index64(offsets.astype(np.int64)), characters, parameters={"__array__": "string"}
+    )
+    layout = fast.encode_batch(ak.Array(strings)).layout
+    return Ragged(
+        np.asarray(layout.content.data).view(np.int32),
+        np.asarray(layout.offsets.data, dtype=np.int64),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def load_tokenizer(spec: str, device: str = "cpu") -> Tokenizer:
+    """The tokenizer that `spec` names: `bytes`, a path to a `tokenizer.json`, or a hub name.
+
+    `device` is `cpu`, `auto`, `cuda` or `cuda:N`; byte-pair encoding runs on the CPU for now,
+    and one log line says so where a GPU was asked for.
+
+    Raises `DataError` where the file is no tokenizer or has no end-of-text token, `DeviceError`
+    where the device is not there, `SourceUnreachableError` where the hub cannot be reached.
+    """
+    _check_device(device)
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec == "train":
+        raise DataError("tokenizer train: is made from a corpus, by build_dataset")
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
+    if not path.is_file():
+        if spec.endswith(".json") or spec.count("/") > 1 or spec.startswith((".", "/", "~")):
+            raise DataError(f"{spec}: there is no such tokenizer file")
+        from infini_model.data.hub import fetch_tokenizer
+
+        path = fetch_tokenizer(spec)
+    return _load_file(path, spec)
+
+
+def _check_device(device: str) -> None:
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise DeviceError(
+            f"data.device: got {device!r}: there are {torch.cuda.device_count()} GPUs"
+        )
+    logger.info("%s was asked for; tokenising runs on the CPU", device)
+
+
+def _load_file(path: Path, spec: str) -> Tokenizer:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is no tokenizer.json: it is not UTF-8") from error
+    tokenizer = BPETokenizer(spec, text)
+    tokenizer.use_gigatoken()
+    return tokenizer
+
+
+def load_saved(folder: Path, spec: str) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` left in `folder`; `spec` is what it was asked for as."""
+    if spec == "bytes":
+        return ByteTokenizer()
+    return _load_file(folder / TOKENIZER_FILE, spec)
+
+
+def load_dataset_tokenizer(dataset_dir: Path) -> Tokenizer:
+    """The tokenizer that a dataset folder was made with, from the copy that it keeps.
+
+    Raises `DataError` where the folder is no complete dataset, or the copy is not the one that
+    its manifest tells of.
+    """
+    record = read_manifest(dataset_dir).tokenizer
+    tokenizer = load_saved(dataset_dir, record.spec)
+    if tokenizer.fingerprint != record.fingerprint:
+        raise DataError(f"{dataset_dir / TOKENIZER_FILE}: is not the tokenizer of its manifest")
+    return tokenizer
+
+
+def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer:
+    """Train a byte-level BPE with the Llama-3 pattern and `<|end_of_text|>` on batches of texts.
+
+    The result depends on the documents as a multiset and on `vocab_size`; a corpus too small for
+    so many merges gives fewer entries. Raises `DataError` where `vocab_size` cannot hold the bytes.
+    """
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Reference
+
+    if vocab_size < BYTES + 1:
+        raise DataError(f"data.tokenizer.vocab_size: got {vocab_size}: takes {BYTES + 1} or more")
+    model = Reference(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator((_as_array(batch).to_pylist() for batch in documents), trainer)
+    tokenizer = BPETokenizer("train", model.to_str(pretty=True))
+    tokenizer.use_gigatoken()
+    return tokenizer

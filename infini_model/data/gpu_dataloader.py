@@ -1,0 +1,83 @@
+"""The names of the GPU guide, over the one data path.
+
+They run on any device: `cpu` gives the same numbers as `cuda:0`. What the guide cut on the GPU
+from Python lists is here arithmetic on mapped token shards; see `infini_model.data.loader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infini_model.config import PackingConfig
+from infini_model.data.loader import IGNORED, Loader, open_windows
+from infini_model.data.tokenizers import Texts, Tokenizer
+
+
+def gpu_clm_process(
+    texts: Texts,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    device: torch.device | str = "cuda",
+) -> torch.Tensor:
+    """Tokenise documents, close each with the end-of-text token, and cut windows on `device`.
+
+    Returns int64 [windows, sequence_length + 1], with stride `sequence_length`, so that each token
+    but the first is predicted once; the partial window at the end is dropped.
+    """
+    ids, offsets = tokenizer.encode_batch(texts)
+    closed = np.insert(ids, offsets[1:], tokenizer.eos_token_id)
+    stream = torch.from_numpy(closed).to(device).long()
+    if len(stream) <= sequence_length:
+        return stream.new_empty((0, sequence_length + 1))
+    return stream.unfold(0, sequence_length + 1, sequence_length)
+
+
+class GPUDataCollatorForCLM:
+    """Rows of token ids to `input_ids` and `labels` (the next token) on a device."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self.device = torch.device(device)
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """`examples[i]["input_ids"]` holds T + 1 ids, or fewer, whose missing labels are -100.
+
+        Returns `input_ids` and `labels`, each int64 [len(examples), T].
+        """
+        rows = [torch.as_tensor(np.asarray(row["input_ids"], np.int64)) for row in examples]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORED)
+        ids = ids.to(self.device)
+        return {"input_ids": ids[:, :-1].clamp(min=0), "labels": ids[:, 1:].contiguous()}
+
+
+def get_gpu_train_dataloader(
+    dataset_dir: Path,
+    packing: PackingConfig,
+    segment_length: int,
+    *,
+    batch_size: int,
+    gradient_accumulation_steps: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    consumed: int = 0,
+    device: torch.device | str = "cuda",
+) -> Loader:
+    """The training batches of a dataset folder, on `device` before they are asked for.
+
+    Raises `DataError` as `open_windows` and `Loader` do.
+    """
+    return Loader(
+        open_windows(dataset_dir, "train", packing, segment_length),
+        batch_size=batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        consumed=consumed,
+        device=device,
+    )

@@ -38,9 +38,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+class _EachLine(logging.Formatter):
+    """Puts the prefix before every line of a message, so that each can be told by its rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message, every line of it behind `GPU<rank>:LEVEL | `."""
+        prefix = f"GPU{self._rank}:{record.levelname} | "
+        return "\n".join(prefix + line for line in super().format(record).splitlines())
+
+
 def _log_to_stdout(config: Config, rank: int) -> None:
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(f"GPU{rank}:%(levelname)s | %(message)s"))
+    handler.setFormatter(_EachLine(rank))
     logging.captureWarnings(capture=True)
     for name in ("infini_model", "py.warnings"):
         logger = logging.getLogger(name)

@@ -38,7 +38,12 @@ from infini_model.training.distributed import StopSignals, World, join_world, st
 from infini_model.training.metrics import Metrics, Status
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 from infini_model.training.replica import Replica
-from infini_model.training.setup import check_same_run, choose_checkpoint, with_vocabulary
+from infini_model.training.setup import (
+    check_same_run,
+    choose_checkpoint,
+    record_settings,
+    with_vocabulary,
+)
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +127,7 @@ class Trainer:
         )
         self._metrics: Metrics | None = None
         if world.is_main:
+            record_settings(run_dir, config)
             dataset = {
                 "name": manifest.name,
                 "key": manifest.key,
@@ -224,7 +230,7 @@ class Trainer:
             raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
         if self._metrics is not None:
             self._metrics.append(self.step, {name: loss})
-            log.info("Step [%d/%d] | %s: %.4f", self.step, training.max_steps, name, loss)
+            log.info("[GPU 0] Step [%d/%d] | %s: %.4f", self.step, training.max_steps, name, loss)
 
     def _record(self, loss: float, rate: float, grad_norm: float, seconds: float) -> None:
         """Log the step that was just taken."""

@@ -60,6 +60,8 @@ class Follower(threading.Thread):
         self._ending = threading.Event()
         self._deadline = float("inf")
         self._status: Status = "FINISHED"
+        self.sink_name = sink.name
+        self.done = False
 
     def end(self, status: Status, deadline: float) -> None:
         """Have it deliver the rest and finish, or give up at `deadline` (of time.monotonic)."""
@@ -78,10 +80,14 @@ class Follower(threading.Thread):
                 self._deliver_new()
                 if ending:
                     self._sink.finish(self._status)
+                    self.done = True
                     return
                 delay, failed = POLL_SECONDS, False
             except Exception as error:  # noqa: BLE001 - no sink may harm the training
                 self._warn(error)
+                if ending and failed:
+                    # It was down before the end already: nobody is kept waiting for it.
+                    return
                 delay, failed = min(LONGEST_DELAY_SECONDS, max(2 * delay, POLL_SECONDS)), True
 
     def _deliver_new(self) -> None:
@@ -367,3 +373,8 @@ class Metrics:
             follower.end(status, deadline)
         for follower in self._followers:
             follower.join(max(0.0, deadline - time.monotonic()) + POLL_SECONDS)
+            if not follower.done:
+                log.warning(
+                    "%s has not got everything; it follows when the run is resumed or evaluated",
+                    follower.sink_name,
+                )

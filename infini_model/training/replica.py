@@ -51,7 +51,7 @@ class Replica:
             self._parallel = DistributedDataParallel(
                 self._loss,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
-                broadcast_buffers=False,
+                forward_sync_buffers=False,
                 gradient_as_bucket_view=True,
                 # Within one segment nothing is read from the memory, and its gates stay idle.
                 find_unused_parameters=one_segment and config.model.memory != "none",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infini_model.config import Config
+from infini_model.config import Config, dump_config
 from infini_model.errors import CheckpointError, ConfigError
+from infini_model.storage import atomic_file
 from infini_model.training.checkpoint import (
     Position,
     checkpoints_dir,
@@ -31,6 +32,14 @@ def with_vocabulary(config: Config, dataset_vocabulary: int, dataset_dir: Path) 
         )
     model = config.model.model_copy(update={"vocab_size": size or dataset_vocabulary})
     return config.model_copy(update={"model": model})
+
+
+def record_settings(run_dir: Path, config: Config) -> None:
+    """Write the run's `config.yaml` where nobody has: where training was started by torchrun."""
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        with atomic_file(path) as temporary:
+            temporary.write_text(dump_config(config), encoding="utf-8")
 
 
 def choose_checkpoint(run_dir: Path, world: World) -> Path | None:

@@ -28,3 +28,7 @@ class DeviceError(UserError):
 
 class NonFiniteError(ArithmeticError):
     """The loss or a gradient is NaN or infinite; the weights of the step before are intact."""
+
+
+class StageError(RuntimeError):
+    """A stage ended without a result, through no fault of the user's; trying again may help."""

@@ -71,6 +71,26 @@ def read_run_config(run_dir: Path) -> Config:
     return load_config(file=path)
 
 
+def latest_run(config: Config) -> Path:
+    """The folder of `run.name`, or of the newest run. Raises `DataError` where there is none."""
+    run_dir = config.run.runs_dir / (config.run.name or "latest")
+    if not run_dir.is_dir():
+        raise DataError(f"{run_dir}: there is no such run; train one first")
+    return run_dir.resolve()
+
+
+def dataset_of(run_dir: Path) -> Path:
+    """The dataset folder that a run was started with.
+
+    Raises `DataError` if `run_dir` is no run folder.
+    """
+    try:
+        record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        return Path(record["dataset"])
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise DataError(f"{run_dir}: is no run folder (its run.json cannot be read)") from error
+
+
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
     for section, keys in one.items():
         for key, value in keys.items():
@@ -98,11 +118,12 @@ def _numbered(runs_dir: Path, prefix: str) -> list[Path]:
     return [found[number] for number in sorted(found, reverse=True)]
 
 
-def _begin(run_dir: Path, config: Config, dataset_key: str) -> None:
+def _begin(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
     with atomic_file(run_dir / "config.yaml") as temporary:
         temporary.write_text(dump_config(named), encoding="utf-8")
-    write_json(run_dir / "run.json", {"dataset_key": dataset_key})
+    record = {"dataset": str(dataset_dir.resolve()), "dataset_key": dataset_key}
+    write_json(run_dir / "run.json", record)
 
 
 def _candidates(config: Config, dataset_key: str) -> Iterator[Path]:
@@ -128,7 +149,7 @@ def _candidates(config: Config, dataset_key: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def claim_run(config: Config, dataset_key: str) -> Iterator[Path]:
+def claim_run(config: Config, dataset_key: str, dataset_dir: Path) -> Iterator[Path]:
     """Hold the folder of a run: an interrupted one of the same settings and data, or a new one.
 
     A run with `run.name` has that folder, also when it is finished already.
@@ -141,7 +162,7 @@ def claim_run(config: Config, dataset_key: str) -> Iterator[Path]:
             if not held or taken_meanwhile:
                 continue
             if not (run_dir / "run.json").is_file():
-                _begin(run_dir, config, dataset_key)
+                _begin(run_dir, config, dataset_key, dataset_dir)
             elif not _belongs(run_dir, config, dataset_key):
                 continue
             point_latest(run_dir)

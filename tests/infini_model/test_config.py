@@ -1,4 +1,4 @@
-"""The configuration tree: what it accepts comes back equal, what it refuses is named in one line."""
+"""The configuration tree: what it accepts comes back equal, what it refuses is named."""
 
 import subprocess
 import sys

@@ -8,7 +8,14 @@ import pytest
 
 from infini_model.config import Config, load_config
 from infini_model.errors import ConfigError, DataError
-from infini_model.runs import claim_run, is_finished, is_trained, read_run_config
+from infini_model.runs import (
+    claim_run,
+    dataset_of,
+    is_finished,
+    is_trained,
+    latest_run,
+    read_run_config,
+)
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
@@ -16,7 +23,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 
 def claim(config: Config, key: str = "k1", *, finish: bool = False) -> Path:
-    with claim_run(config, key) as run_dir:
+    with claim_run(config, key, Path("data")) as run_dir:
         if finish:
             (run_dir / "report.md").write_text("done")
         return run_dir
@@ -40,7 +47,10 @@ def test_other_settings_or_other_data_are_another_run(tmp_path: Path) -> None:
 
 
 def test_two_at_once_never_share_a_folder(tmp_path: Path) -> None:
-    with claim_run(config_of(tmp_path), "k1") as one, claim_run(config_of(tmp_path), "k1") as two:
+    with (
+        claim_run(config_of(tmp_path), "k1", Path("data")) as one,
+        claim_run(config_of(tmp_path), "k1", Path("data")) as two,
+    ):
         assert one != two
 
 
@@ -49,7 +59,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
         "import os, signal, sys; from pathlib import Path; "
         "from infini_model.config import load_config; from infini_model.runs import claim_run\n"
         "config = load_config('debug', overrides=['run.output_dir=' + sys.argv[1]])\n"
-        "with claim_run(config, 'k1'): os.kill(os.getpid(), signal.SIGKILL)"
+        "with claim_run(config, 'k1', Path('data')): os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert claim(config_of(tmp_path)).name == "debug-1"
@@ -62,7 +72,7 @@ def test_a_named_run_is_that_folder_or_an_error(tmp_path: Path) -> None:
         claim(config_of(tmp_path, "run.name=mine", "training.learning_rate=1e-4"))
     with pytest.raises(ConfigError, match="the dataset is another"):
         claim(named, "k2")
-    with claim_run(named, "k1"), pytest.raises(ConfigError, match="in use"):
+    with claim_run(named, "k1", Path("data")), pytest.raises(ConfigError, match="in use"):
         claim(named)
 
 
@@ -77,8 +87,14 @@ def test_the_configuration_of_a_run_can_be_read_back(tmp_path: Path) -> None:
     recorded = read_run_config(run_dir)
     assert recorded.run.name == run_dir.name
     assert recorded.training == config.training
+    assert latest_run(config) == run_dir
+    assert dataset_of(run_dir) == Path("data").resolve()
     assert not is_trained(run_dir, config)
     (run_dir / "checkpoints" / "step-10").mkdir(parents=True)
     assert is_trained(run_dir, config)
     with pytest.raises(DataError, match="no run folder"):
         read_run_config(tmp_path)
+    with pytest.raises(DataError, match="no run folder"):
+        dataset_of(tmp_path)
+    with pytest.raises(DataError, match="there is no such run"):
+        latest_run(config_of(tmp_path / "elsewhere"))

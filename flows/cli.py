@@ -1,0 +1,118 @@
+"""The `infini` command.
+
+Each subcommand reads one configuration (`flows.options`) and runs one flow. What a user did wrong
+is one line on stderr and exit status 2; Ctrl-C is 130. Prefect and torch are imported only by the
+commands that need them, after the configuration has been checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from flows.options import configured
+from infini_model.config import Config
+from infini_model.errors import StageError, UserError
+
+MENDABLE = (UserError, ConnectionError)
+
+app = typer.Typer(
+    name="infini",
+    help="From text to a trained Infini-Llama: each stage retried, reused and resumed by itself.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+class _SayItOnce(logging.Filter):
+    """Leave what failed to the last line of the command, and what the user can mend to that alone.
+
+    A filter of the loggers: their handlers are replaced whenever Prefect enters a flow.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        mendable = record.exc_info and isinstance(record.exc_info[1], MENDABLE)
+        return not mendable and not record.getMessage().startswith("Finished in state Failed")
+
+
+def _run_flow(name: str, config: Config) -> Any:
+    from flows.services import prefect_api
+    from infini_model.training.devices import choose_gpus
+
+    choose_gpus(config.training.gpus)
+    with prefect_api(config) as wait_until_up:
+        flow = getattr(importlib.import_module(f"flows.{name}"), name)
+        for logger in map(logging.getLogger, ("prefect.flow_runs", "prefect.task_runs")):
+            logger.setLevel(config.run.log_level.upper())
+            logger.addFilter(_SayItOnce())
+        wait_until_up()
+        return flow(config)
+
+
+@app.command()
+@configured
+def run(config: Config) -> None:
+    """Download, shard, train and evaluate; stages whose result stands are reused."""
+    report = _run_flow("pipeline", config)
+    typer.echo(f"Report: {report['report']}")
+
+
+@app.command()
+@configured
+def preprocess(config: Config) -> None:
+    """Download the documents and make the dataset folder, if it does not stand already."""
+    typer.echo(f"Dataset: {_run_flow('preprocess', config)['folder']}")
+
+
+@app.command()
+@configured
+def train(config: Config) -> None:
+    """Train on a finished dataset (the newest, or --data-dir), or go on with a training."""
+    typer.echo(f"Run: {_run_flow('train', config)['run_dir']}")
+
+
+@app.command()
+@configured
+def evaluate(config: Config) -> None:
+    """Score the run of run.name, or the newest one, and write its report."""
+    report = _run_flow("evaluate", config)
+    typer.echo(f"Report: {report['report']}")
+
+
+@app.command()
+@configured
+def serve(
+    config: Config,
+    port: Annotated[int, typer.Option(help="Port of Prefect's API and UI.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(help="Port of MLflow's page.")] = 5000,
+) -> None:
+    """Keep the Prefect UI, MLflow, a worker and the deployments up until Ctrl-C."""
+    from flows import services
+
+    services.serve(config, port=port, mlflow_port=mlflow_port)
+
+
+def _interrupt(_signal: int, _frame: object) -> None:
+    """End on SIGTERM as on Ctrl-C: the children first, a training with a checkpoint."""
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Run the command line; every foreseeable mistake ends in one line and status 2."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        app()
+    except MENDABLE as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except (StageError, TimeoutError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

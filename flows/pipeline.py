@@ -1,0 +1,27 @@
+"""The whole story: documents, dataset, training, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from flows.evaluate import evaluate_run
+from flows.preprocess import prepare_dataset
+from flows.train import train_run
+from infini_model.config import Config, load_config
+from infini_model.runs import claim_run
+
+
+@flow(name="pipeline")
+def pipeline(config: Config = load_config("quickstart")) -> dict[str, Any]:
+    """Download, shard, train and evaluate; an interrupted run is gone on with.
+
+    Returns the report's path with the losses and perplexities of the splits.
+    """
+    dataset = prepare_dataset(config)
+    folder = Path(dataset["folder"])
+    with claim_run(config, dataset["key"], folder) as run_dir:
+        train_run(config, folder, run_dir)
+        return evaluate_run(config, folder, run_dir)

@@ -1,0 +1,270 @@
+"""The servers beside the flows: Prefect's API and UI, MLflow's page, and a worker.
+
+`prefect_api` gives a command the server that the user configured, the one that `infini serve`
+keeps up, or a real one of its own for as long as the command lasts (the ephemeral server of Prefect
+loses task states). `serve` keeps everything up until Ctrl-C. All of them bind to loopback, keep
+their records in the output folder, and die with the process that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infini_model.config import Config
+from infini_model.errors import UserError
+from infini_model.processes import bound, end_tree
+from infini_model.storage import lock, make_folder, write_json
+
+HOST = "127.0.0.1"
+WORK_POOL = "infini"
+START_SECONDS = 120.0
+GRACE_SECONDS = 10.0
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Service:
+    """A server process and where it answers."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+
+def _prefect_dir(config: Config) -> Path:
+    return config.run.output_dir.resolve() / "prefect"
+
+
+def prefect_environment(config: Config) -> dict[str, str]:
+    """Settings of a server that keeps its records in the output folder.
+
+    The lease store is on disk: leases in the server's memory would be lost with it and leave
+    concurrency slots taken.
+    """
+    home = _prefect_dir(config)
+    return {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
+            "prefect.server.concurrency.lease_storage.filesystem"
+        ),
+        "PREFECT_LOGGING_FORMATTERS_STANDARD_FLOW_RUN_FMT": (
+            "%(asctime)s | %(flow_name)s | %(message)s"
+        ),
+        "PREFECT_LOGGING_FORMATTERS_STANDARD_TASK_RUN_FMT": (
+            "%(asctime)s | %(task_name)s | %(message)s"
+        ),
+    }
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int, option: str) -> None:
+    """Raise `UserError` naming `option` if something listens on `port` already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise UserError(f"{option}: port {port} is in use; choose another") from error
+
+
+def _start(
+    name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str], url: str = ""
+) -> Service:
+    make_folder(log.parent)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            bound(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **env, "PWD": str(PROJECT)},
+            cwd=PROJECT,
+        )
+    return Service(name, process, url, log)
+
+
+def _wait(service: Service, path: str) -> None:
+    """Return once `service` answers at `path`. Raises `UserError` that names its log if not."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and service.process.poll() is None:
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            urllib.request.urlopen(service.url + path, timeout=1.0).close()  # noqa: S310 - loopback
+            return
+        time.sleep(0.05)
+    raise UserError(f"{service.name} did not start; see {service.log}")
+
+
+@contextlib.contextmanager
+def _ending(services: list[Service]) -> Iterator[None]:
+    """End the services in the reverse order of their start, however the block ends."""
+    try:
+        yield
+    finally:
+        for service in reversed(services):
+            service.process.terminate()
+        for service in reversed(services):
+            end_tree(service.process, GRACE_SECONDS)
+
+
+def start_prefect(config: Config, port: int) -> Service:
+    """Start Prefect's server and UI on loopback; it answers a few seconds later."""
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST]
+    return _start(
+        "the Prefect server",
+        [*command, "--port", str(port)],
+        log=_prefect_dir(config) / "server.log",
+        env=prefect_environment(config),
+        url=f"http://{HOST}:{port}",
+    )
+
+
+def _configured_url() -> str | None:
+    """The API that the user's environment or Prefect profile names."""
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url
+    home = Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
+    # Asking Prefect costs a second; without a profile there is nothing to ask.
+    if not (home / "profiles.toml").is_file():
+        return None
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().api.url
+
+
+def _served_url(config: Config) -> str | None:
+    """The API of an `infini serve` that is up for the same output folder."""
+    home = _prefect_dir(config)
+    if not (home / "serve.json").is_file():
+        return None
+    with lock(home / "serve.lock", wait=False) as free:
+        if free:
+            return None
+    return str(json.loads((home / "serve.json").read_text(encoding="utf-8"))["api_url"])
+
+
+@contextlib.contextmanager
+def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
+    """Have PREFECT_API_URL name a real server while the block runs.
+
+    Yields a function that returns once the server answers: what the block imports before it calls
+    that costs nothing. Enter before Prefect is imported, which reads the environment once.
+    """
+    os.environ.update({} if _configured_url() else prefect_environment(config))
+    if url := _configured_url() or _served_url(config):
+        os.environ["PREFECT_API_URL"] = url
+        yield lambda: None
+        return
+    service = start_prefect(config, free_port())
+    os.environ["PREFECT_API_URL"] = f"{service.url}/api"
+    with _ending([service]):
+        try:
+            yield lambda: _wait(service, "/api/health")
+        finally:
+            _send_logs()
+
+
+def _send_logs() -> None:
+    """Send what is queued while the API is there; at exit Prefect would wait for it for minutes."""
+    from prefect.logging.handlers import APILogHandler
+
+    for logger in ("prefect.flow_runs", "prefect.task_runs"):
+        for handler in logging.getLogger(logger).handlers:
+            if isinstance(handler, APILogHandler):
+                handler.flush()
+
+
+def _start_mlflow(config: Config, port: int) -> Service:
+    root = make_folder(config.run.output_dir.resolve() / "mlflow")
+    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
+    stores = ["--backend-store-uri", config.tracking_uri]
+    artifacts = ["--artifacts-destination", str(root / "artifacts"), "--workers", "1"]
+    return _start(
+        "the MLflow server",
+        [*command, *stores, *artifacts],
+        log=root / "server.log",
+        env={},
+        url=f"http://{HOST}:{port}",
+    )
+
+
+def _deploy(config: Config, env: Mapping[str, str]) -> None:
+    """Create the process work pool and the deployments of prefect.yaml."""
+    log = _prefect_dir(config) / "deploy.log"
+    prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
+    pool = [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"]
+    for command in (pool, [*prefect, "deploy", "--all"]):
+        service = _start("the deployment", command, log=log, env=env)
+        if service.process.wait() != 0:
+            raise UserError(f"the flows could not be deployed; see {log}")
+
+
+def _start_worker(config: Config, env: Mapping[str, str]) -> Service:
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", WORK_POOL]
+    return _start("the worker", command, log=_prefect_dir(config) / "worker.log", env=env)
+
+
+def _first_end(services: Sequence[Service]) -> Service:
+    """Wait until one of the services ends, which none should."""
+    while True:
+        for service in services:
+            if service.process.poll() is not None:
+                return service
+        time.sleep(0.5)
+
+
+def serve(config: Config, *, port: int, mlflow_port: int) -> None:
+    """Keep server, MLflow page, worker and deployments up until Ctrl-C; print the addresses.
+
+    Raises `UserError` if a port is in use, another `serve` is up for the same output folder, or
+    one of the processes ends.
+    """
+    home = make_folder(_prefect_dir(config))
+    with lock(home / "serve.lock", wait=False) as free:
+        if not free:
+            raise UserError(
+                f"run.output_dir: infini serve is up for {config.run.output_dir} already"
+            )
+        check_port(port, "--port")
+        check_port(mlflow_port, "--mlflow-port")
+        services: list[Service] = []
+        with _ending(services), contextlib.suppress(KeyboardInterrupt):
+            prefect = start_prefect(config, port)
+            services.append(prefect)
+            mlflow = _start_mlflow(config, mlflow_port)
+            services.append(mlflow)
+            _wait(prefect, "/api/health")
+            env = {
+                **prefect_environment(config),
+                "PREFECT_API_URL": f"{prefect.url}/api",
+                "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
+            }
+            _deploy(config, env)
+            services.append(_start_worker(config, env))
+            _wait(mlflow, "/health")
+            write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
+            print(f"Prefect UI  {prefect.url}", flush=True)
+            print(f"MLflow      {mlflow.url}", flush=True)
+            print("Ready: run the deployments from the UI. Ctrl-C ends all of it.", flush=True)
+            ended = _first_end(services)
+            raise UserError(f"{ended.name} has ended; see {ended.log}")

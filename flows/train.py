@@ -1,0 +1,34 @@
+"""Training alone, on a dataset that stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow, get_run_logger
+
+from infini_model.config import Config, load_config
+from infini_model.runs import claim_run, is_trained
+from tasks.shard import plan_dataset
+from tasks.stage import options
+from tasks.train import train_model
+
+
+def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
+    """Train in a run folder that this process holds, unless its last checkpoint is there."""
+    log = get_run_logger()
+    if is_trained(run_dir, config):
+        log.info("Run %s is trained already", run_dir)
+        return
+    log.info("Training in %s", run_dir)
+    train = train_model.with_options(**options(config.stages.train))
+    train(config, str(dataset_dir), str(run_dir))
+
+
+@flow(name="train")
+def train(config: Config = load_config("quickstart")) -> dict[str, str]:
+    """Train on the folder of `data.folder`, or the newest dataset. Returns the run folder."""
+    dataset = plan_dataset.with_options(**options(config.stages.shard))(config, None)
+    folder = Path(dataset["folder"])
+    with claim_run(config, dataset["key"], folder) as run_dir:
+        train_run(config, folder, run_dir)
+        return {"run_dir": str(run_dir)}

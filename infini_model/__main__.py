@@ -1,0 +1,107 @@
+"""The stages without Prefect: `python -m infini_model STAGE --config FILE`.
+
+STAGE is download, plan, shard or evaluate. A stage tells its story on stdout, one line a message: `::progress [DONE, TOTAL]` in bytes, then
+`::result {…}` or `::error {…}`; any other line is a log. The exit status is 0, or 2 after an error
+that the user can mend, or 1 with a traceback. (Training is `python -m infini_model.training`.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from infini_model.config import Config, load_config
+from infini_model.errors import UserError
+
+PROGRESS, RESULT, ERROR = "::progress", "::result", "::error"
+
+
+def _tell(mark: str, body: Any) -> None:
+    print(mark, json.dumps(body), flush=True)
+
+
+def _progress(done: int, total: int) -> None:
+    _tell(PROGRESS, [done, total])
+
+
+def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
+    from infini_model.data.manifest import write_record
+    from infini_model.data.sources import download
+
+    corpus = download(config.data, config.run.output_dir, progress=_progress)
+    path = config.run.datasets_dir / ".corpora" / f"corpus-{corpus.fingerprint[:16]}.json"
+    write_record(path, corpus)
+    counts = corpus.model_dump(include={"documents", "bytes", "skipped", "fingerprint"})
+    return {"corpus": str(path), "files": len(corpus.files), **counts}
+
+
+def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
+    from infini_model.data.manifest import Corpus, read_record
+    from infini_model.data.plan import finished_dataset, plan_dataset
+
+    if arguments.corpus is None:
+        return finished_dataset(config).model_dump(mode="json")
+    return plan_dataset(read_record(arguments.corpus, Corpus), config).model_dump(mode="json")
+
+
+def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
+    from infini_model.data.manifest import Corpus, read_record
+    from infini_model.data.shards import build_dataset
+
+    corpus = read_record(arguments.corpus, Corpus)
+    manifest = build_dataset(corpus, config.data, config.run.output_dir, progress=_progress)
+    splits = [
+        {"split": name, "documents": split.documents, "tokens": split.tokens}
+        for name, split in manifest.splits.items()
+    ]
+    folder = (config.run.datasets_dir / manifest.folder_name).resolve()
+    return {"folder": str(folder), "key": manifest.key, "splits": splits}
+
+
+def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
+    from infini_model.evaluation.report import evaluate_run
+
+    result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=_progress)
+    return result.model_dump(mode="json")
+
+
+STAGES: dict[str, Callable[[Config, argparse.Namespace], dict[str, Any]]] = {
+    "download": _download,
+    "plan": _plan,
+    "shard": _shard,
+    "evaluate": _evaluate,
+}
+
+
+def main() -> int:
+    """Run one stage; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m infini_model", description=__doc__)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--config", type=Path, required=True, help="YAML or JSON configuration")
+    parser.add_argument("--corpus", type=Path, help="plan, shard: file that download wrote")
+    parser.add_argument("--dataset", type=Path, help="evaluate: dataset folder")
+    parser.add_argument("--run-dir", type=Path, help="evaluate: run folder")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(file=arguments.config)
+        logging.basicConfig(
+            level=config.run.log_level.upper(), format="%(message)s", stream=sys.stdout
+        )
+        result = STAGES[arguments.stage](config, arguments)
+    except UserError as error:
+        _tell(ERROR, {"kind": "user", "message": str(error)})
+        return 2
+    except ConnectionError as error:
+        _tell(ERROR, {"kind": "network", "message": str(error)})
+        return 2
+    _tell(RESULT, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

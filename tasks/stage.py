@@ -1,0 +1,132 @@
+"""One stage as a child process: its progress, its result and its errors come back typed.
+
+The work of a stage runs as `python -m infini_model STAGE …`, so that a timeout or a cancelled
+flow can end it for certain. The child tells its story in lines of JSON (see
+`infini_model.__main__`); every other line is passed on to the log.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.logging import get_run_logger
+from prefect.tasks import Task, exponential_backoff
+
+from infini_model.__main__ import ERROR, PROGRESS, RESULT
+from infini_model.config import Config, StageConfig, dump_config
+from infini_model.errors import StageError, UserError
+from infini_model.processes import run
+
+ARTIFACT_SECONDS = 1.0
+TAIL_LINES = 20
+
+
+async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -> bool:
+    """False for what the user has to mend: trying again would give the same answer."""
+    return not isinstance(await state.aresult(raise_on_failure=False), UserError)
+
+
+# What all stages have in common as Prefect tasks.
+STAGE: dict[str, Any] = {
+    "persist_result": True,
+    "result_serializer": "json",
+    "retry_condition_fn": is_worth_a_retry,
+    "retry_jitter_factor": 0.5,
+}
+
+
+def options(stage: StageConfig) -> dict[str, Any]:
+    """The settings of a stage as options of its Prefect task: retries, each after twice the wait.
+
+    The timeout is not among them: Prefect's would leave the children running.
+    """
+    return {
+        "retries": stage.retries,
+        "retry_delay_seconds": exponential_backoff(stage.retry_delay_seconds),
+    }
+
+
+class Throttle:
+    """True at most once a second, and for what is last."""
+
+    def __init__(self) -> None:
+        self._shown = 0.0
+
+    def __call__(self, *, last: bool) -> bool:
+        """Whether it is time to show something again."""
+        now = time.monotonic()
+        if not last and now - self._shown < ARTIFACT_SECONDS:
+            return False
+        self._shown = now
+        return True
+
+
+class Progress:
+    """Bytes done of bytes in all, as an artifact of the task run and a line of its log."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._due = Throttle()
+        self._artifact: UUID | None = None
+
+    def show(self, done: int, total: int) -> None:
+        """Tell of `done` of `total` bytes, where it is time to."""
+        if not self._due(last=done >= total):
+            return
+        percent = 100.0 * done / total if total else 100.0
+        get_run_logger().info("%5.1f %% of %.1f MB", percent, total / 1e6)
+        if self._artifact is not None:
+            update_progress_artifact(self._artifact, percent)
+            return
+        self._artifact = create_progress_artifact(
+            percent, key=f"{self._name}-progress", description=f"{self._name}: bytes"
+        )
+
+
+def run_stage(name: str, config: Config, stage: StageConfig, *arguments: str) -> dict[str, Any]:
+    """Run stage `name` in a child process and return the result that it reports.
+
+    Raises what the child reported: `UserError`, `ConnectionError`; `StageError` with its last
+    lines if it ended without a word; `infini_model.processes.ProcessTimeoutError` past the
+    stage's timeout, when nothing of it is left running.
+    """
+    told: dict[str, Any] = {}
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    progress, log = Progress(name), get_run_logger()
+
+    def on_line(line: str) -> None:
+        mark, _, body = line.partition(" ")
+        if mark == PROGRESS:
+            progress.show(*json.loads(body))
+        elif mark in (RESULT, ERROR):
+            told[mark] = json.loads(body)
+        else:
+            tail.append(line)
+            log.info(line)
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_config(config), encoding="utf-8")
+        command = [sys.executable, "-m", "infini_model", name, "--config", str(file), *arguments]
+        status = run(command, on_line=on_line, timeout_seconds=stage.timeout_seconds)
+    return _outcome(name, status, told, tail)
+
+
+def _outcome(name: str, status: int, told: dict[str, Any], tail: Sequence[str]) -> dict[str, Any]:
+    if error := told.get(ERROR):
+        kind = {"user": UserError, "network": ConnectionError}[error["kind"]]
+        raise kind(error["message"])
+    if status != 0 or RESULT not in told:
+        raise StageError("\n".join([f"{name} ended with status {status}", *tail]))
+    result: dict[str, Any] = told[RESULT]
+    return result

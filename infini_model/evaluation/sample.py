@@ -1,0 +1,80 @@
+"""A continuation of a held-out document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from infini_model.config import EvaluationConfig
+from infini_model.data.manifest import Manifest
+from infini_model.data.stream import open_split
+from infini_model.data.tokenizers import load_dataset_tokenizer
+from infini_model.generation import generate
+from infini_model.llama import InfiniLlama
+
+
+class Sample(BaseModel):
+    """The beginning of a document, how the model goes on, and how the author went on.
+
+    Attributes:
+        split: Split that the document is of.
+        document: Its number in the split.
+        prompt_tokens: Tokens that the model was given.
+        prompt: These as text.
+        continuation: The model's text.
+        original: The document's text at the same place, as long at most.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    split: str
+    document: int
+    prompt_tokens: int
+    prompt: str
+    continuation: str
+    original: str
+
+
+def draw_sample(
+    model: InfiniLlama, dataset_dir: Path, manifest: Manifest, config: EvaluationConfig, seed: int
+) -> Sample | None:
+    """Continue a document of the test split, or of validation if test is empty; else None.
+
+    The document is the first one that is longer than the prompt asked for, or the longest.
+    """
+    held_out = [split for split in ("test", "validation") if _tokens(manifest, split) > 1]
+    if not held_out:
+        return None
+    stream = open_split(dataset_dir, held_out[0])
+    lengths = np.diff(stream.document_offsets)
+    long_enough = np.flatnonzero(lengths > config.prompt_tokens + 1)
+    number = int(long_enough[0] if len(long_enough) else lengths.argmax())
+    document = stream.document(number)[:-1]  # without its end-of-text token
+    if len(document) == 0:
+        return None
+    prompt = document[: config.prompt_tokens]
+    original = document[len(prompt) : len(prompt) + config.max_new_tokens]
+    (new,) = generate(
+        model,
+        [prompt.tolist()],
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        seed=seed,
+        eos_token_id=manifest.tokenizer.eos_token_id,
+    )
+    tokenizer = load_dataset_tokenizer(dataset_dir)
+    return Sample(
+        split=held_out[0],
+        document=number,
+        prompt_tokens=len(prompt),
+        prompt=tokenizer.decode(prompt),
+        continuation=tokenizer.decode(new),
+        original=tokenizer.decode(original),
+    )
+
+
+def _tokens(manifest: Manifest, split: str) -> int:
+    return sum(record.tokens for name, record in manifest.splits.items() if name == split)

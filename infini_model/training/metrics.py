@@ -228,6 +228,7 @@ class MlflowSink:
             name: max(m.step for m in client.get_metric_history(run.info.run_id, name))
             for name in run.data.metrics
         }
+        self._remember(delivered_step=max(self._arrived.values(), default=0))
         self._client = client
 
     def _find_run(self, client: Any) -> Any:

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay():
     optimizer = make_optimizer(model, TrainingConfig(weight_decay=0.3, gate_learning_rate=0.5))
     names = {id(p): name for name, p in model.named_parameters()}
     grouped = {g["name"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
-    assert sorted(sum(grouped.values(), [])) == sorted(names.values())
+    assert sorted(itertools.chain(*grouped.values())) == sorted(names.values())
     assert all(name.endswith(("gate", "memory_key_shift")) for name in grouped["gates"])
     assert len(grouped["gates"]) == 4
     assert "lm_head.weight" in grouped["decay"]

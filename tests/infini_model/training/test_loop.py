@@ -1,0 +1,255 @@
+"""Trainings in this process, and pairs of processes that are compared with them."""
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infini_model.config import validate
+from infini_model.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from infini_model.training.checkpoint import newest_checkpoint, read_position
+from infini_model.training.loop import train
+from infini_model.training.metrics_file import read_metrics
+
+NOT_REPEATABLE = ("time", "train/step_seconds", "train/tokens_per_second")
+NOT_REPEATABLE += ("train/data_wait_seconds",)
+
+
+def repeatable(run_dir):
+    """metrics.jsonl without what the clock decides."""
+    return [
+        {name: value for name, value in line.items() if name not in NOT_REPEATABLE}
+        for line in read_metrics(run_dir)
+    ]
+
+
+def curve(run_dir, name):
+    return {line["step"]: line[name] for line in read_metrics(run_dir) if name in line}
+
+
+def weights(run_dir):
+    """Every file of the newest checkpoint that training decides, as bytes."""
+    checkpoint = newest_checkpoint(run_dir)
+    names = ("model/model.safetensors", "model/config.json", "optimizer.safetensors")
+    return checkpoint.name, [(checkpoint / name).read_bytes() for name in names]
+
+
+def stop_at(step, number=signal.SIGTERM):
+    """A log handler that sends this process a signal as soon as `step` is logged."""
+
+    class Stop(logging.Handler):
+        def emit(self, record):
+            if f"[GPU 0] Step [{step}/" in record.getMessage():
+                os.kill(os.getpid(), number)
+
+    return Stop()
+
+
+def test_a_training_learns_and_records_every_step_once(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(make_config(), dataset, run_dir).stopped_by is None
+    assert list(curve(run_dir, "train/loss")) == list(range(1, 13))
+    assert list(curve(run_dir, "validation/loss")) == [0, 5, 10, 12]
+    assert list(curve(run_dir, "test/loss")) == [12]
+    losses = curve(run_dir, "validation/loss")
+    assert losses[12] < losses[0] - 0.5
+    line = next(line for line in read_metrics(run_dir) if line["step"] == 2)
+    for name in ("learning_rate", "grad_norm", *(n.partition("/")[2] for n in NOT_REPEATABLE[1:])):
+        assert line[f"train/{name}"] >= 0
+    assert 0 < line["memory/layer_1/gate_mean"] < 1
+    assert [p.name for p in sorted((run_dir / "checkpoints").glob("step-*"))] == [
+        "step-12",
+        "step-8",
+    ]
+    assert read_position(newest_checkpoint(run_dir)).consumed == 12 * 8
+
+
+def test_the_log_line_is_the_one_of_the_contract(dataset, make_config, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        train(make_config(), dataset, tmp_path / "run")
+    lines = [r.getMessage() for r in caplog.records if "Loss:" in r.getMessage()]
+    assert len(lines) == 6
+    pattern = (
+        r"\[GPU 0\] Step \[\d+/12\] \| Loss: \d\.\d{4} \| LR: \d\.\d\de-\d\d \| "
+        r"Grad Norm: \d\.\d{4} \| ETA: \d+:\d\d"
+    )
+    for line in lines:
+        assert re.fullmatch(pattern, line)
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [{"mode": "packed"}, {"mode": "document", "remainder": "pad"}, {"mode": "aligned"}],
+    ids=lambda packing: packing["mode"],
+)
+def test_accumulated_micro_batches_are_one_batch(dataset, make_config, tmp_path, packing):
+    for name, size, accumulation in (("whole", 8, 1), ("parts", 2, 4)):
+        config = make_config(
+            packing=packing,
+            training={"batch_size": size, "gradient_accumulation_steps": accumulation},
+        )
+        train(config, dataset, tmp_path / name)
+    assert curve(tmp_path / "parts", "train/loss") == pytest.approx(
+        curve(tmp_path / "whole", "train/loss"), abs=2e-5
+    )
+    assert curve(tmp_path / "parts", "train/grad_norm") == pytest.approx(
+        curve(tmp_path / "whole", "train/grad_norm"), rel=1e-3
+    )
+
+
+def _rank(rank, ports, trees, dataset, run_dirs):
+    torch.set_num_threads(1)
+    for port, tree, run_dir in zip(ports, trees, run_dirs, strict=True):
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        train(validate(tree), dataset, run_dir)
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
+    """In every packing mode, with masked labels, and where the gates stay without gradient."""
+    cases = {
+        "packed": {"packing": {"mode": "packed"}},
+        "document": {"packing": {"mode": "document", "remainder": "pad"}},
+        "aligned": {
+            "packing": {"mode": "aligned"},
+            "training": {"gradient_accumulation_steps": 2, "batch_size": 2},
+        },
+        "one-segment": {"packing": {"context_length": 16}},
+    }
+    alone, pairs = [], []
+    for name, sections in cases.items():
+        training = {"batch_size": 4} | sections.get("training", {})
+        pairs.append(make_config(**sections | {"training": training}))
+        whole = training | {"batch_size": 2 * training["batch_size"]}
+        alone.append(make_config(**sections | {"training": whole}))
+        train(alone[-1], dataset, tmp_path / f"{name}-1")
+    run_dirs = [tmp_path / f"{name}-2" for name in cases]
+    trees = [config.model_dump(mode="json") for config in pairs]
+    torch.multiprocessing.spawn(
+        _rank, args=(free_ports(len(cases)), trees, dataset, run_dirs), nprocs=2
+    )
+    for name in cases:
+        for metric in ("train/loss", "validation/loss", "test/loss"):
+            one, two = curve(tmp_path / f"{name}-1", metric), curve(tmp_path / f"{name}-2", metric)
+            assert one
+            assert two == pytest.approx(one, abs=5e-5), (name, metric)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_training_goes_on_to_the_same_bits(dataset, make_config, tmp_path, number):
+    config = make_config()
+    train(config, dataset, tmp_path / "whole")
+    run_dir = tmp_path / "parts"
+    handler = stop_at(6, number)
+    logger = logging.getLogger("infini_model.training.loop")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        outcome = train(config, dataset, run_dir)
+    finally:
+        logger.removeHandler(handler)
+    # The signal came when step 6 was done; it is heard in the next one.
+    assert (outcome.stopped_by, outcome.step) == (number, 7)
+    assert newest_checkpoint(run_dir).name == "step-7"
+    assert train(config, dataset, run_dir).stopped_by is None
+    assert repeatable(run_dir) == repeatable(tmp_path / "whole")
+    assert weights(run_dir) == weights(tmp_path / "whole")
+
+
+def test_a_stop_before_the_first_step_leaves_a_checkpoint_of_it(dataset, make_config, tmp_path):
+    config = make_config()
+    run_dir = tmp_path / "run"
+    handler = stop_at(0)
+    logger = logging.getLogger("infini_model.training.loop")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        outcome = train(config, dataset, run_dir)
+    finally:
+        logger.removeHandler(handler)
+    assert outcome.step <= 1
+    assert newest_checkpoint(run_dir).name == f"step-{outcome.step}"
+
+
+def test_a_finished_training_is_left_as_it_is(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    train(make_config(), dataset, run_dir)
+    before = (repeatable(run_dir), weights(run_dir))
+    train(make_config(), dataset, run_dir)
+    assert (repeatable(run_dir), weights(run_dir)) == before
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on_to_the_same_bits(
+    dataset, make_config, tmp_path, caplog
+):
+    run_dir = tmp_path / "run"
+    train(make_config(), dataset, run_dir)
+    before = (repeatable(run_dir), weights(run_dir))
+    file = newest_checkpoint(run_dir) / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING):
+        train(make_config(), dataset, run_dir)
+    assert str(file) in caplog.text
+    assert (repeatable(run_dir), weights(run_dir)) == before
+
+
+def test_numbers_that_are_not_finite_end_it_before_the_step(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    config = make_config(training={"learning_rate": 1e30, "save_steps": 1, "debug": True})
+    with pytest.raises(NonFiniteError, match="the step was not taken") as caught:
+        train(config, dataset, run_dir)
+    step = int(str(caught.value).split(":")[0].removeprefix("step "))
+    checkpoint = newest_checkpoint(run_dir)
+    assert checkpoint.name == f"step-{step - 1}"
+    parameters = load_file(checkpoint / "model" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in parameters.values())
+    report = run_dir / "debug" / f"step-{step}-gpu-0"
+    text = (report / "report.txt").read_text()
+    assert "[GPU 0]" in text
+    assert f"Step: {step}" in text
+    faults = json.loads((report / "report.json").read_text())["faults"]
+    saved = load_file(report / "tensors.safetensors")
+    assert saved["batch/0/input_ids"].shape == (8, 64)
+    assert faults
+    for fault in faults:
+        assert fault["name"] in text
+        tensor = saved[f"{fault['kind'].lower()}/{fault['name']}"]
+        assert int(tensor.isnan().sum()) == fault["nan"]
+        assert int(tensor.isinf().sum()) == fault["infinite"]
+
+
+def test_a_vocabulary_too_small_for_the_dataset_is_refused(dataset, make_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: 100 is less than .* \d+$"):
+        train(make_config(model={"vocab_size": 100}), dataset, tmp_path)
+
+
+def test_a_run_folder_of_another_model_is_refused(dataset, make_config, tmp_path):
+    train(make_config(), dataset, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"model\.hidden_size is 32, not 64"):
+        train(make_config(model={"hidden_size": 64}), dataset, tmp_path / "run")
+
+
+def test_a_batch_larger_than_the_dataset_is_refused(dataset, make_config, tmp_path):
+    with pytest.raises(DataError, match="too few tokens for one batch"):
+        train(make_config(training={"batch_size": 100_000}), dataset, tmp_path / "run")

@@ -21,9 +21,9 @@ from infini_model.errors import ConfigError
 Rope = tuple[Tensor, Tensor]
 
 # A read whose weights sum to less than this has found nothing: the memory is empty, or every
-# product of features has underflowed. Well above float32's smallest number, so that neither the
+# product of features has underflowed. Its square is well inside float32, so that neither the
 # division nor its gradient can overflow.
-NOTHING_FOUND = 1e-30
+NOTHING_FOUND = 1e-18
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -77,9 +77,9 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     The halves of a head are the pairs, as in Hugging Face's Llama. The dtype of `x` is kept.
     """
     cos, sin = rope
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos + turned * sin).to(x.dtype)
+    half = x.size(-1) // 2
+    signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+    return torch.addcmul(x * cos, x.roll(half, dims=-1), signed).to(x.dtype)
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,10 +174,12 @@ def gated_read(q: Tensor, local: Tensor, gate: Tensor, memory: Memory) -> Tensor
         total = (grouped @ norm.unsqueeze(-1)).reshape(*q.shape[:-1], 1)
         found = (grouped @ kv).reshape(q.shape)
         hit = total > NOTHING_FOUND
-        retrieved = found / torch.where(hit, total, 1.0)
-        exact = local.to(retrieved.dtype)
-        mixed = torch.lerp(exact, retrieved, gate.to(exact.dtype).sigmoid()[:, None, None])
-        return torch.where(hit, mixed, exact).to(local.dtype)
+        share = gate.to(total.dtype).sigmoid()[:, None, None] * hit
+        # The mix with all that is one number a query gathered first: the tensors of full width,
+        # which cost the time, are gone through once.
+        per_weight = share / torch.where(hit, total, 1.0)
+        mixed = torch.addcmul(local.to(total.dtype) * (1.0 - share), found, per_weight)
+        return mixed.to(local.dtype)
 
 
 def _prefix_sums(x: Tensor, starts: Tensor | None) -> Tensor:

@@ -217,6 +217,9 @@ def test_many_segments_with_resets():
         (-50.0, -50.0),
         (-1e4, -50.0),
         (-50.0, -30.0),
+        (-20.0, -20.0),
+        (-22.0, -20.0),
+        (-18.0, -20.0),
     ],
 )
 def test_finite_whatever_the_magnitude(dtype, key, query):

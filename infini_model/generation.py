@@ -119,7 +119,7 @@ def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
                 f"prompt {number}: token {int(outside[0])} is outside the vocabulary of "
                 f"{vocab_size}"
             )
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths
 
 
@@ -133,7 +133,7 @@ def _read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Ten
         piece = ids[:, start : start + length].to(device)
         counts = (lengths - start).clamp(0, length)
         hidden, state = model.advance(piece, state, counts)
-        newest = hidden[torch.arange(len(counts)), counts - 1].to(last.dtype)
+        newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
         last = torch.where((counts > 0).to(device)[:, None], newest, last)
     return model.lm_head(last), state
 

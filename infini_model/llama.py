@@ -201,13 +201,15 @@ class InfiniLlama(nn.Module):
         end = filled + counts
         if int(end.max()) > length:
             raise ValueError(f"input_ids: {int(end.max()) - length} tokens beyond the segment")
-        index = torch.arange(width)
+        index = torch.arange(width, device=counts.device)
         slots = torch.where(index < counts[:, None], filled[:, None] + index, length)
         closes = end == length
         device = input_ids.device
         step = Step(
             slots=slots.to(device),
-            visible=(torch.arange(length) <= slots[:, None, :, None]).to(device),
+            visible=(torch.arange(length, device=counts.device) <= slots[:, None, :, None]).to(
+                device
+            ),
             closes=closes.to(device) if bool(closes.any()) else None,
             last=(counts - 1).to(device),
             fresh=(state.position == 0).to(device),
@@ -224,7 +226,7 @@ class InfiniLlama(nn.Module):
             keys, values, memory_keys = (weight.new_zeros(shape) for _ in range(3))
             memory = empty_memory(config, keys)
             layers.append(LayerState(memory, keys, values, memory_keys, keys[:, :, 0]))
-        return State(tuple(layers), torch.zeros(batch, dtype=torch.int64))
+        return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def _loss(self, hidden: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
         """Cross entropy in float32, by pieces where the logits would be large."""

@@ -11,6 +11,7 @@ import importlib
 import logging
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -96,6 +97,43 @@ def serve(
     from flows import services
 
     services.serve(config, port=port, mlflow_port=mlflow_port)
+
+
+@app.command()
+@configured
+def generate(
+    config: Config,
+    prompt: Annotated[str, typer.Option(help="Text to go on with.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Run, checkpoint or Hugging Face folder; the default is the newest run."),
+    ] = None,
+) -> None:
+    """Continue a prompt; evaluation.max_new_tokens, .temperature and .top_k say how."""
+    from infini_model.evaluation.prompt import continue_text
+
+    typer.echo(prompt, nl=False)
+    for piece in continue_text(config, checkpoint, prompt):
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+@app.command()
+@configured
+def doctor(config: Config) -> None:
+    """Tell what this machine has, and what to do about each thing wrong; status 1 if one is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from flows.doctor import examine
+
+    findings = examine(config)
+    table = Table("", "Found", "What to do")
+    for finding in findings:
+        table.add_row(finding.subject, finding.found, finding.remedy)
+    Console().print(table)
+    if any(finding.remedy for finding in findings):
+        raise typer.Exit(1)
 
 
 def _interrupt(_signal: int, _frame: object) -> None:

@@ -139,7 +139,7 @@ def start_prefect(config: Config, port: int) -> Service:
     )
 
 
-def _configured_url() -> str | None:
+def configured_url() -> str | None:
     """The API that the user's environment or Prefect profile names."""
     if url := os.environ.get("PREFECT_API_URL"):
         return url
@@ -170,11 +170,12 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     Yields a function that returns once the server answers: what the block imports before it calls
     that costs nothing. Enter before Prefect is imported, which reads the environment once.
     """
-    os.environ.update({} if _configured_url() else prefect_environment(config))
-    if url := _configured_url() or _served_url(config):
+    os.environ.update({} if configured_url() else prefect_environment(config))
+    if url := configured_url() or _served_url(config):
         os.environ["PREFECT_API_URL"] = url
         yield lambda: None
         return
+    print("Starting a Prefect server for this command (infini serve keeps one up)", flush=True)
     service = start_prefect(config, free_port())
     os.environ["PREFECT_API_URL"] = f"{service.url}/api"
     with _ending([service]):

@@ -1,8 +1,9 @@
-"""The stages without Prefect: `python -m infini_model STAGE --config FILE`.
+"""The stages without Prefect: `python -m infini_model STAGE --config FILE …`.
 
-STAGE is download, plan, shard or evaluate. A stage tells its story on stdout, one line a message: `::progress [DONE, TOTAL]` in bytes, then
-`::result {…}` or `::error {…}`; any other line is a log. The exit status is 0, or 2 after an error
-that the user can mend, or 1 with a traceback. (Training is `python -m infini_model.training`.)
+STAGE is download, plan, shard or evaluate (training is `python -m infini_model.training`). It tells
+its story on stdout, one line a message: `::progress [DONE, TOTAL]`, then `::result {…}` or
+`::error {…}`; any other line is a log. The exit status is 0, 2 after an error that the user can
+mend, 1 with a traceback after any other.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.evaluation.report import evaluate_run
+    from infini_model.training.metrics import log_artifacts
 
     result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=_progress)
+    if config.tracking.mlflow:
+        log_artifacts(arguments.run_dir, config, [result.report, *result.plots], result.metrics)
     return result.model_dump(mode="json")
 
 

@@ -20,7 +20,7 @@ def evaluate_model(config: Config, dataset_dir: str, run_dir: str) -> dict[str, 
     Returns the losses and perplexities and the paths of the report and its plots.
     """
     arguments = ["--dataset", dataset_dir, "--run-dir", run_dir]
-    result = run_stage("evaluate", config, config.stages.evaluate, *arguments)
+    result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
     report = Path(result["report"])
     create_markdown_artifact(report.read_text(encoding="utf-8"), key="report")
     for plot in map(Path, result["plots"]):

@@ -10,14 +10,11 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.logging import get_run_logger
 from prefect.tasks import Task, exponential_backoff
@@ -26,8 +23,8 @@ from infini_model.__main__ import ERROR, PROGRESS, RESULT
 from infini_model.config import Config, StageConfig, dump_config
 from infini_model.errors import StageError, UserError
 from infini_model.processes import run
+from tasks.progress import Progress
 
-ARTIFACT_SECONDS = 1.0
 TAIL_LINES = 20
 
 
@@ -56,44 +53,9 @@ def options(stage: StageConfig) -> dict[str, Any]:
     }
 
 
-class Throttle:
-    """True at most once a second, and for what is last."""
-
-    def __init__(self) -> None:
-        self._shown = 0.0
-
-    def __call__(self, *, last: bool) -> bool:
-        """Whether it is time to show something again."""
-        now = time.monotonic()
-        if not last and now - self._shown < ARTIFACT_SECONDS:
-            return False
-        self._shown = now
-        return True
-
-
-class Progress:
-    """Bytes done of bytes in all, as an artifact of the task run and a line of its log."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._due = Throttle()
-        self._artifact: UUID | None = None
-
-    def show(self, done: int, total: int) -> None:
-        """Tell of `done` of `total` bytes, where it is time to."""
-        if not self._due(last=done >= total):
-            return
-        percent = 100.0 * done / total if total else 100.0
-        get_run_logger().info("%5.1f %% of %.1f MB", percent, total / 1e6)
-        if self._artifact is not None:
-            update_progress_artifact(self._artifact, percent)
-            return
-        self._artifact = create_progress_artifact(
-            percent, key=f"{self._name}-progress", description=f"{self._name}: bytes"
-        )
-
-
-def run_stage(name: str, config: Config, stage: StageConfig, *arguments: str) -> dict[str, Any]:
+def run_stage(
+    name: str, config: Config, stage: StageConfig, *arguments: str, unit: str = "bytes"
+) -> dict[str, Any]:
     """Run stage `name` in a child process and return the result that it reports.
 
     Raises what the child reported: `UserError`, `ConnectionError`; `StageError` with its last
@@ -102,7 +64,7 @@ def run_stage(name: str, config: Config, stage: StageConfig, *arguments: str) ->
     """
     told: dict[str, Any] = {}
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    progress, log = Progress(name), get_run_logger()
+    log = get_run_logger()
 
     def on_line(line: str) -> None:
         mark, _, body = line.partition(" ")
@@ -114,7 +76,7 @@ def run_stage(name: str, config: Config, stage: StageConfig, *arguments: str) ->
             tail.append(line)
             log.info(line)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Progress(name, unit) as progress:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         command = [sys.executable, "-m", "infini_model", name, "--config", str(file), *arguments]

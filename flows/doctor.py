@@ -1,0 +1,106 @@
+"""What `infini doctor` finds on this machine, and what to do about each thing that is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flows.services import HOST, configured_url
+from infini_model.config import Config
+from infini_model.errors import DeviceError, UserError
+from infini_model.storage import atomic_file, make_folder
+from infini_model.training.devices import list_gpus
+
+GIB = 1 << 30
+NEEDED_DISK_GIB = 5
+PACKAGES = ("torch", "prefect", "mlflow", "datasets", "pyarrow", "tokenizers", "gigatoken")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; `remedy` is empty where nothing is wrong."""
+
+    subject: str
+    found: str
+    remedy: str = ""
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("Python", sys.version.split()[0])
+    for package in PACKAGES:
+        try:
+            yield Finding(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(package, "missing", "make install")
+
+
+def _devices() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    yield Finding("CPU", f"{cores} cores")
+    try:
+        gpus = list_gpus()
+    except DeviceError as error:
+        yield Finding("GPU", str(error), "unset CUDA_VISIBLE_DEVICES or name one that exists")
+        return
+    for gpu in gpus:
+        memory = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
+        yield Finding(f"GPU {gpu.identifier}", f"{gpu.name}, {memory}, {gpu.busy_percent}% busy")
+    if not gpus:
+        yield Finding("GPU", "none; training runs on the CPU")
+    elif importlib.util.find_spec("flash_attn") is None:
+        yield Finding("flash-attn", "not installed", "pip install -r requirements-gpu.txt")
+
+
+def _folder(config: Config) -> Iterator[Finding]:
+    folder = config.run.output_dir
+    try:
+        with atomic_file(make_folder(folder) / "doctor"):
+            pass
+        (folder / "doctor").unlink()
+    except UserError as error:
+        yield Finding("output folder", str(error), "choose another with --output-dir")
+        return
+    free = shutil.disk_usage(folder).free / GIB
+    remedy = "" if free >= NEEDED_DISK_GIB else "free some space or choose another --output-dir"
+    yield Finding("output folder", f"{folder.resolve()}, {free:.0f} GiB free", remedy)
+
+
+def _port(port: int, option: str) -> Finding:
+    with socket.socket() as probe:
+        taken = probe.connect_ex((HOST, port)) == 0
+    remedy = f"end what listens there, or infini serve {option} N" if taken else ""
+    return Finding(f"port {port}", "in use" if taken else "free", remedy)
+
+
+def _server(subject: str, url: str) -> Finding:
+    try:
+        urllib.request.urlopen(url, timeout=3.0).close()  # noqa: S310 - the user's own address
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        return Finding(subject, f"{url} does not answer: {error}", "start it, or unset its address")
+    return Finding(subject, f"{url} answers")
+
+
+def _servers(config: Config) -> Iterator[Finding]:
+    yield _port(4200, "--port")
+    yield _port(5000, "--mlflow-port")
+    if url := configured_url():
+        yield _server("Prefect API", url.rstrip("/") + "/health")
+    else:
+        yield Finding("Prefect API", "none configured; each command starts its own")
+    if config.tracking_uri.startswith("http"):
+        yield _server("MLflow", config.tracking_uri.rstrip("/") + "/health")
+    else:
+        yield Finding("MLflow", config.tracking_uri)
+
+
+def examine(config: Config) -> list[Finding]:
+    """Look at versions, devices, disk, ports and servers; nothing is changed."""
+    return [*_versions(), *_devices(), *_folder(config), *_servers(config)]

@@ -115,7 +115,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """
     pattern = f"{TEMPORARY}*" if name is None else f"{TEMPORARY}{glob.escape(name)}-*"
     for path in folder.glob(pattern):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
@@ -129,10 +129,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def point_latest(folder: Path) -> None:
     """Make the symbolic link `latest` beside `folder` point at it, in one step."""
-    link = folder.parent / f"{TEMPORARY}latest-{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder.name)
-    os.replace(link, folder.parent / "latest")
+    descriptor = os.open(folder.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        remove_leftovers(folder.parent, "latest")
+        link = folder.parent / f"{TEMPORARY}latest-{os.getpid()}"
+        link.symlink_to(folder.name)
+        os.replace(link, folder.parent / "latest")
+    finally:
+        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

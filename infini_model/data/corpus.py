@@ -95,6 +95,7 @@ def scan(
             return read_record(path, Corpus).model_copy(update={"files": list(files)})
         spill = corpora_dir / f"{storage.TEMPORARY}{path.stem}"
         shutil.rmtree(spill, ignore_errors=True)
+        storage.remove_leftovers(corpora_dir, path.name)
         storage.make_folder(spill)
         try:
             with storage.named_os_errors(spill):

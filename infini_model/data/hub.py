@@ -125,7 +125,6 @@ def _hub_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from httpx import HTTPError
         from huggingface_hub.errors import (
             EntryNotFoundError,
             HfHubHTTPError,
@@ -133,6 +132,8 @@ def _hub_errors(what: str) -> Iterator[None]:
             LocalEntryNotFoundError,
         )
 
+        # The client below the hub's package has had several names; its base class is this one.
+        network_error = HfHubHTTPError.__bases__[0]
         reason = next((line for line in str(error).splitlines() if line.strip()), "") or repr(error)
         if isinstance(error, HfHubHTTPError):
             status = error.response.status_code
@@ -144,7 +145,7 @@ def _hub_errors(what: str) -> Iterator[None]:
         # A wrong split or configuration is a ValueError, a dataset that is a script RuntimeError.
         if final or isinstance(error, ValueError | RuntimeError | KeyError):
             raise DataError(f"{what}: {reason}") from error
-        if isinstance(error, OSError | HTTPError):
+        if isinstance(error, (OSError, network_error)):
             raise SourceUnreachableError(f"{what}: the hub cannot be reached: {reason}") from error
         raise
 

@@ -102,8 +102,14 @@ def _options(address: str) -> dict[str, Any]:
     deadline = aiohttp.ClientTimeout(
         total=None, sock_connect=SECONDS_TO_CONNECT, sock_read=SECONDS_OF_SILENCE
     )
-    session = {"timeout": deadline, "trust_env": True, "auto_decompress": False}
-    return {"client_kwargs": session, "headers": {"Accept-Encoding": "identity"}}
+    return {
+        "client_kwargs": {
+            "timeout": deadline,
+            "trust_env": True,
+            "auto_decompress": False,
+            "headers": {"Accept-Encoding": "identity"},
+        }
+    }
 
 
 def _fetch(remote: _Remote) -> Iterator[int]:
@@ -157,10 +163,10 @@ def _opened(remote: _Remote, offset: int) -> Iterator[tuple[Any, int]]:
             source.seek(offset)
             begins = offset
         else:
-            headers = {"Accept-Encoding": "identity"}
-            if offset:
-                headers["Range"] = f"bytes={offset}-"
-            source = remote.system.open(remote.path, "rb", block_size=0, headers=headers)
+            headers = {"Range": f"bytes={offset}-"} if offset else {}
+            source = remote.system.open(
+                remote.path, "rb", block_size=0, size=remote.size, headers=headers
+            )
             begins = offset if source.r.status == 206 else 0
     with contextlib.closing(source):
         yield source, begins
@@ -172,8 +178,11 @@ def _reachable(address: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # fsspec calls everything a FileNotFoundError; what it was is the cause.
-        cause = error.__cause__ or error
+        # Asked for a file's size, fsspec calls every failure a FileNotFoundError; what it was is
+        # the cause.
+        cause: BaseException = error
+        if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+            cause = error.__cause__
         status = getattr(cause, "status", None)
         if isinstance(status, int) and 400 <= status < 500 and status not in BUSY:
             word = "not found" if status in (404, 410) else getattr(cause, "message", "refused")

@@ -55,7 +55,13 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.shards import build_dataset
 
     corpus = read_record(arguments.corpus, Corpus)
-    manifest = build_dataset(corpus, config.data, config.run.output_dir, progress=_progress)
+    manifest = build_dataset(
+        corpus,
+        config.data,
+        config.run.output_dir,
+        datasets_dir=config.run.datasets_dir,
+        progress=_progress,
+    )
     splits = [
         {"split": name, "documents": split.documents, "tokens": split.tokens}
         for name, split in manifest.splits.items()

@@ -89,9 +89,16 @@ def _ingredients(
 
 
 def build_dataset(
-    corpus: Corpus, config: DataConfig, output_dir: Path, *, progress: Progress | None = None
+    corpus: Corpus,
+    config: DataConfig,
+    output_dir: Path,
+    *,
+    datasets_dir: Path | None = None,
+    progress: Progress | None = None,
 ) -> Manifest:
-    """Make `<output_dir>/datasets/<name>-<key>/`, or find it there, and point `latest` at it.
+    """Make `<datasets_dir>/<name>-<key>/`, or find it there, and point `latest` at it.
+
+    `datasets_dir` is `<output_dir>/datasets` where it is not given.
 
     A folder that stands is believed after every shard has been checked; what is damaged or lost is
     made again, alone. Two processes that ask for the same dataset do the work once. `progress` is
@@ -100,7 +107,7 @@ def build_dataset(
     Raises `DataError` in one line for a bad tokenizer or a source that changed, `UserError` for a
     full disk or a folder that cannot be written.
     """
-    datasets_dir = output_dir / "datasets"
+    datasets_dir = datasets_dir or output_dir / "datasets"
     tokenizer = corpus_tokenizer(corpus, config, output_dir)
     key = dataset_key(corpus, tokenizer, config.splits)
     folder = datasets_dir / f"{config.name}-{key[:16]}"

@@ -41,10 +41,17 @@ MEBIBYTE = 1 << 20
 
 
 class Section(BaseModel):
-    """A part of the tree: unknown keys are refused, values are finite and do not change."""
+    """A part of the tree: unknown keys are refused, values are finite and do not change.
+
+    YAML reads `training.gpus=0` as a number; where text is wanted it is taken as text.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
     )
 
 

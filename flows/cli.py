@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.exceptions import TyperException
 
 from flows.options import configured
 from infini_model.config import Config
@@ -25,7 +26,6 @@ MENDABLE = (UserError, ConnectionError)
 app = typer.Typer(
     name="infini",
     help="From text to a trained Infini-Llama: each stage retried, reused and resumed by itself.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
@@ -90,8 +90,10 @@ def evaluate(config: Config) -> None:
 @configured
 def serve(
     config: Config,
-    port: Annotated[int, typer.Option(help="Port of Prefect's API and UI.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="Port of MLflow's page.")] = 5000,
+    port: Annotated[int, typer.Option(help="Port of Prefect's API and UI.", min=1, max=65535)] = 4200,
+    mlflow_port: Annotated[
+        int, typer.Option(help="Port of MLflow's page.", min=1, max=65535)
+    ] = 5000,
 ) -> None:
     """Keep the Prefect UI, MLflow, a worker and the deployments up until Ctrl-C."""
     from flows import services
@@ -145,7 +147,10 @@ def main() -> None:
     """Run the command line; every foreseeable mistake ends in one line and status 2."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        app()
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+    except TyperException as error:
+        typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        sys.exit(2)
     except MENDABLE as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

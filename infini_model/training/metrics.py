@@ -174,8 +174,16 @@ class MlflowSink:
 
     def deliver(self, lines: Sequence[Line]) -> None:
         """Send what MLflow does not hold yet of `lines`."""
-        if self._client is None:
-            self._connect()
+        try:
+            if self._client is None:
+                self._connect()
+            self._send(lines)
+        except Exception:
+            # Some of it may have arrived all the same; that is asked on connecting again.
+            self._client = None
+            raise
+
+    def _send(self, lines: Sequence[Line]) -> None:
         from mlflow.entities import Metric
 
         new = [
@@ -285,6 +293,7 @@ def _quieten() -> None:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
         "GIT_PYTHON_REFRESH": "quiet",

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +14,14 @@ from infini_model.config import dump_config
 from infini_model.errors import DeviceError, UserError
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.devices import choose_gpus
-from infini_model.training.failures import Crashed, NonFinite, Preempted, TimedOut, explain
+from infini_model.training.failures import (
+    Crashed,
+    NonFinite,
+    OutOfMemory,
+    Preempted,
+    TimedOut,
+    explain,
+)
 from infini_model.training.launch import launch
 from infini_model.training.loop import train
 from infini_model.training.metrics_file import read_metrics
@@ -149,9 +155,11 @@ def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_p
         assert all(line.startswith(f"GPU{rank}:") for line in lines)
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_first(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
-    process = start(["-c", LAUNCH], make_config(training=LONG | {"max_steps": 5000}), run_dir)
+    config = make_config(training=LONG | {"max_steps": 5000, "processes": 2, "batch_size": 4})
+    process = start(["-c", LAUNCH], config, run_dir)
     wait_for(lambda: has_reached(run_dir, 5), "step 5")
     process.terminate()
     assert process.wait(timeout=30) == 143
@@ -204,15 +212,22 @@ def test_numbers_that_are_not_finite_are_told_as_such(make_config, tmp_path, sta
     assert "the step was not taken" in str(failure)
 
 
-def test_a_users_mistake_is_one_line_and_exit_2(dataset, make_config, tmp_path, start):
-    config = make_config(model={"vocab_size": 100})
-    with pytest.raises(UserError, match=r"^model\.vocab_size: 100 is less"):
+def test_memory_that_is_not_there_is_told_as_such(dataset, make_config, tmp_path):
+    config = make_config(model={"vocab_size": 1 << 44})
+    with pytest.raises(OutOfMemory, match="allocate"):
         launch(config, dataset, tmp_path / "run", on_line=lambda _: None)
-    process = start(["-m", "infini_model.training"], config, tmp_path / "again")
+
+
+def test_a_users_mistake_is_one_line_and_exit_2(make_config, tmp_path, start):
+    config = make_config(model={"vocab_size": 100})
+    process = start(["-m", "infini_model.training"], config, tmp_path / "run")
     _, errors = process.communicate()
     assert process.returncode == 2
     assert len(errors.splitlines()) == 1
-    assert "model.vocab_size" in errors
+    failure = explain(tmp_path / "run", 2)
+    assert isinstance(failure, UserError)
+    assert str(failure).startswith("model.vocab_size: 100 is less")
+    assert str(failure) in errors
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_users_mistake(dataset, make_config, tmp_path):
@@ -248,16 +263,3 @@ def test_a_gpu_that_does_not_exist_is_named(monkeypatch, dataset, make_config, t
     with pytest.raises(DeviceError, match=r"training\.gpus=all: no GPU"):
         launch(make_config(training={"gpus": "all"}), dataset, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_threads_other_than_the_main_one_can_launch(dataset, make_config, tmp_path):
-    ended = []
-    thread = threading.Thread(
-        target=lambda: ended.append(
-            launch(make_config(), dataset, tmp_path / "run", on_line=lambda _: None)
-        )
-    )
-    thread.start()
-    thread.join(60)
-    assert ended == [None]
-    assert has_reached(tmp_path / "run", 12)

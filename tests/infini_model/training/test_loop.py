@@ -239,6 +239,17 @@ def test_numbers_that_are_not_finite_end_it_before_the_step(dataset, make_config
         assert int(tensor.isinf().sum()) == fault["infinite"]
 
 
+def test_bf16_learns_as_well_and_keeps_its_weights_in_float32(dataset, make_config, tmp_path):
+    train(make_config(), dataset, tmp_path / "fp32")
+    train(make_config(training={"precision": "bf16"}), dataset, tmp_path / "bf16")
+    exact, rough = (curve(tmp_path / name, "train/loss") for name in ("fp32", "bf16"))
+    assert rough == pytest.approx(exact, abs=0.05)
+    assert rough != exact
+    checkpoint = newest_checkpoint(tmp_path / "bf16")
+    for name in ("model/model.safetensors", "optimizer.safetensors"):
+        assert {t.dtype for t in load_file(checkpoint / name).values()} == {torch.float32}
+
+
 def test_a_vocabulary_too_small_for_the_dataset_is_refused(dataset, make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.vocab_size: 100 is less than .* \d+$"):
         train(make_config(model={"vocab_size": 100}), dataset, tmp_path)

@@ -7,17 +7,20 @@ from pathlib import Path
 from prefect import flow, get_run_logger
 
 from infini_model.config import Config, load_config
-from infini_model.runs import claim_run, is_trained
+from infini_model.runs import claim_run, is_finished
 from tasks.shard import plan_dataset
 from tasks.stage import options
 from tasks.train import train_model
 
 
 def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
-    """Train in a run folder that this process holds, unless its last checkpoint is there."""
+    """Train in a run folder that this process holds, unless it has been evaluated already.
+
+    A run with its last checkpoint is gone on with too: its last scores may not have been written.
+    """
     log = get_run_logger()
-    if is_trained(run_dir, config):
-        log.info("Run %s is trained already", run_dir)
+    if is_finished(run_dir):
+        log.info("Run %s is finished already", run_dir)
         return
     log.info("Training in %s", run_dir)
     train = train_model.with_options(**options(config.stages.train))

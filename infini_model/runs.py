@@ -50,11 +50,6 @@ def identity(config: Config) -> dict[str, Any]:
     return tree
 
 
-def is_trained(run_dir: Path, config: Config) -> bool:
-    """Whether the last checkpoint of the run is there (checkpoints are complete or absent)."""
-    return (run_dir / "checkpoints" / f"step-{config.training.max_steps}").is_dir()
-
-
 def is_finished(run_dir: Path) -> bool:
     """Whether the run has been evaluated; `report.md` is the last thing that is written."""
     return (run_dir / "report.md").is_file()

@@ -177,6 +177,16 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def companions(manifest: Manifest) -> Iterator[str]:
+    """The files beside the shards, by their paths inside the dataset folder."""
+    yield "dataset_dict.json"
+    if manifest.tokenizer.spec != "bytes":
+        yield "tokenizer.json"
+    for split in SPLITS:
+        yield f"{split}/state.json"
+        yield f"{split}/dataset_info.json"
+
+
 def shard_fault(path: Path, size: int, checksum: str) -> str | None:
     """What is wrong with a shard, or None: it must be there, with its size and its SHA-256."""
     try:
@@ -198,6 +208,9 @@ def verify_dataset(folder: Path) -> Manifest:
     Raises `DataError` in one line that names the first shard that is missing or damaged.
     """
     manifest = read_manifest(folder)
+    for name in companions(manifest):
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name}: is missing")
 
     def fault(entry: tuple[str, Shard]) -> str | None:
         name, shard = entry

@@ -33,13 +33,13 @@ from infini_model.data.tokenizers import (
 logger = logging.getLogger(__name__)
 
 # More text hardly changes the merges, and the trainer keeps its words in memory.
-SAMPLE_BYTES = 512 << 20
+SAMPLE_BYTES = 128 << 20
 
 
 def corpus_tokenizer(corpus: Corpus, config: DataConfig, output_dir: Path) -> Tokenizer:
     """The tokenizer that `config` asks for; `train` makes one of the corpus, once, and keeps it.
 
-    A corpus of over 512 MiB is sampled to that size by content hash. Raises `DataError` as
+    A corpus of over 128 MiB is sampled to that size by content hash. Raises `DataError` as
     `load_tokenizer` and `train_tokenizer` do.
     """
     if config.tokenizer.spec != "train":

@@ -6,6 +6,7 @@ kernel ends them with their parent.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -99,8 +100,9 @@ class _Team:
     def _hand(self, process: subprocess.Popen[str], task: PartitionTask) -> None:
         assert process.stdin is not None  # noqa: S101 -- told so to the type checker
         assert process.stdout is not None  # noqa: S101
-        process.stdin.write(task.model_dump_json() + "\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its silence says so below
+            process.stdin.write(task.model_dump_json() + "\n")
+            process.stdin.flush()
         for line in process.stdout:
             answer = json.loads(line)
             if "record" in answer:

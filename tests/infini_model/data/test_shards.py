@@ -258,6 +258,20 @@ def test_a_lost_partition_and_a_broken_manifest_are_made_again(tmp_path):
         assert shard_bytes(verify_dataset_folder(folder)) == whole
 
 
+def test_a_lost_companion_is_made_again(tmp_path):
+    config = files_config(
+        write_parquet(tmp_path / "a.parquet", make_texts(20)),
+        tokenizer={"spec": "train", "vocab_size": 280},
+    )
+    _, folder = build(config, tmp_path)
+    for name in ("tokenizer.json", "test/state.json"):
+        (folder / name).unlink()
+        with pytest.raises(DataError, match=rf"{name}: is missing"):
+            verify_dataset(folder)
+        build(config, tmp_path)
+        verify_dataset(folder)
+
+
 def test_folders_that_are_no_datasets_are_named(tmp_path):
     with pytest.raises(DataError, match="gone: is no dataset folder"):
         verify_dataset(tmp_path / "gone")

@@ -90,7 +90,9 @@ def evaluate(config: Config) -> None:
 @configured
 def serve(
     config: Config,
-    port: Annotated[int, typer.Option(help="Port of Prefect's API and UI.", min=1, max=65535)] = 4200,
+    port: Annotated[
+        int, typer.Option(help="Port of Prefect's API and UI.", min=1, max=65535)
+    ] = 4200,
     mlflow_port: Annotated[
         int, typer.Option(help="Port of MLflow's page.", min=1, max=65535)
     ] = 5000,

@@ -51,7 +51,8 @@ def common(
         typer.Option(help="Windows a process reads at once (preprocess: documents)."),
     ] = None,
     use_gpu_dataloader: Annotated[
-        bool, typer.Option("--use-gpu-dataloader", help="Keep the tokens on the GPU.")
+        bool,
+        typer.Option("--use-gpu-dataloader", help="What always happens: batches wait on the GPU."),
     ] = False,
     gpu_device: Annotated[
         str | None, typer.Option(help="Device that tokenises, such as cuda:0.")
@@ -118,8 +119,6 @@ def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
         if given[option] is not None:
             section, leaf = key.split(".")
             change = merge(change, {section: {leaf: str(given[option])}})
-    if given["use_gpu_dataloader"]:
-        change = merge(change, {"training": {"use_gpu_dataloader": True}})
     if given["disable_flash_attn"]:
         change = merge(change, {"model": {"attention_backend": "math"}})
     if given["debug"]:

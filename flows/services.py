@@ -252,8 +252,11 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
         with _ending(services), contextlib.suppress(KeyboardInterrupt):
             prefect = start_prefect(config, port)
             services.append(prefect)
-            mlflow = _start_mlflow(config, mlflow_port)
-            services.append(mlflow)
+            # A training that makes the same tables would take this lock too.
+            with lock(config.run.output_dir / "mlflow" / ".lock"):
+                mlflow = _start_mlflow(config, mlflow_port)
+                services.append(mlflow)
+                _wait(mlflow, "/health")
             _wait(prefect, "/api/health")
             env = {
                 **prefect_environment(config),
@@ -262,7 +265,6 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
             }
             _deploy(config, env)
             services.append(_start_worker(config, env))
-            _wait(mlflow, "/health")
             write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
             print(f"Prefect UI  {prefect.url}", flush=True)
             print(f"MLflow      {mlflow.url}", flush=True)

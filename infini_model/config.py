@@ -91,8 +91,8 @@ class FilesSource(Section):
     )
     separator: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="Text between the documents of a .txt or .md file, such as a blank line; None "
-        "takes a file as one document.",
+        description="Text between the documents of a .txt, .md, .rst or .py file, such as a blank "
+        "line; None takes a file as one document.",
     )
     min_characters: NonNegativeInt = Field(
         0, description="Shortest document to keep, in characters."
@@ -308,9 +308,6 @@ class TrainingConfig(Section):
     node_rank: NonNegativeInt = Field(0, description="Number of this machine among them.")
     rdzv_endpoint: str | None = Field(
         None, description="host:port of the first machine, for num_nodes over 1."
-    )
-    use_gpu_dataloader: bool = Field(
-        False, description="Keep the tokens on the GPU and cut batches there."
     )
     tensorboard_dir: Path | None = Field(
         None, description="Folder for TensorBoard; None is logs/tensorboard of the run."

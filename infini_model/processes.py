@@ -47,24 +47,32 @@ def bound(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "infini_model.processes", str(os.getpid()), *command]
 
 
-def end_tree(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+def end_tree(
+    process: subprocess.Popen[bytes],
+    grace_seconds: float,
+    wait: Callable[[float], object] = time.sleep,
+) -> None:
     """SIGTERM to `process`, and after the grace SIGKILL to it and everything that came of it.
 
-    Descendants are found by parentage, not by process group: torchrun gives each rank a session
-    of its own.
+    `wait` is called with the seconds to pass until the next look; whoever reads the process's
+    output reads on in it. Descendants are found by parentage, not by process group: torchrun gives
+    each rank a session of its own.
     """
     import psutil
 
     descendants: set[psutil.Process] = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        descendants.update(psutil.Process(process.pid).children(recursive=True))
+
+    def look() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendants.update(psutil.Process(process.pid).children(recursive=True))
+
+    look()
     if process.poll() is None:
         process.terminate()
         deadline = time.monotonic() + grace_seconds
         while process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                descendants.update(psutil.Process(process.pid).children(recursive=True))
-            time.sleep(POLL_SECONDS)
+            look()
+            wait(POLL_SECONDS)
     for survivor in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
             survivor.kill()
@@ -84,7 +92,7 @@ class _Lines:
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def read(self, seconds: float) -> bool:
-        """Wait for output; False when the pipe is closed or stayed silent."""
+        """Hand on what there is within `seconds`; False if the pipe is closed or stayed silent."""
         if not self._selector.select(seconds):
             return False
         chunk = os.read(self._descriptor, 1 << 16)
@@ -129,19 +137,23 @@ def run(
         raise RuntimeError("the pipe to the command was not made")
     lines = _Lines(process.stdout.fileno(), on_line)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+
+    def read_on(seconds: float) -> None:
+        # A closed pipe reports "ready" at once; wait on the process instead of spinning.
+        if not lines.read(seconds):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+
     try:
         while process.poll() is None:
-            # A closed pipe reports "ready" at once; wait on the process instead of spinning.
-            if not lines.read(POLL_SECONDS):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL_SECONDS)
+            read_on(POLL_SECONDS)
             if deadline is not None and time.monotonic() > deadline:
                 raise ProcessTimeoutError(f"ended after {timeout_seconds:g} s: {command[-1]}")
+    finally:
+        end_tree(process, grace_seconds, read_on)
         drained = time.monotonic() + DRAIN_SECONDS
         while lines.read(0.0) and time.monotonic() < drained:
             pass
-    finally:
-        end_tree(process, grace_seconds)
         lines.close()
         process.stdout.close()
     return process.returncode

@@ -33,7 +33,6 @@ _FREE_KEYS = {
             "save_total_limit",
             "tensorboard_dir",
             "debug",
-            "use_gpu_dataloader",
         }
     ),
 }

@@ -117,6 +117,7 @@ def _scan_key(files: Sequence[RawFile], reading: Reading, partition_bytes: int) 
         reading.column,
         reading.errors,
         reading.min_characters,
+        reading.separator,
         partition_bytes,
     ]
     return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]

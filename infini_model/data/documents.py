@@ -38,12 +38,14 @@ class Reading:
     """How files become documents: the settings that decide what the documents are.
 
     `column` names the text of a row; `errors` says what to do about a document that is not UTF-8;
-    documents of fewer than `min_characters` code points are left out.
+    documents of fewer than `min_characters` code points are left out. `separator` stands between
+    the documents of a text file; None takes the file as one.
     """
 
     column: str = "text"
     errors: Errors = "fail"
     min_characters: int = 0
+    separator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,10 @@ def _read_text(path: Path, reading: Reading) -> Iterator[pa.StringArray]:
     if b"\0" in data and reading.errors != "skip":
         raise DataError(f"{path}: is binary, not text: it has a NUL at byte {data.index(0)}")
     text = None if b"\0" in data else _decode(data, str(path), reading.errors)
-    yield pa.array([text], pa.string())
+    if text is None or reading.separator is None:
+        yield pa.array([text], pa.string())
+    else:
+        yield pa.array(text.split(reading.separator), pa.string())
 
 
 def _decode(data: bytes, where: str, errors: Errors) -> str | None:

@@ -51,7 +51,7 @@ def reading_of(config: DataConfig) -> Reading:
     """The settings of a source that decide what its documents are."""
     source = config.source
     if isinstance(source, FilesSource):
-        return Reading(source.column, source.errors, source.min_characters)
+        return Reading(source.column, source.errors, source.min_characters, source.separator)
     return Reading(source.column, "fail", source.min_characters)
 
 

@@ -75,6 +75,20 @@ def test_a_child_that_ignores_sigterm_is_killed() -> None:
     assert time.monotonic() - began < 10
 
 
+def test_what_is_said_while_it_ends_is_read_however_much() -> None:
+    """More than a pipe holds: unread, it would block the child until it is killed."""
+    code = (
+        "import signal, sys, time\n"
+        "def leave(*_):\n"
+        "    print('x' * 300_000); print('saved', flush=True); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, leave); print('ready', flush=True); time.sleep(600)"
+    )
+    lines: list[str] = []
+    with pytest.raises(ProcessTimeoutError):
+        run([sys.executable, "-c", code], on_line=lines.append, timeout_seconds=1.0)
+    assert lines == ["ready", "x" * 300_000, "saved"]
+
+
 def test_an_inherited_pipe_does_not_keep_a_dead_command_running() -> None:
     """The grandchild holds the pipe open long after the command has ended."""
     lines: list[str] = []

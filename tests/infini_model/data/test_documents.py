@@ -62,6 +62,13 @@ def test_a_text_file_is_one_document(tmp_path, suffix):
     assert read(path) == ["ein\r\nGroßes\n"]
 
 
+@given(st.lists(st.text("ab \n", min_size=1), min_size=1, max_size=6))
+def test_a_separator_cuts_a_text_file_into_the_documents_between(tmp_path_factory, texts):
+    path = tmp_path_factory.mktemp("cut") / "a.txt"
+    path.write_text("--".join(texts), newline="")
+    assert read(path, separator="--") == texts
+
+
 def test_batches_are_bounded_and_keep_the_order(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BATCH_BYTES", 1000)
     texts = [f"{number} " + "x" * (number * 7 % 600) for number in range(200)]

@@ -1,6 +1,7 @@
 # Two commands for a newcomer: `make run` and `make test`. Each installs what it needs first.
 PYTHON ?= python3
 ARGS ?=
+BENCHMARKS ?= attention train_step tokenize loader
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -12,7 +13,7 @@ help:
 	@echo "make test     run the whole test suite"
 	@echo "make lint     formatting, linting and types, as in CI"
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
-	@echo "make bench    run the benchmarks"
+	@echo "make bench    run the benchmarks, or some of them: make bench BENCHMARKS=loader"
 	@echo "make install  make $(VENV) from requirements.lock (the others do it by themselves)"
 	@echo "make clean    remove $(VENV) and caches; outputs/ stays"
 	@echo "Options go into ARGS: make run ARGS='--preset debug training.max_steps=20'"
@@ -42,7 +43,7 @@ serve: install
 	$(BIN)/infini serve $(ARGS)
 
 bench: install
-	@for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # Write requirements.lock anew from an environment that satisfies the requirements files.
 lock:

@@ -1,0 +1,4 @@
+"""Speed beside a peer in the same run: `make bench`, or one by `python -m benchmarks.NAME`.
+
+They are modules, not scripts: as a script, `tokenize.py` would hide Python's own `tokenize`.
+"""

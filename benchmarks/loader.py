@@ -1,0 +1,139 @@
+"""Tokens per second from shards to batches in host memory, on one core.
+
+`infini` is this project's loader. `DataLoader` is PyTorch's over the same tokens as `datasets`
+gives them in torch format, already cut into blocks (which is not timed). Both shuffle, both make
+int64 `input_ids` and `labels` of the same shape, and both run on one core, their threads included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.corpus import write_corpus
+from benchmarks.report import Cell, Ratio, publish, speed_ratio, take_turns
+from infini_model.config import DataConfig, PackingConfig
+from infini_model.data.loader import Loader, open_windows
+from infini_model.data.shards import build_dataset
+from infini_model.data.sources import download
+
+OURS, PEER = "infini", "DataLoader"
+# The quickstart, whose batches are small, and batches of long windows.
+SHAPES = ((8, 512), (8, 8192))
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loader", description=__doc__)
+    parser.add_argument("--megabytes", type=float, default=30.0, help="text at most")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a peer in one turn")
+    parser.add_argument("--turns", type=int, default=7)
+    return parser.parse_args()
+
+
+def make_shards(megabytes: float, folder: Path) -> Path:
+    """A dataset folder of bytes."""
+    parquet = folder / "corpus.parquet"
+    write_corpus(parquet, megabytes)
+    config = DataConfig.model_validate({"source": {"paths": [str(parquet)]}})
+    build_dataset(download(config, folder), config, folder)
+    return folder / "datasets" / "latest"
+
+
+def infini(dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
+    """Our loader; yields the tokens of each batch."""
+    packing = PackingConfig(context_length=length)
+    windows = open_windows(dataset_dir, "train", packing, segment_length=length)
+    with Loader(windows, batch_size=batch) as loader:
+        for batches in loader:
+            yield sum(checked(each.input_ids, each.labels, batch, length) for each in batches)
+
+
+def peer(dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
+    """PyTorch's loader, epoch after epoch; yields the tokens of each batch."""
+    loader = torch.utils.data.DataLoader(
+        blocks(dataset_dir, length), batch_size=batch, shuffle=True, drop_last=True
+    )
+    while True:
+        for found in loader:
+            ids = found["input_ids"]
+            # As the collators of the field do: the model shifts the labels by itself.
+            yield checked(ids, ids.clone(), batch, length)
+
+
+def blocks(dataset_dir: Path, length: int) -> Any:
+    """The shards of the train split through `datasets`, cut into blocks, in torch format."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    documents = datasets.load_from_disk(str(dataset_dir))["train"].with_format("numpy")
+
+    def cut(rows: dict[str, Any]) -> dict[str, Any]:
+        ids = np.concatenate(list(rows["input_ids"]))
+        return {"input_ids": list(ids[: len(ids) // length * length].reshape(-1, length))}
+
+    return documents.map(cut, batched=True, load_from_cache_file=False).with_format("torch")
+
+
+def checked(ids: Tensor, labels: Tensor, batch: int, length: int) -> int:
+    """The tokens of a batch, which must be one."""
+    for tensor in (ids, labels):
+        assert tensor.shape == (batch, length)
+        assert tensor.dtype == torch.int64
+    return ids.numel()
+
+
+def seconds_a_token(batches: Iterator[int], seconds: float) -> Callable[[], float]:
+    """A peer for `take_turns` that draws batches for some seconds."""
+
+    def measure() -> float:
+        tokens, began = 0, time.perf_counter()
+        while (passed := time.perf_counter() - began) < seconds:
+            tokens += next(batches)
+        return passed / tokens
+
+    # Files opened, threads started, pages in memory.
+    next(batches)
+    return measure
+
+
+def compare(
+    dataset_dir: Path, batch: int, length: int, options: argparse.Namespace
+) -> tuple[dict[str, Cell], Ratio]:
+    """The row of one shape of batches, and our speed over PyTorch's."""
+    streams = {
+        name: seconds_a_token(make(dataset_dir, batch, length), options.seconds)
+        for name, make in ((OURS, infini), (PEER, peer))
+    }
+    seconds = take_turns(streams, options.turns)
+    ratio = speed_ratio(seconds[OURS], seconds[PEER])
+    rates = {f"{name} M tokens/s": 1e-6 / statistics.median(each) for name, each in seconds.items()}
+    return {"batch": f"{batch} x {length}", **rates, f"speed / {PEER}": ratio}, ratio
+
+
+def main() -> None:
+    """Measure both shapes on one core and tell it."""
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        dataset_dir = make_shards(options.megabytes, Path(folder))
+        # Threads that are started from here on inherit the one core.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        torch.set_num_threads(1)
+        compared = [compare(dataset_dir, *shape, options) for shape in SHAPES]
+    rows = [row for row, _ in compared]
+    ratios = {f"{PEER}, {row['batch']}": ratio for row, ratio in compared}
+    publish("loader", "Shards to batches in host memory, on one core", rows, ratios)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What the benchmarks share: measuring in turn, a table, and one line of JSON.
+
+A machine that does other work at the same time is slower in some seconds than in others. So peers
+take turns, a ratio is formed within each turn, and the median of the ratios is what is told,
+together with the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+    "gigatoken",
+    "datasets",
+)
+# With one turn nothing says how much the machine wavered; more than asked for are taken only to
+# come to this many.
+FEWEST_TURNS = 3
+
+
+class Ratio(NamedTuple):
+    """How often the speed of a peer ours is: the median over the turns, and its range."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f})"
+
+
+Cell: TypeAlias = str | int | float | Ratio
+
+
+def take_turns(
+    peers: Mapping[str, Callable[[], float]], turns: int, seconds: float = float("inf")
+) -> dict[str, list[float]]:
+    """What each peer measures of itself, turn by turn: A B C A B C …
+
+    Ends after `turns` turns, or after `FEWEST_TURNS` once `seconds` have gone by.
+    """
+    measured: dict[str, list[float]] = {name: [] for name in peers}
+    deadline = time.monotonic() + seconds
+    for turn in range(turns):
+        if turn >= FEWEST_TURNS and time.monotonic() > deadline:
+            break
+        for name, measure in peers.items():
+            measured[name].append(measure())
+    return measured
+
+
+def stopwatch(work: Callable[[], object]) -> Callable[[], float]:
+    """A peer for `take_turns` that measures the seconds of `work`, on a GPU to its very end."""
+
+    def measure() -> float:
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return measure
+
+
+def speed_ratio(ours: Sequence[float], peers: Sequence[float]) -> Ratio:
+    """The ratio of speeds, from the seconds that the same work took in each turn."""
+    each = [peer / our for our, peer in zip(ours, peers, strict=True)]
+    return Ratio(statistics.median(each), min(each), max(each))
+
+
+def environment() -> dict[str, Any]:
+    """The machine, the versions and the commit that numbers belong to."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "gpus": gpus,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "versions": {"python": platform.python_version(), **_versions()},
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, `-dirty` behind it where files differ; None outside of git."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        told = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return told.stdout.strip()
+
+
+def publish(
+    benchmark: str, heading: str, rows: Sequence[Mapping[str, Cell]], ratios: Mapping[str, Ratio]
+) -> None:
+    """Print the table and, last, everything as one line of JSON.
+
+    `rows` have the same columns; `ratios`, by peer, are what the benchmark is run for.
+    """
+    about = environment()
+    machine = about["machine"]
+    print(f"\n{heading}")
+    print(
+        f"{machine['cpu']}, {machine['cores']} cores, {', '.join(machine['gpus']) or 'no GPU'}; "
+        f"OMP_NUM_THREADS {machine['OMP_NUM_THREADS']}, {machine['torch_threads']} torch threads"
+    )
+    lines = [list(rows[0]), *([_shown(cell) for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *rest in lines:
+        right = (text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *right]))
+    told = {
+        "benchmark": benchmark,
+        **about,
+        "ratios": {peer: ratio._asdict() for peer, ratio in ratios.items()},
+        "table": [{name: _plain(cell) for name, cell in row.items()} for row in rows],
+    }
+    print(json.dumps(told, allow_nan=False), flush=True)
+
+
+def _shown(cell: Cell) -> str:
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def _plain(cell: Cell) -> Any:
+    return cell._asdict() if isinstance(cell, Ratio) else cell

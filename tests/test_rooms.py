@@ -1,0 +1,262 @@
+"""The rooms of the project and the arrows between them, read from the imports.
+
+Nothing is imported: the sources are parsed, so that an import inside a function counts as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("infini_model", "tasks", "flows", "deployments", "benchmarks")
+MODEL = ("attention", "layers", "llama", "generation", "hf_checkpoint")
+NOT_FOR_THE_MODEL = ("infini_model.data", "infini_model.training", "infini_model.evaluation")
+
+# A room, and what may not be imported anywhere in it.
+CLOSED: list[tuple[str, tuple[str, ...]]] = [
+    ("infini_model", ("prefect", "flows", "tasks", "benchmarks", "deployments")),
+    ("tasks", ("flows", "benchmarks")),
+    ("flows", ("benchmarks",)),
+    ("infini_model.config", ("torch",)),
+    ("infini_model.data", tuple(f"infini_model.{name}" for name in MODEL)),
+    ("infini_model.data", ("infini_model.training", "infini_model.evaluation")),
+    *((f"infini_model.{name}", NOT_FOR_THE_MODEL) for name in MODEL),
+]
+# Not on every machine, or slow to import: only where they are used.
+OPTIONAL = (
+    *("datasets", "mlflow", "tensorboard", "torch.utils.tensorboard", "gigatoken", "flash_attn"),
+    *("matplotlib", "transformers", "prefect"),
+)
+MAY_IMPORT_MLFLOW = ("infini_model.training.metrics", "tasks")
+# An address is not a reason to listen on all of a machine's networks; the others run what a
+# stranger wrote.
+FORBIDDEN_CALLS = ("torch.load", "eval", "exec", "os.system")
+FORBIDDEN_ARGUMENTS = ("trust_remote_code", "shell")
+OPEN_TO_ALL = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
+PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
+
+
+class Import(NamedTuple):
+    """`module` imports `name`, at `line`, when it is itself imported or only later."""
+
+    module: str
+    name: str
+    line: int
+    at_once: bool
+
+    def enters(self, rooms: tuple[str, ...]) -> bool:
+        return _within(self.name, rooms)
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.name}"
+
+
+def _within(name: str, rooms: tuple[str, ...]) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+def modules(root: Path) -> dict[str, ast.Module]:
+    """The parsed sources of the product below `root`, by the name of the module."""
+    found = {}
+    for path in sorted(path for room in PRODUCT for path in (root / room).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return found
+
+
+def imports(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[Import]:
+    """Every import in a module. `from a import b` may mean the module a.b, and counts as both."""
+    later = set(_inside_functions(tree)) | set(_for_type_checkers(tree))
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node, is_package=is_package)
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif _called(node) in ("importlib.import_module", "import_module", "__import__"):
+            names = [
+                argument.value
+                for argument in node.args[:1]
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            ]
+        for name in names:
+            yield Import(module, name, node.lineno, node not in later)
+
+
+def _inside_functions(tree: ast.Module) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from ast.walk(node)
+
+
+def _for_type_checkers(tree: ast.Module) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for statement in node.body:
+                yield from ast.walk(statement)
+
+
+def _absolute(module: str, node: ast.ImportFrom, *, is_package: bool) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    above = parts[: len(parts) - node.level + is_package]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _called(node: ast.AST) -> str | None:
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else None
+
+
+def all_imports(root: Path) -> list[Import]:
+    found = modules(root)
+    packages = {name.rpartition(".")[0] for name in found} | set(PRODUCT)
+    return [
+        each
+        for name, tree in found.items()
+        for each in imports(name, tree, is_package=name in packages)
+    ]
+
+
+def closed_doors(root: Path) -> list[str]:
+    """Imports against the arrows of the design."""
+    return [
+        str(each)
+        for each in all_imports(root)
+        for room, closed in CLOSED
+        if _within(each.module, (room,)) and each.enters(closed)
+    ]
+
+
+def needless_at_import(root: Path) -> list[str]:
+    """Optional packages that importing the library would import."""
+    return [
+        str(each)
+        for each in all_imports(root)
+        if _within(each.module, ("infini_model",)) and each.at_once and each.enters(OPTIONAL)
+    ]
+
+
+def mlflow_outside_its_place(root: Path) -> list[str]:
+    return [
+        str(each)
+        for each in all_imports(root)
+        if each.enters(("mlflow",)) and not _within(each.module, MAY_IMPORT_MLFLOW)
+    ]
+
+
+def dangers(root: Path) -> list[str]:
+    """What runs a stranger's code, or opens a port to strangers."""
+    found = [str(each) for each in all_imports(root) if each.enters(PICKLES)]
+    for module, tree in modules(root).items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                found += [f"{module}:{node.lineno} {what}" for what in _dangers_of(node)]
+            elif isinstance(node, ast.Constant) and OPEN_TO_ALL.search(str(node.value)):
+                found.append(f"{module}:{node.lineno} {node.value!r}")
+    return found
+
+
+def _dangers_of(call: ast.Call) -> Iterator[str]:
+    if _called(call) in FORBIDDEN_CALLS:
+        yield f"calls {_called(call)}"
+    for argument in call.keywords:
+        off = isinstance(argument.value, ast.Constant) and argument.value.value is False
+        if argument.arg in FORBIDDEN_ARGUMENTS and not off:
+            yield f"passes {argument.arg}"
+
+
+@pytest.mark.parametrize(
+    "check", [closed_doors, needless_at_import, mlflow_outside_its_place, dangers]
+)
+def test_the_product_keeps_the_rule(check) -> None:
+    assert check(ROOT) == []
+
+
+def test_deployments_open_no_port_to_everyone() -> None:
+    files = [path for path in (ROOT / "deployments").rglob("*") if path.is_file()]
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix != ".pyc"}
+    assert texts
+    assert [path for path, text in texts.items() if OPEN_TO_ALL.search(text)] == []
+
+
+def test_config_loads_without_torch_or_any_optional_package() -> None:
+    """The arrows that no single module breaks: through all that `config` imports in turn."""
+    at_once = [each for each in all_imports(ROOT) if each.at_once]
+    reached, todo = set(), ["infini_model", "infini_model.config"]
+    while todo:
+        module = todo.pop()
+        for each in at_once:
+            if each.module == module and each.name not in reached:
+                reached.add(each.name)
+                todo.append(each.name)
+    assert "pydantic" in reached
+    assert [name for name in reached if _within(name, ("torch", *OPTIONAL))] == []
+
+
+def make_tree(root: Path, **sources: str) -> Path:
+    """A product in which the dots of a module's name are written as double underscores."""
+    for name, source in sources.items():
+        path = root.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(source)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("check", "module", "source"),
+    [
+        (closed_doors, "infini_model__runs", "def f():\n    import prefect.client\n"),
+        (closed_doors, "infini_model__runs", "from flows import cli\n"),
+        (closed_doors, "infini_model__data__loader", "from infini_model import llama\n"),
+        (closed_doors, "infini_model__data__loader", "from ..llama import InfiniLlama\n"),
+        (closed_doors, "infini_model__llama", "from infini_model.data.loader import Batch\n"),
+        (closed_doors, "infini_model__layers", "from .data import loader\n"),
+        (closed_doors, "infini_model__config", "def f():\n    import torch\n"),
+        (
+            closed_doors,
+            "infini_model__config",
+            "import importlib\nimportlib.import_module('torch')",
+        ),
+        (closed_doors, "tasks__train", "from flows.train import train\n"),
+        (needless_at_import, "infini_model__llama", "try:\n    import flash_attn\nfinally: 0\n"),
+        (needless_at_import, "infini_model__a", "class A:\n    from datasets import load\n"),
+        (needless_at_import, "infini_model__a", "from torch.utils import tensorboard\n"),
+        (mlflow_outside_its_place, "flows__cli", "def f():\n    import mlflow\n"),
+        (mlflow_outside_its_place, "infini_model__training__loop", "from mlflow import log\n"),
+        (dangers, "infini_model__a", "from pickle import loads\n"),
+        (dangers, "infini_model__a", "import torch\ntorch.load('x', weights_only=True)\n"),
+        (dangers, "tasks__a", "import subprocess\nsubprocess.run('ls', shell=True)\n"),
+        (dangers, "infini_model__a", "def f(on):\n    load('x', trust_remote_code=on)\n"),
+        (dangers, "flows__a", "HOST = '0.0.0.0'\n"),
+        (dangers, "flows__a", "def f(port):\n    return f'http://0.0.0.0:{port}'\n"),
+    ],
+)
+def test_a_broken_rule_is_found(tmp_path: Path, check, module: str, source: str) -> None:
+    assert len(check(make_tree(tmp_path, **{module: source}))) >= 1
+
+
+def test_what_the_rules_allow_is_let_through(tmp_path: Path) -> None:
+    root = make_tree(
+        tmp_path,
+        infini_model__data__hub="def f():\n    import datasets\n",
+        infini_model__hf_checkpoint=(
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers\n"
+        ),
+        infini_model__training__loop="from infini_model import llama\nfrom ..data import loader\n",
+        infini_model__training__metrics="def f():\n    import mlflow\n",
+        infini_model__prefecture="VERSION = '10.0.0.0'\nmodel.eval()\n",
+        tasks__train="import prefect\nfrom infini_model.data import loader\n",
+        flows__cli="from tasks import train\nrun(['ls'], shell=False)\n",
+    )
+    for check in (closed_doors, needless_at_import, mlflow_outside_its_place, dangers):
+        assert check(root) == []

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,17 @@ def _refuse_strangers(folder: Path) -> None:
             raise CheckpointError(f"{folder}: holds {path.name}, which would be lost; name another")
 
 
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises `OSError` where the system refuses, as for a full disk."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # It passes on what the system said as text alone.
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
+
+
 def write_checkpoint(
     folder: Path,
     config: ModelConfig,
@@ -265,7 +278,7 @@ def write_checkpoint(
     dtype = next(iter(tensors.values())).dtype
     with atomic_folder(folder) as temporary:
         for name, shard in zip(names, shards, strict=True):
-            save_file(shard, temporary / name, metadata={"format": "pt"})
+            save_tensors(shard, temporary / name)
         if len(shards) > 1:
             weight_map = {t: name for name, s in zip(names, shards, strict=True) for t in s}
             total = sum(tensor.nbytes for tensor in tensors.values())

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from infini_model.errors import CheckpointError
+from infini_model.hf_checkpoint import save_tensors
 from infini_model.llama import InfiniLlama
 from infini_model.storage import TEMPORARY, atomic_folder, remove_leftovers, sha256, write_json
 
@@ -90,7 +91,7 @@ def save_checkpoint(
     target = checkpoints_dir(run_dir) / f"step-{position.step}"
     with atomic_folder(target) as folder:
         model.save_pretrained(folder / "model")
-        save_file(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
+        save_tensors(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
         write_json(folder / STATE, asdict(position) | {"versions": _versions()})
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}

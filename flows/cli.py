@@ -52,6 +52,8 @@ def _run_flow(name: str, config: Config) -> Any:
         for logger in map(logging.getLogger, ("prefect.flow_runs", "prefect.task_runs")):
             logger.setLevel(config.run.log_level.upper())
             logger.addFilter(_SayItOnce())
+        # That it still has events to send is said at the very end, after what matters.
+        logging.getLogger("EventsWorker").setLevel(logging.ERROR)
         wait_until_up()
         return flow(config)
 

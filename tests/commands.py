@@ -1,0 +1,234 @@
+"""Commands started as users start them, what they leave behind, and what Prefect knows of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from infini_model.__main__ import ERROR, RESULT
+
+WORDS = ("river", "stone", "light", "under", "seven", "quiet", "glass", "morning", "copper")
+Environment = dict[str, str]
+
+
+def write_texts(folder: Path, count: int, words: int = 60, seed: int = 0) -> Path:
+    """`count` text files, each another document; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(seed)
+    for number in range(count):
+        text = f"{seed} {number}. " + " ".join(chance.choices(WORDS, k=words))
+        (folder / f"{number:04d}.txt").write_text(text)
+    return folder
+
+
+def tiny(texts: Path, output_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Settings that go from text to report in seconds; `sections` are laid over them."""
+    tree: dict[str, Any] = {
+        "run": {"output_dir": str(output_dir)},
+        "data": {
+            "name": "tiny",
+            "source": {"paths": [str(texts / "*.txt")]},
+            "splits": {"train": 0.6, "validation": 0.2, "test": 0.2},
+            "workers": 1,
+        },
+        "packing": {"context_length": 64},
+        "model": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "segment_length": 16,
+        },
+        "training": {
+            "max_steps": 20,
+            "batch_size": 2,
+            "warmup_steps": 2,
+            "logging_steps": 1,
+            "eval_steps": 5,
+            "eval_batches": 2,
+            "save_steps": 5,
+            "gpus": "cpu",
+        },
+        "evaluation": {"max_batches": 2, "prompt_tokens": 16, "max_new_tokens": 8},
+        "tracking": {"mlflow": False, "tensorboard": False},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    return tree
+
+
+def write_settings(path: Path, tree: dict[str, Any]) -> Path:
+    """A configuration file."""
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+class Running:
+    """A command in the background, its output in a file."""
+
+    def __init__(self, command: Sequence[str], log: Path, env: Environment) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+            )
+        self.started = psutil.Process(self.process.pid).create_time()
+
+    @property
+    def output(self) -> str:
+        """All that it has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, text: str, seconds: float = 120.0) -> None:
+        """Return as soon as `text` has been printed; fail if it ends or dawdles."""
+        deadline = time.monotonic() + seconds
+        while text not in self.output:
+            ended = self.process.poll()
+            assert ended is None or text in self.output, f"ended with {ended}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {text!r} after {seconds} s:\n{self.output}"
+            time.sleep(0.02)
+
+    def wait(self, seconds: float = 180.0) -> int:
+        """The exit status."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not done after {seconds} s:\n{self.output}") from None
+
+    def tree(self) -> list[psutil.Process]:
+        """The process and everything that came of it."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def end(self) -> None:
+        """Kill it and what came of it, whatever it does."""
+        if self.process.poll() is None:
+            for process in self.tree():
+                kill(process, signal.SIGKILL)
+        self.process.wait()
+
+
+def kill(process: psutil.Process, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended meanwhile."""
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def infini(*arguments: str | Path) -> list[str]:
+    """The command line of `infini`, by its module."""
+    program = "import sys; from flows.cli import main; sys.argv[0] = 'infini'; main()"
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+def run(
+    command: Sequence[str], env: Environment, seconds: float = 180.0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, stdout and stderr apart."""
+    return subprocess.run(
+        command,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        **options,
+    )
+
+
+def stage(
+    name: str, settings: Path, env: Environment, *arguments: str | Path, **options: Any
+) -> dict[str, Any]:
+    """Run one stage without Prefect: what it reports, `error` with `kind` where it failed."""
+    command = [sys.executable, "-m", "infini_model", name, "--config", str(settings)]
+    done = run([*command, *map(str, arguments)], env, **options)
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    told = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("::"))
+    if done.returncode == 0:
+        return dict(json.loads(told[RESULT]))
+    assert done.returncode == 2, done.stdout + done.stderr
+    error = json.loads(told[ERROR])
+    assert "\n" not in error["message"]
+    return {"error": error["message"], "kind": error["kind"]}
+
+
+def dataset_of(settings: Path, env: Environment) -> Path:
+    """Make the dataset of a configuration, without Prefect."""
+    corpus = stage("download", settings, env)["corpus"]
+    return Path(stage("shard", settings, env, "--corpus", corpus)["folder"])
+
+
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    """Return as soon as `condition` holds; fail if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
+        time.sleep(0.02)
+
+
+def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those of `processes` that still run; a zombie does not."""
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def processes_about(folder: Path) -> list[str]:
+    """Command lines of live processes that name `folder` or work with a database in it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            home = process.environ().get("PREFECT_HOME", "")
+            if any(str(folder) in text for text in (*words, home)):
+                found.append(" ".join(words))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary names that a finished or failed command must not leave."""
+    return [path for path in folder.rglob("*") if path.name.startswith(".tmp-")]
+
+
+def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:
+    """What Prefect's API answers."""
+    data = json.dumps(body).encode() if method == "POST" else None
+    request = urllib.request.Request(
+        f"{url}/{path}", data, {"Content-Type": "application/json"}, method=method
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def flow_run(url: str, output: str) -> dict[str, Any]:
+    """The flow run that a command told the address of."""
+    number = output.partition("/runs/flow-run/")[2][:36]
+    return dict(api(url, f"flow_runs/{number}", "GET"))
+
+
+def task_runs(url: str, output: str) -> dict[str, dict[str, Any]]:
+    """The task runs of a command's flow run, by the name of the task."""
+    wanted = {"flow_runs": {"id": {"any_": [flow_run(url, output)["id"]]}}}
+    return {run["name"].rsplit("-", 1)[0]: run for run in api(url, "task_runs/filter", **wanted)}
+
+
+def artifacts(url: str, output: str) -> dict[str, dict[str, Any]]:
+    """The artifacts of a command's flow run, by their keys."""
+    wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run(url, output)["id"]]}}}
+    return {found["key"]: found for found in api(url, "artifacts/filter", **wanted)}

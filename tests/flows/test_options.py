@@ -1,0 +1,219 @@
+"""Each option of the command line is a shorter name for a key of the configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.main
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.options import configured
+from infini_model.config import Config, load_config
+from infini_model.errors import ConfigError
+
+FLOWS = ("run", "preprocess", "train", "evaluate")
+COMMANDS = (*FLOWS, "generate", "serve", "doctor")
+GUIDES = {
+    "--config",
+    "--config-file",
+    "-c",
+    "--output-dir",
+    "--data-dir",
+    "-d",
+    "--gpu-id",
+    "--gpu",
+    "-g",
+    "--no-gpu",
+    "--gpus",
+    "--batch-size",
+    "--use-gpu-dataloader",
+    "--gpu-device",
+    "--disable-flash-attn",
+    "--tensorboard-dir",
+    "-t",
+    "--skip-preprocessing",
+    "--distributed",
+    "--num-nodes",
+    "--debug",
+    "--max-steps",
+    "--preset",
+}
+
+
+def parse(command: str, *arguments: str) -> Config:
+    """The configuration that `infini COMMAND ARGUMENTS` would work with."""
+    seen: list[Config] = []
+
+    def take(config: Config) -> None:
+        seen.append(config)
+
+    take.__name__ = command
+    parser = typer.Typer()
+    parser.command()(configured(take))
+    result = CliRunner().invoke(parser, list(arguments), standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return seen[0]
+
+
+def value_at(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def changed(config: Config, base: Config | None = None) -> dict[str, Any]:
+    """The keys in which a configuration differs from the preset it began from."""
+    base = base or load_config("quickstart")
+
+    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        leaves: dict[str, Any] = {}
+        for key, value in tree.items():
+            inner = isinstance(value, dict)
+            leaves |= flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        return leaves
+
+    before, after = flat(base.model_dump()), flat(config.model_dump())
+    return {key: value for key, value in after.items() if before[key] != value}
+
+
+def test_every_command_has_every_option_of_the_guides() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert set(commands) == set(COMMANDS)
+    for name in COMMANDS:
+        offered = {option for parameter in commands[name].params for option in parameter.opts}
+        assert offered >= GUIDES, name
+
+
+@pytest.mark.parametrize("command", FLOWS)
+def test_without_options_a_command_works_with_the_quickstart(command: str) -> None:
+    assert parse(command) == load_config("quickstart")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--output-dir", "there"], {"run.output_dir": Path("there")}),
+        (["--max-steps", "7"], {"training.max_steps": 7}),
+        (["--use-gpu-dataloader"], {}),  # what always happens
+        (["--disable-flash-attn"], {"model.attention_backend": "math"}),
+        (["--tensorboard-dir", "tb"], {"training.tensorboard_dir": Path("tb")}),
+        (["-t", "tb"], {"training.tensorboard_dir": Path("tb")}),
+        (["--gpu-device", "cuda:2"], {"data.device": "cuda:2"}),
+        (
+            ["--num-nodes", "2", "training.rdzv_endpoint=host:29500"],
+            {"training.num_nodes": 2, "training.rdzv_endpoint": "host:29500"},
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_option_sets_its_key_and_no_other(
+    command: str, arguments: list[str], expected: dict[str, Any]
+) -> None:
+    assert changed(parse(command, *arguments)) == expected
+
+
+@pytest.mark.parametrize("option", ["--gpu", "--gpu-id", "-g"])
+@pytest.mark.parametrize("command", ["run", "train", "evaluate"])
+def test_one_gpu_trains_and_tokenises(command: str, option: str) -> None:
+    assert changed(parse(command, option, "3")) == {
+        "training.gpus": "3",
+        "data.device": "cuda:3",
+    }
+
+
+def test_the_gpu_of_preprocess_only_tokenises() -> None:
+    assert changed(parse("preprocess", "--gpu-id", "1")) == {"data.device": "cuda:1"}
+    assert changed(parse("preprocess", "--no-gpu")) == {"data.device": "cpu"}
+
+
+def test_no_gpu_is_the_cpu_for_everything() -> None:
+    assert changed(parse("run", "--no-gpu")) == {"training.gpus": "cpu", "data.device": "cpu"}
+
+
+@pytest.mark.parametrize("gpus", ["auto", "all", "cpu", "0", "0,3"])
+def test_gpus_chooses_those_of_the_training(gpus: str) -> None:
+    assert parse("train", "--gpus", gpus).training.gpus == gpus
+    assert parse("train", f"training.gpus={gpus}").training.gpus == gpus
+
+
+def test_gpu_device_beats_the_device_that_gpu_implies() -> None:
+    assert parse("run", "--gpu", "0", "--gpu-device", "cuda:1").data.device == "cuda:1"
+
+
+def test_distributed_is_all_gpus_unless_some_are_named() -> None:
+    assert changed(parse("run", "--distributed")) == {"training.gpus": "all"}
+    assert parse("run", "--distributed", "--gpus", "0,1").training.gpus == "0,1"
+
+
+def test_batch_size_is_documents_for_preprocess_and_windows_elsewhere() -> None:
+    assert changed(parse("preprocess", "--batch-size", "512")) == {"data.batch_size": 512}
+    for command in ("run", "train"):
+        assert changed(parse(command, "--batch-size", "3")) == {"training.batch_size": 3}
+
+
+def test_data_dir_is_where_datasets_appear_or_the_one_to_train_on() -> None:
+    for command in ("run", "preprocess"):
+        assert parse(command, "--data-dir", "there").run.datasets_dir == Path("there")
+    for command in ("train", "evaluate"):
+        assert parse(command, "-d", "there").data.folder == Path("there")
+
+
+def test_skip_preprocessing_takes_what_stands() -> None:
+    assert parse("run", "--skip-preprocessing").data.folder == Path("outputs/datasets")
+    given = parse("run", "--skip-preprocessing", "--output-dir", "there")
+    assert given.data.folder == Path("there/datasets")
+    given = parse("run", "--skip-preprocessing", "--data-dir", "one")
+    assert given.data.folder == Path("one")
+    given = parse("run", "--skip-preprocessing", "data.folder=two")
+    assert given.data.folder == Path("two")
+
+
+def test_debug_alone_is_the_debug_preset_and_beside_another_its_checks() -> None:
+    assert parse("run", "--debug") == load_config("debug")
+    given = parse("run", "--debug", "--preset", "quickstart")
+    assert changed(given) == {"training.debug": True, "run.log_level": "debug"}
+
+
+@pytest.mark.parametrize("option", ["--config", "--config-file", "-c"])
+@pytest.mark.parametrize("name", ["settings.yaml", "settings.json"])
+def test_a_file_is_read_as_yaml_or_json(tmp_path: Path, option: str, name: str) -> None:
+    file = tmp_path / name
+    file.write_text('{"training": {"max_steps": 3}}')
+    assert parse("train", option, str(file)) == load_config(
+        overrides=[{"training": {"max_steps": 3}}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "override"),
+    [
+        ("--max-steps", "5", "training.max_steps=9"),
+        ("--output-dir", "one", "run.output_dir=two"),
+        ("--gpus", "all", "training.gpus=cpu"),
+        ("--gpu-device", "cuda:0", "data.device=cpu"),
+        ("--batch-size", "5", "training.batch_size=9"),
+    ],
+)
+def test_an_override_beats_an_option(option: str, value: str, override: str) -> None:
+    key = override.partition("=")[0]
+    for arguments in ([option, value, override], [override, option, value]):
+        assert value_at(parse("run", *arguments), key) == value_at(parse("run", override), key)
+
+
+def test_an_option_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("training: {max_steps: 3, batch_size: 4}")
+    config = parse("train", "-c", str(file), "--max-steps", "5")
+    assert (config.training.max_steps, config.training.batch_size) == (5, 4)
+
+
+def test_a_preset_and_a_file_exclude_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="--preset or --config, not both"):
+        parse("run", "--preset", "debug", "--config", str(file))

@@ -20,6 +20,23 @@ def evaluate_run(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, 
     return evaluate(config, str(dataset_dir), str(run_dir))
 
 
+def _as_trained(config: Config, run_dir: Path) -> Config:
+    """The run's own settings; how much is scored, and where and on what, is the command's."""
+    trained = read_run_config(run_dir)
+    folder = config.data.folder or dataset_of(run_dir)
+    places = {"output_dir": config.run.output_dir, "log_level": config.run.log_level}
+    backend = {"attention_backend": config.model.attention_backend}
+    changes = {
+        "run": trained.run.model_copy(update=places),
+        "data": config.data.model_copy(update={"folder": folder}),
+        "model": trained.model.model_copy(update=backend),
+        "training": trained.training.model_copy(update={"gpus": config.training.gpus}),
+        "evaluation": config.evaluation,
+        "stages": config.stages,
+    }
+    return trained.model_copy(update=changes)
+
+
 @flow(name="evaluate")
 def evaluate(config: Config = load_config("quickstart")) -> dict[str, Any]:
     """Evaluate the run of `run.name`, or the newest one, with the model it was trained as.
@@ -27,10 +44,6 @@ def evaluate(config: Config = load_config("quickstart")) -> dict[str, Any]:
     Returns the report's path with the losses and perplexities of the splits.
     """
     run_dir = latest_run(config)
-    trained = read_run_config(run_dir)
-    data = config.data.model_copy(update={"folder": config.data.folder or dataset_of(run_dir)})
-    config = trained.model_copy(
-        update={"data": data, "evaluation": config.evaluation, "stages": config.stages}
-    )
+    config = _as_trained(config, run_dir)
     dataset = plan_dataset.with_options(**options(config.stages.shard))(config, None)
     return evaluate_run(config, Path(dataset["folder"]), run_dir)

@@ -26,7 +26,8 @@ def prepare_dataset(config: Config) -> dict[str, Any]:
     build = build_dataset.with_options(
         **options(config.stages.shard), refresh_cache=not plan["intact"]
     )
-    dataset = build(config, corpus, plan)
+    # A result from the cache tells where the folder was; the plan, where it has been checked.
+    dataset = build(config, corpus, plan) | {"folder": plan["folder"]}
     log.info("Dataset %s is %s", dataset["folder"], "reused" if plan["intact"] else "ready")
     return dataset
 

@@ -22,6 +22,14 @@ from infini_model.config import Config
 from infini_model.errors import StageError, UserError
 
 MENDABLE = (UserError, ConnectionError)
+FORESEEN = (*MENDABLE, StageError, TimeoutError)
+# What Prefect says of a failure besides the failure itself.
+AFTERMATH = (
+    "Finished in state Failed",
+    "Finished in state TimedOut",
+    "Task run failed due to timeout",
+    "Flow run failed due to timeout",
+)
 
 app = typer.Typer(
     name="infini",
@@ -32,14 +40,14 @@ app = typer.Typer(
 
 
 class _SayItOnce(logging.Filter):
-    """Leave what failed to the last line of the command, and what the user can mend to that alone.
+    """Leave what failed to the last line of the command; its traceback would tell of Prefect.
 
     A filter of the loggers: their handlers are replaced whenever Prefect enters a flow.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        mendable = record.exc_info and isinstance(record.exc_info[1], MENDABLE)
-        return not mendable and not record.getMessage().startswith("Finished in state Failed")
+        foreseen = record.exc_info and isinstance(record.exc_info[1], FORESEEN)
+        return not foreseen and not record.getMessage().startswith(AFTERMATH)
 
 
 def _run_flow(name: str, config: Config) -> Any:
@@ -158,7 +166,7 @@ def main() -> None:
     except MENDABLE as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except (StageError, TimeoutError) as error:
+    except FORESEEN as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:

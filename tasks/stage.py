@@ -22,7 +22,8 @@ from prefect.tasks import Task, exponential_backoff
 from infini_model.__main__ import ERROR, PROGRESS, RESULT
 from infini_model.config import Config, StageConfig, dump_config
 from infini_model.errors import StageError, UserError
-from infini_model.processes import run
+from infini_model.processes import ProcessTimeoutError, run
+from infini_model.training.failures import NonFinite
 from tasks.progress import Progress
 
 TAIL_LINES = 20
@@ -30,7 +31,7 @@ TAIL_LINES = 20
 
 async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -> bool:
     """False for what the user has to mend: trying again would give the same answer."""
-    return not isinstance(await state.aresult(raise_on_failure=False), UserError)
+    return not isinstance(await state.aresult(raise_on_failure=False), UserError | NonFinite)
 
 
 # What all stages have in common as Prefect tasks.
@@ -59,7 +60,7 @@ def run_stage(
     """Run stage `name` in a child process and return the result that it reports.
 
     Raises what the child reported: `UserError`, `ConnectionError`; `StageError` with its last
-    lines if it ended without a word; `infini_model.processes.ProcessTimeoutError` past the
+    lines if it ended without a word; `ProcessTimeoutError` past the
     stage's timeout, when nothing of it is left running.
     """
     told: dict[str, Any] = {}
@@ -80,7 +81,11 @@ def run_stage(
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         command = [sys.executable, "-m", "infini_model", name, "--config", str(file), *arguments]
-        status = run(command, on_line=on_line, timeout_seconds=stage.timeout_seconds)
+        try:
+            status = run(command, on_line=on_line, timeout_seconds=stage.timeout_seconds)
+        except ProcessTimeoutError as error:
+            message = f"{name}: not done after {stage.timeout_seconds:g} s"
+            raise ProcessTimeoutError(message) from error
     return _outcome(name, status, told, tail)
 
 

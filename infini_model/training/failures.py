@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from infini_model.errors import UserError
+from infini_model.errors import StageError, UserError
 from infini_model.storage import write_json
 
 EXIT_CRASH = 1
@@ -27,7 +27,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 Kind = Literal["user error", "non-finite", "preempted", "out of memory", "timeout", "crash"]
 
 
-class TrainingFailure(RuntimeError):  # noqa: N818 - it tells of an end, also one by request
+class TrainingFailure(StageError):  # noqa: N818 - it tells of an end, also one by request
     """A training ended early; `kind` says how, `rank` who was first (None if nobody knows)."""
 
     kind: ClassVar[Kind] = "crash"

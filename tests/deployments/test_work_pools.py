@@ -1,0 +1,139 @@
+"""The work-pool templates: what they use is declared, and a real server takes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infini_model.config import Config, TrainingConfig
+
+FOLDER = Path(__file__).resolve().parents[2] / "deployments" / "work-pools"
+TYPES = ("process", "docker", "kubernetes")
+PLACEHOLDER = re.compile(r"{{\s*([^\s}]+)\s*}}")
+
+
+def load(kind: str) -> dict:
+    return json.loads((FOLDER / f"{kind}.json").read_text(encoding="utf-8"))
+
+
+def strings(tree: object) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from (text for part in tree.values() for text in strings(part))
+    elif isinstance(tree, list):
+        yield from (text for part in tree for text in strings(part))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_what_a_template_uses_is_what_it_declares(kind: str) -> None:
+    template = load(kind)
+    used = {
+        name
+        for text in strings(template["job_configuration"])
+        for name in PLACEHOLDER.findall(text)
+    }
+    assert used == set(template["variables"]["properties"])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_variable_is_described_and_its_default_is_of_its_type(kind: str) -> None:
+    of_type = {"string": str, "integer": int, "boolean": bool, "object": dict, "array": list}
+    for name, variable in load(kind)["variables"]["properties"].items():
+        assert variable["title"], name
+        assert variable["description"], name
+        if "default" in variable:
+            assert type(variable["default"]) is of_type[variable["type"]], name
+            assert variable["default"] in variable.get("enum", [variable["default"]]), name
+
+
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_outputs_are_mounted_where_the_flows_write(kind: str) -> None:
+    template = load(kind)
+    outputs = template["variables"]["properties"]["env"]["default"]["INFINI_OUTPUT_DIR"]
+    mounted = [text.rpartition(":")[2] for text in strings(template)]
+    assert outputs in mounted
+
+
+def test_kubernetes_asks_for_gpus_and_shared_memory() -> None:
+    pod = load("kubernetes")["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "{{ gpus }}"
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert set(mounts.values()) == set(volumes)
+
+
+def test_the_slurm_script_is_one_and_sets_what_the_configuration_knows() -> None:
+    script = FOLDER / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    keys = set(re.findall(r"training\.(\w+)=", script.read_text(encoding="utf-8")))
+    assert keys == {"gpus", "num_nodes", "node_rank", "rdzv_endpoint"}
+    assert keys <= set(TrainingConfig.model_fields)
+    assert "training" in Config.model_fields
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A Prefect server on loopback; yields the environment of its clients."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    home = tmp_path_factory.mktemp("prefect")
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
+    with (home / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--port", url.rpartition(":")[2]], env=environment, stdout=log, stderr=log
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not answers(f"{url}/api/health"):
+            assert process.poll() is None, (home / "server.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield environment
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_server_takes_the_template(kind: str, server: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "work-pool", "create", kind]
+    options = ["--type", kind, "--base-job-template", str(FOLDER / f"{kind}.json")]
+    ended = subprocess.run(
+        [*command, *options], env=server, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    with urllib.request.urlopen(f"{server['PREFECT_API_URL']}/work_pools/{kind}") as answer:
+        pool = json.load(answer)
+    assert pool["type"] == kind
+    assert pool["base_job_template"] == load(kind)

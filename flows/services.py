@@ -163,6 +163,19 @@ def _served_url(config: Config) -> str | None:
     return str(json.loads((home / "serve.json").read_text(encoding="utf-8"))["api_url"])
 
 
+def _check_answers(url: str) -> None:
+    """Raise `UserError` if nobody answers at the API that the user configured."""
+    try:
+        urllib.request.urlopen(url.rstrip("/") + "/health", timeout=10.0).close()  # noqa: S310
+    except urllib.error.HTTPError:
+        return  # Prefect Cloud wants to know who asks.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(
+            f"PREFECT_API_URL: {url} does not answer ({reason}); start it, or unset the variable"
+        ) from error
+
+
 @contextlib.contextmanager
 def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     """Have PREFECT_API_URL name a real server while the block runs.
@@ -170,8 +183,12 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     Yields a function that returns once the server answers: what the block imports before it calls
     that costs nothing. Enter before Prefect is imported, which reads the environment once.
     """
-    os.environ.update({} if configured_url() else prefect_environment(config))
-    if url := configured_url() or _served_url(config):
+    if url := configured_url():
+        _check_answers(url)
+    else:
+        os.environ.update(prefect_environment(config))
+        url = _served_url(config)
+    if url:
         os.environ["PREFECT_API_URL"] = url
         yield lambda: None
         return

@@ -1,0 +1,185 @@
+"""Stages as Prefect tasks: what is cached, retried, timed out, stored and shown.
+
+Each test runs the command line on a real server and asks that server what happened.
+"""
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from commands import (
+    Environment,
+    Running,
+    alive,
+    artifacts,
+    eventually,
+    flow_run,
+    infini,
+    processes_about,
+    run,
+    task_runs,
+    tiny,
+    write_settings,
+)
+
+NO_WAIT = ("stages.download.retry_delay_seconds=0", "stages.train.retry_delay_seconds=0")
+
+
+@pytest.fixture
+def settings(tmp_path: Path, text_files: Path) -> Path:
+    return write_settings(tmp_path / "settings.yaml", tiny(text_files, tmp_path / "output"))
+
+
+def told(env: Environment, *arguments: str | Path, status: int = 0) -> str:
+    """What a command prints, once it has ended with `status`."""
+    done = run(infini(*arguments), env)
+    output = done.stderr + done.stdout
+    assert done.returncode == status, output
+    assert "Traceback" not in output
+    return output
+
+
+def states(server: str, output: str) -> dict[str, str]:
+    """How the stages of a command ended."""
+    return {name: run["state_name"] for name, run in task_runs(server, output).items()}
+
+
+def test_a_second_run_takes_the_dataset_from_the_cache_and_a_lost_shard_is_made_again(
+    server: str, connected: Environment, settings: Path, tmp_path: Path
+) -> None:
+    preprocess = ("preprocess", "--config", settings)
+    first = told(connected, *preprocess)
+    assert states(server, first) == dict.fromkeys(("download", "plan", "shard"), "Completed")
+    again = told(connected, *preprocess)
+    assert states(server, again)["shard"] == "Cached"
+    assert "is reused" in again
+
+    (shard,) = tmp_path.glob("output/datasets/tiny-*/train/*.arrow")
+    content = shard.read_bytes()
+    shard.unlink()
+    after_loss = told(connected, *preprocess)
+    assert f"{shard}: is missing; its partition is made again" in after_loss
+    assert states(server, after_loss)["shard"] == "Completed"
+    assert shard.read_bytes() == content
+    assert states(server, told(connected, *preprocess))["shard"] == "Cached"
+
+
+def test_a_dataset_that_was_moved_is_reused_where_it_is_now(
+    server: str, connected: Environment, settings: Path, tmp_path: Path
+) -> None:
+    told(connected, "preprocess", "--config", settings)
+    moved = tmp_path / "moved"
+    shutil.move(tmp_path / "output", moved)
+    output = told(connected, "preprocess", "--config", settings, "--output-dir", moved)
+    assert states(server, output)["shard"] == "Cached"
+    assert f"Dataset: {moved}/datasets/tiny-" in output
+
+
+def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
+    server: str, connected: Environment, settings: Path
+) -> None:
+    command = ("preprocess", "--config", settings, *NO_WAIT, "stages.download.retries=2")
+    output = told(connected, *command, "data.source.paths=[/nowhere/*.txt]", status=2)
+    assert task_runs(server, output)["download"]["run_count"] == 1
+    url = "http://127.0.0.1:9/a.txt"
+    output = told(connected, *command, f"data.source.paths=['{url}']", status=2)
+    assert task_runs(server, output)["download"]["run_count"] == 3
+    assert flow_run(server, output)["state_type"] == "FAILED"
+
+
+def test_numbers_that_are_not_finite_are_not_retried_but_explained_in_one_line(
+    server: str, connected: Environment, settings: Path
+) -> None:
+    command = ("run", "--config", settings, *NO_WAIT)
+    output = told(connected, *command, "training.learning_rate=1e30", status=1)
+    assert task_runs(server, output)["train"]["run_count"] == 1
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "gradient norm nan" in line
+    assert "a lower training.learning_rate" in line
+
+
+@pytest.fixture
+def silent_host() -> Iterator[str]:
+    """The address of a file on a host that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken: list[socket.socket] = []
+
+        def take() -> None:
+            while True:
+                try:
+                    taken.append(listener.accept()[0])
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/a.txt"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    for connection in taken:
+        connection.close()
+
+
+def test_a_timeout_ends_the_stage_and_all_its_processes(
+    server: str, connected: Environment, settings: Path, tmp_path: Path, silent_host: str
+) -> None:
+    limits = ("stages.download.timeout_seconds=4", "stages.download.retries=0")
+    source = f"data.source.paths=['{silent_host}']"
+    command = infini("preprocess", "--config", settings, source, *limits)
+    running = Running(command, tmp_path / "log", connected)
+    seen: list[psutil.Process] = []
+
+    def is_downloading() -> bool:
+        seen[:] = [p for p in running.tree() if "download" in p.cmdline()]
+        return bool(seen)
+
+    eventually(is_downloading, "the download", seconds=60)
+    assert running.wait() == 1
+    assert running.output.splitlines()[-1] == "error: download: not done after 4 s"
+    assert "Traceback" not in running.output
+    assert not alive(seen)
+    assert not processes_about(tmp_path)
+    assert task_runs(server, running.output)["download"]["state_name"] == "TimedOut"
+    assert flow_run(server, running.output)["state_type"] == "FAILED"
+
+
+def test_a_server_that_does_not_answer_is_named(connected: Environment, settings: Path) -> None:
+    url = "http://127.0.0.1:9/api"
+    done = run(infini("run", "--config", settings), {**connected, "PREFECT_API_URL": url})
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: PREFECT_API_URL: {url} does not answer")
+
+
+def test_a_run_leaves_json_results_and_shows_progress_dataset_report_and_plots(
+    server: str, connected: Environment, settings: Path, tmp_path: Path
+) -> None:
+    output = told(connected, "run", "--config", settings)
+    assert set(states(server, output).values()) == {"Completed"}
+    shown = artifacts(server, output)
+    for stage in ("download", "shard", "train", "evaluate"):
+        assert shown[f"{stage}-progress"]["type"] == "progress"
+        assert shown[f"{stage}-progress"]["data"] == 100.0
+    rows: list[dict[str, Any]] = json.loads(shown["dataset"]["data"])
+    assert [row["split"] for row in rows] == ["train", "validation", "test"]
+    assert sum(row["documents"] for row in rows) == 40
+    (report,) = tmp_path.glob("output/runs/run-1/report.md")
+    assert shown["report"]["data"] == report.read_text()
+    plots = list(report.parent.glob("plots/*.png"))
+    assert len(plots) == 5
+    for plot in plots:
+        image = shown[plot.stem.replace("_", "-")]
+        assert image["type"] == "image"
+        assert image["data"].startswith("data:image/png;base64,iVBOR")
+
+    stored = list((tmp_path / "prefect-home" / "storage").iterdir())
+    assert len(stored) >= 5
+    for file in stored:
+        record = json.loads(file.read_text())
+        assert record["metadata"]["serializer"]["type"] == "json"

@@ -134,7 +134,11 @@ def start_prefect(config: Config, port: int) -> Service:
         "the Prefect server",
         [*command, "--port", str(port)],
         log=_prefect_dir(config) / "server.log",
-        env=prefect_environment(config),
+        env={
+            **prefect_environment(config),
+            # The page would ask on the default port otherwise.
+            "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",
+        },
         url=f"http://{HOST}:{port}",
     )
 

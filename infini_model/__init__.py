@@ -1,7 +1,9 @@
 """The library that computes: model, data, training, evaluation. It knows nothing of Prefect.
 
-Nothing phones home: the telemetry of the libraries beneath is off unless the environment says
-otherwise, before any of them is imported.
+Settings that libraries beneath read when they are first imported are made here, unless the
+environment has them already: nothing phones home, and the threads of torch's operators sleep while
+they wait for each other. Spinning, which is the default, makes a training several times slower as
+soon as another process wants the same cores.
 """
 
 import os
@@ -10,6 +12,7 @@ for _variable, _value in {
     "DO_NOT_TRACK": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "OMP_WAIT_POLICY": "PASSIVE",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }.items():
     os.environ.setdefault(_variable, _value)

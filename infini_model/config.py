@@ -165,7 +165,7 @@ class DataConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
         "corpus", description="First part of the dataset folder's name; the content key follows."
     )
-    source: Source = Field(FilesSource(), description="Where the text comes from.")
+    source: Source = Field(FilesSource(errors="skip"), description="Where the text comes from.")
     tokenizer: TokenizerConfig = TokenizerConfig()
     splits: SplitsConfig = SplitsConfig()
     folder: Path | None = Field(

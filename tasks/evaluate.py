@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from prefect.artifacts import create_image_artifact, create_markdown_artifact
 
 from infini_model.config import Config
 from tasks.stage import STAGE, run_stage
+
+PLOT_LINK = re.compile(r"^!\[.*\]\(plots/.*\)\n+", re.MULTILINE)
 
 
 @task(name="evaluate", **STAGE)
@@ -22,7 +25,9 @@ def evaluate_model(config: Config, dataset_dir: str, run_dir: str) -> dict[str, 
     arguments = ["--dataset", dataset_dir, "--run-dir", run_dir]
     result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
     report = Path(result["report"])
-    create_markdown_artifact(report.read_text(encoding="utf-8"), key="report")
+    # Prefect cannot follow the links to the plots; they are artifacts of their own.
+    text = PLOT_LINK.sub("", report.read_text(encoding="utf-8"))
+    create_markdown_artifact(text, key="report")
     for plot in map(Path, result["plots"]):
         image = base64.b64encode(plot.read_bytes()).decode("ascii")
         create_image_artifact(f"data:image/png;base64,{image}", key=plot.stem.replace("_", "-"))

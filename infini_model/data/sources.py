@@ -78,19 +78,39 @@ def list_files(source: FilesSource, raw_dir: Path, progress: Progress | None = N
 
 def _expand(pattern: str) -> Iterator[Path]:
     """The files of one glob. `{stdlib}` is the folder of Python's own sources."""
-    root = Path(sysconfig.get_path("stdlib"))
-    of_stdlib = pattern.startswith(STDLIB)
-    expanded = glob.escape(str(root)) + pattern[len(STDLIB) :] if of_stdlib else pattern
-    expanded = os.path.expanduser(expanded)  # noqa: PTH111 -- a pattern is no path yet
-    matches = [Path(name) for name in glob.glob(expanded, recursive=True)]  # noqa: PTH207
-    files = [path for path in matches if path.is_file()]
-    if of_stdlib:
-        files = [path for path in files if not NOT_STDLIB & set(path.relative_to(root).parts)]
+    if pattern.startswith(STDLIB):
+        files = _stdlib_files(pattern.removeprefix(STDLIB).lstrip("/"))
+    else:
+        expanded = os.path.expanduser(pattern)  # noqa: PTH111 -- a pattern is no path yet
+        files = _glob(expanded)
     if not files:
-        is_folder = Path(expanded).is_dir()
+        is_folder = Path(pattern).expanduser().is_dir()
         hint = f"; it is a folder: write {pattern.rstrip('/')}/**/*.txt" if is_folder else ""
         raise DataError(f"data.source.paths: {pattern!r} matches no file{hint}")
     return iter(path.absolute() for path in files)
+
+
+def _glob(pattern: str) -> list[Path]:
+    matches = [Path(name) for name in glob.glob(pattern, recursive=True)]  # noqa: PTH207
+    return [path for path in matches if path.is_file()]
+
+
+def _stdlib_files(pattern: str) -> list[Path]:
+    """The files that `pattern` means below the standard library, installed packages left out.
+
+    A leading `**/` is followed child by child: going through all that is installed takes longer
+    than reading the library itself.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    start = glob.escape(str(root))
+    patterns = [f"{start}/{pattern}"]
+    if pattern.startswith("**/"):
+        tail = pattern.removeprefix("**/")
+        children = [glob.escape(str(path)) for path in root.iterdir() if path.is_dir()]
+        below = [f"{child}/{pattern}" for child in children if Path(child).name not in NOT_STDLIB]
+        patterns = [f"{start}/{tail}", *below]
+    found = [path for each in patterns for path in _glob(each)]
+    return [path for path in found if not NOT_STDLIB & set(path.relative_to(root).parts)]
 
 
 def fingerprint(paths: list[Path]) -> list[RawFile]:

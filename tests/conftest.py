@@ -35,11 +35,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     end_tree(service.process, 10.0)
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Environment:
+@pytest.fixture(scope="session")
+def session_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The environment of a user who has configured no server and no GPU."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "INFINI_"))}
-    return {**inherited, **QUIET, "PREFECT_HOME": str(tmp_path / "prefect-home")}
+    return {**inherited, **QUIET, "PREFECT_HOME": str(tmp_path_factory.mktemp("home"))}
+
+
+@pytest.fixture
+def alone(tmp_path: Path, session_environment: Environment) -> Environment:
+    """The same, at home in the folder of the test."""
+    return {**session_environment, "PREFECT_HOME": str(tmp_path / "prefect-home")}
 
 
 @pytest.fixture

@@ -1,0 +1,56 @@
+"""A run that nobody disturbed, which the disturbed ones must equal."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Environment, Running, infini, run, tiny, write_settings, write_texts
+from trials import TRAINING, Make, Start, Undisturbed
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 60 text files."""
+    return write_texts(tmp_path_factory.mktemp("documents"), 60)
+
+
+@pytest.fixture(scope="session")
+def pipeline(documents: Path) -> Make:
+    """Settings of 120 steps below an output folder; more sections are laid over them."""
+
+    def make(output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+        training = {"training": TRAINING | sections.pop("training", {})}
+        return tiny(documents, output, **training, **sections)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory,
+    pipeline: Make,
+    session_environment: Environment,
+) -> Undisturbed:
+    """`infini run` from nothing, with a server of its own."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    output = root / "output"
+    settings = write_settings(root / "settings.yaml", pipeline(output))
+    done = run(infini("run", "--config", settings), session_environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Undisturbed(output, output / "runs" / "run-1", settings, done.stdout + done.stderr)
+
+
+@pytest.fixture
+def start(tmp_path: Path, alone: Environment) -> Iterator[Start]:
+    """Start `infini` in the background; what is left of it is killed at the end of the test."""
+    started: list[Running] = []
+
+    def begin(*arguments: str | Path, env: Environment = alone) -> Running:
+        log = tmp_path / f"log-{len(started)}"
+        started.append(Running(infini(*arguments), log, env))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.end()

@@ -1,0 +1,74 @@
+"""`infini run`, from documents to a report, and what it leaves behind."""
+
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+from commands import infini, processes_about, run
+from trials import STEPS, Undisturbed, repeatable
+
+from infini_model.data.manifest import SPLITS
+from infini_model.training.metrics_file import read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_from_nothing_ends_with_a_report_and_leaves_no_process(
+    undisturbed: Undisturbed,
+) -> None:
+    report = undisturbed.run_dir / "report.md"
+    assert undisturbed.printed.startswith("Starting a Prefect server for this command")
+    assert f"Report: {report}" in undisturbed.printed
+    assert report.is_file()
+    assert (undisturbed.output / "runs" / "latest").resolve() == undisturbed.run_dir
+    assert [line["step"] for line in read_metrics(undisturbed.run_dir) if "train/loss" in line] == [
+        *range(1, STEPS + 1)
+    ]
+    losses = [
+        line["validation/loss"]
+        for line in read_metrics(undisturbed.run_dir)
+        if "validation/loss" in line
+    ]
+    assert losses[-1] < losses[0] - 1.0
+    assert not processes_about(undisturbed.output)
+
+
+def test_a_second_run_says_that_the_dataset_is_reused(
+    undisturbed: Undisturbed, session_environment: dict[str, str]
+) -> None:
+    command = infini("run", "--config", undisturbed.settings, "--max-steps", "2")
+    done = run(command, session_environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is reused" in done.stderr
+    assert f"Training in {undisturbed.output}/runs/run-2" in done.stderr
+    assert not processes_about(undisturbed.output)
+
+
+def test_the_dataset_opens_with_datasets_and_holds_each_document_once(
+    undisturbed: Undisturbed, documents: Path
+) -> None:
+    found: Counter[str] = Counter()
+    opened = datasets.load_from_disk(str(undisturbed.output / "datasets" / "latest"))
+    assert list(opened) == list(SPLITS)
+    for split in opened.values():
+        assert len(split) > 0
+        for ids in split["input_ids"]:
+            assert ids[-1] == 255
+            found[bytes(ids[:-1]).decode()] += 1
+    assert found == Counter(path.read_text() for path in documents.iterdir())
+
+
+def test_two_processes_give_the_curve_of_one(
+    undisturbed: Undisturbed, connected: dict[str, str], tmp_path: Path
+) -> None:
+    """The same global batch, as halves on two ranks."""
+    where = ("--data-dir", undisturbed.output / "datasets", "--output-dir", tmp_path / "output")
+    halves = ("training.processes=2", "--batch-size", "2")
+    done = run(infini("train", "--config", undisturbed.settings, *where, *halves), connected)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Number of processes: 2" in done.stderr
+    one, two = repeatable(undisturbed.run_dir), repeatable(tmp_path / "output" / "runs" / "run-1")
+    assert len(one) == len(two)
+    for expected, got in zip(one, two, strict=True):
+        assert got == pytest.approx(expected, abs=1e-4)

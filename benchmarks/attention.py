@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,9 @@ def make_peers(length: int, options: argparse.Namespace) -> dict[str, Callable[[
     """Each way to attend over the same q, k and v, with its gradients."""
     cuda = torch.cuda.is_available()
     shape = (1, options.heads, length, options.head_dim)
-    place = {"device": "cuda", "dtype": torch.bfloat16} if cuda else {"device": "cpu"}
+    place: dict[str, Any] = (
+        {"device": "cuda", "dtype": torch.bfloat16} if cuda else {"device": "cpu"}
+    )
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape, **place).requires_grad_() for _ in range(3))
     gradient = torch.randn(shape, **place)
@@ -50,7 +53,7 @@ def make_peers(length: int, options: argparse.Namespace) -> dict[str, Callable[[
         torch.autograd.grad(out, (q, k, v, gate), gradient)
 
     def local_only() -> None:
-        out = scaled_dot_product_attention(*map(segments, (q, k, v)), is_causal=True)
+        out = scaled_dot_product_attention(segments(q), segments(k), segments(v), is_causal=True)
         torch.autograd.grad(out, (q, k, v), segments(gradient))
 
     def full_causal() -> None:

@@ -32,8 +32,8 @@ MEBIBYTE = 1 << 20
 def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of each process")
-    parser.add_argument("--skip", type=int, default=30, help="steps before them")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of each process")
+    parser.add_argument("--skip", type=int, default=20, help="steps before them")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument(
         "overrides", nargs="*", help="changes of the quickstart, such as model.hidden_size=256"
@@ -111,10 +111,10 @@ class Measured:
         seconds = timed[-1]["time"] - steps[self._options.skip - 1]["time"]
         waited = sum(line["train/data_wait_seconds"] for line in timed)
         self.wait_shares.append(waited / seconds)
-        return seconds
+        return float(seconds)
 
     def _plain_loop(self) -> float:
-        ended = run(["-m", "benchmarks.plain_loop", str(self._file), str(self._options.skip)])
+        ended = run(["-m", "benchmarks.plain_loop", str(self._file), str(self._options.steps)])
         self.peak_bytes[PLAIN].append(ended.peak_bytes)
         return float(json.loads(ended.last_line)["seconds"])
 

@@ -18,10 +18,13 @@ from infini_model.runs import claim_run
 def pipeline(config: Config = load_config("quickstart")) -> dict[str, Any]:
     """Download, shard, train and evaluate; an interrupted run is gone on with.
 
-    Returns the report's path with the losses and perplexities of the splits.
+    Returns the report's path with the losses and perplexities of the splits; of several machines
+    the first one writes the report.
     """
     dataset = prepare_dataset(config)
     folder = Path(dataset["folder"])
     with claim_run(config, dataset["key"], folder) as run_dir:
         train_run(config, folder, run_dir)
+        if config.training.node_rank > 0:
+            return {"report": str(run_dir / "report.md")}
         return evaluate_run(config, folder, run_dir)

@@ -45,7 +45,10 @@ class Service:
 
 
 def _prefect_dir(config: Config) -> Path:
-    return config.run.output_dir.resolve() / "prefect"
+    """Where the server keeps its records; machines that share the output folder share none."""
+    node = config.training.node_rank
+    name = f"prefect-node-{node}" if node else "prefect"
+    return config.run.output_dir.resolve() / name
 
 
 def prefect_environment(config: Config) -> dict[str, str]:

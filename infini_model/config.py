@@ -424,6 +424,12 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _nodes_share_a_run(self) -> Self:
+        if self.training.num_nodes > 1 and self.run.name is None:
+            raise ValueError("training.num_nodes over 1 needs run.name, the same on each machine")
+        return self
+
     @property
     def tracking_uri(self) -> str:
         """MLflow's address, resolved."""

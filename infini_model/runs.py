@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ _FREE_KEYS = {
         }
     ),
 }
+
+# For the first machine to make the dataset and begin the run.
+JOIN_SECONDS = 3600.0
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -142,14 +146,30 @@ def _candidates(config: Config, dataset_key: str) -> Iterator[Path]:
         number += 1
 
 
+def _join(config: Config, dataset_key: str) -> Path:
+    """The folder that the first machine holds, once it is begun; the others write only logs."""
+    run_dir = config.run.runs_dir / str(config.run.name)
+    deadline = time.monotonic() + JOIN_SECONDS
+    while not _belongs(run_dir, config, dataset_key):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"run.name: the first machine has not begun this run in {run_dir}")
+        time.sleep(0.5)
+    return run_dir
+
+
 @contextlib.contextmanager
 def claim_run(config: Config, dataset_key: str, dataset_dir: Path) -> Iterator[Path]:
     """Hold the folder of a run: an interrupted one of the same settings and data, or a new one.
 
-    A run with `run.name` has that folder, also when it is finished already.
+    A run with `run.name` has that folder, also when it is finished already. Of several machines
+    the first one holds it, the others join in.
 
-    Raises `ConfigError` if the named folder holds a run of other settings or is in use.
+    Raises `ConfigError` if the named folder holds a run of other settings or is in use, or the
+    first machine does not come.
     """
+    if config.training.node_rank > 0:
+        yield _join(config, dataset_key)
+        return
     for run_dir in _candidates(config, dataset_key):
         with lock(make_folder(run_dir) / ".lock", wait=False) as held:
             taken_meanwhile = config.run.name is None and is_finished(run_dir)

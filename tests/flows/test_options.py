@@ -105,8 +105,12 @@ def test_without_options_a_command_works_with_the_quickstart(command: str) -> No
         (["-t", "tb"], {"training.tensorboard_dir": Path("tb")}),
         (["--gpu-device", "cuda:2"], {"data.device": "cuda:2"}),
         (
-            ["--num-nodes", "2", "training.rdzv_endpoint=host:29500"],
-            {"training.num_nodes": 2, "training.rdzv_endpoint": "host:29500"},
+            ["--num-nodes", "2", "training.rdzv_endpoint=host:29500", "run.name=shared"],
+            {
+                "training.num_nodes": 2,
+                "training.rdzv_endpoint": "host:29500",
+                "run.name": "shared",
+            },
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -62,6 +62,10 @@ def test_the_presets_of_the_guides_are_there() -> None:
         ("model.num_key_value_heads=3", ["model", "num_key_value_heads 3"]),
         ("packing.context_length=100", ["packing.context_length 100", "model.segment_length 128"]),
         ("training.num_nodes=2", ["training", "rdzv_endpoint"]),
+        (
+            "training={num_nodes: 2, rdzv_endpoint: 'first:29500'}",
+            ["training.num_nodes over 1 needs run.name"],
+        ),
         ("training", ["'training'", "section.key=value"]),
         ("training.max_steps=[", ["training.max_steps", "YAML"]),
     ],

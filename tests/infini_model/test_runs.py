@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,16 @@ def test_a_named_run_is_that_folder_or_an_error(tmp_path: Path) -> None:
         claim(named, "k2")
     with claim_run(named, "k1", Path("data")), pytest.raises(ConfigError, match="in use"):
         claim(named)
+
+
+def test_the_other_machines_join_the_run_that_the_first_one_holds(tmp_path: Path) -> None:
+    shared = ["run.name=mine", "training.num_nodes=2", "training.rdzv_endpoint=first:29500"]
+    first = config_of(tmp_path, *shared)
+    second = config_of(tmp_path, *shared, "training.node_rank=1")
+    with ThreadPoolExecutor() as pool:
+        joined = pool.submit(claim, second)
+        with claim_run(first, "k1", Path("data")) as run_dir:
+            assert joined.result(timeout=30) == run_dir
 
 
 def test_a_claim_killed_before_it_began_leaves_a_usable_name(tmp_path: Path) -> None:

@@ -245,7 +245,8 @@ def test_two_nodes_train_as_one(dataset, make_config, tmp_path):
 
     def node(rank):
         where = {"num_nodes": 2, "node_rank": rank, "rdzv_endpoint": endpoint}
-        config = make_config(training={"batch_size": 4, "processes": 1} | where)
+        training = {"batch_size": 4, "processes": 1} | where
+        config = make_config(run={"name": "two"}, training=training)
         launch(config, dataset, run_dir, timeout_seconds=120, on_line=lambda _: None)
 
     with ThreadPoolExecutor(2) as pool:

@@ -139,3 +139,6 @@ def test_sha256_is_that_of_the_bytes(tmp_path_factory, data):
     path = Path(tmp_path_factory.mktemp("sha") / "file")
     path.write_bytes(data)
     assert storage.sha256(path) == hashlib.sha256(data).hexdigest()
+    long = data + bytes(storage.SMALL_BYTES - len(data) // 2)
+    path.write_bytes(long)
+    assert storage.sha256(path) == hashlib.sha256(long).hexdigest()

@@ -18,6 +18,8 @@ from rich.theme import Theme
 
 ARTIFACT_SECONDS = 1.0
 LOG_SECONDS = 5.0
+# After Prefect did not take it: this many times as long as the attempt took.
+PAUSE = 10.0
 
 
 def _terminal() -> Console | None:
@@ -48,7 +50,7 @@ class Progress:
         self._logged = logged and console is None
         self._name, self._unit = name, unit
         self._artifact: UUID | None = None
-        self._told = self._wrote = float("-inf")
+        self._told = self._wrote = self._silent_until = float("-inf")
 
     def __enter__(self) -> Progress:
         if self._console is not None:
@@ -72,12 +74,21 @@ class Progress:
         self._bar.update(self._task, completed=done, total=total)
         now, last = time.monotonic(), done >= total
         percent = 100.0 * done / total if total else 100.0
-        if last or now - self._told >= ARTIFACT_SECONDS:
+        if now >= self._silent_until and (last or now - self._told >= ARTIFACT_SECONDS):
             self._told = now
-            self._tell(percent)
+            self._try_to_tell(percent)
         if self._logged and (last or now - self._wrote >= LOG_SECONDS):
             self._wrote = now
             get_run_logger().info("%.0f%% of %s %s", percent, f"{total:,}", self._unit)
+
+    def _try_to_tell(self, percent: float) -> None:
+        """Tell Prefect, if it listens: its server may be down for a while, the stage goes on."""
+        try:
+            self._tell(percent)
+        except Exception as error:  # noqa: BLE001 - no display may harm a stage
+            now = time.monotonic()
+            self._silent_until = now + PAUSE * (now - self._told)
+            get_run_logger().warning("Prefect takes no progress (%s); the stage goes on", error)
 
     def _tell(self, percent: float) -> None:
         if self._artifact is None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -204,6 +205,15 @@ def processes_about(folder: Path) -> list[str]:
 def leftovers(folder: Path) -> list[Path]:
     """Temporary names that a finished or failed command must not leave."""
     return [path for path in folder.rglob("*") if path.name.startswith(".tmp-")]
+
+
+def answers(url: str) -> bool:
+    """Whether anything answers at an address."""
+    try:
+        urllib.request.urlopen(url, timeout=1.0).close()
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
 
 
 def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:

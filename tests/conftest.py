@@ -1,13 +1,11 @@
 """A Prefect server and a corpus, made once for all tests that drive the command line."""
 
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Environment, eventually, write_texts
+from commands import Environment, answers, eventually, write_texts
 
 from flows.services import free_port, start_prefect
 from infini_model.config import load_config
@@ -17,20 +15,12 @@ from infini_model.processes import end_tree
 QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
-def _answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=1.0).close()
-    except (urllib.error.URLError, OSError):
-        return False
-    return True
-
-
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API of a Prefect server that all tests share."""
     config = load_config(overrides=[f"run.output_dir={tmp_path_factory.mktemp('server')}"])
     service = start_prefect(config, free_port())
-    eventually(lambda: _answers(f"{service.url}/api/health"), "the Prefect server", seconds=120)
+    eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server", seconds=120)
     yield f"{service.url}/api"
     end_tree(service.process, 10.0)
 

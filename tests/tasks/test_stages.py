@@ -17,7 +17,9 @@ from commands import (
     Environment,
     Running,
     alive,
+    answers,
     artifacts,
+    dataset_of,
     eventually,
     flow_run,
     infini,
@@ -27,6 +29,10 @@ from commands import (
     tiny,
     write_settings,
 )
+
+from flows.services import free_port, start_prefect
+from infini_model.config import load_config
+from infini_model.processes import end_tree
 
 NO_WAIT = ("stages.download.retry_delay_seconds=0", "stages.train.retry_delay_seconds=0")
 
@@ -183,3 +189,35 @@ def test_a_run_leaves_json_results_and_shows_progress_dataset_report_and_plots(
     for file in stored:
         record = json.loads(file.read_text())
         assert record["metadata"]["serializer"]["type"] == "json"
+
+
+def test_a_training_goes_on_when_the_server_is_gone(
+    connected: Environment, settings: Path, tmp_path: Path, text_files: Path
+) -> None:
+    """What has been computed stays, though nobody is left to be told."""
+    long = {"max_steps": 400, "logging_steps": 20, "save_steps": 100, "eval_steps": 400}
+    tree = tiny(text_files, tmp_path / "output")
+    tree["training"] |= long
+    tree["stages"] = {"train": {"retries": 0}}
+    dataset_of(write_settings(settings, tree), connected)
+    config = load_config(overrides=[f"run.output_dir={tmp_path / 'server'}"])
+    service = start_prefect(config, free_port())
+    try:
+        eventually(lambda: answers(f"{service.url}/api/health"), "the server", seconds=120)
+        env = {
+            **connected,
+            "PREFECT_API_URL": f"{service.url}/api",
+            "PREFECT_CLIENT_MAX_RETRIES": "0",
+        }
+        running = Running(infini("train", "--config", settings), tmp_path / "log", env)
+        running.wait_for("Step [20/")
+    finally:
+        end_tree(service.process, 0.0)
+    try:
+        running.wait_for("Step [400/400] | test/loss")
+        assert running.output.count("Seed: 0") == 1
+        assert "Prefect takes no progress" in running.output
+        run_dir = tmp_path / "output" / "runs" / "run-1"
+        eventually(lambda: (run_dir / "checkpoints" / "step-400").is_dir(), "the last checkpoint")
+    finally:
+        running.end()

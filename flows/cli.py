@@ -29,6 +29,8 @@ AFTERMATH = (
     "Finished in state TimedOut",
     "Task run failed due to timeout",
     "Flow run failed due to timeout",
+    "Crash detected! Execution was aborted by",
+    "Finished in state Crashed('Execution was aborted by",
 )
 
 app = typer.Typer(
@@ -63,7 +65,11 @@ def _run_flow(name: str, config: Config) -> Any:
         # That it still has events to send is said at the very end, after what matters.
         logging.getLogger("EventsWorker").setLevel(logging.ERROR)
         wait_until_up()
-        return flow(config)
+        try:
+            return flow(config)
+        except KeyboardInterrupt:
+            typer.echo("interrupted; the same command goes on where this one was", err=True)
+            raise
 
 
 @app.command()

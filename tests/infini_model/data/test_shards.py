@@ -413,7 +413,8 @@ def test_an_error_in_a_worker_keeps_its_type_and_ends_the_others(tmp_path):
     )
     corpus = download(config, tmp_path)
     wrong = [bucket.model_copy(update={"digest": "0" * 64}) for bucket in corpus.buckets]
+    before = set(psutil.Process().children())
     with pytest.raises(DataError, match="a file changed"):
         build_dataset(corpus.model_copy(update={"buckets": wrong}), config, tmp_path)
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
     assert not leftovers(tmp_path)

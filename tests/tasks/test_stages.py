@@ -176,7 +176,9 @@ def test_a_run_leaves_json_results_and_shows_progress_dataset_report_and_plots(
     assert [row["split"] for row in rows] == ["train", "validation", "test"]
     assert sum(row["documents"] for row in rows) == 40
     (report,) = tmp_path.glob("output/runs/run-1/report.md")
-    assert shown["report"]["data"] == report.read_text()
+    # All of the report but the links to its plots, which are artifacts of their own.
+    lines = [line for line in report.read_text().splitlines() if "](plots/" not in line]
+    assert [line for line in shown["report"]["data"].splitlines() if line] == [*filter(None, lines)]
     plots = list(report.parent.glob("plots/*.png"))
     assert len(plots) == 5
     for plot in plots:

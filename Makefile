@@ -32,7 +32,7 @@ run: install
 	$(BIN)/infini run $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -447,12 +447,20 @@ def preset_names() -> list[str]:
     return sorted(Path(f.name).stem for f in _presets().iterdir() if f.name.endswith(".yaml"))
 
 
-def _parse_mapping(text: str, origin: str) -> dict[str, Any]:
+def _parse_yaml(text: str) -> Any:
+    """Read YAML. Raises `ValueError`; a machine that reads JSON alone needs no PyYAML."""
     import yaml
 
     try:
-        tree = json.loads(text) if origin.endswith(".json") else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _parse_mapping(text: str, origin: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(text) if origin.endswith(".json") else _parse_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from error
     if tree is None:
         return {}

@@ -20,7 +20,7 @@ from prefect.logging import get_run_logger
 from prefect.tasks import Task, exponential_backoff
 
 from infini_model.__main__ import ERROR, PROGRESS, RESULT
-from infini_model.config import Config, StageConfig, dump_config
+from infini_model.config import Config, StageConfig
 from infini_model.errors import StageError, UserError
 from infini_model.processes import ProcessTimeoutError, run
 from infini_model.training.failures import NonFinite
@@ -78,8 +78,8 @@ def run_stage(
             log.info(line)
 
     with tempfile.TemporaryDirectory() as folder, Progress(name, unit) as progress:
-        file = Path(folder) / "config.yaml"
-        file.write_text(dump_config(config), encoding="utf-8")
+        file = Path(folder) / "config.json"
+        file.write_text(config.model_dump_json(), encoding="utf-8")
         command = [sys.executable, "-m", "infini_model", name, "--config", str(file), *arguments]
         try:
             status = run(command, on_line=on_line, timeout_seconds=stage.timeout_seconds)

@@ -75,8 +75,7 @@ def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.training.metrics import log_artifacts
 
     result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=_progress)
-    if config.tracking.mlflow:
-        log_artifacts(arguments.run_dir, config, [result.report, *result.plots], result.metrics)
+    log_artifacts(arguments.run_dir, config, [result.report, *result.plots], result.metrics)
     return result.model_dump(mode="json")
 
 

@@ -60,8 +60,8 @@ def run_stage(
     """Run stage `name` in a child process and return the result that it reports.
 
     Raises what the child reported: `UserError`, `ConnectionError`; `StageError` with its last
-    lines if it ended without a word; `ProcessTimeoutError` past the
-    stage's timeout, when nothing of it is left running.
+    lines if it ended without a word; `ProcessTimeoutError` past the stage's timeout, when nothing
+    of it is left running.
     """
     told: dict[str, Any] = {}
     tail: deque[str] = deque(maxlen=TAIL_LINES)

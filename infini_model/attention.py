@@ -1,15 +1,15 @@
 """Infini-attention: exact causal attention inside segments, a compressive memory for all before.
 
-The function follows "Leave No Context Behind" (arXiv 2404.07143), equations 2 to 10, with the
-linear update. Every segment of a sequence is computed at once: the memory that segment s reads is
-the sum of what the segments before it wrote, so an exclusive prefix sum over segments replaces the
-loop, and gradients reach the first segment as they would through the loop.
+The function follows "Leave No Context Behind" (arXiv 2404.07143), equations 2 to 10. Every segment
+of a sequence is computed at once: what the memory is before each segment, `infini_model.memory`
+finds without a loop over segments, and gradients reach the first segment as they would through the
+loop.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,13 +17,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infini_model.errors import ConfigError
+from infini_model.memory import NOTHING_FOUND, Memory, Update, feature_map, memories, memory_dtype
 
 Rope = tuple[Tensor, Tensor]
-
-# A read whose weights sum to less than this has found nothing: the memory is empty, or every
-# product of features has underflowed. Its square is well inside float32, so that neither the
-# division nor its gradient can overflow.
-NOTHING_FOUND = 1e-18
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -32,43 +28,6 @@ _KERNELS = {
     "math": SDPBackend.MATH,
 }
 _CPU_BACKENDS = ("auto", "flash", "math")
-
-
-class Memory(NamedTuple):
-    """What a layer remembers of all finished segments: constant in size.
-
-    Attributes:
-        kv: σ(K)ᵀV summed over what was written, [B, H_kv, D, D], float32 (float64 for float64).
-        norm: Σσ(K) over the same, [B, H_kv, D], of the same dtype.
-    """
-
-    kv: Tensor
-    norm: Tensor
-
-    @classmethod
-    def empty(
-        cls, batch: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
-    ) -> Memory:
-        """A memory that nothing was written to, for activations of `dtype`."""
-        exact = memory_dtype(dtype)
-        return cls(
-            torch.zeros(batch, heads, head_dim, head_dim, dtype=exact, device=device),
-            torch.zeros(batch, heads, head_dim, dtype=exact, device=device),
-        )
-
-
-def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a memory beside activations of `dtype`: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def feature_map(x: Tensor) -> Tensor:
-    """σ = ELU + 1 (paper, below equation 4), in the memory's dtype.
-
-    Written as relu(x) + exp(min(x, 0)): `elu(x) + 1` loses every digit where exp(x) is small.
-    """
-    x = x.to(memory_dtype(x.dtype))
-    return functional.relu(x) + x.clamp(max=0).exp()
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -136,21 +95,6 @@ def local_attention(
         )
 
 
-def written(keys: Tensor, values: Tensor) -> Memory:
-    """What one segment adds to the memory (equation 8, linear).
-
-    Args:
-        keys: [..., L, D]; any leading dimensions.
-        values: [..., L, D].
-
-    Returns:
-        `Memory` of kv [..., D, D] and norm [..., D], in the memory's dtype.
-    """
-    with torch.autocast(keys.device.type, enabled=False):
-        features = feature_map(keys)
-        return Memory(features.mT @ values.to(features.dtype), features.sum(dim=-2))
-
-
 def gated_read(q: Tensor, local: Tensor, gate: Tensor, memory: Memory) -> Tensor:
     """Read the memory and mix it with the local attention (equations 7 and 10).
 
@@ -182,45 +126,6 @@ def gated_read(q: Tensor, local: Tensor, gate: Tensor, memory: Memory) -> Tensor
         return mixed.to(local.dtype)
 
 
-def _prefix_sums(x: Tensor, starts: Tensor | None) -> Tensor:
-    """Inclusive sums of `x` [B, N, ...] over N that begin anew where `starts` [B, N] is true.
-
-    With starts, sums over 1, 2, 4, … neighbours are joined, and a sum that would cross a start is
-    left out instead of being subtracted later, so that nothing of it remains, not even rounding.
-    """
-    if starts is None:
-        return x.cumsum(dim=1)
-    crosses = starts.reshape(*starts.shape, *[1] * (x.dim() - 2))
-    distance = 1
-    while distance < x.size(1):
-        carried = x[:, :-distance].masked_fill(crosses[:, distance:], 0.0)
-        x = torch.cat((x[:, :distance], x[:, distance:] + carried), dim=1)
-        joined = crosses[:, distance:] | crosses[:, :-distance]
-        crosses = torch.cat((crosses[:, :distance], joined), dim=1)
-        distance *= 2
-    return x
-
-
-def _memories(written_by: Memory, first: Memory, reset: Tensor | None) -> Memory:
-    """The memory before each segment and, last, after all of them.
-
-    Args:
-        written_by: What segment s writes, kv [B, N, H_kv, D, D] and norm [B, N, H_kv, D].
-        first: The memory before segment 0.
-        reset: [B, N + 1] bool, true where the memory is emptied before it is read.
-
-    Returns:
-        kv [B, N + 1, H_kv, D, D] and norm [B, N + 1, H_kv, D].
-    """
-    sums = []
-    for start, added in zip(first, written_by, strict=True):
-        terms = torch.cat((start.unsqueeze(1), added), dim=1)
-        if reset is not None:
-            terms = terms.masked_fill(reset.reshape(*reset.shape, *[1] * (terms.dim() - 2)), 0.0)
-        sums.append(_prefix_sums(terms, reset))
-    return Memory(*sums)
-
-
 def _segments(x: Tensor, length: int) -> Tensor:
     """[B, H, T, D] as [B, S, H, length, D], zeros behind the last token."""
     missing = -x.size(2) % length
@@ -238,7 +143,7 @@ def infini_attention(
     segment_length: int,
     rope: Rope | None = None,
     memory: Memory | None = None,
-    update: str = "linear",
+    update: Update = "linear",
     backend: str = "auto",
     reset: Tensor | None = None,
     memory_keys: Tensor | None = None,
@@ -258,7 +163,8 @@ def infini_attention(
         rope: (cos, sin), each [segment_length, D], by position inside the segment; used by the
             local attention alone.
         memory: What was written before, float32 (float64 for float64 inputs); None is empty.
-        update: The rule by which a segment is written; `linear`.
+        update: The rule by which a segment is written: `linear` adds it, `delta` overwrites what
+            stands under the same keys; see `infini_model.memory`.
         backend: Kernel of the local attention; one of `ModelConfig.attention_backend`.
         reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document and
             the memory is emptied before it.
@@ -285,14 +191,13 @@ def infini_attention(
     if reset is not None:
         # The last column asks about the memory that comes out; a partial segment has its own.
         reset = functional.pad(reset, (0, full + 1 - reset.size(1)))
-    new = written(_segments(keys, length)[:, :full], values[:, :full])
-    memories = _memories(new, memory, reset)
-    before = Memory(*(x[:, : queries.size(1)] for x in memories))
+    states = memories(_segments(keys, length)[:, :full], values[:, :full], memory, reset, update)
+    before = Memory(*(x[:, : queries.size(1)] for x in states))
 
     local = _local_segments(queries, local_keys, values, rope, backend)
     out = gated_read(queries, local, gate, before)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
-    return out, Memory(*(x[:, -1] for x in memories))
+    return out, Memory(*(x[:, -1] for x in states))
 
 
 def _local_segments(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None, backend: str) -> Tensor:
@@ -371,7 +276,7 @@ def _check(
     segment_length: int,
     rope: Rope | None,
     memory: Memory | None,
-    update: str,
+    update: Update,
     reset: Tensor | None,
     keys: Tensor,
 ) -> None:
@@ -379,8 +284,8 @@ def _check(
     _check_qkv(q, k, v, keys, segment_length)
     _check_rope(rope, segment_length, q)
     _expect("gate", gate, (q.size(1),), q)
-    if update != "linear":
-        raise ValueError(f"update: expected 'linear', got {update!r}")
+    if update not in get_args(Update):
+        raise ValueError(f"update: expected one of {', '.join(get_args(Update))}, got {update!r}")
     if memory is not None:
         batch, heads, _, head_dim = k.shape
         _expect("memory.kv", memory.kv, (batch, heads, head_dim, head_dim), q)

@@ -219,8 +219,10 @@ class ModelConfig(Section):
     segment_length: PositiveInt = Field(
         128, description="Tokens of a segment: exact attention inside, memory beyond."
     )
-    memory: Literal["linear", "none"] = Field(
-        "linear", description="Update rule of the compressive memory; none keeps segments apart."
+    memory: Literal["linear", "delta", "none"] = Field(
+        "linear",
+        description="Update rule of the compressive memory: linear adds, delta overwrites what "
+        "stands under the same keys; none keeps segments apart.",
     )
     memory_key_shift: bool = Field(
         True,

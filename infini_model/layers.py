@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from infini_model.attention import (
-    Memory,
     Rope,
     gated_read,
     infini_attention,
     local_attention,
     rotate,
     segmented_local_attention,
-    written,
 )
 from infini_model.config import ModelConfig
+from infini_model.memory import Memory, written
 
 
 @dataclass(frozen=True)
@@ -166,11 +165,11 @@ class Attention(nn.Module):
         if self.config.memory != "none":
             out = gated_read(q, out, self.gate, memory)
             if step.closes is not None:
-                added = written(open_memory_keys, values)
+                grown = written(memory, open_memory_keys, values, self.config.memory)
                 memory = Memory(
                     *(
-                        torch.where(step.closes.reshape(-1, *[1] * (m.dim() - 1)), m + a, m)
-                        for m, a in zip(memory, added, strict=True)
+                        torch.where(step.closes.reshape(-1, *[1] * (old.dim() - 1)), new, old)
+                        for old, new in zip(memory, grown, strict=True)
                     )
                 )
         newest = k.gather(

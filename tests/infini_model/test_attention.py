@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from infini_model.attention import (
-    Memory,
-    feature_map,
     infini_attention,
     local_attention,
     segmented_local_attention,
 )
 from infini_model.errors import ConfigError
 from infini_model.layers import rope_tables
+from infini_model.memory import Memory, feature_map
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
+BOTH = pytest.mark.parametrize("update", ["linear", "delta"])
 
 
 def rotate_reference(x, rope):
@@ -29,8 +29,18 @@ def rotate_reference(x, rope):
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def reference(q, k, v, gate, length, rope=None, memory=None, reset=None, memory_keys=None):
-    """Equations 2 to 10 (linear), sequentially, from no code of the project."""
+def write_reference(m, z, sigma_k, value, update):
+    """Equations 8 and 9 for one segment, with the bound on what a key takes away."""
+    if update == "linear":
+        return m + sigma_k.T @ value, z + sigma_k.sum(0)
+    mass = torch.maximum(sigma_k @ z, sigma_k @ sigma_k.sum(0))
+    return m + sigma_k.T @ (value - (sigma_k @ m) / mass[:, None]), z + sigma_k.sum(0)
+
+
+def reference(
+    q, k, v, gate, length, rope=None, memory=None, update="linear", reset=None, memory_keys=None
+):
+    """Equations 2 to 10, sequentially, from no code of the project."""
     keys = k if memory_keys is None else memory_keys
     out, kv_out, norm_out = torch.empty_like(q), [], []
     group = q.size(1) // k.size(1)
@@ -63,7 +73,7 @@ def reference(q, k, v, gate, length, rope=None, memory=None, reset=None, memory_
                     out[b, h, here] = share * a_mem + (1 - share) * a_dot
                 if start + length <= q.size(2):
                     sigma_k = functional.elu(keys[b, g, here]) + 1
-                    m, z = m + sigma_k.T @ v[b, g, here], z + sigma_k.sum(0)
+                    m, z = write_reference(m, z, sigma_k, v[b, g, here], update)
             kv_out.append(m)
             norm_out.append(z)
     shape = (q.size(0), k.size(1))
@@ -107,13 +117,14 @@ def cases(draw_one):
         rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
     if draw_one(st.booleans()):
         memory_keys = keys
-    return (q, k, v, gate), length, rope, memory, reset, memory_keys
+    update = draw_one(st.sampled_from(["linear", "delta"]))
+    return (q, k, v, gate), length, rope, memory, update, reset, memory_keys
 
 
 @given(cases())
-@FEW
+@settings(FEW, max_examples=60)
 def test_equals_the_paper_with_all_gradients(case):
-    tensors, length, rope, memory, reset, memory_keys = case
+    tensors, length, rope, memory, update, reset, memory_keys = case
     results = []
     for function in (infini_attention, reference):
         leaves = [x.clone().requires_grad_() for x in tensors]
@@ -121,7 +132,13 @@ def test_equals_the_paper_with_all_gradients(case):
         keys = None if memory_keys is None else memory_keys.clone().requires_grad_()
         named = {"segment_length": length} if function is infini_attention else {"length": length}
         out, after = function(
-            *leaves, **named, rope=rope, memory=held, reset=reset, memory_keys=keys
+            *leaves,
+            **named,
+            rope=rope,
+            memory=held,
+            update=update,
+            reset=reset,
+            memory_keys=keys,
         )
         everything = [out, *after]
         weights = [torch.linspace(-1, 1, x.numel()).double().view_as(x) for x in everything]
@@ -136,37 +153,42 @@ def test_equals_the_paper_with_all_gradients(case):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_no_token_sees_a_later_one():
+@BOTH
+def test_no_token_sees_a_later_one(update):
     q, k, v, gate, keys, _ = draw(1, 2, 1, 14, 4)
-    base, _ = infini_attention(q, k, v, gate, segment_length=4, memory_keys=keys)
+    base, _ = infini_attention(q, k, v, gate, segment_length=4, memory_keys=keys, update=update)
     for t in range(14):
         changed = [x.clone() for x in (q, k, v, keys)]
         for x in changed:
             x[:, :, t] += 1.0
         q2, k2, v2, keys2 = changed
-        out, _ = infini_attention(q2, k2, v2, gate, segment_length=4, memory_keys=keys2)
+        out, _ = infini_attention(
+            q2, k2, v2, gate, segment_length=4, memory_keys=keys2, update=update
+        )
         assert torch.equal(out[:, :, :t], base[:, :, :t])
         assert not torch.equal(out[:, :, t], base[:, :, t])
 
 
-def test_the_last_segment_reaches_the_first():
+@BOTH
+def test_the_last_segment_reaches_the_first(update):
     q, k, v, gate, *_ = draw(1, 2, 2, 16, 4)
     k.requires_grad_()
     v.requires_grad_()
-    out, _ = infini_attention(q, k, v, gate, segment_length=4)
+    out, _ = infini_attention(q, k, v, gate, segment_length=4, update=update)
     for gradient in torch.autograd.grad(out[:, :, -4:].sum() + out[:, :, -1].pow(2).sum(), (k, v)):
         assert (gradient[:, :, :4].abs().amax(-1) > 1e-6).all()
 
 
+@BOTH
 @given(st.integers(0, 1000), st.lists(st.integers(1, 3), min_size=2, max_size=4))
 @FEW
-def test_in_pieces_with_the_memory_carried(seed, pieces):
+def test_in_pieces_with_the_memory_carried(update, seed, pieces):
     q, k, v, gate, *_ = draw(2, 4, 2, 3 * sum(pieces), 4, seed)
-    whole, after = infini_attention(q, k, v, gate, segment_length=3)
+    whole, after = infini_attention(q, k, v, gate, segment_length=3, update=update)
     memory, parts, start = None, [], 0
     for count in pieces:
         piece = (x[:, :, start : start + 3 * count] for x in (q, k, v))
-        out, memory = infini_attention(*piece, gate, segment_length=3, memory=memory)
+        out, memory = infini_attention(*piece, gate, segment_length=3, memory=memory, update=update)
         parts.append(out)
         start += 3 * count
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-10, atol=1e-10)
@@ -181,28 +203,31 @@ def test_one_segment_is_local_attention_exactly():
     assert torch.equal(out, longer)
 
 
-def test_what_follows_a_reset_is_as_if_alone():
+@BOTH
+def test_what_follows_a_reset_is_as_if_alone(update):
     q, k, v, gate, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
     k[:, :, :12] = float("inf")  # what precedes may be anything
     v[:, :, :12] = float("nan")
     reset = torch.zeros(2, 6, dtype=torch.bool)
     reset[:, 3] = True
-    out, memory = infini_attention(q, k, v, gate, segment_length=4, reset=reset)
+    out, memory = infini_attention(q, k, v, gate, segment_length=4, reset=reset, update=update)
     alone, memory_alone = infini_attention(
-        *(x[:, :, 12:] for x in (q, k, v)), gate, segment_length=4
+        *(x[:, :, 12:] for x in (q, k, v)), gate, segment_length=4, update=update
     )
     torch.testing.assert_close(out[:, :, 12:], alone)
     torch.testing.assert_close(memory, memory_alone)
 
 
-def test_many_segments_with_resets():
+@BOTH
+def test_many_segments_with_resets(update):
     q, k, v, gate, _, generator = draw(2, 1, 1, 600, 2, dtype=torch.float32)
     reset = torch.rand(2, 600, generator=generator) < 0.01
-    out, _ = infini_attention(q, k, v, gate, segment_length=1, reset=reset)
-    exact, _ = reference(q.double(), k.double(), v.double(), gate.double(), 1, reset=reset)
+    out, _ = infini_attention(q, k, v, gate, segment_length=1, reset=reset, update=update)
+    exact, _ = reference(*(x.double() for x in (q, k, v, gate)), 1, reset=reset, update=update)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 # Both at 1e4 would make scores of 1e8, whose rounding alone is beyond any softmax in float32.
 @pytest.mark.parametrize(
@@ -222,22 +247,69 @@ def test_many_segments_with_resets():
         (-18.0, -20.0),
     ],
 )
-def test_finite_whatever_the_magnitude(dtype, key, query):
+def test_finite_whatever_the_magnitude(dtype, key, query, update):
     q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=dtype)
     leaves = [(x + shift).requires_grad_() for x, shift in ((q, query), (k, key), (v, 0))]
-    out, memory = infini_attention(*leaves, gate, segment_length=4)
+    out, memory = infini_attention(*leaves, gate, segment_length=4, update=update)
     assert out.dtype == dtype
     assert {x.dtype for x in memory} == {torch.float32}
     gradients = torch.autograd.grad(out.float().sum(), leaves)
     assert all(x.isfinite().all() for x in (out, *memory, *gradients))
 
 
-def test_autocast_keeps_the_memory_exact():
+@BOTH
+def test_autocast_keeps_the_memory_exact(update):
     q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=torch.bfloat16)
-    plain = infini_attention(q, k, v, gate, segment_length=4)
+    plain = infini_attention(q, k, v, gate, segment_length=4, update=update)
     with torch.autocast("cpu", torch.bfloat16):
-        under = infini_attention(q, k, v, gate, segment_length=4)
+        under = infini_attention(q, k, v, gate, segment_length=4, update=update)
     torch.testing.assert_close(under, plain, rtol=0, atol=0)
+
+
+def test_delta_overwrites_what_linear_adds_to():
+    keys = 20.0 * torch.eye(4).sub(0.5)[None, None]  # σ of it is nearly a multiple of one axis
+    first, second = torch.randn(2, 1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    k, v = torch.cat((keys, keys, keys), 2), torch.cat((first, second, second), 2)
+    always = torch.full((1,), 100.0)
+    read = {}
+    for update in ("linear", "delta"):
+        out, _ = infini_attention(k, k, v, always, segment_length=4, update=update)
+        read[update] = out[:, :, 8:]
+    torch.testing.assert_close(read["linear"], (first + second) / 2, rtol=0, atol=1e-3)
+    torch.testing.assert_close(2 * read["delta"], second, rtol=0, atol=2e-3)
+
+
+def test_delta_grows_by_no_more_than_is_added_where_the_papers_rule_explodes():
+    generator = torch.Generator().manual_seed(0)
+    memory, paper, bound = Memory(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)), None, 0.0
+    memory = Memory(*(x.double() for x in memory))
+    for length in (1, 8, 64, 512, 4096):
+        k, v = (torch.randn(1, 1, length, 4, generator=generator).double() for _ in range(2))
+        before = memory.kv[0, 0]
+        _, memory = infini_attention(
+            k, k, v, k.new_zeros(1), segment_length=length, memory=memory, update="delta"
+        )
+        sigma = functional.elu(k[0, 0]) + 1
+        added = torch.linalg.matrix_norm(sigma.T @ v[0, 0], 2)
+        after = torch.linalg.matrix_norm(memory.kv[0, 0], 2)
+        assert after <= torch.linalg.matrix_norm(before, 2) + added
+        bound += added
+        m, z = paper or (torch.zeros(4, 4).double(), sigma[0])
+        m = m + sigma.T @ (v[0, 0] - sigma @ m / (sigma @ z)[:, None])
+        paper = m, z + sigma.sum(0)
+    assert torch.linalg.matrix_norm(paper[0], 2) > 3 * bound
+
+
+def test_delta_is_the_papers_where_the_memory_outweighs_the_segment():
+    q, k, v, gate, *_ = draw(1, 1, 1, 6, 4)
+    held = Memory(torch.linspace(-1, 1, 16).double().view(1, 1, 4, 4), q.new_full((1, 1, 4), 99.0))
+    _, after = infini_attention(q, k, v, gate, segment_length=3, memory=held, update="delta")
+    m, z = held.kv[0, 0], held.norm[0, 0]
+    for here in (slice(0, 3), slice(3, 6)):
+        sigma = functional.elu(k[0, 0, here]) + 1
+        m = m + sigma.T @ (v[0, 0, here] - sigma @ m / (sigma @ z)[:, None])
+        z = z + sigma.sum(0)
+    torch.testing.assert_close(after.kv[0, 0], m, rtol=1e-12, atol=1e-12)
 
 
 def test_feature_map_keeps_its_digits_and_its_slope():
@@ -257,12 +329,15 @@ def test_backends_agree(backend):
     torch.testing.assert_close(ours, auto)
 
 
-def test_compiles_without_a_graph_break():
+@BOTH
+def test_compiles_without_a_graph_break(update):
     q, k, v, gate, keys, _ = draw(1, 2, 1, 16, 4, dtype=torch.float32)
     reset = torch.tensor([[True, False, True, False]])
 
     def function(q, k, v, gate, keys, reset):
-        return infini_attention(q, k, v, gate, segment_length=4, memory_keys=keys, reset=reset)
+        return infini_attention(
+            q, k, v, gate, segment_length=4, memory_keys=keys, reset=reset, update=update
+        )
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     inputs = (q, k, v, gate, keys, reset)
@@ -286,7 +361,7 @@ EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
         (ValueError, r"gate: expected shape \[4\], got \[2\]", {"gate": GATE[:2]}),
         (ValueError, "memory_keys: expected shape", {"memory_keys": K[..., :2]}),
         (ValueError, "segment_length: expected at least 1, got 0", {"segment_length": 0}),
-        (ValueError, "update: expected 'linear', got 'delta'", {"update": "delta"}),
+        (ValueError, "update: expected one of linear, delta, got 'none'", {"update": "none"}),
         (ValueError, "rope cos: expected shape", {"rope": rope_tables(3, 8, 1e4)}),
         (
             ValueError,

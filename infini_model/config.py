@@ -30,8 +30,10 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
+    model_serializer,
     model_validator,
 )
 
@@ -195,6 +197,41 @@ class PackingConfig(Section):
     )
 
 
+class RopeScaling(Section):
+    """Rotary frequencies as Llama 3.1 stretches them, for contexts longer than the pretraining's.
+
+    Wavelengths longer than original_max_position_embeddings / low_freq_factor become `factor` times
+    as long, those shorter than … / high_freq_factor stay, and between them the change is gradual.
+    """
+
+    rope_type: Literal["llama3"] = Field("llama3", description="How frequencies are changed.")
+    factor: Annotated[float, Field(ge=1.0)] = Field(
+        description="How many times longer the longest wavelengths become."
+    )
+    low_freq_factor: PositiveFloat = Field(
+        description="Where the full change ends: original length / wavelength."
+    )
+    high_freq_factor: PositiveFloat = Field(
+        description="Where the change has faded out: original length / wavelength."
+    )
+    original_max_position_embeddings: PositiveInt = Field(
+        description="Context length of the pretraining, in tokens."
+    )
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor:g} must be below "
+                f"high_freq_factor {self.high_freq_factor:g}"
+            )
+        return self
+
+
+def _share_of_a_head(fields: dict[str, Any]) -> int:
+    return int(fields["hidden_size"] // fields["num_attention_heads"])
+
+
 class ModelConfig(Section):
     """The shape of an Infini-Llama."""
 
@@ -207,8 +244,15 @@ class ModelConfig(Section):
     num_key_value_heads: PositiveInt | None = Field(
         None, description="Key-value heads of a layer; None is one for each query head."
     )
+    head_dim: PositiveInt = Field(
+        default_factory=_share_of_a_head,
+        description="Width of one head; the default is hidden_size / num_attention_heads.",
+    )
     intermediate_size: PositiveInt = Field(384, description="Width of the SwiGLU feed-forward.")
     rope_theta: PositiveFloat = Field(10_000.0, description="Base of the rotary embedding.")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="Change of the rotary frequencies as in Llama 3.1; None leaves them."
+    )
     rms_norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of RMSNorm.")
     tie_word_embeddings: bool = Field(
         False, description="Whether the output layer is the embedding itself."
@@ -238,10 +282,13 @@ class ModelConfig(Section):
         """Key-value heads of a layer, resolved."""
         return self.num_key_value_heads or self.num_attention_heads
 
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.hidden_size // self.num_attention_heads
+    @model_serializer(mode="wrap")
+    def _without_the_default_head_dim(self, serialize: SerializerFunctionWrapHandler) -> Any:
+        """Leave out what follows from other fields: they may be overridden in a written tree."""
+        tree = serialize(self)
+        if "head_dim" not in self.model_fields_set:
+            tree.pop("head_dim", None)
+        return tree
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -251,10 +298,7 @@ class ModelConfig(Section):
                 f"num_attention_heads {self.num_attention_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(
-                f"hidden_size / num_attention_heads must be even for the rotary embedding, "
-                f"not {self.head_dim}"
-            )
+            raise ValueError(f"head_dim must be even for the rotary embedding, not {self.head_dim}")
         if self.num_attention_heads % self.key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -288,6 +332,11 @@ class TrainingConfig(Section):
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's beta2.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
     max_grad_norm: PositiveFloat = Field(1.0, description="Norm to which gradients are clipped.")
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Whether a layer's activations are computed again in the backward pass instead "
+        "of kept: less memory, about a third more time, the same numbers.",
+    )
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto",
         description="Type of the matrix products; auto is bf16 on CUDA and fp32 on a CPU. "
@@ -340,6 +389,9 @@ class EvaluationConfig(Section):
     max_new_tokens: PositiveInt = Field(200, description="Tokens of the sample.")
     temperature: NonNegativeFloat = Field(0.8, description="0 takes the likeliest token.")
     top_k: PositiveInt | None = Field(50, description="Likeliest tokens to draw from.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Draw from the fewest likeliest tokens that have this probability."
+    )
 
 
 class TrackingConfig(Section):

@@ -40,6 +40,8 @@ _LLAMA_FIELDS = (
     "tie_word_embeddings",
     "initializer_range",
 )
+# Hugging Face's, where ours differs and a folder may leave the field out.
+_LLAMA_DEFAULTS: dict[str, object] = {"rms_norm_eps": 1e-6}
 _INFINI_FIELDS = ("segment_length", "memory", "memory_key_shift")
 _NEEDED = (
     "vocab_size",
@@ -48,6 +50,9 @@ _NEEDED = (
     "num_attention_heads",
     "intermediate_size",
 )
+
+# As safetensors names them; integers and float8 are quantised weights, nothing without scales.
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +69,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _rope_theta(tree: dict[str, Any], path: Path) -> object:
-    """The rotary base, from the field of today or of yesterday; refuses what would change it."""
-    parameters = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
+def _rope_fields(tree: dict[str, Any], path: Path) -> dict[str, object]:
+    """rope_theta and rope_scaling, from the fields of today or of yesterday."""
+    parameters = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise CheckpointError(f"{path}: rope_parameters holds {parameters!r}, needs a mapping")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
+    scaling = {"original_max_position_embeddings": tree.get("max_position_embeddings")} | parameters
+    theta = scaling.pop("rope_theta", tree.get("rope_theta", 10_000.0))
+    old_kind = scaling.pop("type", "default")
+    kind = scaling.setdefault("rope_type", old_kind)
+    if kind == "default":
+        return {"rope_theta": theta}
+    if kind != "llama3":
         raise CheckpointError(f"{path}: rope_scaling of type {kind!r} is not supported")
-    return parameters.get("rope_theta", tree.get("rope_theta", 10_000.0))
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _refuse_other_models(tree: dict[str, Any], path: Path) -> None:
@@ -100,26 +110,21 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
         raise CheckpointError(f"{path}: there is no such file")
     tree = _read_json(path)
     _refuse_other_models(tree, path)
-    fields: dict[str, object] = {name: tree[name] for name in _LLAMA_FIELDS if name in tree}
-    fields["rope_theta"] = _rope_theta(tree, path)
+    fields = _LLAMA_DEFAULTS | {name: tree[name] for name in _LLAMA_FIELDS if name in tree}
+    if tree.get("head_dim") is not None:
+        fields["head_dim"] = tree["head_dim"]
+    fields |= _rope_fields(tree, path)
     infini = tree.get("infini_attention", {})
     if not isinstance(infini, dict):
         raise CheckpointError(f"{path}: infini_attention holds {infini!r}, needs a mapping")
     fields["segment_length"] = tree.get("max_position_embeddings", 2048)
     fields |= {name: infini[name] for name in _INFINI_FIELDS if name in infini}
     try:
-        config = ModelConfig.model_validate(fields | dict(overrides))
+        return ModelConfig.model_validate(fields | dict(overrides))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "model"
         raise CheckpointError(f"{path}: {key}: {first['msg']}") from error
-    head_dim = tree.get("head_dim") or config.head_dim
-    if head_dim != config.head_dim:
-        raise CheckpointError(
-            f"{path}: head_dim is {head_dim}, only hidden_size / num_attention_heads = "
-            f"{config.head_dim} is supported"
-        )
-    return config
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -150,7 +155,13 @@ def _tensors(
                     if not _left_out(name):
                         raise CheckpointError(f"{path}: tensor {name} is not of this model")
                     continue
-                shape = tuple(file.get_slice(name).get_shape())
+                stored = file.get_slice(name)
+                if stored.get_dtype() not in _DTYPES:
+                    raise CheckpointError(
+                        f"{path}: tensor {name}: expected dtype {', '.join(_DTYPES)}, "
+                        f"got {stored.get_dtype()}"
+                    )
+                shape = tuple(stored.get_shape())
                 if shape != shapes[name]:
                     raise CheckpointError(
                         f"{path}: tensor {name}: expected shape {list(shapes[name])}, "
@@ -173,13 +184,14 @@ def _left_out(name: str) -> bool:
 def read_tensors(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """All tensors that `shapes` names, in `dtype`.
+    """All tensors that `shapes` names, in `dtype`, whatever floating-point type is stored.
 
     A folder without any gate (or key shift) is a plain Llama: the gates start at 0 and the key
     shift at μ = 0, the paper's form, which a line in the log says.
 
     Raises:
-        CheckpointError: A file or a tensor is missing, damaged, superfluous or misshapen.
+        CheckpointError: A file or a tensor is missing, damaged, superfluous, misshapen or
+            quantised.
     """
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
@@ -199,6 +211,7 @@ def read_tensors(
 def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     """What config.json says of a model: Hugging Face's fields, and ours under one key."""
     fields: dict[str, object] = {name: getattr(config, name) for name in _LLAMA_FIELDS}
+    scaling = None if config.rope_scaling is None else config.rope_scaling.model_dump()
     return fields | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -208,7 +221,9 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         "attention_bias": False,
         "mlp_bias": False,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": scaling,
+        "rope_parameters": (scaling or {"rope_type": "default"})
+        | {"rope_theta": config.rope_theta},
         "max_position_embeddings": config.segment_length,
         "bos_token_id": None,
         "eos_token_id": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from infini_model.attention import (
     rotate,
     segmented_local_attention,
 )
-from infini_model.config import ModelConfig
+from infini_model.config import ModelConfig, RopeScaling
 from infini_model.memory import Memory, written
 
 
@@ -244,13 +245,23 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), after
 
 
-def rope_tables(length: int, head_dim: int, theta: float) -> Rope:
+def rope_tables(
+    length: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> Rope:
     """cos and sin of the rotary embedding, each [length, head_dim] float32, on the CPU.
 
     The device is named because the model may be built on `meta`, and these come from no file.
+    `scaling` changes the frequencies as Llama 3.1 does (The Llama 3 Herd of Models, arXiv
+    2407.21783; the rule is that of Hugging Face's `rope_type: llama3`).
     """
     even = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
     position = torch.arange(length, dtype=torch.float32, device="cpu")
-    angles = torch.outer(position, 1.0 / theta ** (even / head_dim))
+    frequencies = 1.0 / theta ** (even / head_dim)
+    if scaling is not None:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
+    angles = torch.outer(position, frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()

@@ -66,7 +66,9 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        cos, sin = rope_tables(config.segment_length, config.head_dim, config.rope_theta)
+        cos, sin = rope_tables(
+            config.segment_length, config.head_dim, config.rope_theta, config.rope_scaling
+        )
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -277,8 +279,9 @@ class InfiniLlama(nn.Module):
             **overrides: Fields of `ModelConfig` to change, such as `segment_length=2048`.
 
         Raises:
-            CheckpointError: A file or tensor is missing, damaged, superfluous or misshapen, or the
-                model is none that this class can hold; one line that names the culprit.
+            CheckpointError: A file or tensor is missing, damaged, superfluous, misshapen or
+                quantised, or the model is none that this class can hold; one line that names the
+                culprit.
         """
         config = hf_checkpoint.read_config(Path(folder), overrides)
         with torch.device("meta"):

@@ -60,6 +60,9 @@ def test_the_presets_of_the_guides_are_there() -> None:
         ("run.name=a/b", ["run.name"]),
         ("model.num_attention_heads=3", ["model", "hidden_size 128", "num_attention_heads 3"]),
         ("model.num_key_value_heads=3", ["model", "num_key_value_heads 3"]),
+        ("model.head_dim=5", ["model", "head_dim must be even", "not 5"]),
+        ("model.rope_scaling.factor=8", ["model.rope_scaling.low_freq_factor", "missing"]),
+        ("model.rope_scaling={rope_type: yarn}", ["model.rope_scaling.rope_type", "'llama3'"]),
         ("packing.context_length=100", ["packing.context_length 100", "model.segment_length 128"]),
         ("training.num_nodes=2", ["training", "rdzv_endpoint"]),
         (
@@ -106,6 +109,16 @@ def test_later_overrides_win_and_yaml_and_json_agree(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(config.model_dump_json())
     assert load_config(file=file) == config
+
+
+def test_the_width_of_a_head_follows_unless_it_is_given(tmp_path: Path) -> None:
+    """Also when the other fields are overridden in a tree that was written before."""
+    file = tmp_path / "config.yaml"
+    for given, expected in (("model.num_attention_heads=4", 64), ("model.head_dim=16", 16)):
+        file.write_text(dump_config(load_config(overrides=[given])))
+        assert (
+            load_config(file=file, overrides=["model.hidden_size=256"]).model.head_dim == expected
+        )
 
 
 keys = st.text("abc", min_size=1, max_size=2)

@@ -15,6 +15,13 @@ from infini_model.errors import CheckpointError
 from infini_model.hf_checkpoint import read_config, write_checkpoint
 from infini_model.llama import InfiniLlama
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 TOKENS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -108,10 +115,11 @@ def test_there_and_back_through_transformers(tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize("memory", ["linear", "delta"])
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize("tie", [True, False])
-def test_there_and_back_with_memory(tmp_path, caplog, shift, tie):
-    model = ours(segment_length=5, memory_key_shift=shift, tie_word_embeddings=tie)
+def test_there_and_back_with_memory(tmp_path, caplog, memory, shift, tie):
+    model = ours(segment_length=5, memory=memory, memory_key_shift=shift, tie_word_embeddings=tie)
     for name, parameter in model.named_parameters():
         if name.endswith(("gate", "memory_key_shift")):
             torch.nn.init.normal_(parameter)
@@ -145,6 +153,97 @@ def test_old_fields_and_frequencies_are_understood(tmp_path):
     torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
 
 
+def rope_parameters_only(folder):
+    """The folder as transformers 5 writes it."""
+    edit(folder, rope_theta="drop", rope_scaling="drop")
+    assert "rope_parameters" in json.loads((folder / "config.json").read_text())
+
+
+def rope_scaling_only(folder):
+    """The folder as transformers 4 wrote it."""
+    edit(folder, rope_parameters="drop", rope_theta=5000.0, rope_scaling=LLAMA3)
+
+
+FORMS = pytest.mark.parametrize("form", [rope_parameters_only, rope_scaling_only])
+
+
+@FORMS
+def test_llama3_scaling_is_read(tmp_path, form):
+    llama = theirs(rope_parameters=LLAMA3 | {"rope_theta": 5000.0})
+    llama.save_pretrained(tmp_path)
+    form(tmp_path)
+    model = InfiniLlama.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    # It is the scaling that makes them equal: low, middle and high frequencies all occur.
+    plain = InfiniLlama.from_pretrained(tmp_path, rope_scaling=None)
+    assert (logits(plain) - logits(llama)).abs().max() > 1e-3
+    shares = model.model.sin[1, :4].arcsin() / plain.model.sin[1, :4].arcsin()
+    assert shares[0] > 0.999
+    assert shares[3] < 0.13
+    assert ((shares > 0.13) & (shares < 0.99)).any()
+
+
+@FORMS
+def test_llama3_scaling_is_written(tmp_path, form):
+    model = ours(memory="none", rope_scaling=LLAMA3)
+    model.save_pretrained(tmp_path / "a")
+    form(tmp_path / "a")
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    torch.testing.assert_close(logits(llama), logits(model), rtol=1e-5, atol=1e-5)
+    llama.save_pretrained(tmp_path / "b")
+    again = InfiniLlama.from_pretrained(tmp_path / "b")
+    assert again.config == model.config
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("head_dim", [4, 16])
+def test_heads_of_another_width_than_their_share(tmp_path, head_dim):
+    llama = theirs(head_dim=head_dim)
+    llama.save_pretrained(tmp_path / "a")
+    model = InfiniLlama.from_pretrained(tmp_path / "a", memory="none")
+    assert model.config.head_dim == head_dim
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "b")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    torch.testing.assert_close(logits(back), logits(llama), rtol=1e-5, atol=1e-5)
+
+
+def test_fields_left_out_are_hugging_faces(tmp_path):
+    """The norm's epsilon weighs only where activations are small, so these are."""
+    theirs(initializer_range=1e-3).save_pretrained(tmp_path)
+    left_out = ("rms_norm_eps", "head_dim", "initializer_range", "tie_word_embeddings")
+    edit(tmp_path, **dict.fromkeys(left_out, "drop"))
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = InfiniLlama.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-7)
+
+
+def test_bf16_stays_bf16(tmp_path):
+    model = ours(memory="none").bfloat16()
+    tensors = dict(model.named_parameters())
+    for folder, size in (("whole", 1 << 30), ("shards", 9000)):
+        write_checkpoint(tmp_path / folder, model.config, tensors, shard_bytes=size)
+        files = sorted((tmp_path / folder).glob("*.safetensors"))
+        assert (len(files) > 1) is (folder == "shards")
+        assert {t.dtype for file in files for t in load_file(file).values()} == {torch.bfloat16}
+        llama = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        again = InfiniLlama.from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
+        for name, parameter in llama.named_parameters():
+            assert parameter.dtype == torch.bfloat16
+            assert torch.equal(parameter, tensors[name])
+            assert torch.equal(again.get_parameter(name), tensors[name])
+    wide = InfiniLlama.from_pretrained(tmp_path / "shards")
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+    assert torch.equal(wide.lm_head.weight.bfloat16(), model.lm_head.weight)
+
+
+def test_reads_the_bf16_that_transformers_writes(tmp_path):
+    theirs().bfloat16().save_pretrained(tmp_path, max_shard_size="10KB")
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = InfiniLlama.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+
+
 def test_other_files_are_not_swept_away(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"holds notes\.txt, which would be lost"):
@@ -159,12 +258,18 @@ def test_other_files_are_not_swept_away(tmp_path):
         ({"hidden_size": "drop"}, "hidden_size is missing"),
         ({"hidden_size": -1}, "hidden_size: Input should be greater than 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
-        ({"head_dim": 16}, "head_dim is 16, only hidden_size / num_attention_heads = 8"),
+        ({"head_dim": 7}, "head_dim must be even for the rotary embedding, not 7"),
         ({"attention_bias": True}, "attention_bias is True, only False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling of type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling of type 'llama3'"),
+        ({"rope_scaling": "twice"}, "rope_parameters holds 'twice', needs a mapping"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_scaling\.factor: Field required"),
+        (
+            {"rope_scaling": LLAMA3 | {"partial_rotary_factor": 0.5}},
+            r"rope_scaling\.partial_rotary_factor: Extra inputs are not permitted",
+        ),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor 4 must be below"),
         ({"infini_attention": {"segment_length": 0}}, "segment_length: Input should be greater"),
         ({"infini_attention": 3}, "infini_attention holds 3, needs a mapping"),
     ],
@@ -188,6 +293,14 @@ def test_a_config_that_does_not_fit_is_named(tmp_path, changes, message):
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(31)}),
             r"tensor model\.norm\.weight: expected shape \[32\], got \[31\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
+            r"tensor model\.norm\.weight: expected dtype F64, F32, F16, BF16, got I8",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.float8_e4m3fn)}),
+            r"tensor model\.norm\.weight: expected dtype F64, F32, F16, BF16, got F8_E4M3",
         ),
     ],
 )

@@ -114,11 +114,9 @@ def test_later_overrides_win_and_yaml_and_json_agree(tmp_path: Path) -> None:
 def test_the_width_of_a_head_follows_unless_it_is_given(tmp_path: Path) -> None:
     """Also when the other fields are overridden in a tree that was written before."""
     file = tmp_path / "config.yaml"
-    for given, expected in (("model.num_attention_heads=4", 64), ("model.head_dim=16", 16)):
-        file.write_text(dump_config(load_config(overrides=[given])))
-        assert (
-            load_config(file=file, overrides=["model.hidden_size=256"]).model.head_dim == expected
-        )
+    for override, width in (("model.num_attention_heads=4", 64), ("model.head_dim=16", 16)):
+        file.write_text(dump_config(load_config(overrides=[override])))
+        assert load_config(file=file, overrides=["model.hidden_size=256"]).model.head_dim == width
 
 
 keys = st.text("abc", min_size=1, max_size=2)

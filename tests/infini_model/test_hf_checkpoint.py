@@ -153,25 +153,14 @@ def test_old_fields_and_frequencies_are_understood(tmp_path):
     torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
 
 
-def rope_parameters_only(folder):
-    """The folder as transformers 5 writes it."""
-    edit(folder, rope_theta="drop", rope_scaling="drop")
-    assert "rope_parameters" in json.loads((folder / "config.json").read_text())
+YESTERDAY = {"rope_parameters": "drop", "rope_theta": 5000.0, "rope_scaling": LLAMA3}
 
 
-def rope_scaling_only(folder):
-    """The folder as transformers 4 wrote it."""
-    edit(folder, rope_parameters="drop", rope_theta=5000.0, rope_scaling=LLAMA3)
-
-
-FORMS = pytest.mark.parametrize("form", [rope_parameters_only, rope_scaling_only])
-
-
-@FORMS
-def test_llama3_scaling_is_read(tmp_path, form):
+@pytest.mark.parametrize("changes", [{}, YESTERDAY], ids=["today", "yesterday"])
+def test_llama3_scaling_is_read(tmp_path, changes):
     llama = theirs(rope_parameters=LLAMA3 | {"rope_theta": 5000.0})
     llama.save_pretrained(tmp_path)
-    form(tmp_path)
+    edit(tmp_path, **changes)
     model = InfiniLlama.from_pretrained(tmp_path)
     torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
     # It is the scaling that makes them equal: low, middle and high frequencies all occur.
@@ -183,11 +172,12 @@ def test_llama3_scaling_is_read(tmp_path, form):
     assert ((shares > 0.13) & (shares < 0.99)).any()
 
 
-@FORMS
-def test_llama3_scaling_is_written(tmp_path, form):
+@pytest.mark.parametrize("dropped", [("rope_parameters",), ("rope_scaling", "rope_theta")])
+def test_llama3_scaling_is_written(tmp_path, dropped):
+    """In the form of yesterday and in that of today, each enough by itself."""
     model = ours(memory="none", rope_scaling=LLAMA3)
     model.save_pretrained(tmp_path / "a")
-    form(tmp_path / "a")
+    edit(tmp_path / "a", **dict.fromkeys(dropped, "drop"))
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     torch.testing.assert_close(logits(llama), logits(model), rtol=1e-5, atol=1e-5)
     llama.save_pretrained(tmp_path / "b")

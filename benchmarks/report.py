@@ -13,6 +13,8 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ PACKAGES = (
     "tokenizers",
     "gigatoken",
     "datasets",
+    "infini-transformer-pytorch",
 )
 # With one turn nothing says how much the machine wavered; more than asked for are taken only to
 # come to this many.
@@ -36,7 +39,7 @@ FEWEST_TURNS = 3
 
 
 class Ratio(NamedTuple):
-    """How often the speed of a peer ours is: the median over the turns, and its range."""
+    """What the turns gave, such as how often the speed of a peer ours is: median and range."""
 
     median: float
     lowest: float
@@ -46,7 +49,8 @@ class Ratio(NamedTuple):
         return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f})"
 
 
-Cell: TypeAlias = str | int | float | Ratio
+# None is what was not measured.
+Cell: TypeAlias = str | int | float | Ratio | None
 
 
 def take_turns(
@@ -81,8 +85,36 @@ def stopwatch(work: Callable[[], object]) -> Callable[[], float]:
 
 def speed_ratio(ours: Sequence[float], peers: Sequence[float]) -> Ratio:
     """The ratio of speeds, from the seconds that the same work took in each turn."""
-    each = [peer / our for our, peer in zip(ours, peers, strict=True)]
-    return Ratio(statistics.median(each), min(each), max(each))
+    return spread([peer / our for our, peer in zip(ours, peers, strict=True)])
+
+
+def spread(ratios: Sequence[float]) -> Ratio:
+    """The ratios that the turns gave, as one."""
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+class Ended(NamedTuple):
+    """What a process printed last, and the most memory it had, in bytes."""
+
+    last_line: str
+    peak_bytes: int
+
+
+def run(arguments: Sequence[str]) -> Ended:
+    """Run a Python process to its end. Raises `SystemExit` with what it printed if it fails."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        printed = output.read()
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(arguments)} ended with {process.returncode}:\n{printed}")
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Ended((printed.splitlines() or [""])[-1], used.ru_maxrss * unit)
 
 
 def environment() -> dict[str, Any]:
@@ -131,12 +163,18 @@ def _commit() -> str | None:
 
 
 def publish(
-    benchmark: str, heading: str, rows: Sequence[Mapping[str, Cell]], ratios: Mapping[str, Ratio]
+    benchmark: str,
+    heading: str,
+    rows: Sequence[Mapping[str, Cell]],
+    ratios: Mapping[str, Ratio],
+    targets: Mapping[str, float] | None = None,
 ) -> None:
-    """Print the table and, last, everything as one line of JSON.
+    """Print the table, the ratios that have a target and, last, all as one line of JSON.
 
-    `rows` have the same columns; `ratios`, by peer, are what the benchmark is run for.
+    `rows` have the same columns; `ratios`, by peer, are what the benchmark is run for; `targets`
+    says of some of them what their median is to be at least.
     """
+    targets = targets or {}
     about = environment()
     machine = about["machine"]
     print(f"\n{heading}")
@@ -149,16 +187,22 @@ def publish(
     for first, *rest in lines:
         right = (text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
         print("  ".join([first.ljust(widths[0]), *right]))
+    for name, least in targets.items():
+        met = "met" if ratios[name].median >= least else "missed"
+        print(f"{name}: {ratios[name]}, at least {least:.3g}: {met}")
     told = {
         "benchmark": benchmark,
         **about,
         "ratios": {peer: ratio._asdict() for peer, ratio in ratios.items()},
+        "targets": dict(targets),
         "table": [{name: _plain(cell) for name, cell in row.items()} for row in rows],
     }
     print(json.dumps(told, allow_nan=False), flush=True)
 
 
 def _shown(cell: Cell) -> str:
+    if cell is None:
+        return "–"
     if isinstance(cell, float):
         return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
     return f"{cell:,}" if isinstance(cell, int) else str(cell)

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-from benchmarks.report import publish, speed_ratio, take_turns
+from benchmarks.report import publish, run, speed_ratio, take_turns
 from infini_model.config import Config, dump_config, load_config
 from infini_model.data.shards import build_dataset
 from infini_model.data.sources import download
@@ -39,30 +35,6 @@ def parse() -> argparse.Namespace:
         "overrides", nargs="*", help="changes of the quickstart, such as model.hidden_size=256"
     )
     return parser.parse_args()
-
-
-class Ended(NamedTuple):
-    """What a process printed last, and the most memory it had, in bytes."""
-
-    last_line: str
-    peak_bytes: int
-
-
-def run(arguments: Sequence[str]) -> Ended:
-    """Run a Python process to its end. Raises `SystemExit` with what it printed if it fails."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT
-        )
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        printed = output.read()
-    if process.returncode != 0:
-        raise SystemExit(f"{' '.join(arguments)} ended with {process.returncode}:\n{printed}")
-    # Linux counts in KiB, macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return Ended((printed.splitlines() or [""])[-1], used.ru_maxrss * unit)
 
 
 def settings(folder: Path, options: argparse.Namespace) -> Config:

@@ -1,8 +1,14 @@
-"""Forward and backward of `infini_attention` beside attention without a memory.
+"""Forward and backward of `infini_attention` beside attention without a memory, and of its layer.
 
-The peers: `local only`, PyTorch's causal attention inside each segment, which sees nothing older
-and is the floor; `full causal`, PyTorch's causal attention over everything, which costs the square
-of the length. No projections and no rotary embedding: attention alone.
+Attention alone, without projections and rotary embedding: `infini` (linear rule), `delta` (delta
+rule), `local only`, PyTorch's causal attention inside each segment, which sees nothing older and
+is the floor, and `full causal`, PyTorch's causal attention over everything, which costs the square
+of the length.
+
+Layer against layer, with norm, projections and rotary embedding: `layer` is this model's, with the
+key shift; `peer layer` is that of `infini-transformer-pytorch`, which takes one segment a call and
+is looped over them. It hands its memory on without detaching it, so both have the gradients of the
+whole sequence. On CUDA attention alone runs in bfloat16, the layers in float32 under autocast.
 """
 
 from __future__ import annotations
@@ -13,43 +19,82 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.report import Cell, Ratio, publish, speed_ratio, stopwatch, take_turns
 from infini_model.attention import infini_attention
+from infini_model.config import ModelConfig
+from infini_model.layers import Attention, rope_tables
 
-OURS, LOCAL, FULL = "infini", "local only", "full causal"
+try:
+    from infini_transformer_pytorch.infini_transformer import (  # type: ignore[import-untyped]
+        CausalAttention,
+    )
+except ImportError:
+    CausalAttention = None
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+OURS, DELTA, LOCAL, FULL = "infini", "delta", "local only", "full causal"
+LAYER, PEER = "layer", "peer layer"
+# Whose speed over whose.
+COMPARED = ((OURS, LOCAL), (OURS, FULL), (DELTA, LOCAL), (LAYER, PEER))
+# The length whose ratios are told, if it is measured, and what they are to be at least.
+TOLD = 32_768 if CUDA else 16_384
+TARGETS = (
+    {(OURS, LOCAL): 1 / 1.2, (LAYER, PEER): 10.0}
+    if CUDA
+    else {(OURS, LOCAL): 1 / 1.35, (OURS, FULL): 15.0, (LAYER, PEER): 1.6}
+)
+# The peer keeps the attention weights of every segment: twice as long, they would fill a GPU.
+PEER_LIMIT = 1 << 18
+
+Works = dict[str, Callable[[], object]]
 
 
 def parse() -> argparse.Namespace:
     """The options; what is not given depends on whether there is a GPU."""
-    cuda = torch.cuda.is_available()
-    lengths = [8192, 16384, 32768, 65536, 131072] if cuda else [2048, 4096, 8192, 16384]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    lengths = [2048 << doubling for doubling in range(10 if CUDA else 6)]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens")
-    parser.add_argument("--segment", type=int, default=2048 if cuda else 512, help="tokens")
+    parser.add_argument("--segment", type=int, default=2048 if CUDA else 512, help="tokens")
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--head-dim", type=int, default=128 if CUDA else 64)
+    parser.add_argument(
+        "--full-limit",
+        type=int,
+        default=131_072 if CUDA else 16_384,
+        help="tokens above which full causal attention is left out",
+    )
     parser.add_argument("--turns", type=int, default=9, help="turns at most, at each length")
     parser.add_argument("--seconds", type=float, default=12.0, help="about, at each length")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for length in options.lengths:
+        if length % options.segment:
+            parser.error(f"--lengths: {length} is not a multiple of --segment {options.segment}")
+    return options
 
 
-def make_peers(length: int, options: argparse.Namespace) -> dict[str, Callable[[], float]]:
+def attentions(length: int, options: argparse.Namespace) -> Works:
     """Each way to attend over the same q, k and v, with its gradients."""
-    cuda = torch.cuda.is_available()
     shape = (1, options.heads, length, options.head_dim)
-    place: dict[str, Any] = (
-        {"device": "cuda", "dtype": torch.bfloat16} if cuda else {"device": "cpu"}
-    )
+    place: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16 if CUDA else torch.float32}
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape, **place).requires_grad_() for _ in range(3))
     gradient = torch.randn(shape, **place)
-    gate = torch.zeros(options.heads, device=place["device"], requires_grad=True)
+    gate = torch.zeros(options.heads, device=DEVICE, requires_grad=True)
 
     def infini() -> None:
         out, _ = infini_attention(q, k, v, gate, segment_length=options.segment)
+        torch.autograd.grad(out, (q, k, v, gate), gradient)
+
+    def delta() -> None:
+        out, _ = infini_attention(q, k, v, gate, segment_length=options.segment, update="delta")
         torch.autograd.grad(out, (q, k, v, gate), gradient)
 
     def local_only() -> None:
@@ -63,42 +108,115 @@ def make_peers(length: int, options: argparse.Namespace) -> dict[str, Callable[[
     def segments(x: Tensor) -> Tensor:
         return x.reshape(options.heads, -1, options.segment, options.head_dim)
 
-    return {
-        name: stopwatch(work)
-        for name, work in ((OURS, infini), (LOCAL, local_only), (FULL, full_causal))
-    }
+    works: Works = {OURS: infini, DELTA: delta, LOCAL: local_only}
+    return works | ({FULL: full_causal} if length <= options.full_limit else {})
 
 
-def compare(length: int, options: argparse.Namespace) -> tuple[dict[str, Cell], dict[str, Ratio]]:
-    """The row of one length, and our speed over each peer's."""
-    peers = make_peers(length, options)
+def layers(length: int, options: argparse.Namespace) -> Works:
+    """A layer of each kind over the same input, with its gradients."""
+    width = options.heads * options.head_dim
+    torch.manual_seed(0)
+    x = torch.randn(1, length, width, device=DEVICE, requires_grad=True)
+    gradient = torch.randn(1, length, width, device=DEVICE, dtype=torch.bfloat16 if CUDA else None)
+    config = ModelConfig(
+        hidden_size=width, num_attention_heads=options.heads, segment_length=options.segment
+    )
+    norm, attention = nn.RMSNorm(width).to(DEVICE), Attention(config).to(DEVICE)
+    cos, sin = (
+        table.to(DEVICE)
+        for table in rope_tables(options.segment, options.head_dim, config.rope_theta)
+    )
+
+    def layer() -> Tensor:
+        out: Tensor = attention(norm(x), (cos, sin), None, None)[0]
+        return out
+
+    works: Works = {LAYER: trained(layer, x, gradient, norm, attention)}
+    if CausalAttention is None or length > PEER_LIMIT:
+        return works
+    peer = CausalAttention(width, dim_head=options.head_dim, heads=options.heads).to(DEVICE)
+
+    def looped() -> Tensor:
+        memories, outs = None, []
+        for segment in torch.split(x, options.segment, dim=1):
+            out, _, memories = peer(segment, past_memories=memories, return_new_memories=True)
+            outs.append(out)
+        return torch.cat(outs, dim=1)
+
+    return works | {PEER: trained(looped, x, gradient, peer)}
+
+
+def trained(
+    forward: Callable[[], Tensor], x: Tensor, gradient: Tensor, *modules: nn.Module
+) -> Callable[[], None]:
+    """`forward` and the gradients of `x` and of the modules' parameters."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    inputs = [x, *(parameter for parameter in parameters if parameter.requires_grad)]
+
+    def work() -> None:
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
+            out = forward()
+        # In a single segment nothing reads the memory.
+        torch.autograd.grad(out, inputs, gradient, allow_unused=True)
+
+    return work
+
+
+def compare(
+    length: int, options: argparse.Namespace
+) -> tuple[dict[str, Cell], dict[tuple[str, str], Ratio]]:
+    """The row of one length, and the ratios of speeds in it."""
+    works = attentions(length, options) | layers(length, options)
+    peers = {name: stopwatch(work) for name, work in works.items()}
     # What is compiled, chosen or allocated once is not what is measured.
-    for name in (OURS, LOCAL):
+    for name in peers.keys() - {FULL}:
         peers[name]()
     seconds = take_turns(peers, options.turns, options.seconds)
-    ratios = {peer: speed_ratio(seconds[OURS], seconds[peer]) for peer in (LOCAL, FULL)}
-    times = {f"{name} ms": 1e3 * statistics.median(seconds[name]) for name in peers}
-    against = {f"speed / {peer}": ratio for peer, ratio in ratios.items()}
-    return {"tokens": length, **times, **against}, ratios
+    ratios = {
+        pair: speed_ratio(*(seconds[name] for name in pair))
+        for pair in COMPARED
+        if all(name in seconds for name in pair)
+    }
+    row: dict[str, Cell] = {"tokens": length}
+    for name in (OURS, DELTA, LOCAL, FULL, LAYER, PEER):
+        row[f"{name} ms"] = 1e3 * statistics.median(seconds[name]) if name in seconds else None
+    for pair in COMPARED:
+        row["speed " + " / ".join(pair)] = ratios.get(pair)
+    return row, ratios
+
+
+def flatness(short: int, long: int, options: argparse.Namespace) -> Ratio:
+    """Tokens per second of ours at `long` over those at `short`."""
+    peers = {str(length): stopwatch(attentions(length, options)[OURS]) for length in (short, long)}
+    for measure in peers.values():
+        measure()
+    seconds = take_turns(peers, options.turns, options.seconds)
+    a_token = {length: [each / int(length) for each in seconds[length]] for length in seconds}
+    return speed_ratio(a_token[str(long)], a_token[str(short)])
 
 
 def main() -> None:
-    """Measure every length and tell it; the ratios are those of the longest."""
+    """Measure every length and tell it."""
     options = parse()
-    for length in options.lengths:
-        if length % options.segment:
-            raise SystemExit(
-                f"--lengths: {length} is not a multiple of --segment {options.segment}"
-            )
+    if CausalAttention is None:
+        print("infini-transformer-pytorch is not installed: peer layer stays empty")
     compared = {length: compare(length, options) for length in sorted(options.lengths)}
-    rows = [row for row, _ in compared.values()]
-    ratios = compared[max(compared)][1]
+    longest = max(compared)
+    told = TOLD if TOLD in compared else longest
+    names = {pair: f"{told:,} tokens, {' / '.join(pair)}" for pair in compared[told][1]}
+    ratios = {names[pair]: ratio for pair, ratio in compared[told][1].items()}
+    targets = {names[pair]: least for pair, least in TARGETS.items() if pair in names}
+    if longest > told:
+        flat = f"tokens/s of {OURS}, {longest:,} / {told:,} tokens"
+        ratios[flat] = flatness(told, longest, options)
+        targets |= {flat: 0.95} if CUDA else {}
     publish(
         "attention",
         f"Attention, forward and backward: {options.heads} heads of {options.head_dim}, "
         f"segments of {options.segment}",
-        rows,
+        [row for row, _ in compared.values()],
         ratios,
+        targets,
     )
 
 

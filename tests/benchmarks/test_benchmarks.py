@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.report import Ratio, speed_ratio, take_turns
+from benchmarks import attention
+from benchmarks.report import Ratio, publish, speed_ratio, take_turns
+from benchmarks.utilization import Shape, Training, flops_per_token, utilization
+from infini_model.config import ModelConfig
+from infini_model.llama import InfiniLlama
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
-    "attention": ["--lengths", "64", "--segment", "32", "--heads", "1", "--turns", "1"],
+    "attention": [
+        *("--lengths", "64", "128", "--segment", "32", "--heads", "1", "--head-dim", "16"),
+        *("--full-limit", "64", "--turns", "1"),
+    ],
+    "model": [
+        *("--lengths", "32", "64", "--prompts", "20", "40", "--segment", "16", "--turns", "1"),
+        *("--hidden-size", "64", "--layers", "1"),
+    ],
     "train_step": [
         *("--steps", "2", "--skip", "1", "--turns", "1", "training.batch_size=1"),
         *("packing.context_length=64", "model.segment_length=32", "model.num_hidden_layers=1"),
@@ -27,12 +42,56 @@ TINY = {
 }
 
 
+# What a machine with torch, numpy, pyarrow, pydantic and safetensors lacks.
+ABSENT = (
+    *("datasets", "gigatoken", "infini_transformer_pytorch", "mlflow", "prefect", "tokenizers"),
+    *("transformers", "yaml"),
+)
+LENGTH = 8
+CONFIG = ModelConfig(
+    vocab_size=11,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
+    segment_length=LENGTH,
+)
+
+
+def run(*arguments: str) -> str:
+    """What a Python process prints. One thread: more wait for each other longer than they work."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def last_line(printed: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return told
+
+
+def run_bare(name: str) -> str:
+    """What a benchmark prints where nothing of `ABSENT` can be imported."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.modules.update(dict.fromkeys({ABSENT}))\n"
+        f"sys.argv[1:] = {TINY[name]}\n"
+        f"runpy.run_module('benchmarks.{name}', run_name='__main__')\n"
+    )
+    return run("-c", code)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_it_ends_with_a_line_of_json(name: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *TINY[name]]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
+    # The one for GPU machines runs on the barest.
+    told = last_line(
+        run_bare(name) if name == "model" else run("-m", f"benchmarks.{name}", *TINY[name])
+    )
     assert told["benchmark"] == name
     assert told["machine"]["cores"] > 0
     assert "torch" in told["versions"]
@@ -42,6 +101,101 @@ def test_it_ends_with_a_line_of_json(name: str) -> None:
         for number in (ratio["lowest"], ratio["median"], ratio["highest"]):
             assert math.isfinite(number)
             assert number > 0
+
+
+def test_attention_leaves_the_peer_out_where_it_is_not_installed() -> None:
+    printed = run_bare("attention")
+    assert sum("is not installed" in line for line in printed.splitlines()) == 1
+    assert {row["peer layer ms"] for row in last_line(printed)["table"]} == {None}
+
+
+@pytest.mark.skipif(attention.CUDA, reason="other lengths on a GPU")
+def test_attention_tells_the_ratios_of_16384_tokens_of_those_it_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "--lengths 16384 32768 --segment 512 --heads 1 --head-dim 4 --turns 1"
+    monkeypatch.setattr(sys, "argv", ["attention", *options.split(), "--full-limit", "0"])
+    attention.main()
+    told = last_line(capsys.readouterr().out)
+    assert {row["full causal ms"] for row in told["table"]} == {None}
+    assert set(told["ratios"]) == {
+        "16,384 tokens, infini / local only",
+        "16,384 tokens, delta / local only",
+        "16,384 tokens, layer / peer layer",
+        "tokens/s of infini, 32,768 / 16,384 tokens",
+    }
+    assert set(told["targets"]) == {
+        "16,384 tokens, infini / local only",
+        "16,384 tokens, layer / peer layer",
+    }
+
+
+def test_a_target_is_met_by_the_median(capsys: pytest.CaptureFixture[str]) -> None:
+    ratio = Ratio(2.0, 1.0, 3.0)
+    targets = {"fast": 1.9, "slow": 2.1}
+    publish("b", "Heading", [{"": "a row", "ms": None}], dict.fromkeys(targets, ratio), targets)
+    printed = capsys.readouterr().out
+    assert "fast: 2.00 (1.00 to 3.00), at least 1.9: met\n" in printed
+    assert "slow: 2.00 (1.00 to 3.00), at least 2.1: missed\n" in printed
+    assert "–" in printed
+    told = last_line(printed)
+    assert told["targets"] == targets
+    assert told["table"] == [{"": "a row", "ms": None}]
+
+
+def matrix_flops(model: InfiniLlama, tokens: torch.Tensor) -> int:
+    """Of the products of activations with parameters, as PyTorch counts them while they run."""
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).loss.backward()
+    return counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_flops_of_the_matrices_are_those_that_run(tied: bool) -> None:
+    config = CONFIG.model_copy(update={"memory": "none", "tie_word_embeddings": tied})
+    model, tokens = InfiniLlama(config), torch.zeros(3, 2 * LENGTH, dtype=torch.int64)
+    # A query sees LENGTH / 2 keys in the mean, in scores and in values, three times with backward.
+    local = 3 * 2 * 2 * config.hidden_size * (LENGTH / 2) * config.num_hidden_layers
+    expected = (flops_per_token(model, 2 * LENGTH) - local) * tokens.numel()
+    assert matrix_flops(model, tokens) == expected
+
+
+def test_the_flops_of_the_memory_are_those_of_all_segments_but_one() -> None:
+    with_memory = InfiniLlama(CONFIG)
+    without = InfiniLlama(CONFIG.model_copy(update={"memory": "none"}))
+    head_dim = CONFIG.hidden_size // 4
+    # Four heads read, two are written; a multiplication and an addition; three times with backward.
+    a_token = 3 * 2 * head_dim * head_dim * (4 + 2) * CONFIG.num_hidden_layers
+    for segments in (1, 2, 5):
+        length = segments * LENGTH
+        more = flops_per_token(with_memory, length) - flops_per_token(without, length)
+        assert more * length == pytest.approx(a_token * (segments - 1) * LENGTH)
+
+
+def test_the_utilization_is_that_of_steps_which_train() -> None:
+    training = Training(CONFIG, "cpu")
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    shapes = [Shape(4, LENGTH, False), Shape(1, 4 * LENGTH, True)]
+    found = utilization(training, shapes, turns=2, peak=1e15)
+    assert list(found) == shapes
+    assert all(len(each) == 2 and 0 < min(each) <= max(each) < 1 for each in found.values())
+    after = list(training.model.parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_batch_that_does_not_fit_is_halved() -> None:
+    class Small(Training):
+        def step(self, shape: Shape) -> None:
+            if shape.rows > fits:
+                raise torch.OutOfMemoryError
+            super().step(shape)
+
+    training = Small(CONFIG, "cpu")
+    fits = 3
+    assert training.fit(Shape(8, LENGTH, False)) == Shape(2, LENGTH, False)
+    fits = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        training.fit(Shape(8, LENGTH, False))
 
 
 def test_make_bench_runs_every_one_of_them() -> None:

@@ -1,0 +1,31 @@
+"""What `model` runs to see how much memory `generate` needs: a prompt, then a few tokens.
+
+It prints one line of JSON: the most memory it had on a GPU, in bytes; null where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from infini_model.config import ModelConfig
+from infini_model.generation import generate
+from infini_model.llama import InfiniLlama
+
+NEW_TOKENS = 8
+
+
+def main(shape: str, prompt_length: str) -> None:
+    """Continue a prompt of so many tokens with a model of the `ModelConfig` in JSON `shape`."""
+    cuda = torch.cuda.is_available()
+    torch.manual_seed(0)
+    model = InfiniLlama(ModelConfig.model_validate_json(shape)).to("cuda" if cuda else "cpu")
+    prompt = torch.randint(model.lm_head.out_features, (1, int(prompt_length)))
+    generate(model, prompt, max_new_tokens=NEW_TOKENS)
+    print(json.dumps({"cuda_bytes": torch.cuda.max_memory_allocated() if cuda else None}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

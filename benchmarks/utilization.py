@@ -1,0 +1,137 @@
+"""Model FLOPs utilization (MFU) of a training step: the arithmetic that the model needs, each
+second, as a share of what the GPU can do.
+
+What is computed twice, as under activation checkpointing, counts once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.report import stopwatch, take_turns
+from infini_model.config import ModelConfig, TrainingConfig
+from infini_model.llama import InfiniLlama
+from infini_model.training.optimizer import make_optimizer
+
+# 1.07 billion parameters without the embedding.
+BILLION = ModelConfig(
+    vocab_size=32_000,
+    hidden_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    intermediate_size=8192,
+    segment_length=2048,
+)
+
+
+class Shape(NamedTuple):
+    """The batch of a step: `rows` of `length` tokens, and whether activations are checkpointed."""
+
+    rows: int
+    length: int
+    checkpointing: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.length
+
+    def __str__(self) -> str:
+        return f"{self.length:,} tokens" + (", checkpointed" if self.checkpointing else "")
+
+
+def flops_per_token(model: InfiniLlama, length: int) -> float:
+    """Floating-point operations of forward and backward for each token of rows of `length`.
+
+    - 6 a parameter of every matrix but the embedding, which is looked up: a multiplication and an
+      addition forward, twice that backward (Kaplan et al., arXiv 2001.08361, section 2.1).
+    - Local attention, of width W = heads · D: a query meets L/2 of the L keys of its segment in the
+      mean, for 2W each in the scores and in the sum of values; 3 · 4W · L/2 = 12 · W · L/2 with the
+      backward. PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) counts twice that, as if
+      nothing were masked.
+    - The memory: a query reads D rows of D for each head, 2W · D; a key-value pair is written for
+      2W_kv · D (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all
+      segments but one: the first reads nothing, and what the last writes nobody reads.
+    """
+    config = model.config
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    if not config.tie_word_embeddings:
+        matrices -= model.model.embed_tokens.weight.numel()
+    segment = min(config.segment_length, length)
+    width = config.num_attention_heads * config.head_dim
+    kv_width = config.key_value_heads * config.head_dim
+    local = 12 * width * segment / 2
+    older = 1 - segment / length if config.memory != "none" else 0.0
+    memory = 6 * config.head_dim * (width + kv_width) * older
+    return 6 * matrices + config.num_hidden_layers * (local + memory)
+
+
+class Training:
+    """A model on a device, and steps of its training as `infini_model.training` takes them.
+
+    Weights are float32, products bfloat16 on CUDA, the optimizer is the training's own.
+    """
+
+    def __init__(self, config: ModelConfig, device: str) -> None:
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = InfiniLlama(config).to(device)
+        self._config = TrainingConfig()
+        self._optimizer = make_optimizer(self.model, self._config)
+        self._device = device
+
+    def step(self, shape: Shape) -> None:
+        """Forward, backward and update with a batch of random tokens."""
+        device, vocab_size = self._device, self.model.lm_head.out_features
+        tokens = torch.randint(vocab_size, (shape.rows, shape.length + 1), device=device)
+        self.model.model.gradient_checkpointing = shape.checkpointing
+        # Those of a step that did not fit would be added to.
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = self.model(tokens[:, :-1], labels=tokens[:, 1:]).loss
+        loss.backward()
+        clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        self._optimizer.step()
+
+    def fit(self, shape: Shape) -> Shape:
+        """Take a step; returns the shape, its rows halved until they fit into the memory.
+
+        Raises:
+            torch.OutOfMemoryError: A single row does not fit.
+        """
+        try:
+            self.step(shape)
+        except torch.OutOfMemoryError:
+            if shape.rows == 1:
+                raise
+        else:
+            return shape
+        torch.cuda.empty_cache()
+        return self.fit(shape._replace(rows=shape.rows // 2))
+
+
+def utilization(
+    training: Training, shapes: Sequence[Shape], turns: int, peak: float
+) -> dict[Shape, list[float]]:
+    """The MFU of each shape in each turn, on a device capable of `peak` operations a second.
+
+    The rows of the shapes that come out may be fewer; see `Training.fit`.
+    """
+    fitting = {str(shape): training.fit(shape) for shape in shapes}
+    peers = {
+        name: stopwatch(functools.partial(training.step, shape)) for name, shape in fitting.items()
+    }
+    seconds = take_turns(peers, turns)
+    return {
+        shape: [
+            flops_per_token(training.model, shape.length) * shape.tokens / (each * peak)
+            for each in seconds[name]
+        ]
+        for name, shape in fitting.items()
+    }

@@ -56,7 +56,12 @@ class GateStatistics(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the last norm: everything but the output layer."""
+    """Embedding, layers and the last norm: everything but the output layer.
+
+    Attributes:
+        gradient_checkpointing: Whether training keeps only what enters each layer and computes the
+            layer again in the backward pass (Chen et al., arXiv 1604.06174); off at first.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -71,6 +76,7 @@ class Decoder(nn.Module):
         )
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.gradient_checkpointing = False
 
     def forward(
         self,
@@ -81,10 +87,16 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
         """[B, T] ids to [B, T, hidden] and the layers' states after them."""
         x = self.embed_tokens(input_ids)
-        after = []
+        rope, after = (self.cos, self.sin), []
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            state = None if states is None else states[index]
-            x, new = layer(x, (self.cos, self.sin), state, reset, step)
+            inputs = (x, rope, None if states is None else states[index], reset, step)
+            # Nothing in a layer is random, so that there is no generator to set back.
+            x, new = (
+                checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+                if recompute
+                else layer(*inputs)
+            )
             after.append(new)
         return self.norm(x), tuple(after)
 
@@ -146,7 +158,7 @@ class InfiniLlama(nn.Module):
             position = torch.full((input_ids.size(0),), input_ids.size(1), device="cpu")
             after = State(layers, position)
         else:
-            hidden, after = self._continue(input_ids, memory, reset)
+            hidden, after = self.extend(input_ids, memory, reset)
         if labels is None:
             return ModelOutput(self.lm_head(hidden), None, after)
         if labels.shape != input_ids.shape:
@@ -155,10 +167,16 @@ class InfiniLlama(nn.Module):
             )
         return ModelOutput(None, self._loss(hidden, labels, reduction), after)
 
-    def _continue(
-        self, input_ids: Tensor, state: State, reset: Tensor | None
+    def extend(
+        self, input_ids: Tensor, state: State, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Hidden states of `input_ids` after `state`: segment borders first, then all at once."""
+        """Take in a piece of any length: up to the next segment border first, then all at once.
+
+        Arguments and errors are those of `forward`, `state` is its `memory`.
+
+        Returns:
+            Hidden states [B, T, hidden], of which `lm_head` makes logits, and the state after them.
+        """
         length, parts, start = self.config.segment_length, [], 0
         if len(state.position) != input_ids.size(0):
             raise ValueError(
@@ -173,11 +191,25 @@ class InfiniLlama(nn.Module):
                 hidden, state = self.advance(piece, state)
             else:
                 piece = input_ids[:, start:]
+                reset = self._reset_where_fresh(reset, state, piece)
                 hidden, layers = self.model(piece, state.layers, reset, None)
                 state = State(layers, state.position + piece.size(1))
             parts.append(hidden)
             start += piece.size(1)
         return torch.cat(parts, dim=1), state
+
+    def _reset_where_fresh(
+        self, reset: Tensor | None, state: State, piece: Tensor
+    ) -> Tensor | None:
+        """`reset`, also true at the first segment of rows that begin: no token is before theirs."""
+        fresh = state.position == 0
+        if not bool(fresh.any()):
+            return reset
+        if reset is None:
+            segments = -(-piece.size(1) // self.config.segment_length)
+            reset = torch.zeros(len(piece), segments, dtype=torch.bool, device=piece.device)
+        first = torch.arange(reset.size(1), device=piece.device) == 0
+        return reset | (first & fresh.to(piece.device)[:, None])
 
     def advance(
         self, input_ids: Tensor, state: State, counts: Tensor | None = None

@@ -26,6 +26,7 @@ _FREE_KEYS = {
     "training": frozenset(
         {
             "gpus",
+            "gradient_checkpointing",
             "num_nodes",
             "node_rank",
             "rdzv_endpoint",

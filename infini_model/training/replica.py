@@ -36,7 +36,7 @@ class _TokenLoss(nn.Module):
 
 
 class Replica:
-    """The model with its precision and, among several ranks, its DDP."""
+    """The model with its precision, its checkpointing and, among several ranks, its DDP."""
 
     def __init__(self, model: InfiniLlama, config: Config, world: World) -> None:
         self._world = world
@@ -44,6 +44,7 @@ class Replica:
         if config.training.precision == "auto":
             bf16 = world.device.type == "cuda"
         self.precision = "bf16" if bf16 else "fp32"
+        model.model.gradient_checkpointing = config.training.gradient_checkpointing
         self._loss = _TokenLoss(model)
         self._parallel: DistributedDataParallel | None = None
         if world.size > 1:

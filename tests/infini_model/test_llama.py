@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from infini_model import llama
 from infini_model.config import ModelConfig
@@ -68,7 +70,7 @@ def test_gates_start_in_the_middle_and_keys_half_way():
 @given(
     st.integers(0, 100),
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    st.sampled_from(["linear", "none"]),
+    st.sampled_from(["linear", "delta", "none"]),
     st.booleans(),
 )
 @FEW
@@ -88,8 +90,10 @@ def test_one_pass_is_any_pieces(seed, pieces, memory, shift):
         close(model(after, memory=state).logits, model(after, memory=whole.memory).logits)
 
 
-def test_one_pass_is_token_by_token():
-    model = build()
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+@pytest.mark.parametrize("shift", [True, False])
+def test_one_pass_is_token_by_token(memory, shift):
+    model = build(memory=memory, memory_key_shift=shift)
     tokens = ids(2, 14)
     with torch.no_grad():
         state = model.empty_state(2)
@@ -102,6 +106,22 @@ def test_one_pass_is_token_by_token():
             assert {x.shape for x in layer.memory} | {layer.keys.shape} == sizes
         close(model.lm_head(torch.cat(hidden, 1)), model(tokens).logits)
     assert state.position.tolist() == [14, 14]
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+def test_an_empty_state_is_no_state(memory):
+    """Also for the one row of two that begins while the other goes on."""
+    model = build(memory=memory)
+    tokens, after = ids(2, 10), ids(2, 6, seed=1)
+    with torch.no_grad():
+        fresh = model(tokens)
+        begun = model(tokens, memory=model.empty_state(2))
+        close(begun.logits, fresh.logits)
+        close(model(after, memory=begun.memory).logits, model(after, memory=fresh.memory).logits)
+        _, state = model.advance(tokens[:, :4], model.empty_state(2), torch.tensor([4, 0]))
+        mixed = model(tokens, memory=state).logits
+        close(mixed[0], model(torch.cat((tokens[:1, :4], tokens[:1]), 1)).logits[0, 4:])
+        close(mixed[1], fresh.logits[1])
 
 
 def test_rows_may_stand_at_different_places():
@@ -219,13 +239,91 @@ def test_bf16_under_autocast_and_by_itself():
         close(loss, reference, 0.02)
 
 
-def test_compiles_without_a_graph_break():
-    model = build(dtype=torch.float32)
-    tokens, labels = ids(1, 8), ids(1, 8, seed=1)
-    compiled = torch.compile(
-        lambda i, t: model(i, labels=t).loss, backend="aot_eager", fullgraph=True
-    )
-    close(compiled(tokens, labels), model(tokens, labels=labels).loss, 1e-6)
+class Largest(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that an operation gave back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+def kept_bytes(forward):
+    """What `forward` gives back, and the bytes that autograd keeps for the backward pass."""
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = forward()
+    return out, sum(storages.values())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_logits_are_never_held_whole(monkeypatch, autocast):
+    model = build(dtype=torch.float32, vocab_size=997, num_hidden_layers=1)
+    tokens, labels = ids(2, 256), ids(2, 256, seed=1)
+    whole, seen = 2 * 256 * 997, {}
+    for logits_at_once in (llama.LOGITS_AT_ONCE, 997 * 16):
+        monkeypatch.setattr(llama, "LOGITS_AT_ONCE", logits_at_once)
+        with Largest() as largest:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out, kept = kept_bytes(lambda: model(tokens, labels=labels))
+            out.loss.backward()
+        seen[logits_at_once] = largest.elements, kept
+    (most, kept), (most_in_pieces, kept_in_pieces) = seen.values()
+    assert most == whole
+    assert most_in_pieces < whole / 10
+    assert kept - kept_in_pieces >= whole * (2 if autocast else 4)
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+@pytest.mark.parametrize("carried", [False, True])
+def test_layers_computed_again_give_the_same_bits_from_less(memory, carried):
+    model = build(memory=memory, num_hidden_layers=4)
+    tokens, labels = ids(2, 32), ids(2, 32, seed=1)
+    reset = torch.zeros(2, 8, dtype=torch.bool)
+    reset[0, 3] = reset[1, 6] = True
+    with torch.no_grad():
+        state = model(ids(2, 8, seed=2)).memory if carried else None
+    results = []
+    for again in (False, True):
+        model.model.gradient_checkpointing = again
+        out, kept = kept_bytes(lambda: model(tokens, state, labels, reset))
+        gradients = torch.autograd.grad(out.loss, list(model.parameters()), allow_unused=True)
+        results.append((out.loss, gradients, out.memory.layers[3].memory.kv, kept))
+    (*plain, plain_bytes), (*ours, our_bytes) = results
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    entering = 4 * 2 * 32 * 16 * 8  # what enters each layer is kept, too
+    assert our_bytes + entering < plain_bytes / 4
+    model.eval()
+    assert kept_bytes(lambda: model(tokens, state, labels, reset))[1] > plain_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("memory", "recomputed"),
+    [("linear", False), ("delta", False), ("none", False), ("linear", True)],
+)
+def test_compiles_without_a_graph_break(monkeypatch, memory, recomputed):
+    """Also with layers and the loss's pieces computed again in the backward pass."""
+    model = build(dtype=torch.float32, memory=memory)
+    if recomputed:
+        monkeypatch.setattr(llama, "LOGITS_AT_ONCE", 17 * 5)
+        model.model.gradient_checkpointing = True
+    tokens, labels = ids(2, 12), ids(2, 12, seed=1)
+    reset = torch.tensor([[False, True, False], [False, False, False]])
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    losses = []
+    for run in (model, compiled):
+        loss = run(tokens, labels=labels, reset=reset).loss
+        losses.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_seed_decides_the_weights():

@@ -10,9 +10,11 @@ import socket
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from infini_model.config import validate
 from infini_model.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from infini_model.layers import DecoderLayer
 from infini_model.training.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
 from infini_model.training.metrics_file import read_metrics
@@ -103,6 +105,24 @@ def test_accumulated_micro_batches_are_one_batch(dataset, make_config, tmp_path,
     )
 
 
+def test_layers_that_are_computed_again_train_to_the_same_bits(dataset, make_config, tmp_path):
+    calls = []
+
+    def count(module, *_):
+        if isinstance(module, DecoderLayer) and module.training:
+            calls.append(module)
+
+    hook = register_module_forward_pre_hook(count)
+    settings = {"max_steps": 3, "eval_batches": 1}
+    for name in ("kept", "again"):
+        training = settings | {"gradient_checkpointing": name == "again"}
+        train(make_config(packing={"mode": "aligned"}, training=training), dataset, tmp_path / name)
+    hook.remove()
+    assert len(calls) == 3 * 2 * (1 + 2)
+    assert weights(tmp_path / "again") == weights(tmp_path / "kept")
+    assert repeatable(tmp_path / "again") == repeatable(tmp_path / "kept")
+
+
 def _rank(rank, ports, trees, dataset, run_dirs):
     torch.set_num_threads(1)
     for port, tree, run_dir in zip(ports, trees, run_dirs, strict=True):
@@ -136,6 +156,11 @@ def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
             "training": {"gradient_accumulation_steps": 2, "batch_size": 2},
         },
         "one-segment": {"packing": {"context_length": 16}},
+        "recomputed": {"training": {"gradient_checkpointing": True}},
+        "recomputed one-segment": {
+            "packing": {"context_length": 16},
+            "training": {"gradient_checkpointing": True},
+        },
     }
     alone, pairs = [], []
     for name, sections in cases.items():

@@ -8,26 +8,17 @@ loop.
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from infini_model.errors import ConfigError
-from infini_model.memory import NOTHING_FOUND, Memory, Update, feature_map, memories, memory_dtype
+from infini_model.local_attention import local_attention
+from infini_model.memory import Memory, Update, memories
+from infini_model.memory_kernels import gated_read, memory_dtype
 
 Rope = tuple[Tensor, Tensor]
-
-_KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-_CPU_BACKENDS = ("auto", "flash", "math")
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -39,91 +30,6 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     half = x.size(-1) // 2
     signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
     return torch.addcmul(x * cos, x.roll(half, dims=-1), signed).to(x.dtype)
-
-
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by the flash-attn package; heads before positions, as everywhere here."""
-    try:
-        from flash_attn.cute import flash_attn_func
-    except ImportError:
-        try:
-            from flash_attn import flash_attn_func
-        except ImportError as error:
-            raise ConfigError(
-                "model.attention_backend: got 'flash_attn', but the package flash-attn is not "
-                "installed (requirements-gpu.txt)"
-            ) from error
-    result: Any = flash_attn_func(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True
-    )
-    out: Tensor = result[0] if isinstance(result, tuple) else result
-    return out.transpose(1, 2)
-
-
-def local_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", visible: Tensor | None = None
-) -> Tensor:
-    """Exact softmax attention (equations 2 and 3), causal unless `visible` says what is seen.
-
-    Args:
-        q: Queries [N, H, L, D].
-        k: Keys [N, H_kv, M, D]; query head h reads head h // (H / H_kv).
-        v: Values [N, H_kv, M, D].
-        backend: Kernel; one of `ModelConfig.attention_backend`.
-        visible: Bool, broadcast to [N, H, L, M], true where a query sees a key.
-
-    Returns:
-        [N, H, L, D].
-
-    Raises:
-        ConfigError: The backend is unknown, not installed, or not for this device.
-    """
-    known = ("auto", "flash_attn", *_KERNELS)
-    takes = known if q.is_cuda else _CPU_BACKENDS
-    if backend not in takes:
-        raise ConfigError(
-            f"model.attention_backend: got {backend!r}: on {q.device.type} it takes "
-            f"{', '.join(takes)}"
-        )
-    if backend == "flash_attn" and visible is None:
-        return _flash_attn(q, k, v)
-    # flash_attn and flash take no mask; torch chooses for the few queries of a generation step.
-    free = backend in ("auto", "flash_attn") or (backend == "flash" and visible is not None)
-    with contextlib.nullcontext() if free else sdpa_kernel(_KERNELS[backend]):
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.size(1) != k.size(1)
-        )
-
-
-def gated_read(q: Tensor, local: Tensor, gate: Tensor, memory: Memory) -> Tensor:
-    """Read the memory and mix it with the local attention (equations 7 and 10).
-
-    Where the memory is empty the result is `local` exactly.
-
-    Args:
-        q: Queries without rotary embedding, [..., H, L, D].
-        local: Local attention, of the shape of `q`.
-        gate: [H], before the sigmoid.
-        memory: kv [..., H_kv, D, D] and norm [..., H_kv, D].
-
-    Returns:
-        Of the shape and dtype of `local`.
-    """
-    with torch.autocast(q.device.type, enabled=False):
-        kv, norm = memory
-        heads = norm.size(-2)
-        features = feature_map(q)
-        # The queries that share a key-value head are one longer list of queries to it.
-        grouped = features.reshape(*q.shape[:-3], heads, -1, q.size(-1))
-        total = (grouped @ norm.unsqueeze(-1)).reshape(*q.shape[:-1], 1)
-        found = (grouped @ kv).reshape(q.shape)
-        hit = total > NOTHING_FOUND
-        share = gate.to(total.dtype).sigmoid()[:, None, None] * hit
-        # The mix with all that is one number a query gathered first: the tensors of full width,
-        # which cost the time, are gone through once.
-        per_weight = share / torch.where(hit, total, 1.0)
-        mixed = torch.addcmul(local.to(total.dtype) * (1.0 - share), found, per_weight)
-        return mixed.to(local.dtype)
 
 
 def _segments(x: Tensor, length: int) -> Tensor:
@@ -192,11 +98,11 @@ def infini_attention(
         # The last column asks about the memory that comes out; a partial segment has its own.
         reset = functional.pad(reset, (0, full + 1 - reset.size(1)))
     states = memories(_segments(keys, length)[:, :full], values[:, :full], memory, reset, update)
-    before = Memory(*(x[:, : queries.size(1)] for x in states))
+    before = (x[:, : queries.size(1)].flatten(0, 1) for x in states)
 
     local = _local_segments(queries, local_keys, values, rope, backend)
-    out = gated_read(queries, local, gate, before)
-    out = out.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
+    out = gated_read(*(x.flatten(0, 1) for x in (queries, local)), gate, *before)
+    out = out.view_as(queries).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
     return out, Memory(*(x[:, -1] for x in states))
 
 

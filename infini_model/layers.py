@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from infini_model.attention import (
     Rope,
-    gated_read,
     infini_attention,
-    local_attention,
     rotate,
     segmented_local_attention,
 )
 from infini_model.config import ModelConfig, RopeScaling
+from infini_model.local_attention import local_attention
 from infini_model.memory import Memory, written
+from infini_model.memory_kernels import gated_read
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Attention(nn.Module):
         )
         memory = state.memory
         if self.config.memory != "none":
-            out = gated_read(q, out, self.gate, memory)
+            out = gated_read(q, out, self.gate, *memory)
             if step.closes is not None:
                 grown = written(memory, open_memory_keys, values, self.config.memory)
                 memory = Memory(

@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Update = Literal["linear", "delta"]
+from infini_model.memory_kernels import NOTHING_FOUND, key_value_sums, memory_dtype
 
-# Weights that sum to less than this have found nothing: the memory is empty, or every product of
-# features has underflowed. Its square is well inside float32, so that neither a division by more
-# than it nor the gradient of that can overflow.
-NOTHING_FOUND = 1e-18
+Update = Literal["linear", "delta"]
 
 
 class Memory(NamedTuple):
@@ -46,11 +43,6 @@ class Memory(NamedTuple):
             torch.zeros(batch, heads, head_dim, head_dim, dtype=exact, device=device),
             torch.zeros(batch, heads, head_dim, dtype=exact, device=device),
         )
-
-
-def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a memory beside activations of `dtype`: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def feature_map(x: Tensor) -> Tensor:
@@ -77,17 +69,16 @@ def memories(
     Returns:
         kv [B, N + 1, H_kv, D, D] and norm [B, N + 1, H_kv, D].
     """
+    sums = key_value_sums(keys.flatten(0, 1), values.flatten(0, 1))
+    added = Memory(*(x.view(*keys.shape[:2], *x.shape[1:]) for x in sums))
+    kv, norm = (
+        torch.cat((start.unsqueeze(1), new), dim=1) for start, new in zip(first, added, strict=True)
+    )
+    norm = _prefix_sums(norm, reset)
+    if update == "linear":
+        return Memory(_prefix_sums(kv, reset), norm)
     with torch.autocast(keys.device.type, enabled=False):
-        features = feature_map(keys)
-        added = Memory(features.mT @ values.to(features.dtype), features.sum(dim=-2))
-        kv, norm = (
-            torch.cat((start.unsqueeze(1), new), dim=1)
-            for start, new in zip(first, added, strict=True)
-        )
-        norm = _prefix_sums(norm, reset)
-        if update == "linear":
-            return Memory(_prefix_sums(kv, reset), norm)
-        kept = _kept(features, norm[:, :-1], added.norm)
+        kept = _kept(feature_map(keys), norm[:, :-1], added.norm)
         # What stands before the first memory does not matter: nothing of it is kept.
         kept = torch.cat((torch.zeros_like(kv[:, :1]), kept), dim=1)
         return Memory(_compose(kept, kv, reset), norm)

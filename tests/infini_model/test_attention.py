@@ -10,11 +10,11 @@ from torch.nn import functional
 
 from infini_model.attention import (
     infini_attention,
-    local_attention,
     segmented_local_attention,
 )
 from infini_model.errors import ConfigError
 from infini_model.layers import rope_tables
+from infini_model.local_attention import local_attention
 from infini_model.memory import Memory, feature_map
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -123,19 +124,43 @@ def serve(
 @configured
 def generate(
     config: Config,
-    prompt: Annotated[str, typer.Option(help="Text to go on with.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to go on with.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="File that holds it, - is stdin; only what is new is printed."),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Run, checkpoint or Hugging Face folder; the default is the newest run."),
     ] = None,
 ) -> None:
-    """Continue a prompt; evaluation.max_new_tokens, .temperature and .top_k say how."""
+    """Continue a prompt of any length, printed as it is drawn."""
+    text = _read_prompt(prompt, prompt_file)
+
     from infini_model.evaluation.prompt import continue_text
 
-    typer.echo(prompt, nl=False)
-    for piece in continue_text(config, checkpoint, prompt):
+    pieces = continue_text(config, checkpoint, text)
+    typer.echo(prompt or "", nl=False)
+    for piece in pieces:
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The text of `--prompt` or `--prompt-file`. Raises `UserError` in one line."""
+    if (prompt is None) == (file is None):
+        raise UserError("give --prompt or --prompt-file, one of the two")
+    try:
+        if file is None:
+            # What the shell passes on need not be UTF-8.
+            data = os.fsencode(prompt or "")
+        else:
+            data = sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file or '--prompt'}: is not UTF-8 text") from error
 
 
 @app.command()

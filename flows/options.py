@@ -79,6 +79,21 @@ def common(
     """Hold the signature that every command has; nothing calls it."""
 
 
+def sampling(
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to add at most.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token; above it, a draw.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the fewest likeliest tokens of this probability."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draw.")] = None,
+) -> None:
+    """Hold the signature that `generate` has besides; nothing calls it."""
+
+
 def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     gpus, device = given["gpus"], given["gpu_device"]
     if given["gpu"] is not None:
@@ -113,10 +128,15 @@ def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
         "tensorboard_dir": "training.tensorboard_dir",
         "num_nodes": "training.num_nodes",
         "max_steps": "training.max_steps",
+        "max_new_tokens": "evaluation.max_new_tokens",
+        "temperature": "evaluation.temperature",
+        "top_k": "evaluation.top_k",
+        "top_p": "evaluation.top_p",
+        "seed": "run.seed",
     }
     change: dict[str, Any] = {}
     for option, key in keys.items():
-        if given[option] is not None:
+        if given.get(option) is not None:
             section, leaf = key.split(".")
             change = merge(change, {section: {leaf: str(given[option])}})
     if given["disable_flash_attn"]:
@@ -141,8 +161,12 @@ def read(given: Mapping[str, Any], command: str) -> Config:
 
 
 def configured(command: Callable[Concatenate[Config, P], R]) -> Callable[..., R]:
-    """Give `command`, which takes a `Config`, the options that all commands share."""
-    shared = inspect.signature(common, eval_str=True).parameters
+    """Give `command`, which takes a `Config`, the options that all commands share.
+
+    `generate` gets those of the draw, too.
+    """
+    sources = (common, sampling) if command.__name__ == "generate" else (common,)
+    shared = [p for f in sources for p in inspect.signature(f, eval_str=True).parameters.values()]
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)
@@ -151,7 +175,7 @@ def configured(command: Callable[Concatenate[Config, P], R]) -> Callable[..., R]
         return command(read(given, command.__name__), **rest)  # type: ignore[call-arg]
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p.replace(kind=keyword) for p in [*shared.values(), *own]]
+    parameters = [p.replace(kind=keyword) for p in [*shared, *own]]
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options

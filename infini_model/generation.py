@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from infini_model.errors import UserError
 from infini_model.llama import InfiniLlama, State
+
+# Tokens of all prompts together that are taken in at once, in whole segments.
+TOKENS_AT_ONCE = 4096
 
 Prompts = Tensor | Sequence[Sequence[int]]
 
@@ -28,13 +32,14 @@ def generate(
 
     Args:
         model: The model; it is read as it is, on its own device.
-        prompts: Token ids, [B, T] or one list a prompt; lengths may differ, and each row comes out
-            as if it were alone (bar rounding and, above temperature 0, the draw).
+        prompts: Token ids, [B, T] or one list a prompt; lengths may differ, and no row depends on
+            the others (bar rounding).
         max_new_tokens: Tokens to add at most.
         temperature: 0 takes the likeliest token; above it, logits are divided by it.
         top_k: Draw from the k likeliest tokens only.
         top_p: Draw from the fewest likeliest tokens whose probabilities reach p.
-        seed: Of the draw; the same seed gives the same text.
+        seed: Of the draw; each row has one of its own, which (seed, number of the row) decides on
+            every device.
         eos_token_id: Token that ends a row; it is the row's last.
 
     Returns:
@@ -76,14 +81,13 @@ def stream(
     Yields:
         One token a row; None for a row that has ended. Stops when all have.
     """
-    _check_settings(max_new_tokens, temperature, top_k, top_p)
+    _check_settings(max_new_tokens, temperature, top_k, top_p, seed)
     ids, lengths = _pad(prompts, model.lm_head.out_features)
-    device = model.lm_head.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
+    chances = [np.random.default_rng((seed, row)) for row in range(len(lengths))]
     logits, state = _read_prompts(model, ids, lengths)
     ended = [False] * len(lengths)
     for number in range(1, max_new_tokens + 1):
-        tokens = _draw(logits, temperature, top_k, top_p, generator)
+        tokens = _draw(logits, temperature, top_k, top_p, chances)
         drawn: list[int] = tokens.tolist()
         yield [None if end else token for token, end in zip(drawn, ended, strict=True)]
         ended = [end or token == eos_token_id for token, end in zip(drawn, ended, strict=True)]
@@ -93,7 +97,7 @@ def stream(
 
 
 def _check_settings(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
 ) -> None:
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens: got {max_new_tokens}, needs 0 or more")
@@ -103,6 +107,8 @@ def _check_settings(
         raise UserError(f"top_k: got {top_k}, needs 1 or more")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise UserError(f"top_p: got {top_p}, needs more than 0 and at most 1")
+    if seed < 0:
+        raise UserError(f"seed: got {seed}, needs 0 or more")
 
 
 def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -125,16 +131,28 @@ def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def _read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Tensor, State]:
-    """Take in the prompts a segment at a time: the next logits [B, V] and the state after them."""
+    """Take in the prompts piece by piece: the next logits [B, V] and the state after them.
+
+    As far as every prompt fills its segments, several are computed at once; after that rows stand
+    at different places, and a piece is one segment.
+    """
     length, device = model.config.segment_length, model.lm_head.weight.device
+    filled = int(lengths.min()) // length * length
+    at_once = max(1, TOKENS_AT_ONCE // (len(lengths) * length)) * length
     state = model.empty_state(len(lengths))
     last = model.lm_head.weight.new_zeros(len(lengths), model.config.hidden_size)
-    for start in range(0, ids.size(1), length):
-        piece = ids[:, start : start + length].to(device)
-        counts = (lengths - start).clamp(0, length)
-        hidden, state = model.advance(piece, state, counts)
+    start = 0
+    while start < ids.size(1):
+        width = min(at_once, filled - start) if start < filled else length
+        piece = ids[:, start : start + width].to(device)
+        counts = (lengths - start).clamp(0, width)
+        if start < filled:
+            hidden, state = model.extend(piece, state)
+        else:
+            hidden, state = model.advance(piece, state, counts)
         newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
         last = torch.where((counts > 0).to(device)[:, None], newest, last)
+        start += width
     return model.lm_head(last), state
 
 
@@ -149,18 +167,19 @@ def _draw(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-    generator: torch.Generator,
+    chances: Sequence[np.random.Generator],
 ) -> Tensor:
-    """One token a row, [B] int64, from logits [B, V]."""
+    """One token a row, [B] int64, from logits [B, V] and the row's own chance."""
     logits = logits.float()
     if temperature == 0.0:
         return logits.argmax(dim=-1)
-    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    ordered = ordered[:, :top_k]
+    ordered, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
     # Subtracting the largest first keeps a small temperature from overflowing.
-    weights = ((ordered - ordered[:, :1]) / temperature).softmax(dim=-1)
+    weights = ((ordered - ordered[:, :1]) / temperature).softmax(dim=-1, dtype=torch.float64)
     if top_p is not None:
         before = weights.cumsum(dim=-1) - weights
         weights = weights.masked_fill(before >= top_p, 0.0)
-    choice = torch.multinomial(weights, 1, generator=generator)
+    reached = weights.cumsum(dim=-1)
+    drawn = torch.tensor([[chance.random()] for chance in chances], dtype=reached.dtype)
+    choice = (reached / reached[:, -1:] <= drawn.to(reached.device)).sum(dim=-1, keepdim=True)
     return tokens.gather(1, choice).squeeze(1)

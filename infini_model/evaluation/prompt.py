@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from infini_model.config import Config
@@ -12,7 +12,9 @@ from infini_model.generation import stream
 from infini_model.llama import InfiniLlama
 from infini_model.runs import dataset_of, latest_run
 from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.training.devices import first_device
 
+CONTEXT = 8
 # What an incomplete UTF-8 sequence decodes to; the next token may complete it.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -38,7 +40,7 @@ def _tokenizer_of(model_dir: Path) -> Tokenizer:
 
 
 def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Iterator[str]:
-    """Yield what the model adds to `prompt`, piece by piece, in constant memory.
+    """Load a model, and give back what it adds to `prompt`, piece by piece, in constant memory.
 
     `checkpoint` is a run folder, a checkpoint or a Hugging Face folder; None is the newest run.
     `config.evaluation` says how many tokens are drawn and how.
@@ -47,21 +49,38 @@ def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Itera
     """
     model_dir = _model_dir(checkpoint or latest_run(config))
     tokenizer = _tokenizer_of(model_dir)
-    model = InfiniLlama.from_pretrained(model_dir).eval()
-    new: list[int] = []
-    shown = ""
-    for (token,) in stream(
+    model = InfiniLlama.from_pretrained(
+        model_dir,
+        device=first_device(config.training.gpus),
+        attention_backend=config.model.attention_backend,
+    ).eval()
+    ids = tokenizer.encode_batch([prompt]).ids.tolist()
+    steps = stream(
         model,
-        [tokenizer.encode_batch([prompt]).ids.tolist()],
+        [ids],
         max_new_tokens=config.evaluation.max_new_tokens,
         temperature=config.evaluation.temperature,
         top_k=config.evaluation.top_k,
+        top_p=config.evaluation.top_p,
         seed=config.run.seed,
         eos_token_id=tokenizer.eos_token_id,
-    ):
-        if token is None or token == tokenizer.eos_token_id:
-            break
-        new.append(token)
-        text = tokenizer.decode(new).rstrip(REPLACEMENT)
-        yield text[len(shown) :]
-        shown = text
+    )
+    new = (token for (token,) in steps if token not in (None, tokenizer.eos_token_id))
+    return decode_pieces(tokenizer, ids, new)
+
+
+def decode_pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
+    """Yield the text of `new`, which follows `before`, as soon as it is whole characters.
+
+    A token is decoded beside the few before it, since spaces may depend on them; so it costs the
+    same however long the text has become. A sequence that the end leaves incomplete is left out.
+    """
+    context, waiting = before[-CONTEXT:], list[int]()
+    text = ""
+    for token in new:
+        waiting.append(token)
+        text = tokenizer.decode(context + waiting)[len(tokenizer.decode(context)) :]
+        if not text.endswith(REPLACEMENT):
+            yield text
+            context, waiting, text = (context + waiting)[-CONTEXT:], [], ""
+    yield text.rstrip(REPLACEMENT)

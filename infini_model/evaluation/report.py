@@ -19,7 +19,7 @@ from infini_model.evaluation.score import NOTHING, Score, score
 from infini_model.llama import InfiniLlama
 from infini_model.storage import atomic_file
 from infini_model.training.checkpoint import Position, newest_checkpoint, read_position
-from infini_model.training.devices import choose_gpus, list_gpus
+from infini_model.training.devices import first_device
 from infini_model.training.metrics_file import Line, read_metrics
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def evaluate_run(
     manifest = read_manifest(dataset_dir)
     model = InfiniLlama.from_pretrained(
         checkpoint / "model",
-        device=_device(config),
+        device=first_device(config.training.gpus),
         attention_backend=config.model.attention_backend,
     ).eval()
     _check_vocabulary(model, checkpoint, dataset_dir, manifest)
@@ -148,15 +148,6 @@ def _text(
         markdown.reproduce_section(run_dir),
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def _device(config: Config) -> str:
-    """The first GPU that the training would get, by its number for CUDA, or the CPU."""
-    chosen = choose_gpus(config.training.gpus)
-    if not chosen:
-        return "cpu"
-    visible = [gpu.identifier for gpu in list_gpus()]
-    return f"cuda:{visible.index(chosen[0].identifier)}"
 
 
 def _check_vocabulary(

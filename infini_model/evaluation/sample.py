@@ -62,6 +62,7 @@ def draw_sample(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         top_k=config.top_k,
+        top_p=config.top_p,
         seed=seed,
         eos_token_id=manifest.tokenizer.eos_token_id,
     )

@@ -138,3 +138,15 @@ def choose_gpus(gpus: str) -> list[Gpu]:
             raise DeviceError(f"training.gpus={gpus}: GPU {number} does not exist; {there}")
         chosen.append(found[int(number)])
     return chosen
+
+
+def first_device(gpus: str) -> str:
+    """The first GPU that a training of `training.gpus` would get, by its number for CUDA, or cpu.
+
+    Raises `DeviceError` as `choose_gpus` does.
+    """
+    chosen = choose_gpus(gpus)
+    if not chosen:
+        return "cpu"
+    visible = [gpu.identifier for gpu in list_gpus()]
+    return f"cuda:{visible.index(chosen[0].identifier)}"

@@ -1,5 +1,6 @@
 """Each option of the command line is a shorter name for a key of the configuration."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,24 @@ def test_an_option_sets_its_key_and_no_other(
     command: str, arguments: list[str], expected: dict[str, Any]
 ) -> None:
     assert changed(parse(command, *arguments)) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "key"),
+    [
+        ("--max-new-tokens", 9, "evaluation.max_new_tokens"),
+        ("--temperature", 0.25, "evaluation.temperature"),
+        ("--top-k", 3, "evaluation.top_k"),
+        ("--top-p", 0.5, "evaluation.top_p"),
+        ("--seed", 7, "run.seed"),
+    ],
+)
+def test_generate_alone_has_options_of_the_draw(option: str, value: float, key: str) -> None:
+    assert changed(parse("generate", option, str(value))) == {key: value}
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}: got '-1"):
+        parse("generate", option, "-1")
+    with pytest.raises(typer.exceptions.TyperException, match=option):
+        parse("train", option, str(value))
 
 
 @pytest.mark.parametrize("option", ["--gpu", "--gpu-id", "-g"])

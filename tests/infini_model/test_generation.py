@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infini_model import generation
 from infini_model.config import ModelConfig
 from infini_model.errors import UserError
 from infini_model.generation import generate, stream
 from infini_model.llama import InfiniLlama
 
 
-def build(memory="linear"):
+def build(memory="linear", shift=True):
     torch.manual_seed(3)
     config = ModelConfig(
         vocab_size=11,
@@ -22,12 +23,20 @@ def build(memory="linear"):
         intermediate_size=24,
         segment_length=4,
         memory=memory,
+        memory_key_shift=shift,
         initializer_range=0.4,
     )
-    return InfiniLlama(config).double()
+    model = InfiniLlama(config).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate", "memory_key_shift")):
+            torch.nn.init.normal_(parameter)
+    return model
 
 
 MODEL = build()
+KINDS = pytest.mark.parametrize(
+    ("memory", "shift"), [("linear", True), ("linear", False), ("delta", True), ("none", False)]
+)
 
 
 def greedy(model, prompt, count):
@@ -46,10 +55,39 @@ def test_greedy_batches_are_full_passes(prompts):
     assert new == [greedy(MODEL, prompt, 7) for prompt in prompts]
 
 
-def test_without_memory_and_from_a_tensor():
-    model, prompts = build("none"), torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
-    new = generate(model, prompts, max_new_tokens=6, temperature=0)
-    assert new == [greedy(model, prompt, 6) for prompt in prompts.tolist()]
+@KINDS
+@pytest.mark.parametrize("at_once", [1, 8, 64])
+def test_prompts_are_read_in_any_pieces(monkeypatch, memory, shift, at_once):
+    """A segment at a time, two, or as many as there are, then token by token."""
+    monkeypatch.setattr(generation, "TOKENS_AT_ONCE", at_once)
+    model = build(memory, shift)
+    draw = torch.Generator().manual_seed(1)
+    prompts = torch.randint(11, (1, 25), generator=draw)
+    new = generate(model, prompts, max_new_tokens=9, temperature=0)
+    assert new == [greedy(model, prompts[0].tolist(), 9)]
+    unequal = [prompts[0, :length].tolist() for length in (25, 8, 3)]
+    new = generate(model, unequal, max_new_tokens=6, temperature=0)
+    assert new == [greedy(model, prompt, 6) for prompt in unequal]
+
+
+@KINDS
+def test_a_drawn_row_depends_on_no_other(memory, shift):
+    model, settings_ = build(memory, shift), {"max_new_tokens": 10, "temperature": 1.5, "seed": 3}
+    prompts = [[1, 2, 3, 4, 5, 6], [7] * 13, [8, 9]]
+    rows = generate(model, prompts, **settings_)
+    assert generate(model, prompts[:1], **settings_) == rows[:1]
+    for row, prompt in enumerate(prompts):
+        others = [[0], [1, 1], [5] * 9]
+        others[row] = prompt
+        assert generate(model, others, **settings_)[row] == rows[row]
+    same = generate(model, [prompts[0]] * 3, **settings_)
+    assert len(set(map(tuple, same))) == 3
+
+
+def test_a_prompt_may_be_a_tensor():
+    prompts = torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
+    new = generate(MODEL, prompts, max_new_tokens=6, temperature=0)
+    assert new == generate(MODEL, prompts.tolist(), max_new_tokens=6, temperature=0)
 
 
 def test_stream_is_generate():
@@ -116,6 +154,7 @@ def test_nothing_to_add():
         ("temperature: got nan", [[1]], {"temperature": float("nan")}),
         ("top_k: got 0", [[1]], {"top_k": 0}),
         ("top_p: got 0.0", [[1]], {"top_p": 0.0}),
+        ("seed: got -1", [[1]], {"seed": -1}),
     ],
 )
 def test_bad_input_is_named(message, prompts, change):

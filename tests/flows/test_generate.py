@@ -1,0 +1,91 @@
+"""`infini generate` from a saved checkpoint to the text on the screen."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Environment, infini
+
+from infini_model.config import ModelConfig
+from infini_model.data.tokenizers import load_tokenizer, train_tokenizer
+from infini_model.generation import generate
+from infini_model.llama import InfiniLlama
+
+PROMPT = "Grüße, 世界! " * 9
+DRAW = {"max_new_tokens": 60, "temperature": 0.7, "top_k": 40, "top_p": 0.95, "seed": 5}
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in DRAW.items()]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with its tokenizer, of mostly single bytes."""
+    folder = tmp_path_factory.mktemp("model") / "folder"
+    tokenizer = train_tokenizer([[PROMPT]], 270)
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, segment_length=16, initializer_range=0.3
+    )
+    InfiniLlama(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def continued(checkpoint: Path) -> str:
+    """What the library makes of it, at once; a sequence that the end cuts off is left out."""
+    tokenizer = load_tokenizer(str(checkpoint / "tokenizer.json"))
+    ids = tokenizer.encode_batch([PROMPT]).ids.tolist()
+    model = InfiniLlama.from_pretrained(checkpoint)
+    (new,) = generate(model, [ids], eos_token_id=tokenizer.eos_token_id, **DRAW)
+    text = tokenizer.decode(ids + new).removeprefix(PROMPT).rstrip("\ufffd")
+    assert len(text) > 20
+    return text
+
+
+def said(env: Environment, *arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
+    command = infini("generate", "--no-gpu", *map(str, arguments))
+    done = subprocess.run(
+        command, env=env, input=stdin, capture_output=True, check=False, timeout=120
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.parametrize("source", ["option", "file", "stdin"])
+def test_a_prompt_from_anywhere_is_gone_on_with(
+    alone: Environment, checkpoint: Path, continued: str, tmp_path: Path, source: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(PROMPT.encode())
+    given = {"option": ["--prompt", PROMPT], "file": ["--prompt-file", file]}
+    arguments = given.get(source, ["--prompt-file", "-"])
+    status, out, error = said(
+        alone, "--checkpoint", checkpoint, *OPTIONS, *arguments, stdin=PROMPT.encode()
+    )
+    assert (status, error) == (0, "")
+    assert out == (PROMPT if source == "option" else "") + continued + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "give --prompt or --prompt-file, one of the two"),
+        (["--prompt", "a", "--prompt-file", "-"], "give --prompt or --prompt-file, one of the two"),
+        (["--prompt", ""], "prompt 0: is empty"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read: No such file"),
+        (["--prompt-file", "-"], "-: is not UTF-8 text"),
+        (["--prompt", b"\xff"], "--prompt: is not UTF-8 text"),
+        (["--prompt", "a", "--top-p", "2"], "evaluation.top_p: got '2.0'"),
+        (["--prompt", "a", "--checkpoint", "/nowhere"], "/nowhere/config.json: there is no such"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line(
+    alone: Environment, checkpoint: Path, arguments: list[str | bytes], named: str
+) -> None:
+    given = [a.decode("utf-8", "surrogateescape") if isinstance(a, bytes) else a for a in arguments]
+    status, out, error = said(alone, "--checkpoint", checkpoint, *given, stdin=b"\xff")
+    assert (status, out) == (2, "")
+    (line,) = error.splitlines()
+    assert line.startswith("error: ")
+    assert named in line

@@ -1,0 +1,47 @@
+"""Text as it is drawn: whole characters, in pieces that are the text together."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infini_model.data.tokenizers import ByteTokenizer, train_tokenizer
+from infini_model.evaluation.prompt import decode_pieces
+
+BYTES = ByteTokenizer()
+PAIRS = train_tokenizer([["über die Größe der Erde ", "the stone under the river "]], 300)
+
+
+@given(st.sampled_from([BYTES, PAIRS]), st.text(), st.text())
+def test_pieces_are_the_text(tokenizer, prompt, text):
+    before, new = (tokenizer.encode_batch([t]).ids.tolist() for t in (prompt, text))
+    pieces = list(decode_pieces(tokenizer, before, new))
+    assert "".join(pieces) == text.rstrip("\ufffd")
+    for piece in pieces:
+        piece.encode()
+
+
+def test_a_character_comes_when_it_is_whole():
+    new = BYTES.encode_batch(["aé€𝄞b"]).ids.tolist()
+    taken = []
+    pieces = decode_pieces(BYTES, [], (taken.append(token) or token for token in new))
+    shown = [(piece, len(taken)) for piece in pieces if piece]
+    assert shown == [("a", 1), ("é", 3), ("€", 6), ("𝄞", 10), ("b", 11)]
+
+
+@given(st.lists(st.integers(0, 254)))
+def test_what_is_no_text_is_marked_as_it_would_be_at_once(octets):
+    pieces = "".join(decode_pieces(BYTES, [], octets))
+    assert pieces == BYTES.decode(octets).rstrip("\ufffd")
+
+
+def test_a_token_costs_the_same_however_long_the_text():
+    class Counting(ByteTokenizer):
+        longest = 0
+
+        def decode(self, ids):
+            self.longest = max(self.longest, len(ids))
+            return super().decode(ids)
+
+    tokenizer = Counting()
+    new = BYTES.encode_batch(["añb" * 500]).ids.tolist()
+    assert "".join(decode_pieces(tokenizer, new, new)) == "añb" * 500
+    assert tokenizer.longest < 16

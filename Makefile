@@ -31,7 +31,10 @@ $(STAMP): requirements.lock pyproject.toml
 run: install
 	$(BIN)/infini run $(ARGS)
 
+# A CUDA build of PyTorch pins the Triton that fits it, so the lock has none; with a CPU build the
+# tests run the kernels in Triton's interpreter.
 test: install
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.5'
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: install
@@ -49,7 +52,7 @@ bench: install
 lock:
 	$(BIN)/python -m pip install --quiet --upgrade -r requirements.txt -r requirements-dev.txt
 	{ echo "# The exact set that the tests ran with; made by 'make lock'."; \
-	  $(BIN)/python -m pip freeze --exclude-editable | sed 's/^\(torch==[0-9.]*\)+.*/\1/'; } > requirements.lock.new
+	  $(BIN)/python -m pip freeze --exclude-editable --exclude triton | sed 's/^\(torch==[0-9.]*\)+.*/\1/'; } > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 
 clean:

@@ -25,7 +25,15 @@ PIECE_BYTES = 1 << 20
 
 Piece = tuple[slice, slice]
 
-_own = threading.local()
+
+class _Own(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+
+_own = _Own()
 
 
 def for_each_piece(work: Callable[[Piece], None], like: Tensor, heads: int, size: int) -> None:
@@ -68,15 +76,18 @@ def for_each_piece(work: Callable[[Piece], None], like: Tensor, heads: int, size
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Threads in each of which PyTorch uses that one alone."""
-    # What a thread sets, later threads start with.
-    pool = ThreadPoolExecutor(
-        threads, "infini-model", initializer=torch.set_num_threads, initargs=(1,)
-    )
-    barrier = threading.Barrier(threads + 1)
+    started = threading.Barrier(threads + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # settles what would otherwise be settled, and undone, later
+        torch.set_num_threads(1)
+        started.wait()
+
+    pool = ThreadPoolExecutor(threads, "infini-model", initializer=start)
     for _ in range(threads):
-        pool.submit(barrier.wait)
-    barrier.wait()
-    torch.set_num_threads(threads)
+        pool.submit(int)
+    started.wait()
+    torch.set_num_threads(threads)  # for threads that start later; this one's was never changed
     return pool
 
 
@@ -86,12 +97,11 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 
 def scratch(name: str, like: Tensor, *shape: int) -> Tensor:
     """Memory of this thread for `name`, of arbitrary content; the tensor before is overwritten."""
-    key, size = f"{name} {like.dtype} {like.device}", math.prod(shape)
-    held: Tensor | None = getattr(_own, key, None)
+    key, size = (name, like.dtype, like.device), math.prod(shape)
+    held = _own.memory.get(key)
     if held is None or len(held) < size:
         with torch.inference_mode(False):  # what is made under it cannot be used outside
-            held = like.new_empty(size)
-        setattr(_own, key, held)
+            held = _own.memory[key] = like.new_empty(size)
     return held[:size].view(shape)
 
 

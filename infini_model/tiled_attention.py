@@ -31,14 +31,14 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         [N, H, L, D].
     """
-    heads, out = k.size(1), torch.empty_like(q)
+    heads, future, out = k.size(1), _future(q), torch.empty_like(q)
 
     def attend(piece: Piece) -> None:
         queries, keys, values = (take(x, piece, heads) for x in (q, k, v))
         mixed = scratch("mixed", q, *queries.shape)
         for rows in _tiles(q):
             row_queries, seen_keys, seen_values = _tile(rows, queries, keys, values)
-            weights = _weights(row_queries, seen_keys)
+            weights = _weights(row_queries, seen_keys, future)
             found = torch.bmm(weights, seen_values, out=scratch("found", q, *row_queries.shape))
             mixed[:, :, rows] = found.view_as(mixed[:, :, rows])
         put(out, piece, heads, mixed)
@@ -51,7 +51,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     "infini_model::tiled_attention_backward", mutates_args=(), device_types="cpu"
 )
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    heads, scale = k.size(1), q.size(3) ** -0.5
+    heads, future, scale = k.size(1), _future(q), q.size(3) ** -0.5
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
 
     def differentiate(piece: Piece) -> None:
@@ -61,7 +61,7 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
         for rows in _tiles(q):
             row_queries, seen_keys, seen_values = _tile(rows, queries, keys, values)
             row_grads, seen_dkeys, seen_dvalues = _tile(rows, incoming, dkeys, dvalues)
-            weights = _weights(row_queries, seen_keys)
+            weights = _weights(row_queries, seen_keys, future)
             seen_dvalues.baddbmm_(weights.mT, row_grads)
             dweights = scratch("dweights", q, *weights.shape)
             torch.bmm(row_grads, seen_values.mT, out=dweights)
@@ -96,7 +96,12 @@ def _tile(
     return queries[:, :, rows].flatten(1, 2), keys[:, 0, seen], values[:, 0, seen]
 
 
-def _weights(queries: Tensor, keys: Tensor) -> Tensor:
+def _future(q: Tensor) -> Tensor:
+    """−∞ where a row of a tile would see a later one of the same tile, [TILE, TILE]."""
+    return torch.full((TILE, TILE), -torch.inf, dtype=q.dtype).triu_(1)
+
+
+def _weights(queries: Tensor, keys: Tensor, future: Tensor) -> Tensor:
     """Softmax weights [M, G · R, K] of queries [M, G · R, D] over keys [M, K, D].
 
     The last rows of the keys are those of the queries themselves.
@@ -105,7 +110,7 @@ def _weights(queries: Tensor, keys: Tensor) -> Tensor:
     torch.baddbmm(scores, queries, keys.mT, beta=0.0, alpha=queries.size(2) ** -0.5, out=scores)
     rows = (keys.size(1) - 1) % TILE + 1
     own = scores.view(len(scores), -1, rows, keys.size(1))[..., -rows:]
-    own += torch.full((rows, rows), -torch.inf, dtype=scores.dtype).triu_(1)
+    own += future[:rows, :rows]
     return torch.softmax(scores, dim=-1, out=scores)
 
 

@@ -273,8 +273,12 @@ class ModelConfig(Section):
         description="Whether values are filed under a learned mix of their own key and the one "
         "before, so that the memory can answer what came after; false is the paper's form.",
     )
-    attention_backend: Literal["auto", "flash_attn", "flash", "cudnn", "efficient", "math"] = Field(
-        "auto", description="Kernel of the attention inside segments."
+    attention_backend: Literal[
+        "auto", "flash_attn", "flash", "cudnn", "efficient", "math", "tiled"
+    ] = Field(
+        "auto",
+        description="Kernel of the attention inside segments: flash_attn is the package, tiled "
+        "this library's own for CPUs, the others are PyTorch's; auto takes the fastest there is.",
     )
 
     @property

@@ -8,7 +8,8 @@ at 512 tokens.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import functools
+import importlib.metadata
 from typing import Any
 
 import torch
@@ -29,50 +30,71 @@ _CPU_BACKENDS = ("auto", "tiled", "flash", "math")
 _CUDA_BACKENDS = ("auto", "flash_attn", *_KERNELS)
 
 
-def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The kernel that `backend` stands for; `auto` where the choice is left to PyTorch.
+# Up to here the tiles of `tiled` are too few to gain what they cost.
+_UNTILED_LENGTH = 128
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def resolve_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int
+) -> str:
+    """The kernel that `backend` stands for; `auto` where PyTorch chooses among its own.
 
     Args:
         backend: One of `ModelConfig.attention_backend`.
         device: Where the attention runs.
         dtype: Of queries, keys and values.
         head_dim: Width of a head.
+        length: Tokens of a segment.
 
     Raises:
-        ConfigError: The backend is unknown, not installed, or not for this device.
+        ConfigError: The backend is unknown, not installed, or not for this device or dtype.
     """
     takes = _CUDA_BACKENDS if device.type == "cuda" else _CPU_BACKENDS
+    got = f"model.attention_backend: got {backend!r}"
     if backend not in takes:
-        raise ConfigError(
-            f"model.attention_backend: got {backend!r}: on {device.type} it takes "
-            f"{', '.join(takes)}"
-        )
-    if backend == "flash_attn" and not _flash_attn_installed():
-        raise ConfigError(
-            "model.attention_backend: got 'flash_attn', but the package flash-attn is not "
-            "installed (requirements-gpu.txt)"
-        )
+        raise ConfigError(f"{got}: on {device.type} it takes {', '.join(takes)}")
+    if backend == "flash_attn" and _flash_attn_version() is None:
+        raise ConfigError(f"{got}, but flash-attn is not installed (requirements-gpu.txt)")
+    tileable = device.type == "cpu" and dtype in (torch.float32, torch.float64)
+    if backend == "tiled" and not tileable:
+        raise ConfigError(f"{got}: it takes float32 or float64, not {dtype}")
     if backend != "auto":
         return backend
-    if device.type == "cpu" and dtype in (torch.float32, torch.float64):
+    if tileable and length > _UNTILED_LENGTH:
         return "tiled"
     if device.type == "cuda" and _flash_attn_serves(device, dtype, head_dim):
         return "flash_attn"
     return "auto"
 
 
-def _flash_attn_installed() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+@functools.cache
+def _flash_attn_version() -> str | None:
+    """The version of flash-attn 4 or else of 2; None where neither is installed."""
+    for distribution in ("flash-attn-4", "flash-attn"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
 
 
 def _flash_attn_serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether flash-attn is there, 4 (from Hopper on) or 2 (from Ampere on), and takes these."""
-    if dtype not in (torch.float16, torch.bfloat16) or not _flash_attn_installed():
+    version = _flash_attn_version()
+    if version is None or dtype not in (torch.float16, torch.bfloat16):
         return False
     major, _ = torch.cuda.get_device_capability(device)
-    if importlib.util.find_spec("flash_attn.cute") is not None:
+    if version.startswith("4"):
         return major >= 9 and head_dim <= 128
     return major >= 8 and head_dim <= 256
+
+
+def describe_backend(kernel: str) -> str:
+    """A kernel that `resolve_backend` gave, as the log names it."""
+    if kernel == "auto":
+        return f"PyTorch {torch.__version__}, its own choice"
+    if kernel == "flash_attn":
+        return f"flash_attn {_flash_attn_version()}"
+    return kernel
 
 
 def local_attention(
@@ -91,10 +113,9 @@ def local_attention(
         [N, H, L, D].
 
     Raises:
-        ConfigError: The backend is unknown, not installed, or not for this device.
-        TypeError: The backend does not take the dtype.
+        ConfigError: The backend is unknown, not installed, or not for this device or dtype.
     """
-    kernel = resolve_backend(backend, q.device, q.dtype, q.size(-1))
+    kernel = resolve_backend(backend, q.device, q.dtype, q.size(3), q.size(2))
     if visible is None and kernel == "flash_attn":
         return _flash_attn(q, k, v)
     if visible is None and kernel == "tiled":
@@ -111,7 +132,7 @@ def local_attention(
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by the flash-attn package; heads before positions, as everywhere here."""
-    if importlib.util.find_spec("flash_attn.cute") is not None:
+    if str(_flash_attn_version()).startswith("4"):
         from flash_attn.cute import flash_attn_func
     else:
         from flash_attn import flash_attn_func

@@ -315,6 +315,7 @@ class Trainer:
             f"Run: {self.run_dir}",
             f"Dataset: {dataset}",
             f"Device: {world.device.type}, {self._replica.precision}",
+            f"Attention inside segments: {self._replica.attention_backend}",
             f"Number of processes: {world.size}",
             f"Batch size per process: {training.batch_size}",
             f"Gradient accumulation: {training.gradient_accumulation_steps}",

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from infini_model.config import Config
 from infini_model.data.loader import IGNORED, Batch
 from infini_model.llama import InfiniLlama
+from infini_model.local_attention import describe_backend, resolve_backend
 from infini_model.training.distributed import World
 
 
@@ -44,6 +45,14 @@ class Replica:
         if config.training.precision == "auto":
             bf16 = world.device.type == "cuda"
         self.precision = "bf16" if bf16 else "fp32"
+        kernel = resolve_backend(
+            config.model.attention_backend,
+            world.device,
+            torch.bfloat16 if bf16 else torch.float32,
+            config.model.head_dim,
+            min(config.model.segment_length, config.packing.context_length),
+        )
+        self.attention_backend = describe_backend(kernel)
         model.model.gradient_checkpointing = config.training.gradient_checkpointing
         self._loss = _TokenLoss(model)
         self._parallel: DistributedDataParallel | None = None

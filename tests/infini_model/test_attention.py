@@ -14,7 +14,7 @@ from infini_model.attention import (
 )
 from infini_model.errors import ConfigError
 from infini_model.layers import rope_tables
-from infini_model.local_attention import local_attention
+from infini_model.local_attention import local_attention, resolve_backend
 from infini_model.memory import Memory, feature_map
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -321,12 +321,44 @@ def test_feature_map_keeps_its_digits_and_its_slope():
     torch.testing.assert_close(slope, torch.tensor([*expected[:3], 1.0]), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["math", "flash"])
+@pytest.mark.parametrize("backend", ["math", "flash", "tiled"])
 def test_backends_agree(backend):
     q, k, v, gate, *_ = draw(1, 4, 2, 16, 8, dtype=torch.float32)
     ours, _ = infini_attention(q, k, v, gate, segment_length=4, backend=backend)
     auto, _ = infini_attention(q, k, v, gate, segment_length=4)
     torch.testing.assert_close(ours, auto)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "kernel"),
+    [
+        (torch.float32, 128, "auto"),
+        (torch.float32, 129, "tiled"),
+        (torch.float64, 2048, "tiled"),
+        (torch.bfloat16, 2048, "auto"),
+    ],
+)
+def test_auto_on_a_cpu(dtype, length, kernel):
+    assert resolve_backend("auto", torch.device("cpu"), dtype, 64, length) == kernel
+
+
+@pytest.mark.parametrize("update", ["linear", "delta"])
+def test_a_million_tokens_drift_less_than_a_thousandth(update):
+    length, piece, pieces = 64, 1 << 15, 32
+    generator = torch.Generator().manual_seed(0)
+    gate, memory, exact = torch.zeros(2), None, None
+    for _ in range(pieces):
+        q, k, v = (torch.randn(1, 2, piece, 4, generator=generator) for _ in range(3))
+        out, memory = infini_attention(
+            q, k, v, gate, segment_length=length, memory=memory, update=update
+        )
+        wide = (x.double() for x in (q, k, v, gate))
+        expected, exact = infini_attention(
+            *wide, segment_length=length, memory=exact, update=update
+        )
+        assert (out - expected).abs().max() < 1e-3 * expected.abs().max()
+        assert (memory.kv - exact.kv).abs().max() < 1e-3 * exact.kv.abs().max()
+    assert piece * pieces >= 1_000_000
 
 
 @BOTH
@@ -377,6 +409,11 @@ EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
         (TypeError, "reset: expected dtype torch.bool", {"reset": torch.zeros(2, 2)}),
         (ConfigError, "attention_backend: got 'cudnn': on cpu it takes", {"backend": "cudnn"}),
         (ConfigError, "attention_backend: got 'best'", {"backend": "best"}),
+        (
+            ConfigError,
+            "got 'tiled': it takes float32 or float64, not torch.float16",
+            {"backend": "tiled", "q": Q.half(), "k": K.half(), "v": V.half()},
+        ),
     ],
 )
 def test_bad_input_is_named(error, message, change):

@@ -1,19 +1,23 @@
 """The two passes over all tokens that the memory costs: read it and mix, and sum what is written.
 
 Both are operators with a backward pass of their own, of which `torch.compile` sees the outside. On
-a CPU they go through the segments in pieces that fit the cache; on CUDA the read is one Triton
-kernel each way. σ = ELU + 1 and all sums are float32 (float64 for float64) whatever comes in.
+a CPU they go through the segments in pieces that fit the cache; on CUDA each is one Triton kernel
+each way. σ = ELU + 1 and all sums are float32 (float64 for float64) whatever comes in.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infini_model.blocks import Piece, for_each_piece, put, scratch, take
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 # Weights that sum to less than this have found nothing: the memory is empty, or every product of
 # features has underflowed. Its square is well inside float32, so that neither a division by more
@@ -26,7 +30,30 @@ def memory_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op("infini_model::gated_read", mutates_args=())
+def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """The decorated definition as an operator, which `kernel` of `triton_kernels` is on CUDA.
+
+    float64 asks for more digits than those kernels have, and gets the definition there, too.
+    """
+
+    def define(definition: Callable[..., Any]) -> CustomOpDef:
+        name = f"infini_model::{definition.__name__.removeprefix('_')}"
+        operator = torch.library.custom_op(name, definition, mutates_args=())
+
+        @operator.register_kernel("cuda")
+        def _(*inputs: Tensor) -> Any:
+            if inputs[0].dtype == torch.float64:
+                return definition(*inputs)
+            from infini_model import triton_kernels
+
+            return getattr(triton_kernels, kernel)(*inputs)
+
+        return operator
+
+    return define
+
+
+@_operator("gated_read_forward")
 def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor) -> Tensor:
     """Read the memory and mix it with the local attention (arXiv 2404.07143, equations 7 and 10).
 
@@ -56,7 +83,7 @@ def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor)
     return out
 
 
-@torch.library.custom_op("infini_model::gated_read_backward", mutates_args=())
+@_operator("gated_read_backward")
 def _gated_read_backward(
     grad: Tensor, q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -107,7 +134,7 @@ def _reading(features: Tensor, gate: Tensor, norm: Tensor, piece: Piece) -> _Rea
     return _Reading(hit, total, share, share / total)
 
 
-@torch.library.custom_op("infini_model::key_value_sums", mutates_args=())
+@_operator("key_value_sums_forward")
 def key_value_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """What each segment writes (arXiv 2404.07143, equation 8): σ(K)ᵀV and Σσ(K).
 
@@ -131,7 +158,7 @@ def key_value_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return kv, norm
 
 
-@torch.library.custom_op("infini_model::key_value_sums_backward", mutates_args=())
+@_operator("key_value_sums_backward")
 def _key_value_sums_backward(
     dkv: Tensor, dnorm: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -202,19 +229,3 @@ def _sums_gradients(ctx: Any, dkv: Tensor, dnorm: Tensor) -> tuple[Tensor, ...]:
 
 gated_read.register_autograd(_read_gradients, setup_context=_save)
 key_value_sums.register_autograd(_sums_gradients, setup_context=_save)
-
-
-@gated_read.register_kernel("cuda")
-def _(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor) -> Tensor:
-    from infini_model.triton_read import gated_read_forward
-
-    return gated_read_forward(q, local, gate, kv.contiguous(), norm.contiguous())
-
-
-@_gated_read_backward.register_kernel("cuda")
-def _(
-    grad: Tensor, q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from infini_model.triton_read import gated_read_backward
-
-    return gated_read_backward(grad, q, local, gate, kv.contiguous(), norm.contiguous())

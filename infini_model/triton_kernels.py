@@ -1,8 +1,9 @@
-"""Read of the memory and gate in one pass over the rows, forward and backward, by Triton.
+"""The two passes over all tokens that the memory costs, forward and backward, by Triton.
 
-What the last step of infini-attention does in PyTorch ("Leave No Context Behind", arXiv 2404.07143,
-equations 7 and 10), without its tensors of full width in between. For a row q of a query head with
-gate g, and the memory (M, z) of its key-value head:
+They compute what `infini_model.memory_kernels` defines ("Leave No Context Behind", arXiv
+2404.07143, equations 7, 8 and 10), without its tensors of full width in between.
+
+The read, for a row q of a query head with gate g, and the memory (M, z) of its key-value head:
 
     f = σ(q) = ELU(q) + 1        n = f·z        s = sigmoid(g)        w = s / n
     out = (1 − s) local + w f M
@@ -14,16 +15,23 @@ and out = local where n finds nothing; s and w are 0 there. With d the gradient 
     dlocal = (1 − s) d           dg = Σ ds s (1 − s)
     dM = Σ w fᵀ d                dz = Σ dn f
 
-summed over the rows of all query heads that read M (dg: over the rows of its own). f is computed
-anew in the backward pass; nothing is kept but the arguments.
+summed over the rows of all query heads that read M (dg: over the rows of its own). What a segment
+writes, for its rows k and v of a key-value head, with f = σ(k):
 
-A program holds the memory of one key-value head and goes through a stretch of the rows that read
-it, so that sums stay in registers. The sums of several stretches are added afterwards, always in
-the same order, and nothing is added atomically: the same arguments give the same bits.
+    M = Σ fᵀ v                   z = Σ f
+    dk = (v dMᵀ + dz) min(f, 1)  dv = f dM
+
+f is computed anew in the backward pass; nothing is kept but the arguments.
+
+A program holds the memory of one key-value head, or the gradient of that, and goes through a
+stretch of the rows that belong to it, so that sums stay in registers. The sums of several stretches
+are added afterwards, always in the same order, and nothing is added atomically: the same arguments
+give the same bits.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,6 +44,7 @@ from infini_model.memory_kernels import NOTHING_FOUND
 # Of an H100 or H200; on other devices this costs speed alone.
 _MULTIPROCESSORS = 132
 _NOTHING_FOUND = tl.constexpr(NOTHING_FOUND)
+_MINUS_INFINITY = tl.constexpr(-math.inf)
 
 
 def gated_read_forward(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor) -> Tensor:
@@ -55,9 +64,9 @@ def gated_read_forward(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm:
     q, local = _rows(q), _rows(local)
     out = torch.empty_like(local)
     tiles = _tiles(q)
-    stretch, grid = _work(q, norm, tiles)
+    stretch, grid = _work(q, norm.size(1), tiles)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        _forward[grid](
+        _read_forward[grid](
             *(_placed(q), _placed(local), gate.contiguous(), kv.contiguous(), norm.contiguous()),
             _placed(out),
             *(norm.size(1), q.size(1) // norm.size(1), q.size(2), stretch),
@@ -86,11 +95,11 @@ def gated_read_backward(
     grad, q, local = _rows(grad), _rows(q), _rows(local)
     dq, dlocal = torch.empty_like(q), torch.empty_like(local)
     tiles = _tiles(q)
-    stretch, grid = _work(q, norm, tiles)
+    stretch, grid = _work(q, norm.size(1), tiles)
     dgate = norm.new_empty(grid[2], *q.shape[:2], triton.cdiv(q.size(2), tiles["ROWS"]))
     dkv, dnorm = (x.new_empty(grid[1], *x.shape) for x in (kv, norm))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        _backward[grid](
+        _read_backward[grid](
             _placed(grad),
             *(_placed(q), _placed(local), gate.contiguous(), kv.contiguous(), norm.contiguous()),
             *(_placed(dq), _placed(dlocal), dgate, dkv, dnorm),
@@ -98,9 +107,69 @@ def gated_read_backward(
             **tiles,
             num_warps=4 if tiles["WIDTH"] <= 64 else 8,
         )
-    # One stretch is the sum already; to add it up would copy it.
-    dkv, dnorm = (x[0] if grid[1] == 1 else x.sum(dim=0) for x in (dkv, dnorm))
-    return dq, dlocal, dgate.sum(dim=(0, 1, 3)).to(gate.dtype), dkv, dnorm
+    dgate = dgate.sum(dim=(0, 1, 3)).to(gate.dtype)
+    return dq, dlocal, dgate, _added(dkv), _added(dnorm)
+
+
+def key_value_sums_forward(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum what each segment writes to the memory (equation 8): σ(K)ᵀV and Σσ(K).
+
+    Args:
+        keys: [N, H_kv, L, D], D at most 256; float32, bfloat16 or float16.
+        values: Of the shape and dtype of `keys`.
+
+    Returns:
+        [N, H_kv, D, D] and [N, H_kv, D], float32.
+    """
+    keys, values = _rows(keys), _rows(values)
+    heads, head_dim = keys.size(1), keys.size(3)
+    tiles = _tiles(keys)
+    stretch, grid = _work(keys, heads, tiles)
+    norm = keys.new_empty(grid[1], *keys.shape[:2], head_dim, dtype=torch.float32)
+    kv = norm.new_empty(*norm.shape, head_dim)
+    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+        _sums_forward[grid](
+            *(_placed(keys), _placed(values), kv, norm),
+            *(heads, keys.size(2), stretch),
+            **tiles,
+            num_warps=8,
+        )
+    return _added(kv), _added(norm)
+
+
+def key_value_sums_backward(
+    dkv: Tensor, dnorm: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `key_value_sums_forward` from those of its results.
+
+    Args:
+        dkv: Gradient of the first result, [N, H_kv, D, D], float32.
+        dnorm: Gradient of the second, [N, H_kv, D], float32.
+        keys: This and the following are the arguments of `key_value_sums_forward`.
+        values: As there.
+
+    Returns:
+        The gradients of keys and values, in the dtype of each and with its strides if these are
+        dense.
+    """
+    keys, values = _rows(keys), _rows(values)
+    dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
+    tiles = _tiles(keys)
+    stretch, grid = _work(keys, keys.size(1), tiles)
+    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+        _sums_backward[grid](
+            *(dkv.contiguous(), dnorm.contiguous(), _placed(keys), _placed(values)),
+            *(_placed(dkeys), _placed(dvalues)),
+            *(keys.size(1), keys.size(2), stretch),
+            **tiles,
+            num_warps=8,
+        )
+    return dkeys, dvalues
+
+
+def _added(partial: Tensor) -> Tensor:
+    """The sums of all stretches [stretches, ...] as one; one is that already, without a copy."""
+    return partial[0] if len(partial) == 1 else partial.sum(dim=0)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -113,35 +182,35 @@ def _placed(x: Tensor) -> tuple[Tensor | int, ...]:
     return (x, *x.stride()[:3])
 
 
-def _tiles(q: Tensor) -> dict[str, Any]:
-    """The constants of both kernels for rows like those of `q`.
+def _tiles(x: Tensor) -> dict[str, Any]:
+    """The constants of all kernels for rows like those of `x`.
 
     bfloat16 has the range of the memory's float32, and the tensor cores take it as it is. float16
     has not: its products are of TensorFloat-32, which has the range of the one and the mantissa of
     the other. For float32 three of these make one product, exact to about 22 bits.
     """
-    width = max(16, triton.next_power_of_2(q.size(3)))
-    size = q.element_size()
+    width = max(16, triton.next_power_of_2(x.size(3)))
+    size = x.element_size()
     return {
-        "HEAD_DIM": q.size(3),
+        "HEAD_DIM": x.size(3),
         "WIDTH": width,
         # More of the memory and its gradient does not fit into a multiprocessor.
-        "TILE": 64 if width * size > 256 else width,
+        "TILE": min(width, (32 << 10) // (width * size)),
         "ROWS": 64 if size == 2 and width <= 128 else 32,
-        "OPERAND": tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float32,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        "OPERAND": tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32,
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
         "enable_fp_fusion": True,
     }
 
 
-def _work(q: Tensor, norm: Tensor, tiles: dict[str, Any]) -> tuple[int, tuple[int, int, int]]:
-    """How many blocks of rows a program goes through, and the grid of the programs.
+def _work(x: Tensor, kv_heads: int, tiles: dict[str, Any]) -> tuple[int, tuple[int, int, int]]:
+    """How many blocks of rows of `x` a program goes through, and the grid of the programs.
 
     Programs run in waves of one a multiprocessor. To load the memory and to store its gradient
     takes a program about as long as two blocks do.
     """
-    heads = norm.size(0) * norm.size(1)
-    blocks = q.size(1) // norm.size(1) * triton.cdiv(q.size(2), tiles["ROWS"])
+    heads = x.size(0) * kv_heads
+    blocks = x.size(1) // kv_heads * triton.cdiv(x.size(2), tiles["ROWS"])
 
     def cost(stretches: int) -> int:
         waves: int = triton.cdiv(heads * stretches, _MULTIPROCESSORS)
@@ -169,10 +238,15 @@ def _block(
 
 @triton.jit
 def _load(
-    placed: tl.tuple, at: tl.tuple, columns: tl.tensor, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
+    placed: tl.tuple,
+    at: tl.tuple,
+    columns: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTSIDE: tl.constexpr = 0.0,
 ) -> tl.tensor:
     pointers, within = _block(placed, at, columns, HEAD_DIM, ROWS)
-    return tl.load(pointers, within, other=0.0)
+    return tl.load(pointers, within, other=OUTSIDE)
 
 
 @triton.jit
@@ -197,7 +271,7 @@ def _at(
     length: tl.tensor,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Where a block of those that read a memory starts, as `_block` takes it."""
+    """Where a block of those that belong to a memory starts, as `_block` takes it."""
     of_head = tl.cdiv(length, ROWS)
     head = memory % kv_heads * group + block // of_head
     return memory // kv_heads, head, block % of_head * ROWS, length
@@ -222,10 +296,10 @@ def _held(
 
 
 @triton.jit
-def _features(q: tl.tensor) -> tl.tensor:
-    """σ = ELU + 1, which keeps all digits where exp(q) is small, and a NaN."""
-    q = q.to(tl.float32)
-    return tl.where(q > 0, q + 1, tl.exp(q))
+def _features(x: tl.tensor) -> tl.tensor:
+    """σ = ELU + 1, which keeps all digits where exp(x) is small, and a NaN."""
+    x = x.to(tl.float32)
+    return tl.where(x > 0, x + 1, tl.exp(x))
 
 
 @triton.jit
@@ -250,7 +324,7 @@ def _shares(total: tl.tensor, gate: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _forward(
+def _read_forward(
     q: tl.tuple,
     local: tl.tuple,
     gate: tl.tensor,
@@ -288,7 +362,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _read_backward(
     grad: tl.tuple,
     q: tl.tuple,
     local: tl.tuple,
@@ -358,3 +432,82 @@ def _backward(
     if tile == 0:
         dz_sum = tl.sum(tl.sum(dz, axis=0), axis=0)
         tl.store(dnorm + partial * HEAD_DIM + keys, dz_sum, keys < HEAD_DIM)
+
+
+@triton.jit
+def _sums_forward(
+    keys: tl.tuple,
+    values: tl.tuple,
+    kv: tl.tensor,
+    norm: tl.tensor,
+    kv_heads: tl.tensor,
+    length: tl.tensor,
+    stretch: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """The sums over a stretch of the rows of one head.
+
+    A program sees to a tile of the columns of `kv`; that of the first tile to `norm` as well.
+    """
+    memory, whole = tl.program_id(0), tl.arange(0, WIDTH)
+    tile = 0 if TILE == WIDTH else tl.program_id(2)
+    columns = tile * TILE + tl.arange(0, TILE)
+    m = tl.zeros([WIDTH, TILE], tl.float32)
+    # Across the rows it is added up at last: until then no thread needs what another holds.
+    z = tl.zeros([ROWS, WIDTH], tl.float32)
+    first = tl.program_id(1) * stretch
+    for block in tl.range(first, min(first + stretch, tl.cdiv(length, ROWS)), num_stages=3):
+        at = _at(block, memory, kv_heads, 1, length, ROWS)
+        # σ(−∞) = 0: rows behind the last add nothing.
+        f = _features(_load(keys, at, whole, HEAD_DIM, ROWS, _MINUS_INFINITY))
+        v = _load(values, at, columns, HEAD_DIM, ROWS)
+        m = tl.dot(tl.trans(f.to(OPERAND)), v.to(OPERAND), m, PRECISION)
+        z += f
+
+    partial = tl.program_id(1) * tl.num_programs(0) + memory
+    pointers, within = _square(kv, partial, whole, columns, HEAD_DIM)
+    tl.store(pointers, m, within)
+    if tile == 0:
+        tl.store(norm + partial * HEAD_DIM + whole, tl.sum(z, axis=0), whole < HEAD_DIM)
+
+
+@triton.jit
+def _sums_backward(
+    dkv: tl.tensor,
+    dnorm: tl.tensor,
+    keys: tl.tuple,
+    values: tl.tuple,
+    dkeys: tl.tuple,
+    dvalues: tl.tuple,
+    kv_heads: tl.tensor,
+    length: tl.tensor,
+    stretch: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """A tile of the columns of `dkeys` and `dvalues`, for a stretch of the rows of one head."""
+    memory, whole = tl.program_id(0), tl.arange(0, WIDTH)
+    columns = (0 if TILE == WIDTH else tl.program_id(2) * TILE) + tl.arange(0, TILE)
+    dm = _held(dkv, memory, whole, columns, HEAD_DIM).to(OPERAND)
+    # Transposed here and not where it is used, it stays in shared memory.
+    dm_t = tl.trans(_held(dkv, memory, columns, whole, HEAD_DIM).to(OPERAND))
+    dz = tl.load(dnorm + memory * HEAD_DIM + columns, columns < HEAD_DIM, other=0.0)
+    first = tl.program_id(1) * stretch
+    for block in tl.range(first, min(first + stretch, tl.cdiv(length, ROWS)), num_stages=2):
+        at = _at(block, memory, kv_heads, 1, length, ROWS)
+        v = _load(values, at, whole, HEAD_DIM, ROWS).to(OPERAND)
+        f = _features(_load(keys, at, whole, HEAD_DIM, ROWS))
+        slope = tl.minimum(_features(_load(keys, at, columns, HEAD_DIM, ROWS)), 1.0)
+        dk = (tl.dot(v, dm_t, input_precision=PRECISION) + dz[None, :]) * slope
+        dv = tl.dot(f.to(OPERAND), dm, input_precision=PRECISION)
+        _store(dkeys, at, columns, dk, HEAD_DIM, ROWS)
+        _store(dvalues, at, columns, dv, HEAD_DIM, ROWS)

@@ -12,16 +12,13 @@ from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from infini_model import hf_checkpoint
+from infini_model.chunked_loss import summed_loss, token_losses
 from infini_model.config import ModelConfig
 from infini_model.errors import ConfigError
 from infini_model.layers import DecoderLayer, LayerState, Step, empty_memory, rope_tables
-
-# Logits held at once while the loss is computed: 2^26 float32 are 256 MiB.
-LOGITS_AT_ONCE = 1 << 26
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -142,7 +139,7 @@ class InfiniLlama(nn.Module):
                 needs a sequence that starts on a segment border.
             reduction: Of the loss over the labels that count: `mean`; `sum`, for a caller that
                 divides by a number of targets of its own; or `none`, each loss [B, T], 0 where
-                masked. Float32, whatever the precision of the model.
+                masked. Float32 (float64 for float64), whatever the precision of the model.
 
         Returns:
             `ModelOutput`: logits [B, T, vocab_size] without labels, the loss with them (logits
@@ -263,23 +260,12 @@ class InfiniLlama(nn.Module):
         return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def _loss(self, hidden: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
-        """Cross entropy in float32, by pieces where the logits would be large."""
+        """Cross entropy, by chunks where the logits would be large."""
         flat, targets = hidden.flatten(0, 1), labels.flatten()
-        size = max(1, LOGITS_AT_ONCE // self.lm_head.out_features)
-        if len(targets) <= size:
-            losses = self._token_losses(flat, targets)
-        else:
-            pieces = zip(torch.split(flat, size), torch.split(targets, size), strict=True)
-            losses = torch.cat(
-                [checkpoint(self._token_losses, *piece, use_reentrant=False) for piece in pieces]
-            )
         if reduction == "none":
-            return losses.view_as(labels)
-        total = losses.sum()
+            return token_losses(flat, self.lm_head.weight, targets).view_as(labels)
+        total = summed_loss(flat, self.lm_head.weight, targets)
         return total if reduction == "sum" else total / (targets != -100).sum().clamp(min=1)
-
-    def _token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.lm_head(hidden).float(), targets, reduction="none")
 
     def gate_statistics(self) -> list[GateStatistics]:
         """The share of the memory in each layer; empty for a model without memory."""

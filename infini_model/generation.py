@@ -149,7 +149,7 @@ def _read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Ten
         if start < filled:
             hidden, state = model.extend(piece, state)
         else:
-            hidden, state = model.advance(piece, state, counts)
+            hidden, state = model.advance(piece, state, counts, in_place=True)
         newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
         last = torch.where((counts > 0).to(device)[:, None], newest, last)
         start += width
@@ -158,7 +158,7 @@ def _read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Ten
 
 @torch.inference_mode()
 def _next_logits(model: InfiniLlama, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-    hidden, state = model.advance(tokens[:, None], state)
+    hidden, state = model.advance(tokens[:, None], state, in_place=True)
     return model.lm_head(hidden[:, -1]), state
 
 

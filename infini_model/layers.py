@@ -28,8 +28,9 @@ class LayerState:
 
     Attributes:
         memory: The memory of all finished segments.
-        keys: Rotated keys of the unfinished segment, [B, H_kv, n, D], n up to segment_length;
-            what lies behind the unfinished tokens is never looked at.
+        keys: Rotated keys of the unfinished segment, [B, H_kv, n, D], n up to segment_length + 1,
+            where the last place takes padding; what lies behind the unfinished tokens is never
+            looked at.
         values: Its values, of the same shape.
         memory_keys: The keys under which these values will be written, of the same shape.
         last_key: The last token's key before the shift, [B, H_kv, D].
@@ -47,10 +48,11 @@ class Step(NamedTuple):
 
     Attributes:
         slots: [B, T], the place of each token in the segment; segment_length for padding.
-        visible: [B, 1, T, segment_length], which keys a token sees.
+        visible: [B, 1, T, n], which keys a token sees; n reaches to the last that any does.
         closes: [B], whether the row's segment is full after the piece; None if no row's is.
         last: [B], index of each row's last token in the piece; -1 where it has none.
         fresh: [B], whether the row has seen no token before.
+        in_place: Whether the state before the piece is given up, and its buffers written to.
     """
 
     slots: Tensor
@@ -58,6 +60,7 @@ class Step(NamedTuple):
     closes: Tensor | None
     last: Tensor
     fresh: Tensor
+    in_place: bool
 
 
 class Attention(nn.Module):
@@ -132,12 +135,18 @@ class Attention(nn.Module):
                 reset=reset,
                 memory_keys=memory_keys,
             )
+        # Copies: views would keep the whole sequence and all its memories in the state.
         open_keys, open_values, open_memory_keys = (
-            y[:, :, k.size(2) // length * length :] for y in (k, v, memory_keys)
+            y[:, :, k.size(2) // length * length :].clone() for y in (k, v, memory_keys)
         )
+        memory = Memory(*(x.clone() for x in memory))
         cos, sin = (table[: open_keys.size(2)] for table in rope)
         after = LayerState(
-            memory, rotate(open_keys, (cos, sin)), open_values, open_memory_keys, k[:, :, -1]
+            memory,
+            rotate(open_keys, (cos, sin)),
+            open_values,
+            open_memory_keys,
+            k[:, :, -1].clone(),
         )
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
@@ -151,14 +160,19 @@ class Attention(nn.Module):
         memory_keys = self.shift(k, before, None)
         # Padding turns by some angle too; nobody looks at it.
         cos, sin = (table[step.slots.clamp(max=length - 1)].unsqueeze(1) for table in rope)
-        keys = _place(state.keys, rotate(k, (cos, sin)), step.slots, length)
-        values = _place(state.values, v, step.slots, length)
-        open_memory_keys = _place(state.memory_keys, memory_keys, step.slots, length)
-
+        keys, values, open_memory_keys = (
+            _place(buffer, new, step, length)
+            for buffer, new in (
+                (state.keys, rotate(k, (cos, sin))),
+                (state.values, v),
+                (state.memory_keys, memory_keys),
+            )
+        )
+        seen = step.visible.size(-1)
         out = local_attention(
             rotate(q, (cos, sin)),
-            keys,
-            values,
+            keys[:, :, :seen],
+            values[:, :, :seen],
             backend=self.config.attention_backend,
             visible=step.visible,
         )
@@ -166,7 +180,8 @@ class Attention(nn.Module):
         if self.config.memory != "none":
             out = gated_read(q, out, self.gate, *memory)
             if step.closes is not None:
-                grown = written(memory, open_memory_keys, values, self.config.memory)
+                filed, whole = (x[:, :, :length] for x in (open_memory_keys, values))
+                grown = written(memory, filed, whole, self.config.memory)
                 memory = Memory(
                     *(
                         torch.where(step.closes.reshape(-1, *[1] * (old.dim() - 1)), new, old)
@@ -181,14 +196,14 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
 
-def _place(buffer: Tensor, new: Tensor, slots: Tensor, length: int) -> Tensor:
-    """`buffer` [B, H_kv, n, D], grown to `length`, with `new` [B, H_kv, T, D] at `slots` [B, T].
-
-    Slot `length` is a place beyond the end, where padding is dropped.
-    """
-    grown = functional.pad(buffer, (0, 0, 0, length + 1 - buffer.size(2)))
-    index = slots[:, None, :, None].expand_as(new)
-    return grown.scatter(2, index, new.to(buffer.dtype))[:, :, :length]
+def _place(buffer: Tensor, new: Tensor, step: Step, length: int) -> Tensor:
+    """`buffer` [B, H_kv, n, D], grown to `length` + 1 places, with `new` [B, H_kv, T, D] in its."""
+    missing = length + 1 - buffer.size(2)
+    if missing:
+        buffer = functional.pad(buffer, (0, 0, 0, missing))
+    elif not step.in_place:
+        buffer = buffer.clone()
+    return buffer.scatter_(2, step.slots[:, None, :, None].expand_as(new), new.to(buffer.dtype))
 
 
 def empty_memory(config: ModelConfig, like: Tensor) -> Memory:

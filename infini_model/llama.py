@@ -209,7 +209,12 @@ class InfiniLlama(nn.Module):
         return reset | (first & fresh.to(piece.device)[:, None])
 
     def advance(
-        self, input_ids: Tensor, state: State, counts: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        state: State,
+        counts: Tensor | None = None,
+        *,
+        in_place: bool = False,
     ) -> tuple[Tensor, State]:
         """Take in a piece that crosses no segment border; rows may stand at different places.
 
@@ -218,6 +223,8 @@ class InfiniLlama(nn.Module):
             state: State before the piece.
             counts: [B] int64 on the CPU, how many tokens of each row are real (the rest is
                 padding, on the right); None is all of them.
+            in_place: Give `state` up: the piece goes into its buffers, which the state after the
+                piece takes over, and nothing is copied. Without gradients only.
 
         Returns:
             Hidden states [B, T, hidden] (meaningless at padding), and the state after the piece.
@@ -236,14 +243,14 @@ class InfiniLlama(nn.Module):
         slots = torch.where(index < counts[:, None], filled[:, None] + index, length)
         closes = end == length
         device = input_ids.device
+        reached = torch.arange(max(1, int(end.max())), device=counts.device)
         step = Step(
             slots=slots.to(device),
-            visible=(torch.arange(length, device=counts.device) <= slots[:, None, :, None]).to(
-                device
-            ),
+            visible=(reached <= slots[:, None, :, None]).to(device),
             closes=closes.to(device) if bool(closes.any()) else None,
             last=(counts - 1).to(device),
             fresh=(state.position == 0).to(device),
+            in_place=in_place,
         )
         hidden, layers = self.model(input_ids, state.layers, None, step)
         return hidden, State(layers, state.position + counts)
@@ -251,7 +258,7 @@ class InfiniLlama(nn.Module):
     def empty_state(self, batch: int) -> State:
         """The state before the first token of `batch` sequences."""
         config, weight = self.config, self.lm_head.weight
-        shape = (batch, config.key_value_heads, config.segment_length, config.head_dim)
+        shape = (batch, config.key_value_heads, config.segment_length + 1, config.head_dim)
         layers = []
         for _ in range(config.num_hidden_layers):
             keys, values, memory_keys = (weight.new_zeros(shape) for _ in range(3))

@@ -134,6 +134,54 @@ def test_rows_may_stand_at_different_places():
             close(model.lm_head(hidden[row]), model(alone).logits[0, -3:])
 
 
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+@pytest.mark.parametrize("begun", [0, 2, 4, 6])
+def test_a_state_may_be_continued_twice(memory, begun):
+    """From anywhere in a segment, both ways by turns: neither sees what the other took in."""
+    model, ways = build(memory=memory), (ids(2, 7, seed=1), ids(2, 7, seed=2))
+    with torch.no_grad():
+        state = model.empty_state(2)
+        for t in range(begun):
+            _, state = model.advance(ids(2, begun)[:, t : t + 1], state)
+        expected = [model(way, memory=state).logits for way in ways]
+        states, found = [state, state], ([], [])
+        for t in range(7):
+            for way, tokens in enumerate(ways):
+                hidden, states[way] = model.advance(tokens[:, t : t + 1], states[way])
+                found[way].append(model.lm_head(hidden))
+        close([torch.cat(parts, 1) for parts in found], expected)
+        assert torch.equal(model(ways[0], memory=state).logits, expected[0])
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+def test_in_place_is_the_same_without_a_copy(memory):
+    model, tokens = build(memory=memory), ids(3, 11)
+    with torch.no_grad():
+        copied, spent = model.empty_state(3), model.empty_state(3)
+        held = [layer.keys.data_ptr() for layer in spent.layers]
+        for counts in ([3, 0, 2], [1, 3, 2], [4, 1, 1], [0, 2, 3]):
+            counts = torch.tensor(counts)
+            expected, copied = model.advance(tokens[:, :4], copied, counts)
+            hidden, spent = model.advance(tokens[:, :4], spent, counts, in_place=True)
+            real = torch.arange(4) < counts[:, None]
+            assert torch.equal(hidden[real], expected[real])
+        assert [layer.keys.data_ptr() for layer in spent.layers] == held
+        assert copied.layers[0].keys.data_ptr() not in held
+        after = [model(tokens, memory=state).logits for state in (copied, spent)]
+        assert torch.equal(*after)
+
+
+def test_a_state_keeps_nothing_but_itself():
+    """However long the sequence before it: no view holds all of it."""
+    model, sizes = build(), []
+    for length in (7, 4 * 16 + 3):
+        with torch.no_grad():
+            layers = model(ids(2, length)).memory.layers
+        tensors = [x for layer in layers for x in (*layer.memory, *vars(layer).values())]
+        sizes.append(sum(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x)))
+    assert sizes[0] == sizes[1]
+
+
 def test_causal_around_every_border():
     model = build()
     tokens = ids(1, 13)

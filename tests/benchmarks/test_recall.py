@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.recall import (
-    ASKED_AT_ONCE,
+    BATCH,
     KEYS,
     PAIRS,
     SEGMENT,
@@ -130,7 +130,7 @@ def test_without_memory_only_the_segment_itself_counts(learner: InfiniLlama) -> 
 
 def test_who_has_learned_nothing_answers_by_chance(learner: InfiniLlama) -> None:
     right, quarters = ask(learner, 8, 1, 4)
-    assert len(right) == len(quarters) == 4 * ASKED_AT_ONCE * PAIRS
+    assert len(right) == len(quarters) == 4 * BATCH * PAIRS
     assert set(quarters.tolist()) == {0, 1, 2, 3}
     figures = examine(learner, 1, 1)
     assert all(0.0 <= figures[name] < 15.0 for name in TRIALS["linear"].needs)

@@ -21,7 +21,7 @@ import torch
 from infini_model.config import PackingConfig
 from infini_model.data.packing import Cut, cut_stream
 from infini_model.data.permutation import permute
-from infini_model.data.stream import TokenStream, open_split
+from infini_model.data.stream import Span, TokenStream, open_split
 from infini_model.errors import DataError
 
 IGNORED = -100
@@ -87,6 +87,18 @@ class Windows:
             torch.from_numpy(labels.reshape(len(indices), width)),
             reset,
         )
+
+    def spans(self, index: int) -> list[Span]:
+        """Where in the shards the tokens of window `index` lie, its last label with them."""
+        rows = self.cut.locate(np.array([index]))
+        ranges: list[list[int]] = []
+        for start, valid in zip(rows.starts.tolist(), rows.valid.tolist(), strict=True):
+            # A row's last label is the first token of the next row of the same document.
+            if ranges and start == ranges[-1][1] - 1:
+                ranges[-1][1] = start + valid + 1
+            else:
+                ranges.append([start, start + valid + 1])
+        return [span for start, stop in ranges for span in self.stream.spans(start, stop)]
 
 
 def open_windows(
@@ -156,11 +168,18 @@ class Loader:
         self._ahead = self._thread.submit(self._gather, self.consumed)
         return batches
 
-    def _gather(self, consumed: int) -> list[Batch]:
+    def numbers(self, consumed: int) -> np.ndarray:
+        """The windows of this rank in the global batch that `consumed` windows came before.
+
+        [micro-batches, batch_size] int64.
+        """
         positions = consumed + self._share.reshape(-1)
         count = len(self.windows)
         order = permute(positions % count, count, self._seed, positions // count)
-        batches = [self.windows.gather(part) for part in order.reshape(self._share.shape)]
+        return order.reshape(self._share.shape)
+
+    def _gather(self, consumed: int) -> list[Batch]:
+        batches = [self.windows.gather(part) for part in self.numbers(consumed)]
         if self._stream is None:
             return batches
         with torch.cuda.stream(self._stream):

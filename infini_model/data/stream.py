@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from infini_model.data.manifest import SPLITS, SplitRecord, read_manifest
 from infini_model.errors import DataError
+
+
+class Span(NamedTuple):
+    """Tokens of one document: `first` to `last` (not included) of shard number `shard`.
+
+    `row` is the document's number in the shard, `document` its number in the split.
+    """
+
+    shard: int
+    row: int
+    document: int
+    first: int
+    last: int
 
 
 class TokenStream:
@@ -46,6 +60,20 @@ class TokenStream:
         shard = int(np.searchsorted(self._document_starts, index, side="right")) - 1
         first, last = self.offsets[shard][index - self._document_starts[shard] :][:2]
         return self.values[shard][first:last]
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        """The tokens from `start` to `stop` (not included), document by document."""
+        shard = int(np.searchsorted(self._token_starts, start, side="right")) - 1
+        while start < stop:
+            origin, end = (int(edge) for edge in self._token_starts[shard : shard + 2])
+            offsets = self.offsets[shard]
+            row = int(np.searchsorted(offsets, start - origin, side="right")) - 1
+            while start < min(stop, end):
+                last = min(stop - origin, int(offsets[row + 1]))
+                document = int(self._document_starts[shard]) + row
+                yield Span(shard, row, document, start - origin, last)
+                start, row = origin + last, row + 1
+            shard += 1
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Rows of `length` tokens from each of `starts` on: [rows, length] in the stored type.

@@ -172,3 +172,13 @@ def test_a_split_without_documents_has_no_windows(tmp_path):
         empty = open_windows(folder, "validation", packing, 2)
         assert len(empty) == 0
         assert list(validation_batches(empty, 2)) == []
+
+
+def test_the_numbers_of_a_batch_are_its_windows(windows):
+    options = {"batch_size": 2, "gradient_accumulation_steps": 3, "world_size": 2, "rank": 1}
+    with Loader(windows, **options, seed=5) as loader:
+        for _ in range(3):
+            batches = next(loader)
+            numbers = loader.numbers(loader.consumed - loader.global_batch)
+            for batch, part in zip(batches, numbers, strict=True):
+                assert torch.equal(batch.input_ids, windows.gather(part).input_ids)

@@ -124,3 +124,27 @@ def test_documents_are_found_by_number():
     for index in (-1, 3):
         with pytest.raises(IndexError):
             windows.stream.document(index)
+
+
+@given(
+    shapes,
+    st.integers(1, 4),
+    st.sampled_from([("packed", "drop"), ("document", "drop"), ("document", "pad")])
+    | st.just(("aligned", "drop")),
+)
+def test_the_spans_of_a_window_are_its_tokens_by_shard_and_document(shape, segments, mode):
+    windows = make_windows(shape, mode[0], segments * SEGMENT, mode[1])
+    inputs, labels, _ = gather_all(windows)
+    stream = windows.stream
+    for index in range(len(windows)):
+        read = {t for t in inputs[index].tolist() if t != EOS}
+        read |= {t for t in labels[index].tolist() if t != IGNORED}
+        spans = windows.spans(index)
+        found = [stream.values[s.shard][s.first : s.last].tolist() for s in spans]
+        assert [token for tokens in found for token in tokens] == sorted(read)
+        for span, tokens in zip(spans, found, strict=True):
+            begin, end = stream.offsets[span.shard][span.row :][:2]
+            assert begin <= span.first < span.last <= end
+            assert set(tokens) <= set(stream.document(span.document).tolist())
+        places = [(span.document, span.first) for span in spans]
+        assert places == sorted(set(places))

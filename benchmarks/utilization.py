@@ -1,8 +1,4 @@
-"""Model FLOPs utilization (MFU) of a training step: the arithmetic that the model needs, each
-second, as a share of what the GPU can do.
-
-What is computed twice, as under activation checkpointing, counts once.
-"""
+"""Model FLOPs utilization (MFU) of training steps, as `infini_model.training.flops` counts it."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks.report import stopwatch, take_turns
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.llama import InfiniLlama
+from infini_model.training.flops import flops_per_token
 from infini_model.training.optimizer import make_optimizer
 
 # 1.07 billion parameters without the embedding.
@@ -44,32 +41,6 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.length:,} tokens" + (", checkpointed" if self.checkpointing else "")
-
-
-def flops_per_token(model: InfiniLlama, length: int) -> float:
-    """Floating-point operations of forward and backward for each token of rows of `length`.
-
-    - 6 a parameter of every matrix but the embedding, which is looked up: a multiplication and an
-      addition forward, twice that backward (Kaplan et al., arXiv 2001.08361, section 2.1).
-    - Local attention, of width W = heads · D: a query meets L/2 of the L keys of its segment in the
-      mean, for 2W each in the scores and in the sum of values; 3 · 4W · L/2 = 12 · W · L/2 with the
-      backward. PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) counts twice that, as if
-      nothing were masked.
-    - The memory: a query reads D rows of D for each head, 2W · D; a key-value pair is written for
-      2W_kv · D (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all
-      segments but one: the first reads nothing, and what the last writes nobody reads.
-    """
-    config = model.config
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    if not config.tie_word_embeddings:
-        matrices -= model.model.embed_tokens.weight.numel()
-    segment = min(config.segment_length, length)
-    width = config.num_attention_heads * config.head_dim
-    kv_width = config.key_value_heads * config.head_dim
-    local = 12 * width * segment / 2
-    older = 1 - segment / length if config.memory != "none" else 0.0
-    memory = 6 * config.head_dim * (width + kv_width) * older
-    return 6 * matrices + config.num_hidden_layers * (local + memory)
 
 
 class Training:

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import attention
 from benchmarks.report import Ratio, publish, speed_ratio, take_turns
-from benchmarks.utilization import Shape, Training, flops_per_token, utilization
+from benchmarks.utilization import Shape, Training, utilization
 from infini_model.config import ModelConfig
-from infini_model.llama import InfiniLlama
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -141,38 +139,6 @@ def test_a_target_is_met_by_the_median(capsys: pytest.CaptureFixture[str]) -> No
     told = last_line(printed)
     assert told["targets"] == targets
     assert told["table"] == [{"": "a row", "ms": None}]
-
-
-def matrix_flops(model: InfiniLlama, tokens: torch.Tensor) -> int:
-    """Of the products of activations with parameters, as PyTorch counts them while they run.
-
-    It does not see into the operator that computes the loss, whose products are those of logits.
-    """
-    with FlopCounterMode(display=False) as counter:
-        model(tokens).logits.sum().backward()
-    return counter.get_flop_counts()["Global"][torch.ops.aten.mm]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_flops_of_the_matrices_are_those_that_run(tied: bool) -> None:
-    config = CONFIG.model_copy(update={"memory": "none", "tie_word_embeddings": tied})
-    model, tokens = InfiniLlama(config), torch.zeros(3, 2 * LENGTH, dtype=torch.int64)
-    # A query sees LENGTH / 2 keys in the mean, in scores and in values, three times with backward.
-    local = 3 * 2 * 2 * config.hidden_size * (LENGTH / 2) * config.num_hidden_layers
-    expected = (flops_per_token(model, 2 * LENGTH) - local) * tokens.numel()
-    assert matrix_flops(model, tokens) == expected
-
-
-def test_the_flops_of_the_memory_are_those_of_all_segments_but_one() -> None:
-    with_memory = InfiniLlama(CONFIG)
-    without = InfiniLlama(CONFIG.model_copy(update={"memory": "none"}))
-    head_dim = CONFIG.hidden_size // 4
-    # Four heads read, two are written; a multiplication and an addition; three times with backward.
-    a_token = 3 * 2 * head_dim * head_dim * (4 + 2) * CONFIG.num_hidden_layers
-    for segments in (1, 2, 5):
-        length = segments * LENGTH
-        more = flops_per_token(with_memory, length) - flops_per_token(without, length)
-        assert more * length == pytest.approx(a_token * (segments - 1) * LENGTH)
 
 
 def test_the_utilization_is_that_of_steps_which_train() -> None:

@@ -1,13 +1,10 @@
 """What a user may get wrong: one line that names the culprit, status 2, nothing half-written."""
 
-import contextlib
 import json
 import os
 import re
-import resource
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,6 +25,7 @@ from commands import (
     write_settings,
     write_texts,
 )
+from disks import SmallDisk
 
 from infini_model.training.checkpoint import newest_checkpoint
 
@@ -339,38 +337,6 @@ def test_a_folder_that_cannot_be_written_is_named(
         message = refused("run", *below, **env)
         assert f"{tmp_path}/file/below" in message
         assert "cannot be written: Not a directory" in message
-
-
-class SmallDisk:
-    """A folder with room for 1 MiB, or, where mounting is not allowed, for files of 256 KiB.
-
-    `limits` are options of `subprocess.run` for the commands that are to see it as such.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.limits: dict[str, Any] = {}
-        folder.mkdir()
-        self.mounted = self._mount("size=1m")
-        if not self.mounted:
-            size = (1 << 18, 1 << 18)
-            self.limits["preexec_fn"] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, size)
-
-    def _mount(self, options: str) -> bool:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.folder)]
-        with contextlib.suppress(FileNotFoundError):
-            return subprocess.run(command, capture_output=True, check=False).returncode == 0
-        return False
-
-    def grow(self) -> None:
-        """Make room."""
-        self.limits.clear()
-        assert not self.mounted or self._mount("remount,size=64m")
-
-    def close(self) -> None:
-        """Give it back."""
-        if self.mounted:
-            subprocess.run(["umount", str(self.folder)], check=True)
 
 
 @pytest.fixture

@@ -44,6 +44,12 @@ class Batch(NamedTuple):
             None if self.reset is None else self.reset.to(device, non_blocking=non_blocking),
         )
 
+    def row(self, index: int) -> Batch:
+        """One window of the batch, as a batch of one."""
+        only = slice(index, index + 1)
+        reset = None if self.reset is None else self.reset[only]
+        return Batch(self.input_ids[only], self.labels[only], reset)
+
     def pinned(self) -> Batch:
         """The batch in page-locked memory, from which a GPU copies by itself."""
         return Batch(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from infini_model.llama import InfiniLlama
 
 # Dense bfloat16 products of a GPU, in 10^12 operations a second, by words of its name; of two that
@@ -67,3 +69,23 @@ def flops_per_token(model: InfiniLlama, length: int) -> float:
     older = 1 - segment / length if config.memory != "none" else 0.0
     memory = 6 * config.head_dim * (width + kv_width) * older
     return 6 * matrices + config.num_hidden_layers * (local + memory)
+
+
+class Utilization:
+    """The MFU of a training on `devices` devices like `device`, for `model` in rows of `length`.
+
+    Peaks are those of 16-bit products: in fp32, on a CPU and on a GPU that is not known there is no
+    MFU.
+    """
+
+    def __init__(
+        self, model: InfiniLlama, length: int, device: torch.device, precision: str, devices: int
+    ) -> None:
+        peak = None
+        if device.type == "cuda" and precision in ("bf16", "fp16"):
+            peak = peak_flops(torch.cuda.get_device_name(device))
+        self._share = None if peak is None else flops_per_token(model, length) / (devices * peak)
+
+    def metrics(self, tokens_per_second: float) -> dict[str, float]:
+        """`train/mfu` at that speed, or nothing."""
+        return {} if self._share is None else {"train/mfu": tokens_per_second * self._share}

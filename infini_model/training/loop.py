@@ -26,6 +26,7 @@ from infini_model.data.manifest import read_manifest
 from infini_model.errors import NonFiniteError
 from infini_model.llama import InfiniLlama
 from infini_model.storage import lock
+from infini_model.training.attribution import Attribution
 from infini_model.training.checkpoint import (
     Position,
     checkpoints_dir,
@@ -33,8 +34,14 @@ from infini_model.training.checkpoint import (
     read_position,
     save_checkpoint,
 )
-from infini_model.training.diagnostics import REMEDIES, NonFinite, save_report
+from infini_model.training.diagnostics import (
+    REMEDIES,
+    NonFinite,
+    report_non_finite,
+    report_spike,
+)
 from infini_model.training.distributed import StopSignals, World, join_world, stop_of
+from infini_model.training.flops import Utilization
 from infini_model.training.metrics import Metrics, Status
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 from infini_model.training.replica import Replica
@@ -44,6 +51,7 @@ from infini_model.training.setup import (
     record_settings,
     with_vocabulary,
 )
+from infini_model.training.spikes import SpikeDetector, past_losses
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +133,15 @@ class Trainer:
             consumed=consumed,
             device=world.device,
         )
+        self._attribution = Attribution(dataset_dir, self._loader, self._replica)
+        self._spikes = SpikeDetector(past_losses(run_dir, self.step, world))
+        self._utilization = Utilization(
+            self.model,
+            config.packing.context_length,
+            world.device,
+            self._replica.precision,
+            world.size,
+        )
         self._metrics: Metrics | None = None
         if world.is_main:
             record_settings(run_dir, config)
@@ -189,6 +206,9 @@ class Trainer:
             # Every rank sees the same two numbers, so all of them stop here, before any weight.
             event = NonFinite(self.step + 1, self.world.rank, loss, rank_loss.item(), grad_norm)
             raise self._non_finite(event, batches)
+        if spike := self._spikes.watch(loss):
+            reads = self._attribution.read_back(batches)
+            report_spike(self.run_dir, self.step + 1, self.world.rank, spike, reads)
         clip_grads_with_norm_(self.model.parameters(), self.config.training.max_grad_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -252,8 +272,10 @@ class Trainer:
             "train/tokens_per_second": tokens / seconds,
             "train/step_seconds": seconds,
             "train/data_wait_seconds": self._loader.wait_seconds,
+            **self._utilization.metrics(tokens / seconds),
         }
         if shown:
+            values |= self._metrics.system
             for layer, gate in enumerate(self.model.gate_statistics()):
                 values |= {
                     f"memory/layer_{layer}/gate_mean": gate.mean,
@@ -275,19 +297,23 @@ class Trainer:
             return
         if self._metrics is not None:
             self._metrics.sync()
-            position = Position(
-                step=self.step,
-                consumed=self._loader.consumed,
-                seed=self.config.run.seed,
-                world_size=self.world.size,
-                dataset_key=self.dataset_key,
-                mlflow_run_id=self._metrics.mlflow_run_id,
-                config=self.config.model_dump(mode="json"),
-            )
+            position = self._position(self._metrics, self._loader.consumed)
             keep = self.config.training.save_total_limit
             path = save_checkpoint(self.run_dir, self.model, self.optimizer, position, keep)
             log.info("Checkpoint saved: %s", path)
         self._saved_step = self.world.from_main(self.step)
+
+    def _position(self, metrics: Metrics, consumed: int) -> Position:
+        """Where the training stands after so many windows."""
+        return Position(
+            step=self.step,
+            consumed=consumed,
+            seed=self.config.run.seed,
+            world_size=self.world.size,
+            dataset_key=self.dataset_key,
+            mlflow_run_id=metrics.mlflow_run_id,
+            config=self.config.model_dump(mode="json"),
+        )
 
     def _non_finite(self, event: NonFinite, batches: list[Batch]) -> NonFiniteError:
         """The error to raise; in debug mode the report is printed and saved first."""
@@ -297,11 +323,22 @@ class Trainer:
         )
         if not self.config.training.debug:
             return NonFiniteError(f"{message}; training.debug=true names the tensors at fault")
-        folder, text = save_report(self.run_dir, event, self.model, batches)
-        if self.world.is_main:
-            for line in [*text.splitlines(), f"Debug tensors saved: {folder}"]:
-                log.error("%s", line)
-        return NonFiniteError(f"{message}; the report is in {folder.parent}")
+        reads = self._attribution.read_back(batches)
+        folder = report_non_finite(self.run_dir, event, self.model, batches, reads)
+        self._save_apart(folder)
+        return NonFiniteError(f"{message}; the report is in {folder}")
+
+    def _save_apart(self, folder: Path) -> None:
+        """Write where the step that was not taken began, as a run of its own that begins with it.
+
+        All ranks wait until it is written.
+        """
+        if self._metrics is not None:
+            began_at = self._loader.consumed - self._loader.global_batch
+            position = self._position(self._metrics, began_at)
+            path = save_checkpoint(folder, self.model, self.optimizer, position, 1)
+            log.error("Checkpoint saved: %s", path)
+        self.world.from_main(self.step)
 
     def _announce(self, dataset: str, checkpoint: Path | None) -> None:
         """Print what is about to be done, in totals."""

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from infini_model.config import Config
 from infini_model.storage import lock, make_folder, write_json
 from infini_model.training.metrics_file import Line, MetricsFile, read_metrics, whole_lines
+from infini_model.training.system_metrics import SystemMetrics
 
 POLL_SECONDS = 0.5
 # Between two tries of a sink that fails: doubled each time up to this.
@@ -366,6 +367,7 @@ class Metrics:
         if config.tracking.mlflow:
             sinks.append(MlflowSink(run_dir, config, dataset))
         self.has, self.append, self.sync = self._file.has, self._file.append, self._file.sync
+        self._system = SystemMetrics()
         self._followers = [Follower(run_dir, sink) for sink in sinks]
         for follower in self._followers:
             follower.start()
@@ -375,8 +377,14 @@ class Metrics:
         """The run's record in MLflow, if it has one already."""
         return read_mlflow_record(self._run_dir).get("run_id")
 
+    @property
+    def system(self) -> dict[str, float]:
+        """The last sample of this machine's load."""
+        return self._system.latest
+
     def close(self, status: Status) -> None:
         """Wait a bounded time until the sinks have everything."""
+        self._system.close()
         self._file.close()
         deadline = time.monotonic() + PATIENCE_SECONDS
         for follower in self._followers:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from infini_model.config import ModelConfig
 from infini_model.errors import CheckpointError
-from infini_model.storage import atomic_folder, write_json
+from infini_model.storage import atomic_folder, dump_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
@@ -286,19 +286,27 @@ def write_checkpoint(
         UserError: The folder cannot be written.
     """
     _refuse_strangers(folder)
+    with atomic_folder(folder) as temporary:
+        write_files(temporary, config, tensors, shard_bytes=shard_bytes)
+
+
+def write_files(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """The files of `write_checkpoint`, into a folder that nobody sees yet. Raises `OSError`."""
     shards = _shards(tensors, shard_bytes)
     names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        save_tensors(shard, folder / name)
+    if len(shards) > 1:
+        weight_map = {t: name for name, s in zip(names, shards, strict=True) for t in s}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        dump_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     dtype = next(iter(tensors.values())).dtype
-    with atomic_folder(folder) as temporary:
-        for name, shard in zip(names, shards, strict=True):
-            save_tensors(shard, temporary / name)
-        if len(shards) > 1:
-            weight_map = {t: name for name, s in zip(names, shards, strict=True) for t in s}
-            total = sum(tensor.nbytes for tensor in tensors.values())
-            write_json(
-                temporary / INDEX,
-                {"metadata": {"total_size": total}, "weight_map": weight_map},
-            )
-        write_json(temporary / CONFIG, config_json(config, dtype))
+    dump_json(folder / CONFIG, config_json(config, dtype))

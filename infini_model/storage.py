@@ -122,10 +122,15 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
             path.unlink(missing_ok=True)
 
 
+def dump_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON into a folder that nobody sees yet. Raises `OSError`."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, complete or not at all."""
     with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        dump_json(temporary, value)
 
 
 def point_latest(folder: Path) -> None:

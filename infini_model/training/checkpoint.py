@@ -2,8 +2,9 @@
 
 `<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
 from_pretrained` and, without memory, `transformers` open), `optimizer.safetensors` (AdamW's moments
-by parameter name), `state.json` (`Position`) and `manifest.json`, the SHA-256 of all these files.
-Nothing in it is pickled.
+by parameter name), `generators.safetensors` (random states, a row for each rank), `state.json`
+(`Position`) and `manifest.json`, the SHA-256 of all these files. Tensors are whole, however the
+ranks had shared them out. Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
+from infini_model.config import ModelConfig
 from infini_model.errors import CheckpointError
-from infini_model.hf_checkpoint import save_tensors
-from infini_model.llama import InfiniLlama
-from infini_model.storage import TEMPORARY, atomic_folder, remove_leftovers, sha256, write_json
+from infini_model.hf_checkpoint import save_tensors, write_files
+from infini_model.storage import TEMPORARY, atomic_folder, dump_json, remove_leftovers, sha256
+from infini_model.training.metrics_file import read_validation_losses
 
+MODEL = "model"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
+GENERATORS = "generators.safetensors"
 SEPARATOR = "/"
 
 log = logging.getLogger(__name__)
@@ -40,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Position:
-    """Where a training stands, besides its weights: a few integers, and what they refer to.
+    """Where a training stands, besides its tensors: a few numbers, and what they refer to.
 
     Attributes:
         step: Optimizer steps taken.
@@ -50,6 +54,7 @@ class Position:
         dataset_key: Content key of the dataset.
         mlflow_run_id: The run's record, or None if it had none yet.
         config: The whole configuration.
+        precision: Type of the matrix products; empty where an older checkpoint does not say.
     """
 
     step: int
@@ -59,6 +64,24 @@ class Position:
     dataset_key: str
     mlflow_run_id: str | None
     config: dict[str, Any]
+    precision: str = ""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The tensors of a training at one moment, on the CPU; nobody changes them meanwhile.
+
+    Attributes:
+        config: The model's shape.
+        parameters: By name, without the output layer if it is tied.
+        moments: AdamW's state as `parameter name/exp_avg` and so on.
+        generators: Random states as `cpu` and `cuda`, [ranks, bytes] uint8.
+    """
+
+    config: ModelConfig
+    parameters: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    generators: dict[str, Tensor]
 
 
 def _versions() -> dict[str, str]:
@@ -77,37 +100,48 @@ def checkpoints_dir(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def save_checkpoint(
-    run_dir: Path,
-    model: InfiniLlama,
-    optimizer: torch.optim.Optimizer,
-    position: Position,
-    keep: int,
-) -> Path:
-    """Write `checkpoints/step-N`, then delete all but the `keep` newest; returns its path.
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
+    return checkpoints_dir(run_dir) / f"step-{step}"
 
-    Raises `UserError` if the disk is full or the folder cannot be written; what stood there stays.
+
+def save_checkpoint(run_dir: Path, snapshot: Snapshot, position: Position, keep: int) -> Path:
+    """Write `checkpoints/step-N`, then delete those that `prune_checkpoints` does not keep.
+
+    Raises `UserError` that names the checkpoint if the disk is full or the folder cannot be
+    written; what stood there stays.
     """
-    target = checkpoints_dir(run_dir) / f"step-{position.step}"
+    target = checkpoint_path(run_dir, position.step)
     with atomic_folder(target) as folder:
-        model.save_pretrained(folder / "model")
-        save_tensors(_optimizer_tensors(model, optimizer), folder / OPTIMIZER)
-        write_json(folder / STATE, asdict(position) | {"versions": _versions()})
+        (folder / MODEL).mkdir()
+        write_files(folder / MODEL, snapshot.config, snapshot.parameters)
+        save_tensors(snapshot.moments, folder / OPTIMIZER)
+        save_tensors(snapshot.generators, folder / GENERATORS)
+        dump_json(folder / STATE, asdict(position) | {"versions": _versions()})
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
-        write_json(folder / MANIFEST, {"sha256": sums})
-    for _, old in _listed(run_dir)[keep:]:
-        _remove(old)
+        dump_json(folder / MANIFEST, {"sha256": sums})
+    prune_checkpoints(run_dir, keep)
     return target
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """AdamW's state as `parameter name/exp_avg` and so on, on the CPU."""
-    return {
-        f"{name}{SEPARATOR}{key}": value.detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Delete all but the `keep` newest and the best: that of the lowest validation loss."""
+    listed = _listed(run_dir)
+    losses = read_validation_losses(run_dir)
+    best = min((step for step, _ in listed if step in losses), key=losses.__getitem__, default=None)
+    for step, old in listed[keep:]:
+        if step != best:
+            _remove(old)
+
+
+def export_model(checkpoint: Path, target: Path) -> None:
+    """Copy the model of `checkpoint` to `target`, complete or not at all.
+
+    Raises `UserError` if the disk is full or the folder cannot be written.
+    """
+    with atomic_folder(target) as folder:
+        shutil.copytree(checkpoint / MODEL, folder, dirs_exist_ok=True)
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -116,12 +150,8 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     Raises `CheckpointError` if the file is missing, broken, or of another model.
     """
     path = checkpoint / OPTIMIZER
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    states: dict[str, dict[str, torch.Tensor]] = {}
-    for full_name, tensor in tensors.items():
+    states: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in _read_tensors(path).items():
         name, _, key = full_name.rpartition(SEPARATOR)
         states.setdefault(name, {})[key] = tensor
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -134,10 +164,29 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def load_generators(checkpoint: Path) -> dict[str, Tensor]:
+    """The random states of all ranks; empty where an older checkpoint has none.
+
+    Raises `CheckpointError` if the file is broken.
+    """
+    path = checkpoint / GENERATORS
+    if not path.exists():
+        return {}
+    return _read_tensors(path)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
 def read_position(checkpoint: Path) -> Position:
     """The `Position` in a checkpoint that has been verified."""
     tree = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return Position(**{name: tree[name] for name in Position.__dataclass_fields__})
+    known = {name: tree[name] for name in Position.__dataclass_fields__ if name in tree}
+    return Position(**known)
 
 
 def verify_checkpoint(checkpoint: Path) -> None:

@@ -40,6 +40,14 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` [N] of every rank, [ranks, N], on every rank."""
+        if self.size == 1:
+            return values.unsqueeze(0)
+        everyone = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(everyone, values)
+        return torch.stack(everyone)
+
     def from_main(self, value: int) -> int:
         """Rank 0's `value`, on every rank."""
         if self.size == 1:

@@ -4,6 +4,7 @@ The loss of a step is the sum of all token losses of the global batch over the n
 targets, wherever these lie: it does not depend on how the batch is cut into processes and
 micro-batches. A training that is interrupted anywhere and resumed takes the same steps to the bit,
 since its state is the weights, AdamW's moments, the step and the number of windows consumed.
+Checkpoints are written in the background; no rank ends before the last one is on the disk.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,22 +28,21 @@ from infini_model.data.manifest import read_manifest
 from infini_model.errors import NonFiniteError
 from infini_model.llama import InfiniLlama
 from infini_model.storage import lock
-from infini_model.training.attribution import Attribution
+from infini_model.training.background import HostCopy, Writer, set_generator_states
 from infini_model.training.checkpoint import (
     Position,
+    Snapshot,
+    checkpoint_path,
     checkpoints_dir,
+    export_model,
+    load_generators,
     load_optimizer,
+    prune_checkpoints,
     read_position,
     save_checkpoint,
 )
-from infini_model.training.diagnostics import (
-    REMEDIES,
-    NonFinite,
-    report_non_finite,
-    report_spike,
-)
+from infini_model.training.diagnostics import REMEDIES, NonFinite, save_report
 from infini_model.training.distributed import StopSignals, World, join_world, stop_of
-from infini_model.training.flops import Utilization
 from infini_model.training.metrics import Metrics, Status
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 from infini_model.training.replica import Replica
@@ -51,7 +52,6 @@ from infini_model.training.setup import (
     record_settings,
     with_vocabulary,
 )
-from infini_model.training.spikes import SpikeDetector, past_losses
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ class Trainer:
             split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)
             for split in ("train", "validation", "test")
         }
+        self._copy, self._writer = HostCopy(world), Writer()
+        self._stalled: float | None = None
         checkpoint = choose_checkpoint(run_dir, world)
         consumed = self._build(checkpoint)
         self._saved_step = self.step if checkpoint else None
@@ -132,15 +134,6 @@ class Trainer:
             seed=config.run.seed,
             consumed=consumed,
             device=world.device,
-        )
-        self._attribution = Attribution(dataset_dir, self._loader, self._replica)
-        self._spikes = SpikeDetector(past_losses(run_dir, self.step, world))
-        self._utilization = Utilization(
-            self.model,
-            config.packing.context_length,
-            world.device,
-            self._replica.precision,
-            world.size,
         )
         self._metrics: Metrics | None = None
         if world.is_main:
@@ -171,6 +164,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, training)
         if checkpoint is not None:
             load_optimizer(checkpoint, self.model, self.optimizer)
+            set_generator_states(load_generators(checkpoint), self.world)
         self._replica = Replica(self.model, self.config, self.world)
         return consumed
 
@@ -189,10 +183,12 @@ class Trainer:
             if self.step % training.save_steps == 0 or self.step == training.max_steps:
                 self._save()
         self._save()
+        self._finish()
         return Outcome(self.step, self.stopped_by)
 
     def _take_step(self) -> None:
-        """One optimizer step on the next global batch."""
+        """One optimizer step on the next global batch. Raises what writing a checkpoint raised."""
+        self._writer.check()
         began = time.perf_counter()
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
         batches = next(self._loader)
@@ -206,9 +202,6 @@ class Trainer:
             # Every rank sees the same two numbers, so all of them stop here, before any weight.
             event = NonFinite(self.step + 1, self.world.rank, loss, rank_loss.item(), grad_norm)
             raise self._non_finite(event, batches)
-        if spike := self._spikes.watch(loss):
-            reads = self._attribution.read_back(batches)
-            report_spike(self.run_dir, self.step + 1, self.world.rank, spike, reads)
         clip_grads_with_norm_(self.model.parameters(), self.config.training.max_grad_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -272,10 +265,12 @@ class Trainer:
             "train/tokens_per_second": tokens / seconds,
             "train/step_seconds": seconds,
             "train/data_wait_seconds": self._loader.wait_seconds,
-            **self._utilization.metrics(tokens / seconds),
         }
+        if self._stalled is not None:
+            # Between the step before and this one.
+            values["checkpoint/stall_seconds"] = self._stalled
+            self._stalled = None
         if shown:
-            values |= self._metrics.system
             for layer, gate in enumerate(self.model.gate_statistics()):
                 values |= {
                     f"memory/layer_{layer}/gate_mean": gate.mean,
@@ -292,28 +287,47 @@ class Trainer:
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
     def _save(self) -> None:
-        """Write a checkpoint of this step, unless there is one; all ranks wait until it is."""
+        """Copy what a checkpoint of this step holds, unless there is one; a thread writes it.
+
+        Raises what writing the one before raised.
+        """
         if self._saved_step == self.step:
             return
+        began = time.perf_counter()
+        self._writer.wait()
+        snapshot = self._copy.take(self.model, self.optimizer)
         if self._metrics is not None:
-            self._metrics.sync()
-            position = self._position(self._metrics, self._loader.consumed)
-            keep = self.config.training.save_total_limit
-            path = save_checkpoint(self.run_dir, self.model, self.optimizer, position, keep)
-            log.info("Checkpoint saved: %s", path)
-        self._saved_step = self.world.from_main(self.step)
+            position = Position(
+                step=self.step,
+                consumed=self._loader.consumed,
+                seed=self.config.run.seed,
+                world_size=self.world.size,
+                dataset_key=self.dataset_key,
+                mlflow_run_id=self._metrics.mlflow_run_id,
+                config=self.config.model_dump(mode="json"),
+                precision=self._replica.precision,
+            )
+            self._writer.start(partial(self._write, self._metrics, snapshot, position))
+        self._saved_step = self.step
+        self._stalled = time.perf_counter() - began
 
-    def _position(self, metrics: Metrics, consumed: int) -> Position:
-        """Where the training stands after so many windows."""
-        return Position(
-            step=self.step,
-            consumed=consumed,
-            seed=self.config.run.seed,
-            world_size=self.world.size,
-            dataset_key=self.dataset_key,
-            mlflow_run_id=metrics.mlflow_run_id,
-            config=self.config.model_dump(mode="json"),
-        )
+    def _write(self, metrics: Metrics, snapshot: Snapshot, position: Position) -> None:
+        """Write a checkpoint; in the writer's thread."""
+        metrics.sync()
+        keep = self.config.training.save_total_limit
+        path = save_checkpoint(self.run_dir, snapshot, position, keep)
+        log.info("Checkpoint saved: %s", path)
+
+    def _finish(self) -> None:
+        """Return when this step's checkpoint is on the disk and, after the last one, the export."""
+        self._writer.wait()
+        training, model = self.config.training, self.run_dir / "model"
+        new = self.step > self._began_at or not model.exists()
+        if self.world.is_main and self.step == training.max_steps and new:
+            prune_checkpoints(self.run_dir, training.save_total_limit)
+            export_model(checkpoint_path(self.run_dir, self.step), model)
+        # The others wait here: torchrun ends all when the first one of a stopped training ends.
+        self.world.from_main(self.step)
 
     def _non_finite(self, event: NonFinite, batches: list[Batch]) -> NonFiniteError:
         """The error to raise; in debug mode the report is printed and saved first."""
@@ -323,22 +337,11 @@ class Trainer:
         )
         if not self.config.training.debug:
             return NonFiniteError(f"{message}; training.debug=true names the tensors at fault")
-        reads = self._attribution.read_back(batches)
-        folder = report_non_finite(self.run_dir, event, self.model, batches, reads)
-        self._save_apart(folder)
-        return NonFiniteError(f"{message}; the report is in {folder}")
-
-    def _save_apart(self, folder: Path) -> None:
-        """Write where the step that was not taken began, as a run of its own that begins with it.
-
-        All ranks wait until it is written.
-        """
-        if self._metrics is not None:
-            began_at = self._loader.consumed - self._loader.global_batch
-            position = self._position(self._metrics, began_at)
-            path = save_checkpoint(folder, self.model, self.optimizer, position, 1)
-            log.error("Checkpoint saved: %s", path)
-        self.world.from_main(self.step)
+        folder, text = save_report(self.run_dir, event, self.model, batches)
+        if self.world.is_main:
+            for line in [*text.splitlines(), f"Debug tensors saved: {folder}"]:
+                log.error("%s", line)
+        return NonFiniteError(f"{message}; the report is in {folder.parent}")
 
     def _announce(self, dataset: str, checkpoint: Path | None) -> None:
         """Print what is about to be done, in totals."""
@@ -371,5 +374,6 @@ class Trainer:
     def close(self, status: Status) -> None:
         """End the threads; the sinks get a bounded time to take what is left."""
         self._loader.close()
+        self._writer.close()
         if self._metrics is not None:
             self._metrics.close(status)

@@ -31,6 +31,17 @@ def read_metrics(run_dir: Path) -> list[Line]:
         return []
 
 
+def read_validation_losses(run_dir: Path) -> dict[int, float]:
+    """The validation loss of every step that has one; the other lines are not even parsed."""
+    name = "validation/loss"
+    try:
+        data = (run_dir / "metrics.jsonl").read_bytes()
+    except FileNotFoundError:
+        return {}
+    wanted = [line for line in data.splitlines(keepends=True) if f'"{name}"'.encode() in line]
+    return {int(line["step"]): line[name] for line in whole_lines(b"".join(wanted))}
+
+
 class MetricsFile:
     """`metrics.jsonl`, open for appending.
 

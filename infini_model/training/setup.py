@@ -9,7 +9,7 @@ from infini_model.errors import CheckpointError, ConfigError
 from infini_model.storage import atomic_file
 from infini_model.training.checkpoint import (
     Position,
-    checkpoints_dir,
+    checkpoint_path,
     clear_for_resume,
     newest_checkpoint,
 )
@@ -54,7 +54,7 @@ def choose_checkpoint(run_dir: Path, world: World) -> Path | None:
     step = world.from_main(-1 if chosen is None else int(chosen.name.removeprefix("step-")))
     if step < 0:
         return None
-    path = checkpoints_dir(run_dir) / f"step-{step}"
+    path = checkpoint_path(run_dir, step)
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not there; all machines must share the run folder")
     return path

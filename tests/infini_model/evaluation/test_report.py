@@ -18,9 +18,12 @@ from infini_model.errors import CheckpointError, DataError
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.score import score
 from infini_model.llama import InfiniLlama
+from infini_model.training.background import HostCopy
 from infini_model.training.checkpoint import Position, newest_checkpoint, save_checkpoint
+from infini_model.training.distributed import World
 from infini_model.training.metrics_file import MetricsFile
 
+WORLD = World(0, 1, torch.device("cpu"))
 TEXT = "the memory of a segment is what the next one reads and `more` ```of``` it"
 WORDS = TEXT.split(" ")
 
@@ -70,7 +73,7 @@ def make_run(run_dir, config, steps=(20, 40)):
         for parameter in model.parameters():  # each checkpoint is another model
             torch.nn.init.normal_(parameter, std=0.3)
         position = Position(step, 2 * step, 0, 1, "k" * 64, None, config.model_dump(mode="json"))
-        save_checkpoint(run_dir, model, optimizer, position, keep=2)
+        save_checkpoint(run_dir, HostCopy(WORLD).take(model, optimizer), position, keep=2)
     metrics = MetricsFile(run_dir, None)
     for step in range(41):  # enough for a moving mean
         values = {
@@ -245,7 +248,8 @@ def test_a_broken_model_is_named(made, tmp_path):
     model = InfiniLlama(config.model)
     torch.nn.init.constant_(model.lm_head.weight, math.nan)
     position = Position(5, 5, 0, 1, "k", None, {})
-    save_checkpoint(tmp_path, model, torch.optim.AdamW(model.parameters()), position, keep=1)
+    snapshot = HostCopy(WORLD).take(model, torch.optim.AdamW(model.parameters()))
+    save_checkpoint(tmp_path, snapshot, position, keep=1)
     with pytest.raises(CheckpointError, match="step-5: its loss on validation is nan"):
         evaluate_run(tmp_path, dataset, config)
     assert not (tmp_path / "report.md").exists()

@@ -7,17 +7,23 @@ import torch
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.errors import CheckpointError
 from infini_model.llama import InfiniLlama
+from infini_model.training.background import HostCopy
 from infini_model.training.checkpoint import (
     Position,
     clear_for_resume,
+    load_generators,
     load_optimizer,
     newest_checkpoint,
+    prune_checkpoints,
     read_position,
     save_checkpoint,
     verify_checkpoint,
 )
+from infini_model.training.distributed import World
+from infini_model.training.metrics_file import MetricsFile
 from infini_model.training.optimizer import make_optimizer
 
+WORLD = World(0, 1, torch.device("cpu"))
 MODEL = ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, segment_length=4)
 
 
@@ -38,7 +44,8 @@ def trained():
 
 
 def save(run_dir, trained, *steps, keep=9):
-    return [save_checkpoint(run_dir, *trained, position(step), keep) for step in steps]
+    snapshot = HostCopy(WORLD).take(*trained)
+    return [save_checkpoint(run_dir, snapshot, position(step), keep) for step in steps]
 
 
 def test_weights_moments_and_position_come_back_to_the_bit(tmp_path, trained):
@@ -57,6 +64,7 @@ def test_weights_moments_and_position_come_back_to_the_bit(tmp_path, trained):
         for key, value in state.items():
             assert torch.equal(value, after[index][key])
     json.loads((path / "state.json").read_text())["versions"]["torch"]
+    assert torch.equal(load_generators(path)["cpu"][0], torch.get_rng_state())
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path, trained):
@@ -68,6 +76,20 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path, trained):
 def test_only_the_newest_are_kept(tmp_path, trained):
     save(tmp_path, trained, 2, 10, 9, keep=2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-9"]
+
+
+def test_the_best_is_kept_besides_the_newest_as_long_as_it_is_the_best(tmp_path, trained):
+    metrics = MetricsFile(tmp_path, None)
+    losses = {1: 4.0, 2: 2.0, 3: 3.0, 4: 2.5, 5: 1.0}
+    kept = {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 4], 5: [2, 5]}
+    for step, loss in losses.items():
+        save(tmp_path, trained, step, keep=1)
+        names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+        assert names == [f"step-{number}" for number in kept[step]]
+        # It is known only later how good the model of this step is.
+        metrics.append(step, {"train/loss": loss, "validation/loss": loss})
+    prune_checkpoints(tmp_path, 1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.safetensors", "state.json"])

@@ -1,8 +1,12 @@
 """A document that poisons a training is named, with its text, and so is what it did."""
 
+import dataclasses
 import json
 import logging
+import os
 import random
+import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from infini_model.config import validate
 from infini_model.data.manifest import read_manifest
@@ -217,3 +223,61 @@ def test_faults_are_counted_and_located(places):
         assert fault.infinite == len(final) - fault.nan
         assert fault.first == [min(final) // 4, min(final) % 4]
         assert len(fault.values) == min(5, 12 - min(final))
+
+
+def _rank(rank, port, tree, dataset, run_dir):
+    """Train until it goes wrong; then look for faults in a layer that both ranks share."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    log = logging.getLogger("infini_model")
+    log.addHandler(logging.FileHandler(f"{run_dir}-{rank}.log"))
+    with pytest.raises(NonFiniteError):
+        train(validate(tree), dataset, run_dir)
+    model = nn.Linear(3, 4, bias=False)
+    nn.init.ones_(model.weight)
+    with torch.no_grad():
+        model.weight[2, 1] = torch.nan
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    faults = [dataclasses.asdict(fault) for fault in find_faults(model)]
+    Path(f"{run_dir}-{rank}.json").write_text(json.dumps(faults))
+
+
+@pytest.mark.slow
+def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    train(settings(make_config, max_steps=1), poisoned, run_dir)
+    poison(newest_checkpoint(run_dir))
+    tree = settings(make_config, batch_size=4).model_dump(mode="json")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, args=(port, tree, poisoned, run_dir), nprocs=2)
+    (folder,) = (run_dir / "debug").glob("step-*")
+    step = int(folder.name.removeprefix("step-"))
+    logs = [Path(f"{run_dir}-{rank}.log").read_text() for rank in range(2)]
+    shares = []
+    for rank, told in enumerate(logs):
+        report = folder / f"gpu-{rank}"
+        windows = json.loads((report / "windows.json").read_text())
+        shares.append({window["window"] for window in windows})
+        assert len(windows) == 4
+        read = (load_file(report / "tensors.safetensors")["batch/0/input_ids"] == ord(POISON)).any()
+        assert isinstance(windows[0]["loss"], str) == bool(read)
+        # The process that read the poison speaks, and each tells where its report is.
+        assert (f"NaN LOSS DETECTED [GPU {rank}]" in told) == bool(read)
+        assert str(report) in told
+    assert not shares[0] & shares[1]
+    assert any("LOSS DETECTED" in told for told in logs)
+    assert newest_checkpoint(folder).name == f"step-{step - 1}"
+
+    faults = [json.loads(Path(f"{run_dir}-{rank}.json").read_text()) for rank in range(2)]
+    assert faults[0] == []
+    (fault,) = faults[1]
+    assert (fault["shape"], fault["whole_shape"]) == ([2, 3], [4, 3])
+    assert (fault["first"], fault["nan"], fault["size"]) == ([0, 1], 1, 6)

@@ -26,6 +26,7 @@ _FREE_KEYS = {
     "training": frozenset(
         {
             "gpus",
+            "processes",
             "gradient_checkpointing",
             "num_nodes",
             "node_rank",

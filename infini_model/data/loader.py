@@ -221,19 +221,19 @@ def validation_batches(
     batch_size: int,
     rank: int = 0,
     world_size: int = 1,
-    max_batches: int | None = None,
+    max_windows: int | None = None,
 ) -> Iterator[Batch]:
     """This rank's batches of the first windows in order, each window in one rank's batch once.
 
     Batch i of all ranks together is windows i × G … (i + 1) × G - 1, G = batch_size × world_size,
-    at most `max_batches` of them; the last may be partial. Every rank yields the same number of
+    at most `max_windows` in all; the last may be partial. Every rank yields the same number of
     batches, as collective operations need: one for which no window is left yields a window whose
     labels are all masked, which adds nothing to a sum over labels.
     """
     together = batch_size * world_size
     count = len(windows)
-    if max_batches is not None:
-        count = min(count, max_batches * together)
+    if max_windows is not None:
+        count = min(count, max_windows)
     for start in range(0, count, together):
         mine = np.arange(start, min(start + together, count))
         mine = mine[rank * batch_size : (rank + 1) * batch_size]

@@ -193,9 +193,7 @@ def _score_all(
         if not sizes.get(split):
             log.warning("%s: split %s has no whole window; it is not scored", dataset_dir, split)
             return NOTHING
-        batches = validation_batches(
-            opened[split], settings.batch_size, max_batches=settings.max_batches
-        )
+        batches = validation_batches(opened[split], settings.batch_size, max_windows=sizes[split])
         return score(model, batches, bf16=bf16, forget=forget, advance=advance)
 
     scores = {split: run(split) for split in HELD_OUT}

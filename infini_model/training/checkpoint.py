@@ -55,6 +55,7 @@ class Position:
         mlflow_run_id: The run's record, or None if it had none yet.
         config: The whole configuration.
         precision: Type of the matrix products; empty where an older checkpoint does not say.
+        global_batch: Windows of one step; None where an older checkpoint does not say.
     """
 
     step: int
@@ -65,6 +66,7 @@ class Position:
     mlflow_run_id: str | None
     config: dict[str, Any]
     precision: str = ""
+    global_batch: int | None = None
 
 
 @dataclass(frozen=True)

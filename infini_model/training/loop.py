@@ -49,6 +49,7 @@ from infini_model.training.replica import Replica
 from infini_model.training.setup import (
     check_same_run,
     choose_checkpoint,
+    divide,
     record_settings,
     with_vocabulary,
 )
@@ -127,8 +128,8 @@ class Trainer:
         self._saved_step = self.step if checkpoint else None
         self._loader = Loader(
             self._windows["train"],
-            batch_size=config.training.batch_size,
-            gradient_accumulation_steps=config.training.gradient_accumulation_steps,
+            batch_size=self._division.micro_batch,
+            gradient_accumulation_steps=self._division.accumulation,
             rank=world.rank,
             world_size=world.size,
             seed=config.run.seed,
@@ -150,6 +151,7 @@ class Trainer:
         """Make the model and the optimizer; returns the windows that were read already."""
         training, device = self.config.training, self.world.device
         consumed = self.step = 0
+        global_batch = None
         if checkpoint is None:
             torch.manual_seed(self.config.run.seed)
             self.model = InfiniLlama(self.config.model).to(device)
@@ -157,10 +159,12 @@ class Trainer:
             position = read_position(checkpoint)
             check_same_run(checkpoint, position, self.config, self.dataset_key)
             consumed, self.step = position.consumed, position.step
+            global_batch = position.global_batch
             settings = self.config.model.model_dump()
             self.model = InfiniLlama.from_pretrained(
                 checkpoint / "model", device=device, **settings
             )
+        self._division = divide(training, self.world.size, global_batch)
         self.optimizer = make_optimizer(self.model, training)
         if checkpoint is not None:
             load_optimizer(checkpoint, self.model, self.optimizer)
@@ -227,7 +231,7 @@ class Trainer:
         training, world = self.config.training, self.world
         totals = torch.zeros(2, dtype=torch.float64, device=world.device)
         batches = validation_batches(
-            windows, training.batch_size, world.rank, world.size, training.eval_batches
+            windows, training.batch_size, world.rank, world.size, self._windows_to_score()
         )
         self.model.eval()
         for batch in batches:
@@ -244,6 +248,14 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.append(self.step, {name: loss})
             log.info("[GPU 0] Step [%d/%d] | %s: %.4f", self.step, training.max_steps, name, loss)
+
+    def _windows_to_score(self) -> int | None:
+        """At most so many in one validation, however many processes share them; None is all."""
+        training = self.config.training
+        if training.eval_batches is None:
+            return None
+        at_once = self._division.global_batch // training.gradient_accumulation_steps
+        return training.eval_batches * max(1, at_once)
 
     def _record(self, loss: float, rate: float, grad_norm: float, seconds: float) -> None:
         """Log the step that was just taken."""
@@ -306,6 +318,7 @@ class Trainer:
                 mlflow_run_id=self._metrics.mlflow_run_id,
                 config=self.config.model_dump(mode="json"),
                 precision=self._replica.precision,
+                global_batch=self._division.global_batch,
             )
             self._writer.start(partial(self._write, self._metrics, snapshot, position))
         self._saved_step = self.step
@@ -345,8 +358,8 @@ class Trainer:
 
     def _announce(self, dataset: str, checkpoint: Path | None) -> None:
         """Print what is about to be done, in totals."""
-        training, world = self.config.training, self.world
-        windows = self._loader.global_batch
+        training, world, division = self.config.training, self.world, self._division
+        windows = division.global_batch
         tokens = windows * self.config.packing.context_length
         parameters = sum(p.numel() for p in self.model.parameters())
         rule = "=" * 46
@@ -357,8 +370,8 @@ class Trainer:
             f"Device: {world.device.type}, {self._replica.precision}",
             f"Attention inside segments: {self._replica.attention_backend}",
             f"Number of processes: {world.size}",
-            f"Batch size per process: {training.batch_size}",
-            f"Gradient accumulation: {training.gradient_accumulation_steps}",
+            f"Batch size per process: {division.micro_batch}",
+            f"Gradient accumulation: {division.accumulation}",
             f"Total batch size: {windows} windows, {tokens:,} tokens a step",
             f"Model parameters: {parameters:,}",
             f"Vocabulary size: {self.config.model.vocab_size}",

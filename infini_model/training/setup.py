@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from infini_model.config import Config, dump_config
+from infini_model.config import Config, TrainingConfig, dump_config
 from infini_model.errors import CheckpointError, ConfigError
 from infini_model.storage import atomic_file
 from infini_model.training.checkpoint import (
@@ -17,6 +18,47 @@ from infini_model.training.distributed import World
 
 # How attention is computed may change between two halves of a run, what is computed may not.
 FREE_MODEL_SETTINGS = frozenset({"attention_backend"})
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the windows of a global batch are shared out.
+
+    Attributes:
+        processes: Ranks, each of which reads an equal share.
+        accumulation: Micro-batches that a rank reads in turn.
+        micro_batch: Windows in one of them.
+    """
+
+    processes: int
+    accumulation: int
+    micro_batch: int
+
+    @property
+    def global_batch(self) -> int:
+        """Windows of all ranks in one step."""
+        return self.processes * self.accumulation * self.micro_batch
+
+
+def divide(training: TrainingConfig, processes: int, global_batch: int | None) -> Division:
+    """The division of a run's global batch among so many processes.
+
+    A run's first start fixes `global_batch`; None is that start. Later the settings say only how
+    many windows a process may read at once: `batch_size` at most.
+
+    Raises `ConfigError` where the processes cannot have equal shares.
+    """
+    if global_batch is None:
+        global_batch = processes * training.gradient_accumulation_steps * training.batch_size
+    share, rest = divmod(global_batch, processes)
+    if rest or share == 0:
+        raise ConfigError(
+            f"training.processes: {processes} processes cannot share the {global_batch} windows of "
+            f"this run's steps equally; take a number that divides {global_batch}"
+        )
+    largest = min(share, training.batch_size)
+    micro_batch = next(size for size in range(largest, 0, -1) if share % size == 0)
+    return Division(processes, share // micro_batch, micro_batch)
 
 
 def with_vocabulary(config: Config, dataset_vocabulary: int, dataset_dir: Path) -> Config:

@@ -200,6 +200,22 @@ def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
             assert two == pytest.approx(one, abs=5e-5), (name, metric)
 
 
+def test_a_run_keeps_its_global_batches_where_less_is_read_at_once(dataset, make_config, tmp_path):
+    """As after running out of memory; and its validation is over as many windows."""
+    settings = {"batch_size": 4, "gradient_accumulation_steps": 2, "eval_batches": 1}
+    train(make_config(training=settings), dataset, tmp_path / "whole")
+    for batch_size in (3, 1):
+        run_dir = tmp_path / str(batch_size)
+        shutil.copytree(tmp_path / "whole", run_dir)
+        shutil.rmtree(run_dir / "checkpoints" / "step-12")
+        train(make_config(training=settings | {"batch_size": batch_size}), dataset, run_dir)
+        position = read_position(newest_checkpoint(run_dir))
+        assert (position.step, position.consumed, position.global_batch) == (12, 96, 8)
+        for name in ("train/loss", "validation/loss", "test/loss"):
+            whole, parts = curve(tmp_path / "whole", name), curve(run_dir, name)
+            assert parts == pytest.approx(whole, abs=2e-5)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_training_goes_on_to_the_same_bits(dataset, make_config, tmp_path, number):
     config = make_config()

@@ -233,10 +233,8 @@ class MlflowSink:
             tracking_uri=self._config.tracking_uri,
         )
         self._describe(client, run)
-        self._arrived = {
-            name: max(m.step for m in client.get_metric_history(run.info.run_id, name))
-            for name in run.data.metrics
-        }
+        # Of each metric a run tells the point of the last step: one request for all of them.
+        self._arrived = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._remember(delivered_step=max(self._arrived.values(), default=0))
         self._client = client
 
@@ -296,11 +294,13 @@ def _quieten() -> None:
         "MLFLOW_LOGGING_LEVEL": "WARNING",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
         "GIT_PYTHON_REFRESH": "quiet",
     }.items():
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    # It would tell of every new try; the follower tells of the first.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
 
 def _open(config: Config) -> tuple[Any, str]:

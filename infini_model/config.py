@@ -367,6 +367,16 @@ class TrainingConfig(Section):
     tensorboard_dir: Path | None = Field(
         None, description="Folder for TensorBoard; None is logs/tensorboard of the run."
     )
+    hang_timeout_seconds: PositiveFloat | None = Field(
+        None,
+        description="Seconds without a step after which a training counts as hung and is ended; "
+        "None is 20 times the usual step, at least a minute.",
+    )
+    skip_non_finite: bool = Field(
+        False,
+        description="Whether a training that ended with NaN or infinity passes over the global "
+        "batch that did it when it is tried again.",
+    )
     debug: bool = Field(
         False, description="Print the report of the tensors at fault when a number goes wrong."
     )

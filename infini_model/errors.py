@@ -27,7 +27,14 @@ class DeviceError(UserError):
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or a gradient is NaN or infinite; the weights of the step before are intact."""
+    """The loss or a gradient is NaN or infinite; the weights of the step before are intact.
+
+    `consumed` counts the windows read before the global batch that did it, None if none did.
+    """
+
+    def __init__(self, message: str, consumed: int | None = None) -> None:
+        super().__init__(message)
+        self.consumed = consumed
 
 
 class StageError(RuntimeError):

@@ -3,7 +3,8 @@
 `run` streams a command's output and leaves nothing of its process tree behind, whether the command
 ends, its time runs out, or the caller is interrupted. `bound` makes a command die with its parent,
 also when the parent is killed by SIGKILL and can no longer do anything about it (Linux:
-PR_SET_PDEATHSIG; elsewhere the command runs as it is).
+PR_SET_PDEATHSIG; elsewhere the command runs as it is). To the kernel the parent is the thread that
+started it, so that one has to stay until the command has ended; `run` waits in it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+STOPS = (signal.SIGTERM, signal.SIGINT)
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
 # What is still in the pipe when the command has ended is read for this long, no longer: a
@@ -107,55 +110,94 @@ class _Lines:
         self._selector.close()
 
 
+@contextlib.contextmanager
+def _noted_stops() -> Iterator[list[int]]:
+    """Note SIGTERM and SIGINT in a list while the block runs; the first acts when it has ended.
+
+    A handler that raised would do so in the middle of any line, such as one that holds the lock of
+    a `Popen`, which would then never tell that its process has ended. Other threads than the main
+    one hear no signals; one that is ignored stays so.
+    """
+    heard: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield heard
+        return
+    before = {number: signal.getsignal(number) for number in STOPS}
+    for number in STOPS:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: heard.append(number))
+    try:
+        yield heard
+    finally:
+        # Blocked, so that none comes between while the handlers are put back.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ended = bool(heard) and before[signal.Signals(heard[0])] is signal.SIG_DFL
+        if heard and not ended:
+            signal.raise_signal(heard[0])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        if ended:
+            raise SystemExit(128 + heard[0])
+
+
 def run(
     command: Sequence[str],
     *,
     on_line: Callable[[str], None],
     timeout_seconds: float | None = None,
     grace_seconds: float = 30.0,
+    watch: Callable[[int], Exception | None] = lambda _: None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> int:
     """Run `command`, hand each line of its output to `on_line`, and return its exit status.
 
     It has a session of its own and no standard input. Its process tree is ended (SIGTERM, then
-    SIGKILL after `grace_seconds`) when `timeout_seconds` have passed or an exception, Ctrl-C
-    included, goes through here. A negative status is the signal that ended it.
+    SIGKILL after `grace_seconds`) when `timeout_seconds` have passed, `on_line` raises, or SIGTERM
+    or SIGINT comes, which then acts on the caller as it would have without this function; where
+    SIGTERM would have killed it, it is `SystemExit`. `watch` is asked about the process id ten
+    times a second: what it returns is raised, and all is killed at once. A negative status is the
+    signal that ended the command.
 
     Raises `ProcessTimeoutError` past the deadline.
     """
-    process = subprocess.Popen(
-        bound(command),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=None if env is None else {**os.environ, **env},
-        cwd=cwd,
-    )
-    if process.stdout is None:
-        raise RuntimeError("the pipe to the command was not made")
-    lines = _Lines(process.stdout.fileno(), on_line)
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    with _noted_stops() as heard:
+        process = subprocess.Popen(
+            bound(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=None if env is None else {**os.environ, **env},
+            cwd=cwd,
+        )
+        if process.stdout is None:
+            raise RuntimeError("the pipe to the command was not made")
+        lines = _Lines(process.stdout.fileno(), on_line)
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
 
-    def read_on(seconds: float) -> None:
-        # A closed pipe reports "ready" at once; wait on the process instead of spinning.
-        if not lines.read(seconds):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
+        def read_on(seconds: float) -> None:
+            # A closed pipe reports "ready" at once; wait on the process instead of spinning.
+            if not lines.read(seconds):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
 
-    try:
-        while process.poll() is None:
-            read_on(POLL_SECONDS)
-            if deadline is not None and time.monotonic() > deadline:
-                raise ProcessTimeoutError(f"ended after {timeout_seconds:g} s: {command[-1]}")
-    finally:
-        end_tree(process, grace_seconds, read_on)
-        drained = time.monotonic() + DRAIN_SECONDS
-        while lines.read(0.0) and time.monotonic() < drained:
-            pass
-        lines.close()
-        process.stdout.close()
+        try:
+            while process.poll() is None and not heard:
+                read_on(POLL_SECONDS)
+                if error := watch(process.pid):
+                    grace_seconds = 0.0
+                    raise error
+                if deadline is not None and time.monotonic() > deadline:
+                    raise ProcessTimeoutError(f"ended after {timeout_seconds:g} s: {command[-1]}")
+        finally:
+            end_tree(process, grace_seconds, read_on)
+            drained = time.monotonic() + DRAIN_SECONDS
+            while lines.read(0.0) and time.monotonic() < drained:
+                pass
+            lines.close()
+            process.stdout.close()
     return process.returncode
 
 

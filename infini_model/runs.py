@@ -35,6 +35,8 @@ _FREE_KEYS = {
             "save_steps",
             "save_total_limit",
             "tensorboard_dir",
+            "hang_timeout_seconds",
+            "skip_non_finite",
             "debug",
         }
     ),

@@ -23,15 +23,18 @@ from infini_model.__main__ import ERROR, PROGRESS, RESULT
 from infini_model.config import Config, StageConfig
 from infini_model.errors import StageError, UserError
 from infini_model.processes import ProcessTimeoutError, run
-from infini_model.training.failures import NonFinite
+from infini_model.training.failures import TrainingFailure
 from tasks.progress import Progress
 
 TAIL_LINES = 20
 
 
 async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -> bool:
-    """False for what the user has to mend: trying again would give the same answer."""
-    return not isinstance(await state.aresult(raise_on_failure=False), UserError | NonFinite)
+    """False for what the user has to mend, and where the training knows that it would not help."""
+    error = await state.aresult(raise_on_failure=False)
+    if isinstance(error, TrainingFailure):
+        return not error.is_final
+    return not isinstance(error, UserError)
 
 
 # What all stages have in common as Prefect tasks.

@@ -19,7 +19,9 @@ STEP = re.compile(r"^GPU0:.* Step \[(\d+)/(\d+)\]")
 def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
     """Train in `run_dir`, or go on from its newest checkpoint; a retry is just that.
 
-    The MLflow run stays the same across retries. Returns `run_dir`.
+    What a retry does differently, and whether there is one, follows from how the training failed
+    (`infini_model.training.recovery`). The MLflow run stays the same across retries. Returns
+    `run_dir`.
     """
     from infini_model.training.launch import launch
 

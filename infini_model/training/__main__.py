@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infini_model.config import Config, load_config
-from infini_model.errors import NonFiniteError, UserError
+from infini_model.errors import DataError, NonFiniteError, UserError
 from infini_model.processes import die_with_parent
-from infini_model.training.agent import AGENT
+from infini_model.training import AGENT, heartbeat
 from infini_model.training.failures import (
     EXIT_CRASH,
     EXIT_NON_FINITE,
@@ -63,6 +63,8 @@ def _log_to_stdout(config: Config, rank: int) -> None:
 
 
 def _kind_of(error: Exception) -> tuple[Kind, int]:
+    if isinstance(error, DataError):
+        return "data", EXIT_USER_ERROR
     if isinstance(error, UserError):
         return "user error", EXIT_USER_ERROR
     if isinstance(error, NonFiniteError):
@@ -84,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(file=arguments.config)
         _log_to_stdout(config, rank)
+        heartbeat.start(arguments.run_dir, rank, config.training.hang_timeout_seconds)
         # Here, so that a mistake in the settings is told at once: torch takes seconds to load.
         from infini_model.training.loop import train
 
@@ -91,11 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where every failure is told
         kind, status = _kind_of(error)
         message = str(error) or type(error).__name__
-        Report.now(kind, message, rank).save(arguments.run_dir)
+        consumed = getattr(error, "consumed", None)
+        Report.now(kind, message, rank, consumed).save(arguments.run_dir)
         told = [message] if status != EXIT_CRASH else traceback.format_exc().splitlines()
         for line in told:
             print(f"GPU{rank}:ERROR | {line}", file=sys.stderr)
         return status
+    heartbeat.stop()
     if outcome.stopped_by is None:
         return 0
     message = f"stopped by signal {outcome.stopped_by}; step {outcome.step} is saved"

@@ -1,37 +1,79 @@
 """torchrun, as the launcher starts it: `python -m infini_model.training.agent RUN_DIR OPTIONS …`.
 
-It runs `torch.distributed.run` with the options it is given and adds an end that can be told: how
-each rank ended is left in the run folder, and its own exit status is that of the ranks.
+It runs `torch.distributed.run` with the options it is given and adds an end that can be told:
+SIGTERM is passed on to the ranks, which are then waited for; a rank that fails takes the others
+with it within seconds; how the first ones ended is left in the run folder, and the exit status is
+theirs.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import ClassVar
 
-from infini_model.training.failures import EXIT_CRASH, save_exit_codes
+from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
 
-# Tells the ranks who started them, so that they notice if it is gone already.
-AGENT = "INFINI_AGENT_PID"
+from infini_model.processes import STOPS
+from infini_model.training import AGENT
+from infini_model.training.failures import EXIT_CRASH, EXIT_NON_FINITE, save_exit_codes
+
+# From the end of one rank to SIGKILL for the others, which may be stuck waiting for it; but where
+# all end for the same reason, they may have a checkpoint or a report to write.
+DEATH_SECONDS = 5
+SAVE_SECONDS = 50
+TOGETHER = frozenset({EXIT_NON_FINITE, *(128 + number for number in STOPS)})
+
+
+class Ranks(multiprocessing.SubprocessContext):
+    """The processes of torchrun's ranks, and how they come to their end."""
+
+    run_dir: ClassVar[Path]
+    stopped_by: ClassVar[int | None] = None
+    _patience: int | None = None
+
+    def _start(self) -> None:
+        for number in STOPS:
+            signal.signal(number, self._pass_on)
+        super()._start()  # type: ignore[no-untyped-call]
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        Ranks.stopped_by = number
+        if not self.subprocess_handlers:
+            # Some are being started and have nothing to save; they die with this process.
+            os._exit(128 + number)
+        for handler in self.subprocess_handlers.values():
+            handler.proc.send_signal(signal.SIGTERM)
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:  # noqa: ARG002
+        """End those that still run, as torchrun asks when the first has failed, and again later."""
+        if self._patience is None:
+            codes = {int(self.envs[i]["RANK"]): end.exitcode for i, end in self._failures.items()}
+            save_exit_codes(self.run_dir, codes)
+            together = TOGETHER.issuperset(codes.values())
+            self._patience = SAVE_SECONDS if codes and together else DEATH_SECONDS
+        super()._close(death_sig, self._patience)
 
 
 def main() -> int:
     """Run torchrun until its ranks have ended; returns the exit status for the launcher."""
-    # Here, because the ranks import this module for the name above, before they load torch.
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
     os.environ[AGENT] = str(os.getpid())
+    Ranks.run_dir = Path(sys.argv[1])
+    multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
     try:
-        run(parse_args(sys.argv[2:]))  # type: ignore[no-untyped-call]
+        # Its own handlers would raise an exception wherever they interrupt; SIGQUIT never comes.
+        options = ["--signals-to-handle=SIGQUIT", *sys.argv[2:]]
+        run(parse_args(options))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        save_exit_codes(Path(sys.argv[1]), codes)
-        return max((code for code in codes.values() if code > 0), default=EXIT_CRASH)
-    except SignalException as stop:
-        return 128 + int(stop.sigval)
+        if Ranks.stopped_by is not None:
+            return 128 + Ranks.stopped_by
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return max((code for code in codes if code > 0), default=EXIT_CRASH)
     return 0
 
 

@@ -16,21 +16,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from infini_model.errors import StageError, UserError
+from infini_model import processes
+from infini_model.errors import DataError, StageError, UserError
 from infini_model.storage import write_json
 
 EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
-STOPS = (signal.SIGTERM, signal.SIGINT)
+STOPS = processes.STOPS
 
-Kind = Literal["user error", "non-finite", "preempted", "out of memory", "timeout", "crash"]
+Kind = Literal[
+    "user error",
+    "data",
+    "non-finite",
+    "preempted",
+    "out of memory",
+    "hang",
+    "timeout",
+    "crash",
+]
 
 
 class TrainingFailure(StageError):  # noqa: N818 - it tells of an end, also one by request
-    """A training ended early; `kind` says how, `rank` who was first (None if nobody knows)."""
+    """A training ended early; `kind` says how, `rank` who was first (None if nobody knows).
+
+    `is_final` where trying again would not help; the launcher sets it.
+    """
 
     kind: ClassVar[Kind] = "crash"
+    is_final = False
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message, rank)
@@ -47,9 +61,13 @@ class Crashed(TrainingFailure):
 
 
 class NonFinite(TrainingFailure):
-    """The loss or a gradient was NaN or infinite; the newest checkpoint is from before it."""
+    """The loss or a gradient was NaN or infinite; the newest checkpoint is from before it.
+
+    `consumed` counts the windows read before the global batch that did it, None if none did.
+    """
 
     kind: ClassVar[Kind] = "non-finite"
+    consumed: int | None = None
 
 
 class Preempted(TrainingFailure):
@@ -64,6 +82,12 @@ class OutOfMemory(TrainingFailure):
     kind: ClassVar[Kind] = "out of memory"
 
 
+class Hung(TrainingFailure):
+    """A process was stopped, or no step came for much longer than steps take."""
+
+    kind: ClassVar[Kind] = "hang"
+
+
 class TimedOut(TrainingFailure):
     """The time that the launcher was given ran out."""
 
@@ -71,23 +95,29 @@ class TimedOut(TrainingFailure):
 
 
 _TYPES: dict[Kind, type[TrainingFailure]] = {
-    failure.kind: failure for failure in (Crashed, NonFinite, Preempted, OutOfMemory, TimedOut)
+    failure.kind: failure
+    for failure in (Crashed, NonFinite, Preempted, OutOfMemory, Hung, TimedOut)
 }
+_MENDABLE: dict[Kind, type[UserError]] = {"user error": UserError, "data": DataError}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank left behind: the kind and the message of its error, and when it happened."""
+    """What one rank left behind: the kind and the message of its error, and when it happened.
+
+    `consumed` is that of `NonFinite`.
+    """
 
     kind: Kind
     message: str
     rank: int
     time: float
+    consumed: int | None = None
 
     @classmethod
-    def now(cls, kind: Kind, message: str, rank: int) -> Report:
+    def now(cls, kind: Kind, message: str, rank: int, consumed: int | None = None) -> Report:
         """A report of this moment."""
-        return cls(kind=kind, message=message, rank=rank, time=time.time())
+        return cls(kind, message, rank, time.time(), consumed)
 
     def save(self, run_dir: Path) -> None:
         """Leave it in the run folder, if that can be written at all."""
@@ -100,7 +130,7 @@ def _folder(run_dir: Path) -> Path:
 
 
 def save_exit_codes(run_dir: Path, codes: Mapping[int, int]) -> None:
-    """Leave how the ranks ended: rank to exit code, negative for a signal."""
+    """Leave how the first ranks ended: rank to exit code, negative for a signal."""
     with contextlib.suppress(OSError, UserError):
         write_json(_folder(run_dir) / "exit-codes.json", dict(codes))
 
@@ -112,7 +142,7 @@ def clear(run_dir: Path) -> None:
 
 
 def _killed_rank(run_dir: Path) -> Report | None:
-    """A rank that a signal ended, other than the SIGTERM by which torchrun ends the rest."""
+    """A rank that a signal ended, other than those that ask for an end."""
     path = _folder(run_dir) / "exit-codes.json"
     if not path.exists():
         return None
@@ -141,9 +171,12 @@ def explain(run_dir: Path, exit_code: int) -> TrainingFailure | UserError:
     cause = _killed_rank(run_dir) or min(reports, key=lambda report: report.time, default=None)
     if cause is None:
         return _explain_code(exit_code)
-    if cause.kind == "user error":
-        return UserError(cause.message)
-    return _TYPES[cause.kind](cause.message, cause.rank)
+    if cause.kind in _MENDABLE:
+        return _MENDABLE[cause.kind](cause.message)
+    failure = _TYPES[cause.kind](cause.message, cause.rank)
+    if isinstance(failure, NonFinite):
+        failure.consumed = cause.consumed
+    return failure
 
 
 def _explain_code(code: int) -> TrainingFailure:

@@ -7,15 +7,11 @@ the process tree is left when `launch` returns or is killed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from infini_model import processes
@@ -24,11 +20,11 @@ from infini_model.errors import DeviceError
 from infini_model.storage import atomic_file, make_folder
 from infini_model.training import failures
 from infini_model.training.devices import choose_gpus
+from infini_model.training.heartbeat import Watch
+from infini_model.training.recovery import learn, read_recovery
 
-# For a step to end and a checkpoint to be written after SIGTERM, before SIGKILL. torchrun's own
-# patience with its ranks is the shorter one, so that it is never killed while they still save.
+# For a step to end and a checkpoint to be written after SIGTERM, before SIGKILL.
 GRACE_SECONDS = 60.0
-RANK_GRACE_SECONDS = 50
 PREFIX = re.compile(r"GPU(\d+):")
 
 
@@ -42,6 +38,10 @@ def launch(
 ) -> None:
     """Train `config` on a dataset folder in `run_dir`, or go on from its newest checkpoint.
 
+    What earlier failures of the run have taught is applied, and what a new one teaches is kept
+    (`recovery.json`). SIGTERM and Ctrl-C have a checkpoint written first; then they act on the
+    caller as ever.
+
     Args:
         config: The whole configuration.
         dataset_dir: A finished dataset folder.
@@ -52,8 +52,26 @@ def launch(
     Raises:
         UserError: What a rank found wrong with the settings, the dataset or the run folder.
         DeviceError: A GPU that does not exist, or fewer GPUs than processes.
-        TrainingFailure: Anything else, by its type.
+        TrainingFailure: Anything else, by its type; `is_final` where a retry would not help.
     """
+    recovery = read_recovery(run_dir)
+    if change := recovery.describe(config):
+        on_line(change)
+    try:
+        _run(recovery.applied_to(config), dataset_dir, run_dir, timeout_seconds, on_line)
+    except failures.TrainingFailure as failure:
+        learn(run_dir, failure, config)
+        raise
+
+
+def _run(
+    config: Config,
+    dataset_dir: Path,
+    run_dir: Path,
+    timeout_seconds: float | None,
+    on_line: Callable[[str], None],
+) -> None:
+    """Train with exactly these settings. Raises as `launch` does."""
     gpus = choose_gpus(config.training.gpus)
     count = config.training.processes or max(1, len(gpus))
     if gpus and count > len(gpus):
@@ -68,13 +86,16 @@ def launch(
     arguments = ["--config", settings, "--dataset", dataset_dir, "--run-dir", run_dir]
     command = [*_command(config, count, run_dir), *map(str, arguments)]
     only = 0 if count * config.training.num_nodes == 1 else None
-    with _terminable(), _RankLogs(logs, only, on_line) as rank_logs:
+    first = config.training.node_rank * count
+    watch = Watch(run_dir, range(first, first + count), config.training.hang_timeout_seconds)
+    with _RankLogs(logs, only, on_line) as rank_logs:
         try:
             code = processes.run(
                 command,
                 on_line=rank_logs.write,
                 timeout_seconds=timeout_seconds,
                 grace_seconds=GRACE_SECONDS,
+                watch=watch,
                 env=environment,
             )
         except processes.ProcessTimeoutError as error:
@@ -125,7 +146,6 @@ def _command(config: Config, count: int, run_dir: Path) -> list[str]:
         *[sys.executable, "-m", "infini_model.training.agent", str(run_dir)],
         *where,
         f"--nproc-per-node={count}",
-        f"--shutdown-timeout={RANK_GRACE_SECONDS}",
         *["-m", "infini_model.training"],
     ]
 
@@ -156,24 +176,3 @@ class _RankLogs:
             self._files[name] = (self._folder / name).open("a", encoding="utf-8", buffering=1)
         self._files[name].write(line + "\n")
         self._on_line(line)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the training too: as an exception, where it would have killed us at once.
-
-    A handler that somebody else has set stays; threads other than the main one have no say.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -28,6 +28,7 @@ from infini_model.data.manifest import read_manifest
 from infini_model.errors import NonFiniteError
 from infini_model.llama import InfiniLlama
 from infini_model.storage import lock
+from infini_model.training import heartbeat
 from infini_model.training.background import HostCopy, Writer, set_generator_states
 from infini_model.training.checkpoint import (
     Position,
@@ -45,6 +46,7 @@ from infini_model.training.diagnostics import REMEDIES, NonFinite, save_report
 from infini_model.training.distributed import StopSignals, World, join_world, stop_of
 from infini_model.training.metrics import Metrics, Status
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
+from infini_model.training.recovery import read_recovery
 from infini_model.training.replica import Replica
 from infini_model.training.setup import (
     check_same_run,
@@ -136,6 +138,7 @@ class Trainer:
             consumed=consumed,
             device=world.device,
         )
+        self._skipped = read_recovery(run_dir).skipped
         self._metrics: Metrics | None = None
         if world.is_main:
             record_settings(run_dir, config)
@@ -195,11 +198,15 @@ class Trainer:
         self._writer.check()
         began = time.perf_counter()
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
+        while self._loader.consumed in self._skipped:
+            log.warning("the global batch at window %d is passed over", self._loader.consumed)
+            next(self._loader)
         batches = next(self._loader)
         loss_sum, targets = self._replica.backward(batches)
         rank_loss = loss_sum.clone()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = get_total_norm(gradients)
+        heartbeat.beat()
         loss = self._sum_and_hear(loss_sum)[0] / max(1, targets.item())
         grad_norm = norm.item()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -235,6 +242,7 @@ class Trainer:
         )
         self.model.eval()
         for batch in batches:
+            heartbeat.rest()
             totals += self._replica.score(batch.to(world.device))
             self._sum_and_hear(totals[:0])
             if self._is_stopped():
@@ -305,6 +313,7 @@ class Trainer:
         """
         if self._saved_step == self.step:
             return
+        heartbeat.rest()
         began = time.perf_counter()
         self._writer.wait()
         snapshot = self._copy.take(self.model, self.optimizer)
@@ -333,6 +342,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """Return when this step's checkpoint is on the disk and, after the last one, the export."""
+        heartbeat.rest()
         self._writer.wait()
         training, model = self.config.training, self.run_dir / "model"
         new = self.step > self._began_at or not model.exists()
@@ -344,17 +354,20 @@ class Trainer:
 
     def _non_finite(self, event: NonFinite, batches: list[Batch]) -> NonFiniteError:
         """The error to raise; in debug mode the report is printed and saved first."""
+        heartbeat.rest()
+        before = self._loader.consumed - self._loader.global_batch
         message = (
             f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}; "
             f"the step was not taken. {REMEDIES}"
         )
         if not self.config.training.debug:
-            return NonFiniteError(f"{message}; training.debug=true names the tensors at fault")
+            advice = "training.debug=true names the tensors at fault"
+            return NonFiniteError(f"{message}; {advice}", before)
         folder, text = save_report(self.run_dir, event, self.model, batches)
         if self.world.is_main:
             for line in [*text.splitlines(), f"Debug tensors saved: {folder}"]:
                 log.error("%s", line)
-        return NonFiniteError(f"{message}; the report is in {folder.parent}")
+        return NonFiniteError(f"{message}; the report is in {folder.parent}", before)
 
     def _announce(self, dataset: str, checkpoint: Path | None) -> None:
         """Print what is about to be done, in totals."""
@@ -386,6 +399,7 @@ class Trainer:
 
     def close(self, status: Status) -> None:
         """End the threads; the sinks get a bounded time to take what is left."""
+        heartbeat.rest()
         self._loader.close()
         self._writer.close()
         if self._metrics is not None:

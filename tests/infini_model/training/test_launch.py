@@ -1,5 +1,7 @@
 """Trainings in processes of their own, started as users start them and killed as life does."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +13,14 @@ import pytest
 from test_loop import curve, free_ports, repeatable, weights
 
 from infini_model.config import dump_config
-from infini_model.errors import DeviceError, UserError
-from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.data.loader import Loader, open_windows
+from infini_model.errors import DataError, DeviceError, UserError
+from infini_model.storage import write_json
+from infini_model.training.checkpoint import newest_checkpoint, read_position
 from infini_model.training.devices import choose_gpus
 from infini_model.training.failures import (
     Crashed,
+    Hung,
     NonFinite,
     OutOfMemory,
     Preempted,
@@ -35,6 +40,20 @@ config, dataset, run_dir = map(Path, sys.argv[1:])
 launch(load_config(file=config), dataset, run_dir)
 """
 LONG = {"max_steps": 150, "save_steps": 20, "eval_steps": 50}
+PAIR = LONG | {"max_steps": 5000, "processes": 2, "batch_size": 4}
+# Python reads it at its start; a rank then runs `fault` after every forward pass.
+SITE = """
+import sys
+if "infini_model.training" in sys.orig_argv and not {{
+    "infini_model.processes", "infini_model.training.agent"
+}} & set(sys.orig_argv):
+    import time, torch
+    def fault(batch, loss):
+        {fault}
+    def hook(module, args, output):
+        return fault(args[0], output) if type(module).__name__ == "_TokenLoss" else None
+    torch.nn.modules.module.register_module_forward_hook(hook)
+"""
 
 
 def wait_for(condition, what, seconds=60.0):
@@ -65,6 +84,55 @@ def ranks(run_dir):
     return [p for p in everyone if "infini_model.training" in p.cmdline()]
 
 
+def agent(run_dir):
+    (found,) = [p for p in trainers(run_dir) if "infini_model.training.agent" in p.cmdline()]
+    return found
+
+
+def rank_of(run_dir, number):
+    (found,) = [p for p in ranks(run_dir) if p.environ()["RANK"] == str(number)]
+    return found
+
+
+class Once:
+    """Does something as soon as a line with `text` is printed, and notes when."""
+
+    def __init__(self, text, act):
+        self.text, self.act, self.at = text, act, None
+
+    def __call__(self, line):
+        if self.text in line and self.at is None:
+            self.act()
+            self.at = time.monotonic()
+
+    @property
+    def seconds(self):
+        return time.monotonic() - self.at
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """Have every rank run a statement of Python on each of its batches."""
+
+    def make(fault):
+        folder = tmp_path / "site"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(SITE.format(fault=fault))
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return make
+
+
+def sum_of_ids(config, dataset, consumed):
+    """By which the first process knows its part of the global batch after so many windows."""
+    windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
+    training = config.training
+    with Loader(
+        windows, batch_size=training.batch_size, seed=config.run.seed, consumed=consumed
+    ) as loader:
+        return int(next(loader)[0].input_ids.sum())
+
+
 @pytest.fixture
 def start(tmp_path, dataset):
     """Start a command on a configuration in the background; it is killed at the end of the test."""
@@ -83,6 +151,8 @@ def start(tmp_path, dataset):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                # As a shell does it: what a terminal sends goes to all of the group.
+                process_group=0,
             )
         )
         return started[-1]
@@ -136,18 +206,13 @@ def test_no_rank_outlives_the_launcher_and_two_ranks_resume_to_the_same_bits(
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_path):
-    config = make_config(training=LONG | {"processes": 2, "batch_size": 4, "max_steps": 5000})
     run_dir = tmp_path / "run"
-    killed = []
-
-    def kill_one(line):
-        if "Step [20/" in line and not killed:
-            killed.append(next(p for p in ranks(run_dir) if p.environ()["RANK"] == "1"))
-            killed[0].kill()
-
+    kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill())
     with pytest.raises(Crashed, match="killed by SIGKILL") as caught:
-        launch(config, dataset, run_dir, on_line=kill_one)
+        launch(make_config(training=PAIR), dataset, run_dir, on_line=kill)
+    assert kill.seconds < 10
     assert caught.value.rank == 1
+    assert not caught.value.is_final
     assert not trainers(run_dir)
     for rank in (0, 1):
         lines = (run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
@@ -156,13 +221,62 @@ def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_p
 
 
 @pytest.mark.slow
+def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    kill = Once("Step [20/", lambda: agent(run_dir).kill())
+    with pytest.raises(Crashed, match="killed by SIGKILL"):
+        launch(make_config(training=PAIR), dataset, run_dir, on_line=kill)
+    assert kill.seconds < 10
+    wait_for(lambda: not trainers(run_dir), "the end of every process", seconds=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "rank"), [("rank", 1), ("agent", None)])
+def test_a_stopped_process_is_a_hang_that_names_it(dataset, make_config, tmp_path, victim, rank):
+    run_dir = tmp_path / "run"
+    config = make_config(training=PAIR | {"hang_timeout_seconds": 3})
+    find = (lambda: rank_of(run_dir, 1)) if victim == "rank" else (lambda: agent(run_dir))
+    stop = Once("Step [10/", lambda: find().suspend())
+    with pytest.raises(Hung, match="has been stopped for 3 s") as caught:
+        launch(config, dataset, run_dir, on_line=stop)
+    assert stop.seconds < 3 + 10
+    assert caught.value.rank == rank
+    assert not trainers(run_dir)
+
+
+def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faulty):
+    run_dir = tmp_path / "run"
+    config = make_config(training=LONG | {"hang_timeout_seconds": 3})
+    faulty(f"batch.input_ids.sum() == {sum_of_ids(config, dataset, 10 * 8)} and time.sleep(600)")
+    with pytest.raises(Hung, match="no step within 3 s") as caught:
+        launch(config, dataset, run_dir, on_line=lambda _: None)
+    assert caught.value.rank == 0
+    assert not trainers(run_dir)
+    log = (run_dir / "logs" / "rank-0.log").read_text()
+    assert "in fault" in log
+    assert "in _take_step" in log
+
+
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_first(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
-    config = make_config(training=LONG | {"max_steps": 5000, "processes": 2, "batch_size": 4})
-    process = start(["-c", LAUNCH], config, run_dir)
+    process = start(["-c", LAUNCH], make_config(training=PAIR), run_dir)
     wait_for(lambda: has_reached(run_dir, 5), "step 5")
     process.terminate()
     assert process.wait(timeout=30) == 143
+    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
+    assert not trainers(run_dir)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_saves_first_however_often(make_config, tmp_path, start):
+    run_dir = tmp_path / "run"
+    process = start(["-c", LAUNCH], make_config(training=PAIR), run_dir)
+    wait_for(lambda: has_reached(run_dir, 5), "step 5")
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == -signal.SIGINT
     assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
     assert not trainers(run_dir)
 
@@ -216,6 +330,60 @@ def test_memory_that_is_not_there_is_told_as_such(dataset, make_config, tmp_path
     config = make_config(model={"vocab_size": 1 << 44})
     with pytest.raises(OutOfMemory, match="allocate"):
         launch(config, dataset, tmp_path / "run", on_line=lambda _: None)
+
+
+def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
+    dataset, make_config, tmp_path, faulty
+):
+    config = make_config(training={"eval_batches": 1})
+    train(config, dataset, tmp_path / "whole")
+    faulty("if len(batch.input_ids) > 2: raise torch.OutOfMemoryError('CUDA out of memory')")
+    run_dir, lines = tmp_path / "run", []
+    for _ in range(2):
+        with pytest.raises(OutOfMemory) as caught:
+            launch(config, dataset, run_dir, on_line=lambda _: None)
+        assert not caught.value.is_final
+    launch(config, dataset, run_dir, on_line=lines.append)
+    assert lines[0] == (
+        "Going on after: out of memory at step 1; batch_size 2, gradient_accumulation_steps 4, "
+        "the same global batch"
+    )
+    positions = [read_position(newest_checkpoint(tmp_path / name)) for name in ("whole", "run")]
+    assert positions[0].consumed == positions[1].consumed
+    for name in ("train/loss", "validation/loss"):
+        whole, parts = (curve(tmp_path / folder, name) for folder in ("whole", "run"))
+        assert parts == pytest.approx(whole, abs=5e-5)
+
+
+def test_a_batch_that_is_not_finite_is_passed_over_as_if_it_had_never_been_there(
+    dataset, make_config, tmp_path, faulty
+):
+    config = make_config(training={"skip_non_finite": True})
+    consumed = 6 * 8
+    told = {"attempts": [], "micro_batch_divisor": 1, "skipped": [consumed]}
+    write_json(tmp_path / "told" / "recovery.json", told)
+    train(config, dataset, tmp_path / "told")
+    culprit = sum_of_ids(config, dataset, consumed)
+    faulty(f"return loss * float('nan') if batch.input_ids.sum() == {culprit} else None")
+    run_dir = tmp_path / "run"
+    with pytest.raises(NonFinite, match="step 7") as caught:
+        launch(config, dataset, run_dir, on_line=lambda _: None)
+    assert caught.value.consumed == consumed
+    assert not caught.value.is_final
+    launch(config, dataset, run_dir, on_line=lambda _: None)
+    assert repeatable(run_dir) == repeatable(tmp_path / "told")
+    assert weights(run_dir) == weights(tmp_path / "told")
+    assert read_position(newest_checkpoint(run_dir)).consumed == (12 + 1) * 8
+
+
+def test_damaged_data_are_the_users_to_mend(dataset, make_config, tmp_path):
+    damaged = tmp_path / dataset.name
+    shutil.copytree(dataset, damaged)
+    next((damaged / "train").glob("*.arrow")).write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        launch(make_config(), damaged, tmp_path / "run", on_line=lambda _: None)
+    assert str(damaged) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_users_mistake_is_one_line_and_exit_2(make_config, tmp_path, start):

@@ -17,19 +17,7 @@ from torch.nn import functional
 from infini_model.local_attention import local_attention
 from infini_model.memory import Memory, Update, memories
 from infini_model.memory_kernels import gated_read, memory_dtype
-
-Rope = tuple[Tensor, Tensor]
-
-
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding of `x` [..., L, D] by `rope` = (cos, sin), each broadcast to [..., L, D].
-
-    The halves of a head are the pairs, as in Hugging Face's Llama. The dtype of `x` is kept.
-    """
-    cos, sin = rope
-    half = x.size(-1) // 2
-    signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-    return torch.addcmul(x * cos, x.roll(half, dims=-1), signed).to(x.dtype)
+from infini_model.rotary import Rope
 
 
 def _segments(x: Tensor, length: int) -> Tensor:
@@ -108,11 +96,13 @@ def infini_attention(
 
 def _local_segments(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None, backend: str) -> Tensor:
     """Local attention of segments [B, S, H, L, D], batched over B · S."""
+    shape = q.shape
     if rope is not None:
         cos, sin = (table[: q.size(3)] for table in rope)
-        q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
-    out = local_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), backend=backend)
-    return out.reshape(q.shape)
+        rope = cos, sin
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out = local_attention(q, k, v, rope=rope, backend=backend)
+    return out.reshape(shape)
 
 
 def segmented_local_attention(

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from infini_model.attention import (
-    Rope,
-    infini_attention,
-    rotate,
-    segmented_local_attention,
-)
+from infini_model.attention import infini_attention, segmented_local_attention
 from infini_model.config import ModelConfig, RopeScaling
+from infini_model.key_shift import shifted_keys
 from infini_model.local_attention import local_attention
 from infini_model.memory import Memory, written
 from infini_model.memory_kernels import gated_read
+from infini_model.rotary import Rope, rotate
 
 
 @dataclass(frozen=True)
@@ -90,20 +87,26 @@ class Attention(nn.Module):
         )
         return q, k, v
 
-    def shift(self, k: Tensor, before: Tensor, starts: Tensor | None) -> Tensor:
+    def shift(self, k: Tensor, before: Tensor | None, starts: Tensor | None) -> Tensor:
         """Memory keys lerp(k_t, k_{t−1}, μ); the first token of a document keeps its own key.
 
         Args:
             k: Keys [B, H_kv, T, D].
-            before: Key of the token before the first, [B, H_kv, D].
+            before: Key of the token before the first, [B, H_kv, D]; None if there is none.
             starts: [B, T] bool, true where a document starts.
         """
         if self.config.memory == "none" or not self.config.memory_key_shift:
             return k
-        previous = torch.cat((before.unsqueeze(2).to(k.dtype), k[:, :, :-1]), dim=2)
+        share = self.memory_key_shift.to(k.dtype)[:, None].expand(k.shape[:3])
         if starts is not None:
-            previous = torch.where(starts[:, None, :, None], k, previous)
-        return torch.lerp(k, previous, self.memory_key_shift.to(k.dtype)[:, None, None])
+            share = share.masked_fill(starts[:, None], 0.0)
+        alone = before is None
+        if before is None:
+            share = share[:, :, 1:]
+        else:
+            k = torch.cat((before.unsqueeze(2).to(k.dtype), k), dim=2)
+        shifted: Tensor = shifted_keys(k, functional.pad(share, (1, 0)))
+        return shifted if alone else shifted[:, :, 1:]
 
     def forward(
         self, x: Tensor, rope: Rope, state: LayerState | None, reset: Tensor | None
@@ -114,7 +117,7 @@ class Attention(nn.Module):
         starts = None
         if reset is not None:
             starts = functional.pad(reset.unsqueeze(-1), (0, length - 1)).flatten(1)[:, : k.size(2)]
-        memory_keys = self.shift(k, k[:, :, 0] if state is None else state.last_key, starts)
+        memory_keys = self.shift(k, None if state is None else state.last_key, starts)
         memory = None if state is None else state.memory
         if config.memory == "none":
             out = segmented_local_attention(

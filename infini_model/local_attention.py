@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infini_model.errors import ConfigError
+from infini_model.rotary import Rope, rotate
 from infini_model.tiled_attention import tiled_attention
 
 _KERNELS = {
@@ -98,7 +99,13 @@ def describe_backend(kernel: str) -> str:
 
 
 def local_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", visible: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rope: Rope | None = None,
+    backend: str = "auto",
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Exact softmax attention, causal unless `visible` says what is seen.
 
@@ -106,6 +113,7 @@ def local_attention(
         q: Queries [N, H, L, D].
         k: Keys [N, H_kv, M, D]; query head h reads key-value head h // (H / H_kv).
         v: Values [N, H_kv, M, D].
+        rope: (cos, sin), each [L, D], by which queries and keys (then L of them) are rotated.
         backend: Kernel; one of `ModelConfig.attention_backend`.
         visible: Bool, broadcast to [N, H, L, M], true where a query sees a key.
 
@@ -116,11 +124,13 @@ def local_attention(
         ConfigError: The backend is unknown, not installed, or not for this device or dtype.
     """
     kernel = resolve_backend(backend, q.device, q.dtype, q.size(3), q.size(2))
+    if visible is None and kernel == "tiled":
+        out: Tensor = tiled_attention(q, k, v, *(rope or ()))
+        return out
+    if rope is not None:
+        q, k = rotate(q, rope), rotate(k, rope)
     if visible is None and kernel == "flash_attn":
         return _flash_attn(q, k, v)
-    if visible is None and kernel == "tiled":
-        out: Tensor = tiled_attention(q, k, v)
-        return out
     # flash-attn, flash and tiled take no mask; PyTorch chooses for a generation's few queries.
     masked = visible is not None and kernel == "flash"
     free = masked or kernel not in _KERNELS

@@ -7,7 +7,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from infini_model import blocks, tiled_attention
+from infini_model.key_shift import shifted_keys
 from infini_model.memory_kernels import gated_read, key_value_sums
+from infini_model.rotary import rotate
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,35 @@ def test_equals_pytorchs_attention(length, heads, kv_heads, transposed):
     ours = tiled_attention.tiled_attention(q, k, v)
     theirs = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     both = ([out, *torch.autograd.grad(out, (q, k, v), grad)] for out in (ours, theirs))
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 17])
+def test_rotates_queries_and_keys(length, transposed):
+    q, k, v, grad = draw(5, 4, 2, length, transposed=transposed)
+    # Both halves of a table are different: whoever turns back must exchange them.
+    rope = torch.randn(2, length, 6, dtype=torch.float64).unbind()
+    ours = tiled_attention.tiled_attention(q, k, v, *rope)
+    theirs = tiled_attention.tiled_attention(rotate(q, rope), rotate(k, rope), v)
+    both = ([out, *torch.autograd.grad(out, (q, k, v), grad)] for out in (ours, theirs))
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 24])
+def test_shifts_keys(length, transposed):
+    _, k, _, _ = draw(2, 4, 3, length, transposed=transposed)
+    grad, share = torch.randn_like(k), torch.rand(2, 3, length, dtype=torch.float64)
+    share[:, :, 0] = 0.0
+    share.requires_grad_()
+    before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
+    both = (
+        [out, *torch.autograd.grad(out, (k, share), grad)]
+        for out in (shifted_keys(k, share), torch.lerp(k, before, share.unsqueeze(-1)))
+    )
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
@@ -92,8 +123,11 @@ def test_the_operators_are_what_they_say():
     q, k, v, _ = draw(3, 4, 2, 9, transposed=True)
     gate = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     kv, norm = (x.detach().requires_grad_() for x in key_value_sums(k, v))
+    share = torch.linspace(0, 1, 9, dtype=torch.float64).expand(3, 2, 9)
     for operator, arguments in (
         (tiled_attention.tiled_attention, (q, k, v)),
+        (tiled_attention.tiled_attention, (q, k, v, *torch.rand(2, 9, 6, dtype=torch.float64))),
+        (shifted_keys, (k, share)),
         (key_value_sums, (k, v)),
         (gated_read, (q, q.detach() + 1, gate, kv, norm)),
     ):

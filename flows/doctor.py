@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import importlib.util
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -12,15 +13,21 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from flows.services import HOST, configured_url
 from infini_model.config import Config
 from infini_model.errors import DeviceError, UserError
 from infini_model.storage import atomic_file, make_folder
-from infini_model.training.devices import list_gpus
+from infini_model.training.devices import find_driver, list_gpus, torch_cuda
 
 GIB = 1 << 30
 NEEDED_DISK_GIB = 5
+# NCCL passes buffers between the processes of a machine through it.
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is put there
+NEEDED_SHARED_GIB = 1
+# Each process of a training opens every shard.
+NEEDED_FILES = 1024
 PACKAGES = ("torch", "prefect", "mlflow", "datasets", "pyarrow", "tokenizers", "gigatoken")
 
 
@@ -55,8 +62,44 @@ def _devices() -> Iterator[Finding]:
         yield Finding(f"GPU {gpu.identifier}", f"{gpu.name}, {memory}, {gpu.busy_percent}% busy")
     if not gpus:
         yield Finding("GPU", "none; training runs on the CPU")
-    elif importlib.util.find_spec("flash_attn") is None:
-        yield Finding("flash-attn", "not installed", "pip install -r requirements-gpu.txt")
+        return
+    yield _driver()
+    yield _flash_attn()
+
+
+def _driver() -> Finding:
+    """Whether the GPUs' driver is new enough for the CUDA that torch was built for."""
+    driver, built = find_driver(), torch_cuda()
+    if driver is None:
+        return Finding("driver", "NVML does not answer", "install NVIDIA's driver")
+    found = f"{driver.version}, for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
+    if built is None:
+        remedy = "install a torch with CUDA: pip install --force-reinstall torch"
+        return Finding("driver", f"{found}; torch is built without CUDA", remedy)
+    found = f"{found}; torch is built for {built[0]}.{built[1]}"
+    # Within a major version an older driver runs what was built for a newer CUDA.
+    old = driver.cuda[0] < built[0]
+    return Finding("driver", found, f"update the driver for CUDA {built[0]}" if old else "")
+
+
+def _flash_attn() -> Finding:
+    for distribution in ("flash-attn-4", "flash-attn"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return Finding(distribution, importlib.metadata.version(distribution))
+    return Finding("flash-attn", "not installed", "pip install -r requirements-gpu.txt")
+
+
+def _limits() -> Iterator[Finding]:
+    """What many processes on one machine run into."""
+    if SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free / GIB
+        remedy = "" if free >= NEEDED_SHARED_GIB else "enlarge it: docker run --shm-size=8g"
+        yield Finding("shared memory", f"{SHARED_MEMORY}, {free:.1f} GiB free", remedy)
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = files == resource.RLIM_INFINITY or files >= NEEDED_FILES
+    found = "unlimited" if files == resource.RLIM_INFINITY else f"at most {files}"
+    more = NEEDED_FILES if most == resource.RLIM_INFINITY else min(most, NEEDED_FILES)
+    yield Finding("open files", found, "" if enough else f"ulimit -n {more}")
 
 
 def _folder(config: Config) -> Iterator[Finding]:
@@ -102,5 +145,5 @@ def _servers(config: Config) -> Iterator[Finding]:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Look at versions, devices, disk, ports and servers; nothing is changed."""
-    return [*_versions(), *_devices(), *_folder(config), *_servers(config)]
+    """Look at versions, devices, limits, disk, ports and servers; nothing is changed."""
+    return [*_versions(), *_devices(), *_limits(), *_folder(config), *_servers(config)]

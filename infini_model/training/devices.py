@@ -30,6 +30,32 @@ class Gpu:
     busy_percent: int
 
 
+@dataclass(frozen=True)
+class Driver:
+    """The driver of the GPUs: its version, and the newest CUDA that it runs."""
+
+    version: str
+    cuda: tuple[int, int]
+
+
+def find_driver() -> Driver | None:
+    """The driver, as NVML tells it; None where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        # As 13020 for 13.2.
+        number = int(pynvml.nvmlSystemGetCudaDriverVersion())
+        return Driver(
+            str(pynvml.nvmlSystemGetDriverVersion()), (number // 1000, number % 1000 // 10)
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _visible() -> list[str] | None:
     """CUDA_VISIBLE_DEVICES as a list, or None where it is not set and all are visible."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -103,10 +129,14 @@ def list_gpus() -> list[Gpu]:
     return found
 
 
-def _torch_has_cuda() -> bool:
+def torch_cuda() -> tuple[int, int] | None:
+    """The CUDA that torch was built for, None for a torch without."""
     import torch
 
-    return torch.version.cuda is not None
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
 
 
 def choose_gpus(gpus: str) -> list[Gpu]:
@@ -118,7 +148,7 @@ def choose_gpus(gpus: str) -> list[Gpu]:
     Raises `DeviceError` for a GPU that does not exist, or where torch was built without CUDA.
     """
     found = [] if gpus == "cpu" else list_gpus()
-    if found and not _torch_has_cuda():
+    if found and torch_cuda() is None:
         if gpus == "auto":
             return []
         raise DeviceError(f"training.gpus={gpus}: the installed torch was built without CUDA")

@@ -168,9 +168,11 @@ def compare(
     """The row of one length, and the ratios of speeds in it."""
     works = attentions(length, options) | layers(length, options)
     peers = {name: stopwatch(work) for name, work in works.items()}
-    # What is compiled, chosen or allocated once is not what is measured.
-    for name in peers.keys() - {FULL}:
-        peers[name]()
+    # What is compiled, chosen or allocated once is not what is measured. A CPU does none of that
+    # for a length, only for the first, and the longest take minutes.
+    if CUDA or length == min(options.lengths):
+        for name in peers.keys() - {FULL}:
+            peers[name]()
     seconds = take_turns(peers, options.turns, options.seconds)
     ratios = {
         pair: speed_ratio(*(seconds[name] for name in pair))

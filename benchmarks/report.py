@@ -100,11 +100,18 @@ class Ended(NamedTuple):
     peak_bytes: int
 
 
-def run(arguments: Sequence[str]) -> Ended:
-    """Run a Python process to its end. Raises `SystemExit` with what it printed if it fails."""
+def run(arguments: Sequence[str], threads: int | None = None) -> Ended:
+    """Run a Python process to its end, with so many threads for each process that comes of it.
+
+    The memory is that of the largest one. Raises `SystemExit` with what was printed if it fails.
+    """
+    limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | limit,
         )
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

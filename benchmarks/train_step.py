@@ -1,36 +1,64 @@
 """Tokens per second of `infini_model.training` beside a plain PyTorch loop of the same model.
 
-Both are processes of their own, in turn. `training` is the training as a user gets it: loader,
-schedule, checks, `metrics.jsonl`, TensorBoard and MLflow; `plain loop` takes the same steps on one
-batch and does nothing else. Timed are the steps alone, without the validation and the checkpoint
-at either end, and after the first ones, during which MLflow is being imported and connected.
+Each is a process of its own, in turn. `training` is the training as a user gets it: loader,
+schedule, checks, `metrics.jsonl`, TensorBoard, MLflow, and one checkpoint among the timed steps;
+`plain loop` takes the same steps on one batch and does nothing else. Timed are the steps without
+the validation at either end, and after the first ones, during which MLflow is being imported and
+connected. Then the same training with one thread for each process, in one process and in several.
+
+- MFU: of the GPU's peak; on a CPU, of the rate of the matrix products that PyTorch reaches with the
+  same threads in the same turn.
+- Checkpoint stall: how long the training stands still for one, as a share of a step, and of the
+  steps between two checkpoints.
+- Checks: what it takes to see that loss and gradients are finite and the loss has not leapt, beyond
+  the norm that clipping needs and the loss that a log line shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.report import publish, run, speed_ratio, take_turns
+import torch
+
+from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, take_turns
 from infini_model.config import Config, dump_config, load_config
 from infini_model.data.shards import build_dataset
 from infini_model.data.sources import download
+from infini_model.llama import InfiniLlama
+from infini_model.training.flops import flops_per_token, peak_flops
 from infini_model.training.metrics_file import read_metrics
+from infini_model.training.spikes import SpikeDetector
 
+PRESET = "quickstart"
 OURS, PLAIN = "training", "plain loop"
+ONE = "1 process of 1 thread"
+CHECKS, CHECKPOINTS, ONE_STEP = "checks", "steps between checkpoints", "step with a checkpoint"
+TARGETS = {PLAIN: 0.97, CHECKS: 0.99, CHECKPOINTS: 0.99, ONE_STEP: 0.99}
 MEBIBYTE = 1 << 20
+# Side of the square matrices whose products tell what a CPU is capable of, and how many.
+SIDE, PRODUCTS = 1024, 8
+CHECKED = 1000
 
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each process")
     parser.add_argument("--skip", type=int, default=20, help="steps before them")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2, help="of the last row")
     parser.add_argument(
         "overrides", nargs="*", help="changes of the quickstart, such as model.hidden_size=256"
     )
@@ -38,24 +66,33 @@ def parse() -> argparse.Namespace:
 
 
 def settings(folder: Path, options: argparse.Namespace) -> Config:
-    """The quickstart, with validation and checkpoints at its ends alone."""
+    """The quickstart, with validation at its ends alone and a checkpoint half-way."""
     steps = options.skip + options.steps
-    never = steps + 1
+    half_way = options.skip + options.steps // 2
     return load_config(
-        "quickstart",
+        PRESET,
         overrides=[
             {"run": {"output_dir": str(folder)}},
             {"model": {"vocab_size": 256}},
             {"data": {"source": {"paths": ["{stdlib}/*.py"]}}},
-            {"training": {"max_steps": steps, "eval_steps": never, "save_steps": never}},
+            {"training": {"max_steps": steps, "eval_steps": steps + 1, "save_steps": half_way}},
             {"training": {"eval_batches": 1}},
             *options.overrides,
         ],
     )
 
 
+class Told(NamedTuple):
+    """What a training tells of itself: seconds, and what its metrics say of the timed steps."""
+
+    seconds: float
+    wait_seconds: float
+    stall_seconds: float
+    peak_bytes: int
+
+
 class Measured:
-    """Runs both peers and keeps what is told besides their seconds."""
+    """Runs the peers and keeps what is told besides their seconds."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.config = settings(folder, options)
@@ -64,31 +101,124 @@ class Measured:
         self._file.write_text(dump_config(self.config), encoding="utf-8")
         corpus = download(self.config.data, folder)
         build_dataset(corpus, self.config.data, folder)
-        self.peak_bytes: dict[str, list[int]] = {OURS: [], PLAIN: []}
-        self.wait_shares: list[float] = []
+        self.many = f"{options.processes} processes of 1 thread each"
+        self.told: dict[str, list[Told]] = {name: [] for name in (OURS, PLAIN, ONE, self.many)}
+        self.rates: list[float] = []
+        self.check_seconds = check_seconds()
 
     def peers(self) -> dict[str, Callable[[], float]]:
-        """The two processes for `take_turns`; each measures the seconds of the timed steps."""
-        return {OURS: self._training, PLAIN: self._plain_loop}
+        """The processes for `take_turns`; each measures the seconds of the timed steps."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc-per-node={self._options.processes}"]
+        peers = {
+            OURS: lambda: self._training(OURS, []),
+            PLAIN: self._plain_loop,
+            ONE: lambda: self._training(ONE, [], threads=1),
+            self.many: lambda: self._training(self.many, torchrun, threads=1),
+        }
+        if torch.cuda.is_available() and torch.cuda.device_count() < self._options.processes:
+            del peers[self.many]
+        return peers
 
-    def _training(self) -> float:
-        folder = self.config.run.output_dir
-        run_dir = folder / "runs" / str(len(self.wait_shares))
+    def _training(self, name: str, launcher: list[str], threads: int | None = None) -> float:
+        self.rates += [peak_rate()] if name == OURS else []
+        run_dir = self.config.run.runs_dir / f"{name} {len(self.told[name])}"
         datasets = self.config.run.datasets_dir / "latest"
         arguments = ["--config", self._file, "--dataset", datasets, "--run-dir", run_dir]
-        ended = run(["-m", "infini_model.training", *map(str, arguments)])
-        self.peak_bytes[OURS].append(ended.peak_bytes)
+        ended = run([*launcher, "-m", "infini_model.training", *map(str, arguments)], threads)
         steps = [line for line in read_metrics(run_dir) if "train/loss" in line]
         timed = steps[self._options.skip :]
-        seconds = timed[-1]["time"] - steps[self._options.skip - 1]["time"]
-        waited = sum(line["train/data_wait_seconds"] for line in timed)
-        self.wait_shares.append(waited / seconds)
-        return float(seconds)
+        told = Told(
+            seconds=timed[-1]["time"] - steps[self._options.skip - 1]["time"],
+            wait_seconds=sum(line["train/data_wait_seconds"] for line in timed),
+            stall_seconds=sum(line.get("checkpoint/stall_seconds", 0.0) for line in timed),
+            peak_bytes=ended.peak_bytes,
+        )
+        self.told[name].append(told)
+        return told.seconds
 
     def _plain_loop(self) -> float:
         ended = run(["-m", "benchmarks.plain_loop", str(self._file), str(self._options.steps)])
-        self.peak_bytes[PLAIN].append(ended.peak_bytes)
-        return float(json.loads(ended.last_line)["seconds"])
+        seconds = float(json.loads(ended.last_line)["seconds"])
+        self.told[PLAIN].append(Told(seconds, 0.0, 0.0, ended.peak_bytes))
+        return seconds
+
+
+def peak_rate() -> float:
+    """Operations a second that the device is capable of: the GPU's peak, or what is measured."""
+    device, dtype = "cpu", torch.float32
+    if torch.cuda.is_available():
+        if known := peak_flops(torch.cuda.get_device_name()):
+            return known
+        device, dtype = "cuda", torch.bfloat16
+    left, right = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
+    (left @ right).sum().item()
+    best = math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(PRODUCTS):
+            product = left @ right
+        product[0, 0].item()
+        best = min(best, time.perf_counter() - began)
+    return 2 * SIDE**3 * PRODUCTS / best
+
+
+def check_seconds() -> float:
+    """What the checks of one step take."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    norm, spikes = torch.ones((), device=device), SpikeDetector()
+    began = time.perf_counter()
+    for step in range(CHECKED):
+        loss = 2.0 + step % 7 / 100
+        assert math.isfinite(loss)
+        assert math.isfinite(norm.item())
+        assert spikes.watch(loss) is None
+    return (time.perf_counter() - began) / CHECKED
+
+
+def row(measured: Measured, name: str, options: argparse.Namespace) -> dict[str, Cell]:
+    """A row of the table: the medians over the turns."""
+    config, told = measured.config, measured.told[name]
+    if not told:
+        return {"": name, "tokens/s": None, **dict.fromkeys(COLUMNS)}
+    processes = options.processes if name == measured.many else 1
+    tokens = processes * config.training.batch_size * config.packing.context_length
+    seconds = statistics.median(each.seconds for each in told) / options.steps
+    model = InfiniLlama(config.model)
+    flops = flops_per_token(model, config.packing.context_length) * tokens
+    waited = statistics.median(each.wait_seconds / each.seconds for each in told)
+    stalled = statistics.median(each.stall_seconds for each in told)
+    ours = name != PLAIN
+    return {
+        "": name,
+        "tokens/s": tokens / seconds,
+        "ms a step": 1e3 * seconds,
+        "MFU": flops / seconds / max(measured.rates) if name in (OURS, PLAIN) else None,
+        "checks": f"{100 * measured.check_seconds / seconds:.3f}%" if name == OURS else None,
+        "data wait": f"{100 * waited:.2f}%" if ours else None,
+        "checkpoint ms": 1e3 * stalled if ours else None,
+        "peak MiB": max(each.peak_bytes for each in told) // MEBIBYTE,
+    }
+
+
+COLUMNS = ("ms a step", "MFU", "checks", "data wait", "checkpoint ms", "peak MiB")
+
+
+def ratios_of(
+    measured: Measured, seconds: dict[str, list[float]], options: argparse.Namespace
+) -> dict[str, Ratio]:
+    """Speeds, each beside that of the same without what it is judged for."""
+    between = load_config(PRESET).training.save_steps
+    steps = [(each.seconds / options.steps, each.stall_seconds) for each in measured.told[OURS]]
+    found = {
+        PLAIN: speed_ratio(seconds[OURS], seconds[PLAIN]),
+        CHECKS: spread([1 - measured.check_seconds / step for step, _ in steps]),
+        CHECKPOINTS: spread([between * step / (between * step + stall) for step, stall in steps]),
+        ONE_STEP: spread([step / (step + stall) for step, stall in steps]),
+    }
+    if measured.many in seconds:
+        found[measured.many] = speed_ratio(seconds[measured.many], seconds[ONE])
+    return found
 
 
 def main() -> None:
@@ -98,22 +228,16 @@ def main() -> None:
         measured = Measured(Path(folder), options)
         seconds = take_turns(measured.peers(), options.turns)
     config = measured.config
-    tokens = options.steps * config.training.batch_size * config.packing.context_length
-    ratio = speed_ratio(seconds[OURS], seconds[PLAIN])
-    wait = f"{100 * statistics.median(measured.wait_shares):.2f}%"
-    rows = [
-        {
-            "": name,
-            "tokens/s": tokens / statistics.median(seconds[name]),
-            "ms a step": 1e3 * statistics.median(seconds[name]) / options.steps,
-            "data wait": wait if name == OURS else "",
-            "peak MiB": max(measured.peak_bytes[name]) // MEBIBYTE,
-            "speed / plain loop": ratio if name == OURS else "",
-        }
-        for name in (OURS, PLAIN)
-    ]
-    heading = f"Training the quickstart, {options.steps} steps of {tokens // options.steps} tokens"
-    publish("train_step", heading, rows, {PLAIN: ratio})
+    tokens = config.training.batch_size * config.packing.context_length
+    capable = "its peak" if torch.cuda.is_available() else "matrix products in the same run"
+    publish(
+        "train_step",
+        f"Training the {PRESET}, {options.steps} steps of {tokens} tokens a process; MFU of "
+        f"{max(measured.rates) / 1e9:,.0f} GFLOP/s ({capable})",
+        [row(measured, name, options) for name in measured.told],
+        ratios_of(measured, seconds, options),
+        TARGETS,
+    )
 
 
 if __name__ == "__main__":

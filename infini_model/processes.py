@@ -110,6 +110,15 @@ class _Lines:
         self._selector.close()
 
 
+def oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory; 0 where it does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 @contextlib.contextmanager
 def _noted_stops() -> Iterator[list[int]]:
     """Note SIGTERM and SIGINT in a list while the block runs; the first acts when it has ended.

@@ -54,9 +54,10 @@ class Ranks(multiprocessing.SubprocessContext):
         """End those that still run, as torchrun asks when the first has failed, and again later."""
         if self._patience is None:
             codes = {int(self.envs[i]["RANK"]): end.exitcode for i, end in self._failures.items()}
-            save_exit_codes(self.run_dir, codes)
-            together = TOGETHER.issuperset(codes.values())
-            self._patience = SAVE_SECONDS if codes and together else DEATH_SECONDS
+            if codes:
+                save_exit_codes(self.run_dir, codes)
+            together = bool(codes) and TOGETHER.issuperset(codes.values())
+            self._patience = SAVE_SECONDS if together else DEATH_SECONDS
         super()._close(death_sig, self._patience)
 
 

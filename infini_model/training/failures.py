@@ -130,9 +130,9 @@ def _folder(run_dir: Path) -> Path:
 
 
 def save_exit_codes(run_dir: Path, codes: Mapping[int, int]) -> None:
-    """Leave how the first ranks ended: rank to exit code, negative for a signal."""
+    """Leave how the first ranks of a machine ended: rank to exit code, negative for a signal."""
     with contextlib.suppress(OSError, UserError):
-        write_json(_folder(run_dir) / "exit-codes.json", dict(codes))
+        write_json(_folder(run_dir) / f"exit-codes-of-{min(codes)}.json", dict(codes))
 
 
 def clear(run_dir: Path) -> None:
@@ -141,26 +141,28 @@ def clear(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _killed_rank(run_dir: Path) -> Report | None:
+def _killed_rank(run_dir: Path, by_kernel: bool) -> Report | None:
     """A rank that a signal ended, other than those that ask for an end."""
-    path = _folder(run_dir) / "exit-codes.json"
-    if not path.exists():
-        return None
-    for rank, code in json.loads(path.read_text(encoding="utf-8")).items():
-        if code < 0 and -code not in STOPS:
-            return Report.now("crash", f"killed by {_signal_name(-code)}", int(rank))
+    for path in _folder(run_dir).glob("exit-codes-*.json"):
+        for rank, code in json.loads(path.read_text(encoding="utf-8")).items():
+            if code < 0 and -code not in STOPS:
+                return Report.now(*_signal(-code, by_kernel), int(rank))
     return None
 
 
-def _signal_name(number: int) -> str:
-    name = signal.Signals(number).name
-    # The kernel's out-of-memory killer leaves no other trace that a process can see.
-    return f"{name} (by the kernel, if memory ran out)" if name == "SIGKILL" else name
+def _signal(number: int, by_kernel: bool) -> tuple[Kind, str]:
+    """The kind and the message of an end by a signal."""
+    if number == signal.SIGKILL and by_kernel:
+        return "out of memory", "killed by the kernel: the machine's memory ran out"
+    return "crash", f"killed by {signal.Signals(number).name}"
 
 
-def explain(run_dir: Path, exit_code: int) -> TrainingFailure | UserError:
+def explain(
+    run_dir: Path, exit_code: int, *, by_kernel: bool = False
+) -> TrainingFailure | UserError:
     """The one failure behind `exit_code`, not 0, of the process that the launcher started.
 
+    `by_kernel` says that the kernel has killed processes meanwhile for want of memory.
     A rank that was killed goes before what the others report, since their connections break before
     anyone can see the death; otherwise the earliest report of a rank is the cause.
     """
@@ -168,9 +170,11 @@ def explain(run_dir: Path, exit_code: int) -> TrainingFailure | UserError:
         Report(**json.loads(path.read_text(encoding="utf-8")))
         for path in _folder(run_dir).glob("rank-*.json")
     ]
-    cause = _killed_rank(run_dir) or min(reports, key=lambda report: report.time, default=None)
+    cause = _killed_rank(run_dir, by_kernel) or min(
+        reports, key=lambda report: report.time, default=None
+    )
     if cause is None:
-        return _explain_code(exit_code)
+        return _explain_code(exit_code, by_kernel)
     if cause.kind in _MENDABLE:
         return _MENDABLE[cause.kind](cause.message)
     failure = _TYPES[cause.kind](cause.message, cause.rank)
@@ -179,11 +183,12 @@ def explain(run_dir: Path, exit_code: int) -> TrainingFailure | UserError:
     return failure
 
 
-def _explain_code(code: int) -> TrainingFailure:
+def _explain_code(code: int, by_kernel: bool) -> TrainingFailure:
     """Nobody left a report: the process died before it could, or of a signal."""
     number = -code if code < 0 else code - 128
     if number in STOPS:
         return Preempted(f"{signal.Signals(number).name} came before the training had begun")
     if code < 0:
-        return Crashed(f"killed by {_signal_name(-code)}")
+        kind, message = _signal(-code, by_kernel)
+        return _TYPES[kind](message)
     return Crashed(f"exit code {code}; see the logs folder of the run")

@@ -88,6 +88,7 @@ def _run(
     only = 0 if count * config.training.num_nodes == 1 else None
     first = config.training.node_rank * count
     watch = Watch(run_dir, range(first, first + count), config.training.hang_timeout_seconds)
+    oom_kills = processes.oom_kills()
     with _RankLogs(logs, only, on_line) as rank_logs:
         try:
             code = processes.run(
@@ -101,7 +102,8 @@ def _run(
         except processes.ProcessTimeoutError as error:
             raise failures.TimedOut(f"not done after {timeout_seconds:g} s") from error
     if code != 0:
-        raise failures.explain(run_dir, code)
+        by_kernel = processes.oom_kills() > oom_kills
+        raise failures.explain(run_dir, code, by_kernel=by_kernel)
 
 
 def _environment(devices: list[str], count: int) -> dict[str, str]:

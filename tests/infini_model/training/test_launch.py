@@ -12,6 +12,7 @@ import psutil
 import pytest
 from test_loop import curve, free_ports, repeatable, weights
 
+from infini_model import processes
 from infini_model.config import dump_config
 from infini_model.data.loader import Loader, open_windows
 from infini_model.errors import DataError, DeviceError, UserError
@@ -332,6 +333,17 @@ def test_memory_that_is_not_there_is_told_as_such(dataset, make_config, tmp_path
         launch(config, dataset, tmp_path / "run", on_line=lambda _: None)
 
 
+def test_what_the_kernel_kills_for_want_of_memory_is_out_of_memory(
+    dataset, make_config, tmp_path, monkeypatch
+):
+    counts = iter([3, 4])
+    monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
+    run_dir = tmp_path / "run"
+    kill = Once("Step [2/", lambda: ranks(run_dir)[0].kill())
+    with pytest.raises(OutOfMemory, match="killed by the kernel"):
+        launch(make_config(training=LONG), dataset, run_dir, on_line=kill)
+
+
 def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
     dataset, make_config, tmp_path, faulty
 ):
@@ -404,24 +416,42 @@ def test_a_run_folder_that_cannot_be_written_is_a_users_mistake(dataset, make_co
         launch(make_config(), dataset, tmp_path / "file" / "run", on_line=lambda _: None)
 
 
+@pytest.fixture
+def two_nodes(dataset, make_config, tmp_path):
+    """Two launchers on one machine, as on two that share the run folder; returns how they end."""
+
+    def run(run_dir, on_line, **training):
+        endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+
+        def node(rank):
+            where = {"num_nodes": 2, "node_rank": rank, "rdzv_endpoint": endpoint}
+            settings = {"batch_size": 4, "processes": 1} | where | training
+            config = make_config(run={"name": "two"}, training=settings)
+            launch(config, dataset, run_dir, timeout_seconds=300, on_line=on_line)
+
+        with ThreadPoolExecutor(2) as pool:
+            return [end.exception() for end in [pool.submit(node, rank) for rank in (0, 1)]]
+
+    return run
+
+
 @pytest.mark.slow
-def test_two_nodes_train_as_one(dataset, make_config, tmp_path):
-    """Two launchers on one machine stand for two machines that share the run folder."""
+def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
     train(make_config(), dataset, tmp_path / "one")
-    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
-    run_dir = tmp_path / "two"
-
-    def node(rank):
-        where = {"num_nodes": 2, "node_rank": rank, "rdzv_endpoint": endpoint}
-        training = {"batch_size": 4, "processes": 1} | where
-        config = make_config(run={"name": "two"}, training=training)
-        launch(config, dataset, run_dir, timeout_seconds=120, on_line=lambda _: None)
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(node, rank) for rank in (0, 1)]:
-            done.result()
+    assert two_nodes(tmp_path / "two", lambda _: None) == [None, None]
     one, two = (curve(tmp_path / name, "train/loss") for name in ("one", "two"))
     assert two == pytest.approx(one, abs=5e-5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
+    run_dir = tmp_path / "run"
+    kill = Once("GPU0:INFO | [GPU 0] Step [20/", lambda: rank_of(run_dir, 1).kill())
+    ends = two_nodes(run_dir, kill, **LONG | {"max_steps": 5000})
+    assert kill.seconds < 10
+    assert all(isinstance(end, Crashed) for end in ends)
+    assert ends[1].rank == 1
+    assert not trainers(run_dir)
 
 
 def test_a_gpu_that_does_not_exist_is_named(monkeypatch, dataset, make_config, tmp_path):

@@ -25,10 +25,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from infini_model.config import Config
 from infini_model.data.loader import Batch, Loader, open_windows, validation_batches
 from infini_model.data.manifest import read_manifest
-from infini_model.errors import NonFiniteError
+from infini_model.errors import NonFiniteError, UserError
 from infini_model.llama import InfiniLlama
 from infini_model.storage import lock
 from infini_model.training import heartbeat
+from infini_model.training.attribution import Attribution
 from infini_model.training.background import HostCopy, Writer, set_generator_states
 from infini_model.training.checkpoint import (
     Position,
@@ -42,8 +43,14 @@ from infini_model.training.checkpoint import (
     read_position,
     save_checkpoint,
 )
-from infini_model.training.diagnostics import REMEDIES, NonFinite, save_report
+from infini_model.training.diagnostics import (
+    REMEDIES,
+    NonFinite,
+    report_non_finite,
+    report_spike,
+)
 from infini_model.training.distributed import StopSignals, World, join_world, stop_of
+from infini_model.training.flops import Utilization
 from infini_model.training.metrics import Metrics, Status
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 from infini_model.training.recovery import read_recovery
@@ -55,6 +62,7 @@ from infini_model.training.setup import (
     record_settings,
     with_vocabulary,
 )
+from infini_model.training.spikes import SpikeDetector, past_losses
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +147,15 @@ class Trainer:
             device=world.device,
         )
         self._skipped = read_recovery(run_dir).skipped
+        self._attribution = Attribution(dataset_dir, self._loader, self._replica)
+        self._spikes = SpikeDetector(past_losses(run_dir, self.step, world))
+        self._utilization = Utilization(
+            self.model,
+            config.packing.context_length,
+            world.device,
+            self._replica.precision,
+            world.size,
+        )
         self._metrics: Metrics | None = None
         if world.is_main:
             record_settings(run_dir, config)
@@ -213,6 +230,10 @@ class Trainer:
             # Every rank sees the same two numbers, so all of them stop here, before any weight.
             event = NonFinite(self.step + 1, self.world.rank, loss, rank_loss.item(), grad_norm)
             raise self._non_finite(event, batches)
+        if spike := self._spikes.watch(loss):
+            heartbeat.rest()
+            reads = self._attribution.read_back(batches)
+            report_spike(self.run_dir, self.step + 1, self.world.rank, spike, reads)
         clip_grads_with_norm_(self.model.parameters(), self.config.training.max_grad_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -285,12 +306,14 @@ class Trainer:
             "train/tokens_per_second": tokens / seconds,
             "train/step_seconds": seconds,
             "train/data_wait_seconds": self._loader.wait_seconds,
+            **self._utilization.metrics(tokens / seconds),
         }
         if self._stalled is not None:
             # Between the step before and this one.
             values["checkpoint/stall_seconds"] = self._stalled
             self._stalled = None
         if shown:
+            values |= self._metrics.system
             for layer, gate in enumerate(self.model.gate_statistics()):
                 values |= {
                     f"memory/layer_{layer}/gate_mean": gate.mean,
@@ -318,20 +341,24 @@ class Trainer:
         self._writer.wait()
         snapshot = self._copy.take(self.model, self.optimizer)
         if self._metrics is not None:
-            position = Position(
-                step=self.step,
-                consumed=self._loader.consumed,
-                seed=self.config.run.seed,
-                world_size=self.world.size,
-                dataset_key=self.dataset_key,
-                mlflow_run_id=self._metrics.mlflow_run_id,
-                config=self.config.model_dump(mode="json"),
-                precision=self._replica.precision,
-                global_batch=self._division.global_batch,
-            )
+            position = self._position(self._metrics, self._loader.consumed)
             self._writer.start(partial(self._write, self._metrics, snapshot, position))
         self._saved_step = self.step
         self._stalled = time.perf_counter() - began
+
+    def _position(self, metrics: Metrics, consumed: int) -> Position:
+        """Where the training stands after so many windows."""
+        return Position(
+            step=self.step,
+            consumed=consumed,
+            seed=self.config.run.seed,
+            world_size=self.world.size,
+            dataset_key=self.dataset_key,
+            mlflow_run_id=metrics.mlflow_run_id,
+            config=self.config.model_dump(mode="json"),
+            precision=self._replica.precision,
+            global_batch=self._division.global_batch,
+        )
 
     def _write(self, metrics: Metrics, snapshot: Snapshot, position: Position) -> None:
         """Write a checkpoint; in the writer's thread."""
@@ -363,11 +390,26 @@ class Trainer:
         if not self.config.training.debug:
             advice = "training.debug=true names the tensors at fault"
             return NonFiniteError(f"{message}; {advice}", before)
-        folder, text = save_report(self.run_dir, event, self.model, batches)
-        if self.world.is_main:
-            for line in [*text.splitlines(), f"Debug tensors saved: {folder}"]:
-                log.error("%s", line)
-        return NonFiniteError(f"{message}; the report is in {folder.parent}", before)
+        reads = self._attribution.read_back(batches)
+        folder = report_non_finite(self.run_dir, event, self.model, batches, reads)
+        self._save_apart(folder)
+        return NonFiniteError(f"{message}; the report is in {folder}", before)
+
+    def _save_apart(self, folder: Path) -> None:
+        """Write where the step that was not taken began, as a run of its own that begins with it.
+
+        All ranks wait until it is written, or until it is told why it is not.
+        """
+        self._writer.wait()
+        snapshot = self._copy.take(self.model, self.optimizer)
+        if self._metrics is not None:
+            began_at = self._loader.consumed - self._loader.global_batch
+            position = self._position(self._metrics, began_at)
+            try:
+                log.error("Checkpoint saved: %s", save_checkpoint(folder, snapshot, position, 1))
+            except UserError as error:
+                log.error("the checkpoint is not saved: %s", error)  # noqa: TRY400
+        self.world.from_main(self.step)
 
     def _announce(self, dataset: str, checkpoint: Path | None) -> None:
         """Print what is about to be done, in totals."""

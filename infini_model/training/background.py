@@ -103,7 +103,9 @@ def set_generator_states(generators: dict[str, Tensor], world: World) -> None:
     for name, states in generators.items():
         if world.rank >= len(states):
             continue
+        # A copy: torch crashes on a view that begins inside its storage.
+        state = states[world.rank].clone()
         if name == "cpu":
-            torch.set_rng_state(states[world.rank])
+            torch.set_rng_state(state)
         elif world.device.type == "cuda":
-            torch.cuda.set_rng_state(states[world.rank], world.device)
+            torch.cuda.set_rng_state(state, world.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import selectors
 import signal
@@ -70,18 +71,20 @@ def end_tree(
             descendants.update(psutil.Process(process.pid).children(recursive=True))
 
     look()
-    if process.poll() is None:
-        process.terminate()
-        deadline = time.monotonic() + grace_seconds
-        while process.poll() is None and time.monotonic() < deadline:
-            look()
-            wait(POLL_SECONDS)
-    for survivor in descendants:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+    try:
+        if process.poll() is None:
+            process.terminate()
+            deadline = time.monotonic() + grace_seconds
+            while process.poll() is None and time.monotonic() < deadline:
+                look()
+                wait(POLL_SECONDS)
+    finally:
+        for survivor in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                survivor.kill()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
 
 
 class _Lines:
@@ -150,6 +153,26 @@ def _noted_stops() -> Iterator[list[int]]:
             raise SystemExit(128 + heard[0])
 
 
+@contextlib.contextmanager
+def _started(
+    command: Sequence[str], env: Mapping[str, str] | None, cwd: Path | None
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process of `command` and the descriptor of its output, which is closed in the end."""
+    process = subprocess.Popen(
+        bound(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=None if env is None else {**os.environ, **env},
+        cwd=cwd,
+    )
+    if process.stdout is None:
+        raise RuntimeError("the pipe to the command was not made")
+    with process.stdout as pipe:
+        yield process, pipe.fileno()
+
+
 def run(
     command: Sequence[str],
     *,
@@ -171,20 +194,9 @@ def run(
 
     Raises `ProcessTimeoutError` past the deadline.
     """
-    with _noted_stops() as heard:
-        process = subprocess.Popen(
-            bound(command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=None if env is None else {**os.environ, **env},
-            cwd=cwd,
-        )
-        if process.stdout is None:
-            raise RuntimeError("the pipe to the command was not made")
-        lines = _Lines(process.stdout.fileno(), on_line)
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    with _noted_stops() as heard, _started(command, env, cwd) as (process, pipe):
+        lines = _Lines(pipe, on_line)
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
 
         def read_on(seconds: float) -> None:
             # A closed pipe reports "ready" at once; wait on the process instead of spinning.
@@ -198,7 +210,7 @@ def run(
                 if error := watch(process.pid):
                     grace_seconds = 0.0
                     raise error
-                if deadline is not None and time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise ProcessTimeoutError(f"ended after {timeout_seconds:g} s: {command[-1]}")
         finally:
             end_tree(process, grace_seconds, read_on)
@@ -206,7 +218,6 @@ def run(
             while lines.read(0.0) and time.monotonic() < drained:
                 pass
             lines.close()
-            process.stdout.close()
     return process.returncode
 
 

@@ -89,6 +89,85 @@ def test_what_is_said_while_it_ends_is_read_however_much() -> None:
     assert lines == ["ready", "x" * 300_000, "saved"]
 
 
+def test_an_error_while_it_ends_does_not_leave_it_running() -> None:
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('ending', flush=True))\n"
+        "print(os.getpid(), flush=True)\n"
+        "while True: time.sleep(1)"
+    )
+    lines: list[str] = []
+
+    def refuse(line: str) -> None:
+        lines.append(line)
+        if line == "ending":
+            raise RuntimeError("no more lines")
+
+    with pytest.raises(RuntimeError, match="no more lines"):
+        run([sys.executable, "-c", code], on_line=refuse, timeout_seconds=1.0)
+    assert eventually(lambda: is_gone(int(lines[0])))
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_a_signal_that_comes_again_and_again_ends_both_and_no_line_is_lost(
+    number: signal.Signals, status: int
+) -> None:
+    """Also where it comes while the caller looks whether the command has ended."""
+    child = (
+        "import signal, sys, time\n"
+        "def leave(*_):\n"
+        "    time.sleep(1.5); print('saved', flush=True); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, leave); print('ready', flush=True); time.sleep(600)"
+    )
+    caller = (
+        "import sys; from infini_model.processes import run; "
+        f"run([sys.executable, '-c', {child!r}], on_line=lambda line: print(line, flush=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", caller], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert output.readline() == "ready\n"
+        for _ in range(20):
+            process.send_signal(number)
+            time.sleep(0.01)
+        assert output.read() == "saved\n"
+    assert process.wait() == status
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As the shell has it for what runs in the background."""
+    child = "import time; print('ready', flush=True); time.sleep(1); print('done')"
+    caller = (
+        "import signal, sys; from infini_model.processes import run; "
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"run([sys.executable, '-c', {child!r}], on_line=lambda line: print(line, flush=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", caller], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert output.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert output.read() == "done\n"
+    assert process.wait() == 0
+
+
+def test_what_the_watch_finds_ends_it_at_once() -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    seen: list[int] = []
+
+    def watch(pid: int) -> Exception | None:
+        seen.append(pid)
+        return LookupError("hung") if len(seen) == 5 else None
+
+    began = time.monotonic()
+    with pytest.raises(LookupError, match="hung"):
+        run([sys.executable, "-c", code], on_line=lambda _: None, watch=watch)
+    assert time.monotonic() - began < 10
+    assert is_gone(seen[0])
+
+
 def test_an_inherited_pipe_does_not_keep_a_dead_command_running() -> None:
     """The grandchild holds the pipe open long after the command has ended."""
     lines: list[str] = []

@@ -109,6 +109,7 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     running.wait_for("Step [30/")
     trainer_of(running).kill()
     running.wait_for("Retry 1/2 will start")
+    running.wait_for("Going on after: crash at step ")
     running.wait_for("Resuming from:")
     running.wait_for("Step [60/")
     everyone = running.tree()

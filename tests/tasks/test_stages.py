@@ -99,12 +99,13 @@ def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
     assert flow_run(server, output)["state_type"] == "FAILED"
 
 
-def test_numbers_that_are_not_finite_are_not_retried_but_explained_in_one_line(
+def test_numbers_that_are_not_finite_are_gone_on_from_twice_and_explained_in_one_line(
     server: str, connected: Environment, settings: Path
 ) -> None:
-    command = ("run", "--config", settings, *NO_WAIT)
+    command = ("run", "--config", settings, *NO_WAIT, "stages.train.retries=5")
     output = told(connected, *command, "training.learning_rate=1e30", status=1)
-    assert task_runs(server, output)["train"]["run_count"] == 1
+    assert task_runs(server, output)["train"]["run_count"] == 3
+    assert output.count("Going on after: non-finite at step ") == 2
     (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert "gradient norm nan" in line
     assert "a lower training.learning_rate" in line

@@ -1,7 +1,8 @@
 """The names of the GPU guide, over the one data path.
 
-They run on any device: `cpu` gives the same numbers as `cuda:0`. What the guide cut on the GPU
-from Python lists is here arithmetic on mapped token shards; see `infini_model.data.loader`.
+They run on any device: `cpu` gives the same numbers as `cuda:0`. With a tokenizer that lives on
+the device (`load_tokenizer(spec, "cuda")`) text goes there as bytes, and tokens never leave it.
+Training itself reads finished shards; see `infini_model.data.loader`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 
 from infini_model.config import PackingConfig
-from infini_model.data.loader import IGNORED, Loader, open_windows
+from infini_model.data.device_tokenizer import DeviceTokenizer, Tokens, close_documents
+from infini_model.data.loader import IGNORED, Batch, Loader, open_windows
+from infini_model.data.packing import cut_stream
 from infini_model.data.tokenizers import Texts, Tokenizer
 
 
@@ -29,12 +32,48 @@ def gpu_clm_process(
     Returns int64 [windows, sequence_length + 1], with stride `sequence_length`, so that each token
     but the first is predicted once; the partial window at the end is dropped.
     """
-    ids, offsets = tokenizer.encode_batch(texts)
-    closed = np.insert(ids, offsets[1:], tokenizer.eos_token_id)
-    stream = torch.from_numpy(closed).to(device).long()
+    stream = _closed_stream(texts, tokenizer, device).ids.long()
     if len(stream) <= sequence_length:
         return stream.new_empty((0, sequence_length + 1))
     return stream.unfold(0, sequence_length + 1, sequence_length)
+
+
+def gpu_clm_windows(
+    texts: Texts,
+    tokenizer: Tokenizer,
+    packing: PackingConfig,
+    segment_length: int,
+    device: torch.device | str = "cuda",
+) -> Batch:
+    """Tokenise documents, close each with the end-of-text token, and cut them on `device`.
+
+    The windows are those of the documents' dataset in any mode, as `Windows.gather` gives them.
+    """
+    tokens = _closed_stream(texts, tokenizer, device)
+    offsets = tokens.offsets.cpu().numpy()
+    cut = cut_stream(len(tokens.ids), lambda: offsets, packing, segment_length)
+    # Where each row begins is arithmetic on few numbers; the tokens stay where they are.
+    rows = cut.locate(np.arange(cut.windows))
+    starts, valid, first = (torch.from_numpy(part).to(device) for part in rows)
+    place = torch.arange(cut.row_length, device=starts.device)
+    shown = place < valid[:, None]
+    at = torch.where(shown, starts[:, None] + place, 0)
+    ids = tokens.ids.long()
+    shape = (cut.windows, cut.rows_per_window * cut.row_length)
+    return Batch(
+        torch.where(shown, ids[at], tokenizer.eos_token_id).reshape(shape),
+        torch.where(shown, ids[at + shown], IGNORED).reshape(shape),
+        first.reshape(cut.windows, cut.rows_per_window) if packing.mode == "aligned" else None,
+    )
+
+
+def _closed_stream(texts: Texts, tokenizer: Tokenizer, device: torch.device | str) -> Tokens:
+    if isinstance(tokenizer, DeviceTokenizer):
+        tokens = tokenizer.encode(texts)
+    else:
+        tokens = Tokens(*map(torch.from_numpy, tokenizer.encode_batch(texts)))
+    on_device = Tokens(*(part.to(device) for part in tokens))
+    return close_documents(on_device, tokenizer.eos_token_id)
 
 
 class GPUDataCollatorForCLM:

@@ -93,7 +93,8 @@ class Tokenizer(Protocol):
         """Leave in `folder` what `load_saved` needs."""
 
 
-def _as_array(texts: Texts) -> pa.StringArray:
+def as_array(texts: Texts) -> pa.StringArray:
+    """Documents as Arrow strings, if they are not."""
     return texts if isinstance(texts, pa.Array) else pa.array(texts, pa.string())
 
 
@@ -107,7 +108,7 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The bytes of each document as ids."""
-        offsets, octets = string_buffers(_as_array(texts))
+        offsets, octets = string_buffers(as_array(texts))
         wide = offsets.astype(np.int64)
         return Ragged(octets[wide[0] : wide[-1]].astype(np.int32), wide - wide[0])
 
@@ -163,9 +164,20 @@ class BPETokenizer:
         self.eos_token_id = found
         self.fingerprint = self._fingerprint()
 
+    def definition(self) -> str:
+        """The file in its canonical form: JSON with every field."""
+        text: str = self._reference.to_str()
+        return text
+
+    def vocabulary(self) -> list[str]:
+        """The text of every id; bytes that are no text are U+FFFD."""
+        rows = [[number] for number in range(self.vocab_size)]
+        texts: list[str] = self._reference.decode_batch(rows, skip_special_tokens=False)
+        return texts
+
     def _fingerprint(self) -> str:
         """Hash of the parts of the file that decide the ids, in their canonical form."""
-        tree = json.loads(self._reference.to_str())
+        tree = json.loads(self.definition())
         deciding = {
             part: tree[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")
         }
@@ -174,7 +186,7 @@ class BPETokenizer:
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The ids of each document; special tokens spelt out in the text count as such."""
-        array = _as_array(texts)
+        array = as_array(texts)
         if not len(array):
             return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
         if self._fast is not None:
@@ -212,7 +224,7 @@ class BPETokenizer:
             return
         try:
             fast = Fast.from_json(self._text)
-            ragged = _encode_fast(fast, _as_array(list(PROBE)))
+            ragged = _encode_fast(fast, as_array(list(PROBE)))
         except Exception as error:  # noqa: BLE001 -- whatever it cannot do, `tokenizers` can
             logger.info("%s: gigatoken declines: %s", self.spec, _first_line(error))
             return
@@ -246,13 +258,14 @@ def _first_line(error: Exception) -> str:
 def load_tokenizer(spec: str, device: str = "cpu") -> Tokenizer:
     """The tokenizer that `spec` names: `bytes`, a path to a `tokenizer.json`, or a hub name.
 
-    `device` is `cpu`, `auto`, `cuda` or `cuda:N`; byte-pair encoding runs on the CPU for now,
-    and one log line says so where a GPU was asked for.
+    `device` is `cpu`, `auto` (the CPU as well), `cuda` or `cuda:N`. On a GPU comes a
+    `DeviceTokenizer`, unless the tokenizer has a part that only the CPU knows: then one log line
+    names it. Bytes are always counted on the CPU.
 
     Raises `DataError` where the file is no tokenizer or has no end-of-text token, `DeviceError`
     where the device is not there, `SourceUnreachableError` where the hub cannot be reached.
     """
-    _check_device(device)
+    check_device(device)
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "train":
@@ -266,10 +279,11 @@ def load_tokenizer(spec: str, device: str = "cpu") -> Tokenizer:
         from infini_model.data.hub import fetch_tokenizer
 
         path = fetch_tokenizer(spec)
-    return _load_file(path, spec)
+    return _load_file(path, spec, device)
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raise `DeviceError` where `device` is a GPU that is not there."""
     if not device.startswith("cuda"):
         return
     import torch
@@ -279,10 +293,9 @@ def _check_device(device: str) -> None:
         raise DeviceError(
             f"data.device: got {device!r}: there are {torch.cuda.device_count()} GPUs"
         )
-    logger.info("%s was asked for; tokenising runs on the CPU", device)
 
 
-def _load_file(path: Path, spec: str) -> Tokenizer:
+def _load_file(path: Path, spec: str, device: str) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -291,14 +304,21 @@ def _load_file(path: Path, spec: str) -> Tokenizer:
         raise DataError(f"{path}: is no tokenizer.json: it is not UTF-8") from error
     tokenizer = BPETokenizer(spec, text)
     tokenizer.use_gigatoken()
-    return tokenizer
+    if not device.startswith("cuda"):
+        return tokenizer
+    from infini_model.data.device_tokenizer import put_on_device
+
+    return put_on_device(tokenizer, device)
 
 
-def load_saved(folder: Path, spec: str) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` left in `folder`; `spec` is what it was asked for as."""
+def load_saved(folder: Path, spec: str, device: str = "cpu") -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` left in `folder`; `spec` is what it was asked for as.
+
+    `device` as in `load_tokenizer`.
+    """
     if spec == "bytes":
         return ByteTokenizer()
-    return _load_file(folder / TOKENIZER_FILE, spec)
+    return _load_file(folder / TOKENIZER_FILE, spec, device)
 
 
 def load_dataset_tokenizer(dataset_dir: Path) -> Tokenizer:
@@ -339,7 +359,7 @@ def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    model.train_from_iterator((_as_array(batch).to_pylist() for batch in documents), trainer)
+    model.train_from_iterator((as_array(batch).to_pylist() for batch in documents), trainer)
     tokenizer = BPETokenizer("train", model.to_str(pretty=True))
     tokenizer.use_gigatoken()
     return tokenizer

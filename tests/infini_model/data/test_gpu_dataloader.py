@@ -1,16 +1,21 @@
 """The guide's names give what the data path gives, on any device."""
 
 import numpy as np
+import pytest
 import torch
 
 from infini_model.config import PackingConfig
+from infini_model.data.device_tokenizer import DeviceTokenizer
 from infini_model.data.gpu_dataloader import (
     GPUDataCollatorForCLM,
     get_gpu_train_dataloader,
     gpu_clm_process,
+    gpu_clm_windows,
 )
-from infini_model.data.loader import Loader, open_windows
-from infini_model.data.tokenizers import ByteTokenizer
+from infini_model.data.loader import Loader, Windows, open_windows
+from infini_model.data.packing import cut_stream
+from infini_model.data.stream import TokenStream
+from infini_model.data.tokenizers import ByteTokenizer, train_tokenizer
 
 
 def test_windows_are_cut_from_the_closed_documents():
@@ -38,3 +43,32 @@ def test_the_loader_is_the_loader(byte_dataset):
         for mine, theirs in zip(next(one), next(other), strict=True):
             assert torch.equal(mine.input_ids, theirs.input_ids)
             assert torch.equal(mine.labels, theirs.labels)
+
+
+@pytest.mark.parametrize("mode", ["packed", "document", "aligned"])
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_windows_of_texts_are_those_of_their_dataset(texts, mode, remainder):
+    host = train_tokenizer([texts], 300)
+    packing = PackingConfig(mode=mode, context_length=32, remainder=remainder)
+    ids, offsets = host.encode_batch(texts)
+    closed = np.insert(ids, offsets[1:], host.eos_token_id)
+    ends = offsets + np.arange(len(offsets))
+    stream = TokenStream([closed], [ends.astype(np.int32)], host.eos_token_id)
+    cut = cut_stream(stream.tokens, lambda: stream.document_offsets, packing, 8)
+    expected = Windows(stream, cut, mode == "aligned", "texts").gather(np.arange(cut.windows))
+    assert cut.windows > 100
+    for tokenizer in (host, DeviceTokenizer(host, torch.device("cpu"), 1 << 12)):
+        batch = gpu_clm_windows(texts, tokenizer, packing, 8, "cpu")
+        for mine, theirs in zip(batch, expected, strict=True):
+            assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+        if mode == "packed":
+            rows = gpu_clm_process(texts, tokenizer, 32, "cpu")
+            assert torch.equal(rows[:, :-1], expected.input_ids)
+            assert torch.equal(rows[:, 1:], expected.labels)
+
+
+def test_no_text_has_no_windows():
+    for mode in ("packed", "document", "aligned"):
+        packing = PackingConfig(mode=mode, context_length=32)
+        batch = gpu_clm_windows([], ByteTokenizer(), packing, 8, "cpu")
+        assert batch.input_ids.shape == batch.labels.shape == (0, 32)

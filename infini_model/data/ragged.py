@@ -1,0 +1,23 @@
+"""Rows of different lengths in one tensor, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def starts_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Where each row begins and the last one ends: int64 [n + 1] from the rows' lengths [n]."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """`starts[i]`, `starts[i] + 1`, … `lengths[i]` numbers for each row, one row after another.
+
+    `starts` and `lengths` int64 [n]; the result is int64 [sum(lengths)].
+    """
+    offsets = starts_of(lengths)
+    total = int(offsets[-1])
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
+    return shift + torch.arange(total, device=starts.device)

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import socket
 from pathlib import Path
 
@@ -28,10 +29,12 @@ from infini_model.storage import sha256
 from infini_model.training.checkpoint import newest_checkpoint, read_position
 from infini_model.training.diagnostics import find_faults
 from infini_model.training.loop import train
+from infini_model.training.metrics_file import read_metrics
 
 # The byte that no other document has.
 POISON = "@"
 CONTEXT = 64
+NUMBERS = Path(__file__).parents[3] / "docs" / "numbers.md"
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +284,20 @@ def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
     (fault,) = faults[1]
     assert (fault["shape"], fault["whole_shape"]) == ([2, 3], [4, 3])
     assert (fault["first"], fault["nan"], fault["size"]) == ([0, 1], 1, 6)
+
+
+def test_the_metrics_that_the_guide_names_are_there(dataset, make_config, tmp_path):
+    rows = re.findall(r"^\| `(.+?)` \|.*\| (.+) \|$", NUMBERS.read_text(), re.MULTILINE)
+    here = {name.replace("N", "1") for name, when in rows if "on GPUs" not in when}
+    train(make_config(), dataset, tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
+    found = {name for line in lines for name in line}
+    assert len(here) > 10
+    assert here <= found
+    named = {name.replace("N", "1") for name, _ in rows} | {"step", "time"}
+    assert {n for n in found if not n.startswith("memory/")} <= named
+    at_each_step = {name for name, when in rows if when == "each step"}
+    for line in lines:
+        if "train/loss" in line:
+            assert at_each_step <= line.keys()
+            assert ("system/cpu_utilization_percentage" in line) == (line["step"] % 2 == 0)

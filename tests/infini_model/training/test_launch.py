@@ -57,7 +57,7 @@ if "infini_model.training" in sys.orig_argv and not {{
 """
 
 
-def wait_for(condition, what, seconds=60.0):
+def wait_for(condition, what, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not after {seconds} s"

@@ -64,9 +64,9 @@ def _check_gpus(value: str) -> str:
 
 
 def _check_device(value: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?|mixed", value):
         return value
-    raise ValueError("takes auto, cpu, cuda, or cuda:N")
+    raise ValueError("takes auto, cpu, cuda, cuda:N, or mixed")
 
 
 Gpus = Annotated[str, AfterValidator(_check_gpus)]
@@ -179,7 +179,11 @@ class DataConfig(Section):
         "the number of partitions is the power of two that comes nearest from above.",
     )
     workers: NonNegativeInt = Field(0, description="Processes that tokenise; 0 is one a core.")
-    device: Device = Field("auto", description="Where to tokenise: auto, cpu, cuda or cuda:N.")
+    device: Device = Field(
+        "auto",
+        description="Where to tokenise: cpu, which is auto as well; cuda, which is every GPU, or "
+        "cuda:N; mixed is every GPU and the other cores. The tokens are the same everywhere.",
+    )
     batch_size: PositiveInt = Field(2048, description="Documents tokenised at once.")
 
 

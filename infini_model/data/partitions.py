@@ -1,7 +1,7 @@
 """One partition: the documents of one bucket as token shards, made once and kept by content.
 
-`python -m infini_model.data.partitions PARENT` is the worker: it takes tasks as JSON lines on its
-standard input and answers with JSON lines, and dies with its parent.
+`python -m infini_model.data.partitions PARENT DEVICE` is the worker: it takes tasks as JSON lines
+on its standard input and answers with JSON lines, and dies with its parent.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def make_partition(
                 record = _write_shards(task, tokenizer, spilled, order, folder, on_bytes)
             except _OtherIdsError:
                 logger.warning(
-                    "%s: gigatoken and tokenizers disagree on a document; tokenizers makes "
+                    "%s: the fast way and tokenizers disagree on a document; tokenizers makes "
                     "partition %s",
                     tokenizer.spec,
                     task.key,
@@ -250,7 +250,7 @@ def features(dtype: np.dtype) -> dict[str, object]:
     return {"input_ids": {"feature": value, "_type": "List"}}
 
 
-def serve(parent: int) -> None:
+def serve(parent: int, device: str) -> None:
     """Make the partitions asked for on standard input until it closes; die with `parent`."""
     die_with_parent(parent)
     # Whatever a library prints must not mix with the answers.
@@ -264,7 +264,7 @@ def serve(parent: int) -> None:
     for line in sys.stdin:
         task = PartitionTask.model_validate_json(line)
         try:
-            tokenizer = tokenizer or load_saved(task.tokenizer_dir, task.tokenizer_spec)
+            tokenizer = tokenizer or load_saved(task.tokenizer_dir, task.tokenizer_spec, device)
             record = make_partition(task, tokenizer, lambda count: answer(bytes=count))
         except UserError as error:
             answer(error=str(error), kind=type(error).__name__)
@@ -280,4 +280,4 @@ def error_from(answer: dict[str, str]) -> UserError:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s | %(message)s")
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), sys.argv[2])

@@ -51,7 +51,7 @@ from infini_model.data.spill import spill_documents, spill_path
 from infini_model.data.stream import TokenStream, open_split
 from infini_model.data.tokenizers import Tokenizer
 from infini_model.data.vocabulary import corpus_tokenizer
-from infini_model.data.workers import make_partitions
+from infini_model.data.workers import make_partitions, worker_devices
 from infini_model.errors import DataError
 
 __all__ = [
@@ -169,7 +169,7 @@ def _partitions(
                 tell,
             )
             tasks = _tasks(missing, keys, corpus, tokenizer, config, spill, partitions_dir)
-            records |= make_partitions(tasks, tokenizer, config.workers, tell)
+            records |= make_partitions(tasks, tokenizer, worker_devices(config, tokenizer), tell)
     logger.info(
         "dataset %s: %d of %d partitions made, %d reused",
         folder,

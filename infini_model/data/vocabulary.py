@@ -25,6 +25,7 @@ from infini_model.data.tokenizers import (
     LLAMA3_PATTERN,
     TOKENIZER_FILE,
     Tokenizer,
+    check_device,
     load_saved,
     load_tokenizer,
     train_tokenizer,
@@ -39,11 +40,13 @@ SAMPLE_BYTES = 128 << 20
 def corpus_tokenizer(corpus: Corpus, config: DataConfig, output_dir: Path) -> Tokenizer:
     """The tokenizer that `config` asks for; `train` makes one of the corpus, once, and keeps it.
 
+    It is here to know and to be known by, on the CPU: the workers have it where they are told to.
     A corpus of over 128 MiB is sampled to that size by content hash. Raises `DataError` as
-    `load_tokenizer` and `train_tokenizer` do.
+    `load_tokenizer` and `train_tokenizer` do, `DeviceError` for a GPU that is not there.
     """
+    check_device(config.device)
     if config.tokenizer.spec != "train":
-        return load_tokenizer(config.tokenizer.spec, config.device)
+        return load_tokenizer(config.tokenizer.spec)
     tokenizers_dir = output_dir / "datasets" / ".tokenizers"
     size = config.tokenizer.vocab_size
     ingredients = [corpus.fingerprint, size, LLAMA3_PATTERN, SAMPLE_BYTES]

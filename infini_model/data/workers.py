@@ -1,4 +1,7 @@
-"""Partitions made in parallel: in worker processes, or right here where there is only one.
+"""Partitions made in parallel: in worker processes, or right here where the CPU makes only one.
+
+A worker has a device of its own, and all take partitions from one queue: CPU workers and GPUs share
+the work by how fast they are.
 
 The workers are fresh interpreters that import this package and nothing of the caller's, and the
 kernel ends them with their parent.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,6 +22,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import infini_model
+from infini_model.config import DataConfig
 from infini_model.data.partitions import (
     PartitionRecord,
     PartitionTask,
@@ -26,32 +31,67 @@ from infini_model.data.partitions import (
 )
 from infini_model.data.tokenizers import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 def make_partitions(
     tasks: Sequence[PartitionTask],
     tokenizer: Tokenizer,
-    workers: int,
+    devices: Sequence[str],
     on_bytes: Callable[[int], None],
 ) -> dict[str, PartitionRecord]:
     """Make all the partitions, in no particular order; returns them by key.
 
-    `workers` processes at most, 0 for one a core. The first error ends the work and is raised.
+    A worker for each of `devices`, but no more than partitions. The first error ends the work and
+    is raised.
     """
-    count = min(workers or _cores(), len(tasks))
-    if count <= 1:
+    devices = devices[: len(tasks)]
+    if list(devices) in ([], ["cpu"]):
         return {task.key: make_partition(task, tokenizer, on_bytes) for task in tasks}
     queue: SimpleQueue[PartitionTask] = SimpleQueue()
     for task in tasks:
         queue.put(task)
     team = _Team(queue, on_bytes)
     # The thread that starts a process must outlive it: the kernel takes its end for the parent's.
-    with ThreadPoolExecutor(max_workers=count) as pool:
+    with ThreadPoolExecutor(max_workers=len(devices)) as pool:
         try:
-            for future in [pool.submit(team.drive) for _ in range(count)]:
+            for future in [pool.submit(team.drive, device) for device in devices]:
                 future.result()
         finally:
             team.stop()
     return team.records
+
+
+def worker_devices(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """The device of each worker, GPUs first.
+
+    `data.device: cuda` is all GPUs, `mixed` these and the cores that do not feed them. Where the
+    tokenizer is none for GPUs the CPU takes their place, and a log line says why.
+    """
+    cpu = ["cpu"] * (config.workers or _cores())
+    if config.device in ("auto", "cpu") or not _runs_on_gpus(tokenizer):
+        return cpu
+    if config.device.startswith("cuda:"):
+        return [config.device]
+    import torch
+
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if not gpus:
+        logger.info("data.device mixed: there is no GPU, the CPU does it all")
+    if config.device == "mixed":
+        return [*gpus, *cpu[len(gpus) :]]
+    return gpus
+
+
+def _runs_on_gpus(tokenizer: Tokenizer) -> bool:
+    from infini_model.data.device_tokenizer import UnsupportedTokenizerError, check_supported
+
+    try:
+        check_supported(tokenizer)
+    except UnsupportedTokenizerError as error:
+        logger.warning("%s: is tokenised on the CPU: %s", tokenizer.spec, error)
+        return False
+    return True
 
 
 def _cores() -> int:
@@ -76,12 +116,12 @@ class _Team:
             for process in self._processes:
                 process.kill()
 
-    def drive(self) -> None:
-        """Start a worker and give it tasks until none are left."""
+    def drive(self, device: str) -> None:
+        """Start a worker on `device` and give it tasks until none are left."""
         with self._lock:
             if self._stopped:
                 return
-            process = _start()
+            process = _start(device)
             self._processes.append(process)
         try:
             while not self._stopped:
@@ -119,13 +159,14 @@ class _Team:
             )
 
 
-def _start() -> subprocess.Popen[str]:
+def _start(device: str) -> subprocess.Popen[str]:
     root = str(Path(infini_model.__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # One thread each: there are as many workers as cores.
-    one = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "ARROW_NUM_THREADS"), "1")
+    # One thread for each core: there are as many workers as cores, unless they are GPUs.
+    threads = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "ARROW_NUM_THREADS")
+    one = dict.fromkeys(threads, "1") if device == "cpu" else {}
     return subprocess.Popen(
-        [sys.executable, "-m", "infini_model.data.partitions", str(os.getpid())],
+        [sys.executable, "-m", "infini_model.data.partitions", str(os.getpid()), device],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

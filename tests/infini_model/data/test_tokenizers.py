@@ -174,7 +174,7 @@ def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(tmp_path, tokenize
     )
     with caplog.at_level(logging.WARNING):
         made = partitions.make_partition(task, wrong, lambda _: None)
-    assert "gigatoken and tokenizers disagree" in caplog.text
+    assert "the fast way and tokenizers disagree" in caplog.text
     right = task.model_copy(update={"key": "right"})
     expected = partitions.make_partition(right, BPETokenizer("x", text), lambda _: None)
     for split, shard in expected.shards.items():

@@ -345,10 +345,17 @@ class TrainingConfig(Section):
         description="Whether a layer's activations are computed again in the backward pass instead "
         "of kept: less memory, about a third more time, the same numbers.",
     )
-    precision: Literal["auto", "bf16", "fp32"] = Field(
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="How processes share the work: ddp gives each a copy of the model; fsdp gives "
+        "each a part of it, for models that are too large for one device. It may change between "
+        "two halves of a run.",
+    )
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto",
-        description="Type of the matrix products; auto is bf16 on CUDA and fp32 on a CPU. "
-        "Weights and optimizer stay in float32.",
+        description="Type of the matrix products; auto is bf16 on CUDA and fp32 on a CPU. fp16 is "
+        "for GPUs without bf16: the loss is scaled, and a step whose gradients overflow is "
+        "skipped. Weights and optimizer stay in float32.",
     )
     logging_steps: PositiveInt = Field(10, description="Steps from one log line to the next.")
     eval_steps: PositiveInt = Field(50, description="Steps from one validation to the next.")

@@ -6,6 +6,7 @@ shift, `memory_key_shift`. With one segment, or without memory, the model is Lla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -274,13 +275,18 @@ class InfiniLlama(nn.Module):
         total = summed_loss(flat, self.lm_head.weight, targets)
         return total if reduction == "sum" else total / (targets != -100).sum().clamp(min=1)
 
-    def gate_statistics(self) -> list[GateStatistics]:
-        """The share of the memory in each layer; empty for a model without memory."""
+    def gate_statistics(
+        self, whole: Callable[[Tensor], Tensor] = Tensor.detach
+    ) -> list[GateStatistics]:
+        """The share of the memory in each layer; empty for a model without memory.
+
+        `whole` puts a gate together where it is shared among processes.
+        """
         if self.config.memory == "none":
             return []
         statistics = []
         for layer in self.model.layers:
-            share = layer.get_parameter("self_attn.gate").detach().float().sigmoid()
+            share = whole(layer.get_parameter("self_attn.gate").detach()).float().sigmoid()
             statistics.append(
                 GateStatistics(share.mean().item(), share.min().item(), share.max().item())
             )

@@ -27,6 +27,7 @@ _FREE_KEYS = {
         {
             "gpus",
             "processes",
+            "strategy",
             "gradient_checkpointing",
             "num_nodes",
             "node_rank",

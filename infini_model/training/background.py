@@ -16,6 +16,7 @@ from torch import Tensor
 from infini_model.llama import InfiniLlama
 from infini_model.training.checkpoint import SEPARATOR, Snapshot
 from infini_model.training.distributed import World
+from infini_model.training.sharding import whole
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +83,13 @@ class HostCopy:
 
     def _copied(self, name: str, tensor: Tensor) -> Tensor:
         """`tensor` in this process's room for `name`; not before CUDA has been waited for."""
+        tensor = whole(tensor.detach())
         if not self._world.is_main:
-            return tensor
+            return torch.empty(0)
         if name not in self._room:
-            room = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            room = torch.empty_like(tensor, device="cpu")
             self._room[name] = room.pin_memory() if tensor.is_cuda else room
-        return self._room[name].copy_(tensor.detach(), non_blocking=True)
+        return self._room[name].copy_(tensor, non_blocking=True)
 
 
 def _generator_states(device: torch.device) -> dict[str, Tensor]:

@@ -17,12 +17,13 @@ import re
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from infini_model.errors import CheckpointError
 from infini_model.hf_checkpoint import save_tensors, write_files
 from infini_model.storage import TEMPORARY, atomic_folder, dump_json, remove_leftovers, sha256
 from infini_model.training.metrics_file import read_validation_losses
+from infini_model.training.sharding import own_part
 
 MODEL = "model"
 MANIFEST = "manifest.json"
@@ -56,6 +58,7 @@ class Position:
         config: The whole configuration.
         precision: Type of the matrix products; empty where an older checkpoint does not say.
         global_batch: Windows of one step; None where an older checkpoint does not say.
+        scaler: State of fp16's loss scale; None in another precision.
     """
 
     step: int
@@ -67,6 +70,7 @@ class Position:
     config: dict[str, Any]
     precision: str = ""
     global_batch: int | None = None
+    scaler: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,16 +153,26 @@ def export_model(checkpoint: Path, target: Path) -> None:
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give `optimizer`, made for `model`, the state it had when `checkpoint` was written.
 
+    Call it on all ranks; of a sharded model each gets its part, and rank 0 alone reads.
+
     Raises `CheckpointError` if the file is missing, broken, or of another model.
     """
     path = checkpoint / OPTIMIZER
     states: dict[str, dict[str, Tensor]] = {}
-    for full_name, tensor in _read_tensors(path).items():
-        name, _, key = full_name.rpartition(SEPARATOR)
-        states.setdefault(name, {})[key] = tensor
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    if unknown := sorted(states.keys() - names.values()):
-        raise CheckpointError(f"{path}: holds {unknown[0]}, which the model does not have")
+    parameters = dict(model.named_parameters())
+    try:
+        with safe_open(path, framework="pt") as file:
+            for full_name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                name, _, key = full_name.rpartition(SEPARATOR)
+                if name not in parameters:
+                    raise CheckpointError(f"{path}: holds {name}, which the model does not have")
+                read = partial(file.get_tensor, full_name)
+                is_number = not file.get_slice(full_name).get_shape()
+                value = read() if is_number else own_part(read, parameters[name])
+                states.setdefault(name, {})[key] = value
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    names = {parameter: name for name, parameter in parameters.items()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     # Through the optimizer's own loader, which puts each tensor on its parameter's device.
     state = {i: states[names[p]] for i, p in enumerate(ordered) if names[p] in states}
@@ -174,10 +188,6 @@ def load_generators(checkpoint: Path) -> dict[str, Tensor]:
     path = checkpoint / GENERATORS
     if not path.exists():
         return {}
-    return _read_tensors(path)
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -26,7 +26,6 @@ from infini_model.config import Config
 from infini_model.data.loader import Batch, Loader, open_windows, validation_batches
 from infini_model.data.manifest import read_manifest
 from infini_model.errors import NonFiniteError, UserError
-from infini_model.llama import InfiniLlama
 from infini_model.storage import lock
 from infini_model.training import heartbeat
 from infini_model.training.attribution import Attribution
@@ -59,9 +58,11 @@ from infini_model.training.setup import (
     check_same_run,
     choose_checkpoint,
     divide,
+    place_model,
     record_settings,
     with_vocabulary,
 )
+from infini_model.training.sharding import whole
 from infini_model.training.spikes import SpikeDetector, past_losses
 
 log = logging.getLogger(__name__)
@@ -169,27 +170,22 @@ class Trainer:
 
     def _build(self, checkpoint: Path | None) -> int:
         """Make the model and the optimizer; returns the windows that were read already."""
-        training, device = self.config.training, self.world.device
+        training = self.config.training
         consumed = self.step = 0
-        global_batch = None
-        if checkpoint is None:
-            torch.manual_seed(self.config.run.seed)
-            self.model = InfiniLlama(self.config.model).to(device)
-        else:
+        global_batch = scaler = None
+        if checkpoint is not None:
             position = read_position(checkpoint)
             check_same_run(checkpoint, position, self.config, self.dataset_key)
             consumed, self.step = position.consumed, position.step
-            global_batch = position.global_batch
-            settings = self.config.model.model_dump()
-            self.model = InfiniLlama.from_pretrained(
-                checkpoint / "model", device=device, **settings
-            )
+            global_batch, scaler = position.global_batch, position.scaler
         self._division = divide(training, self.world.size, global_batch)
+        self.model = place_model(self.config, checkpoint, self.world)
         self.optimizer = make_optimizer(self.model, training)
         if checkpoint is not None:
             load_optimizer(checkpoint, self.model, self.optimizer)
             set_generator_states(load_generators(checkpoint), self.world)
         self._replica = Replica(self.model, self.config, self.world)
+        self._replica.load_scaler(scaler)
         return consumed
 
     def run(self) -> Outcome:
@@ -220,13 +216,15 @@ class Trainer:
             next(self._loader)
         batches = next(self._loader)
         loss_sum, targets = self._replica.backward(batches)
+        overflowed = self._replica.unscale(self.optimizer)
         rank_loss = loss_sum.clone()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm(gradients)
+        norm = whole(get_total_norm(gradients))
         heartbeat.beat()
         loss = self._sum_and_hear(loss_sum)[0] / max(1, targets.item())
         grad_norm = norm.item()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        skipped = overflowed and (self._replica.loss_scale or 0.0) >= 1.0
+        if not (math.isfinite(loss) and (math.isfinite(grad_norm) or skipped)):
             # Every rank sees the same two numbers, so all of them stop here, before any weight.
             event = NonFinite(self.step + 1, self.world.rank, loss, rank_loss.item(), grad_norm)
             raise self._non_finite(event, batches)
@@ -234,8 +232,11 @@ class Trainer:
             heartbeat.rest()
             reads = self._attribution.read_back(batches)
             report_spike(self.run_dir, self.step + 1, self.world.rank, spike, reads)
-        clip_grads_with_norm_(self.model.parameters(), self.config.training.max_grad_norm, norm)
-        self.optimizer.step()
+        if skipped:
+            log.warning("step %d: gradients overflowed in fp16; it is skipped", self.step + 1)
+        else:
+            clip_grads_with_norm_(self.model.parameters(), self.config.training.max_grad_norm, norm)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._record(loss, rate, grad_norm, time.perf_counter() - began)
@@ -296,30 +297,36 @@ class Trainer:
                 *(self.world.rank, self.step, training.max_steps, loss, rate, grad_norm),
                 self._time_left(),
             )
+        gates = self.model.gate_statistics(whole) if shown else []
         if self._metrics is None:
             return
         tokens = self._loader.global_batch * self.config.packing.context_length
         values = {
             "train/loss": loss,
             "train/learning_rate": rate,
-            "train/grad_norm": grad_norm,
             "train/tokens_per_second": tokens / seconds,
             "train/step_seconds": seconds,
             "train/data_wait_seconds": self._loader.wait_seconds,
             **self._utilization.metrics(tokens / seconds),
         }
+        if self._replica.loss_scale is not None:
+            values["train/loss_scale"] = self._replica.loss_scale
+        if math.isfinite(grad_norm):
+            values["train/grad_norm"] = grad_norm
+        else:
+            values["train/skipped_steps"] = 1.0
         if self._stalled is not None:
             # Between the step before and this one.
             values["checkpoint/stall_seconds"] = self._stalled
             self._stalled = None
         if shown:
             values |= self._metrics.system
-            for layer, gate in enumerate(self.model.gate_statistics()):
-                values |= {
-                    f"memory/layer_{layer}/gate_mean": gate.mean,
-                    f"memory/layer_{layer}/gate_min": gate.minimum,
-                    f"memory/layer_{layer}/gate_max": gate.maximum,
-                }
+        for layer, gate in enumerate(gates):
+            values |= {
+                f"memory/layer_{layer}/gate_mean": gate.mean,
+                f"memory/layer_{layer}/gate_min": gate.minimum,
+                f"memory/layer_{layer}/gate_max": gate.maximum,
+            }
         self._metrics.append(self.step, values)
 
     def _time_left(self) -> str:
@@ -358,6 +365,7 @@ class Trainer:
             config=self.config.model_dump(mode="json"),
             precision=self._replica.precision,
             global_batch=self._division.global_batch,
+            scaler=self._replica.scaler_state,
         )
 
     def _write(self, metrics: Metrics, snapshot: Snapshot, position: Position) -> None:
@@ -424,7 +432,7 @@ class Trainer:
             f"Dataset: {dataset}",
             f"Device: {world.device.type}, {self._replica.precision}",
             f"Attention inside segments: {self._replica.attention_backend}",
-            f"Number of processes: {world.size}",
+            f"Number of processes: {world.size}, {training.strategy}",
             f"Batch size per process: {division.micro_batch}",
             f"Gradient accumulation: {division.accumulation}",
             f"Total batch size: {windows} windows, {tokens:,} tokens a step",

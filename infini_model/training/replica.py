@@ -1,7 +1,8 @@
 """This rank's copy of the model, as it takes part in a global batch.
 
-DDP averages gradients over the ranks; what is wanted is the gradient of the sum of all token losses
-over the number of all targets. So each rank scales its own sums by ranks / targets first.
+DDP and FSDP average gradients over the ranks; what is wanted is the gradient of the sum of all
+token losses over the number of all targets. So each rank scales its own sums by ranks / targets
+first.
 """
 
 from __future__ import annotations
@@ -9,16 +10,31 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from infini_model.config import Config
+from infini_model.config import Config, TrainingConfig
 from infini_model.data.loader import IGNORED, Batch
 from infini_model.llama import InfiniLlama
 from infini_model.local_attention import describe_backend, resolve_backend
 from infini_model.training.distributed import World
+from infini_model.training.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+# Type of the matrix products under autocast; None is float32, without it.
+PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
+    """`training.precision` with auto decided by the device."""
+    if training.precision == "auto":
+        return "bf16" if device.type == "cuda" else "fp32"
+    return training.precision
 
 
 class _TokenLoss(nn.Module):
@@ -37,26 +53,32 @@ class _TokenLoss(nn.Module):
 
 
 class Replica:
-    """The model with its precision, its checkpointing and, among several ranks, its DDP."""
+    """The model with its precision, its checkpointing and, among several ranks, its gradients.
+
+    A model that is not sharded gets DDP; a sharded one adds up its gradients itself.
+    """
 
     def __init__(self, model: InfiniLlama, config: Config, world: World) -> None:
         self._world = world
-        bf16 = config.training.precision == "bf16"
-        if config.training.precision == "auto":
-            bf16 = world.device.type == "cuda"
-        self.precision = "bf16" if bf16 else "fp32"
+        self.precision = resolve_precision(config.training, world.device)
+        self._products = PRODUCTS[self.precision]
+        # fp16 has no room for small gradients: those of a larger loss are taken.
+        self._scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
         kernel = resolve_backend(
             config.model.attention_backend,
             world.device,
-            torch.bfloat16 if bf16 else torch.float32,
+            self._products or torch.float32,
             config.model.head_dim,
             min(config.model.segment_length, config.packing.context_length),
         )
         self.attention_backend = describe_backend(kernel)
         model.model.gradient_checkpointing = config.training.gradient_checkpointing
         self._loss = _TokenLoss(model)
+        self._sharded: FSDPModule | None = None
+        if is_sharded(config.training, world):
+            self._sharded = cast("FSDPModule", model)
         self._parallel: DistributedDataParallel | None = None
-        if world.size > 1:
+        if world.size > 1 and self._sharded is None:
             one_segment = config.packing.context_length == config.model.segment_length
             self._parallel = DistributedDataParallel(
                 self._loss,
@@ -71,6 +93,8 @@ class Replica:
     def backward(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Give every parameter its gradient of the mean loss over the global batch.
 
+        In fp16 it is a gradient of that loss times a scale, until `unscale`.
+
         Args:
             batches: This rank's micro-batches.
 
@@ -83,29 +107,61 @@ class Replica:
         scale = self._world.size / targets.clamp(min=1)
         total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         for index, batch in enumerate(batches):
-            with self._quiet() if index + 1 < len(batches) else contextlib.nullcontext():
+            with self._reducing(last=index + 1 == len(batches)):
                 with self._autocast():
                     loss = (self._parallel or self._loss)(batch)
-                (loss * scale).backward()
+                self._scaler.scale(loss * scale).backward()
             total += loss.detach()
         return total, targets
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take fp16's scale out of the gradients and adapt it; whether they had overflowed.
+
+        They hold infinities then, and the next step has half the scale.
+        """
+        if not self._scaler.is_enabled():
+            return False
+        self._scaler.unscale_(optimizer)
+        before = self._scaler.get_scale()
+        self._scaler.update()
+        return self._scaler.get_scale() < before
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied by in fp16; None in another precision."""
+        return self._scaler.get_scale() if self._scaler.is_enabled() else None
+
+    @property
+    def scaler_state(self) -> dict[str, Any] | None:
+        """What `load_scaler` takes, of numbers alone; None in another precision than fp16."""
+        return self._scaler.state_dict() if self._scaler.is_enabled() else None
+
+    def load_scaler(self, state: dict[str, Any] | None) -> None:
+        """Go on with the loss scale of a checkpoint, where both have one."""
+        if state is not None and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state)
 
     def score(self, batch: Batch) -> Tensor:
         """Sum of the token losses and number of targets of `batch`, [2] float64, no gradients."""
         with torch.no_grad(), self._autocast():
             loss: Tensor = self._loss(batch)
+        if self._sharded is not None:
+            # No backward pass follows that would let go of what forward put together.
+            self._sharded.reshard()
         return torch.stack([loss.double(), (batch.labels != IGNORED).sum().double()])
 
-    def _quiet(self) -> AbstractContextManager[object]:
-        """No all-reduce: the gradients of this micro-batch are added to those of the next."""
-        if self._parallel is None:
+    def _reducing(self, *, last: bool) -> AbstractContextManager[object]:
+        """Gradients go to the other ranks with the last micro-batch alone, in one sum with it."""
+        if self._sharded is not None:
+            self._sharded.set_requires_gradient_sync(last)
+        if self._parallel is None or last:
             return contextlib.nullcontext()
         quiet: AbstractContextManager[object] = self._parallel.no_sync()
         return quiet
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(
-            self._world.device.type, torch.bfloat16, enabled=self.precision == "bf16"
+            self._world.device.type, self._products, enabled=self._products is not None
         )
 
     def _settle_buckets(self, config: Config) -> None:

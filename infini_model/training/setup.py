@@ -5,16 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from infini_model.config import Config, TrainingConfig, dump_config
 from infini_model.errors import CheckpointError, ConfigError
+from infini_model.llama import InfiniLlama
 from infini_model.storage import atomic_file
 from infini_model.training.checkpoint import (
+    MODEL,
     Position,
     checkpoint_path,
     clear_for_resume,
     newest_checkpoint,
 )
 from infini_model.training.distributed import World
+from infini_model.training.replica import PRODUCTS, resolve_precision
+from infini_model.training.sharding import is_sharded, shard_model
 
 # How attention is computed may change between two halves of a run, what is computed may not.
 FREE_MODEL_SETTINGS = frozenset({"attention_backend"})
@@ -100,6 +106,28 @@ def choose_checkpoint(run_dir: Path, world: World) -> Path | None:
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not there; all machines must share the run folder")
     return path
+
+
+def place_model(config: Config, checkpoint: Path | None, world: World) -> InfiniLlama:
+    """The model of `checkpoint`, or one drawn from the seed, on the device of this rank.
+
+    With `training.strategy: fsdp` each of several ranks gets its part of it, and rank 0 alone ever
+    has the whole. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
+    """
+    sharded = is_sharded(config.training, world)
+    device = torch.device("cpu") if sharded else world.device
+    torch.manual_seed(config.run.seed)
+    if sharded and not world.is_main:
+        with torch.device("meta"):
+            model = InfiniLlama(config.model)
+    elif checkpoint is None:
+        model = InfiniLlama(config.model).to(device)
+    else:
+        settings = config.model.model_dump()
+        model = InfiniLlama.from_pretrained(checkpoint / MODEL, device=device, **settings)
+    if not sharded:
+        return model
+    return shard_model(model, world, PRODUCTS[resolve_precision(config.training, world.device)])
 
 
 def check_same_run(checkpoint: Path, then: Position, now: Config, dataset_key: str) -> None:

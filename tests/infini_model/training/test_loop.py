@@ -17,6 +17,7 @@ from infini_model.config import validate
 from infini_model.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from infini_model.layers import DecoderLayer
 from infini_model.llama import InfiniLlama
+from infini_model.storage import sha256, write_json
 from infini_model.training.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
 from infini_model.training.metrics_file import read_metrics
@@ -312,6 +313,60 @@ def test_bf16_learns_as_well_and_keeps_its_weights_in_float32(dataset, make_conf
     checkpoint = newest_checkpoint(tmp_path / "bf16")
     for name in ("model/model.safetensors", "optimizer.safetensors"):
         assert {t.dtype for t in load_file(checkpoint / name).values()} == {torch.float32}
+
+
+def begin_with_scale(run_dir, step, scale):
+    """Cut a run in fp16 off after the checkpoint of `step`, and give it another loss scale."""
+    for path in (run_dir / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    checkpoint = run_dir / "checkpoints" / f"step-{step}"
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["scaler"]["scale"] = scale or state["scaler"]["scale"]
+    write_json(checkpoint / "state.json", state)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["sha256"]["state.json"] = sha256(checkpoint / "state.json")
+    write_json(checkpoint / "manifest.json", manifest)
+
+
+def test_fp16_skips_what_overflows_halves_its_scale_and_resumes_to_the_same_bits(
+    dataset, make_config, tmp_path
+):
+    config = make_config(training={"precision": "fp16", "save_steps": 1, "save_total_limit": 12})
+    train(config, dataset, tmp_path / "fp16")
+    train(make_config(), dataset, tmp_path / "fp32")
+    rough, exact = (curve(tmp_path / name, "train/loss") for name in ("fp16", "fp32"))
+    assert rough == pytest.approx(exact, abs=0.02)
+    assert rough != exact
+    assert not curve(tmp_path / "fp16", "train/skipped_steps")
+
+    large = tmp_path / "large"
+    shutil.copytree(tmp_path / "fp16", large)
+    begin_with_scale(large, 4, 2.0**22)
+    train(config, dataset, large)
+    skipped = list(curve(large, "train/skipped_steps"))
+    assert skipped == list(range(5, 5 + len(skipped)))
+    assert 1 < len(skipped) < 8
+    scales = curve(large, "train/loss_scale")
+    assert [scales[step] for step in skipped] == [2.0 ** (26 - step) for step in skipped]
+    assert scales[12] == scales[skipped[-1]]
+    kept = [tensors(large, step) for step in (4, *skipped)]
+    assert kept == [kept[0]] * len(kept)
+    assert tensors(large, 12) != kept[0]
+    assert not set(skipped) & set(curve(large, "train/grad_norm"))
+
+    again = tmp_path / "again"
+    shutil.copytree(large, again)
+    begin_with_scale(again, skipped[1], None)
+    train(config, dataset, again)
+    assert repeatable(again) == repeatable(large)
+    assert weights(again) == weights(large)
+
+
+def tensors(run_dir, step):
+    """The files of a checkpoint that hold weights and moments, as bytes."""
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    return [(folder / n).read_bytes() for n in ("model/model.safetensors", "optimizer.safetensors")]
 
 
 def test_a_vocabulary_too_small_for_the_dataset_is_refused(dataset, make_config, tmp_path):

@@ -357,6 +357,11 @@ class TrainingConfig(Section):
         "for GPUs without bf16: the loss is scaled, and a step whose gradients overflow is "
         "skipped. Weights and optimizer stay in float32.",
     )
+    deterministic: bool = Field(
+        True,
+        description="Whether a GPU adds up in a fixed order wherever it can, so that a resumed "
+        "training ends with the same bits; false may be faster.",
+    )
     logging_steps: PositiveInt = Field(10, description="Steps from one log line to the next.")
     eval_steps: PositiveInt = Field(50, description="Steps from one validation to the next.")
     eval_batches: PositiveInt | None = Field(

@@ -144,10 +144,15 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by the flash-attn package; heads before positions, as everywhere here."""
     if str(_flash_attn_version()).startswith("4"):
         from flash_attn.cute import flash_attn_func
+
+        # Its backward pass in a fixed order is not there for every GPU.
+        options = {}
     else:
         from flash_attn import flash_attn_func
+
+        options = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     result: Any = flash_attn_func(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, **options
     )
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out.transpose(1, 2)

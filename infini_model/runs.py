@@ -28,6 +28,7 @@ _FREE_KEYS = {
             "gpus",
             "processes",
             "strategy",
+            "deterministic",
             "gradient_checkpointing",
             "num_nodes",
             "node_rank",

@@ -74,6 +74,15 @@ def choose_device(gpus: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def add_up_in_order() -> None:
+    """Have CUDA take the algorithms that give the same bits each time, where it has them."""
+    # Read by cuBLAS when it starts; without a workspace of its own a stream's sums vary.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    # It would also fill every new tensor, which costs time and decides nothing here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def join_world(gpus: str) -> Iterator[World]:
     """Join the other ranks that torchrun started, or be the only one; leave when the block ends.

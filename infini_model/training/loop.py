@@ -48,7 +48,13 @@ from infini_model.training.diagnostics import (
     report_non_finite,
     report_spike,
 )
-from infini_model.training.distributed import StopSignals, World, join_world, stop_of
+from infini_model.training.distributed import (
+    StopSignals,
+    World,
+    add_up_in_order,
+    join_world,
+    stop_of,
+)
 from infini_model.training.flops import Utilization
 from infini_model.training.metrics import Metrics, Status
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
@@ -90,6 +96,8 @@ def train(config: Config, dataset_dir: Path, run_dir: Path) -> Outcome:
         join_world(config.training.gpus) as world,
         _only_writer(run_dir, world),
     ):
+        if config.training.deterministic and world.device.type == "cuda":
+            add_up_in_order()
         trainer = Trainer(config, dataset_dir, run_dir, world, stops)
         status: Status = "FAILED"
         try:

@@ -41,7 +41,8 @@ from infini_model.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-# The largest arrays of a step have eight bytes for each byte of text, and a few live at once.
+# On the CPU 40 bytes a byte of text were seen at most; more is set apart, since a device that is
+# asked for too much has to begin again with half.
 _MEMORY_PER_BYTE = 256
 _BATCH_BYTES = 16 << 20
 

@@ -76,7 +76,7 @@ class Cutter:
         at = torch.nonzero((octets & 0xC0) != 0x80).squeeze(1)
         opens = torch.zeros(text.size + 1, dtype=torch.bool, device=octets.device)
         opens[sections] = True
-        characters = _characters(self._table[_code_points(text, at)], opens[at])
+        characters = _characters(self._table.index_select(0, _code_points(text, at)), opens[at])
         if self._pattern.digits is None:
             starts = _gpt2(characters)
         else:
@@ -86,6 +86,14 @@ class Cutter:
 
 def _code_points(text: Octets, at: torch.Tensor) -> torch.Tensor:
     """The code points whose first bytes are at `at` int64 [C]: int32 [C]."""
+    points = text.padded[at].int()
+    several = torch.nonzero(points >= 0x80).squeeze(1)
+    points[several] = _decode(text, at[several])
+    return points
+
+
+def _decode(text: Octets, at: torch.Tensor) -> torch.Tensor:
+    """The same of code points that have two, three or four bytes."""
     one, two, three, four = (text.padded[at + place].int() for place in range(4))
     two, three, four = two & 0x3F, three & 0x3F, four & 0x3F
     wide = torch.where(
@@ -93,7 +101,7 @@ def _code_points(text: Octets, at: torch.Tensor) -> torch.Tensor:
         (one & 0x0F) << 12 | two << 6 | three,
         (one & 0x07) << 18 | two << 12 | three << 6 | four,
     )
-    return torch.where(one < 0x80, one, torch.where(one < 0xE0, (one & 0x1F) << 6 | two, wide))
+    return torch.where(one < 0xE0, (one & 0x1F) << 6 | two, wide)
 
 
 def _before(values: torch.Tensor, steps: int = 1) -> torch.Tensor:

@@ -36,7 +36,7 @@ from infini_model.data.tokenizers import (
     Tokenizer,
     as_array,
 )
-from infini_model.data.word_table import SLOTS, Pieces, Words, WordTable
+from infini_model.data.word_table import Pieces, Words, WordTable
 from infini_model.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,9 @@ logger = logging.getLogger(__name__)
 # On the CPU 40 bytes a byte of text were seen at most; more is set apart, since a device that is
 # asked for too much has to begin again with half.
 _MEMORY_PER_BYTE = 256
+# Where there is no telling how much memory is free.
 _BATCH_BYTES = 16 << 20
+_SLOTS = 1 << 22
 
 
 class UnsupportedTokenizerError(DataError):
@@ -70,22 +72,25 @@ def close_documents(tokens: Tokens, eos_token_id: int) -> Tokens:
 class DeviceTokenizer:
     """A `tokenizer.json` of byte-level BPE on `device`; `host` is the same file on the CPU.
 
+    `slots`, a power of two, is the size of the table of words; the device's memory decides it
+    where it is not given, as it decides how many bytes of text are encoded at a time.
+
     Raises `UnsupportedTokenizerError`, which names the part, where it cannot give the ids of
     `tokenizers`.
     """
 
-    def __init__(self, host: BPETokenizer, device: torch.device, slots: int = SLOTS) -> None:
+    def __init__(self, host: BPETokenizer, device: torch.device, slots: int | None = None) -> None:
         tree, pattern = check_supported(host)
         self.spec = host.spec
         self.vocab_size = host.vocab_size
         self.eos_token_id = host.eos_token_id
         self.fingerprint = host.fingerprint
         self.device = device
-        self.batch_bytes = _batch_bytes(device)
         self._host = host
         self._added = AddedTokens(tree["added_tokens"], device)
         self._cutter = Cutter(pattern, device)
-        self._words = WordTable(_word_encoder(tree), device, slots)
+        self._words = WordTable(_word_encoder(tree), device, slots or _table_slots(device))
+        self.batch_bytes = _batch_bytes(device)
         # The vocabulary's own words are known from the start.
         self.encode(host.vocabulary())
 
@@ -229,6 +234,14 @@ def _batch_bytes(device: torch.device) -> int:
         return _BATCH_BYTES
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, free // 2 // _MEMORY_PER_BYTE)
+
+
+def _table_slots(device: torch.device) -> int:
+    """The size of the table of words: a power of two, a seventieth of a device's free memory."""
+    if device.type != "cuda":
+        return _SLOTS
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(1 << min(max(free // 4096, 1 << 16).bit_length() - 1, 24))
 
 
 def _word_encoder(tree: Mapping[str, Any]) -> Any:

@@ -18,7 +18,6 @@ import torch
 from infini_model.data.pretokens import Octets
 from infini_model.data.ragged import ranges, starts_of
 
-SLOTS = 1 << 22
 _EXACT = 15
 _LONGEST = 256
 _HASHED = 0xFF
@@ -66,7 +65,7 @@ class WordTable:
         self,
         encode: Callable[[list[str]], list[list[int]]],
         device: torch.device,
-        slots: int = SLOTS,
+        slots: int,
     ) -> None:
         self._encode = encode
         self._device = device

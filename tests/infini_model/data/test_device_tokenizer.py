@@ -18,7 +18,7 @@ from test_pretokens import adversarial
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Reference
 
-from infini_model.data import word_table
+from infini_model.data import device_tokenizer, word_table
 from infini_model.data.device_tokenizer import (
     DeviceTokenizer,
     UnsupportedTokenizerError,
@@ -317,6 +317,17 @@ def test_a_table_whose_filling_failed_is_right_afterwards(monkeypatch, llama):
         fresh.encode_batch(SOURCES[:1])
     monkeypatch.setattr(fresh._words, "_encode", encode)
     assert_exact(fresh, SOURCES[:1])
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "batch", "slots"),
+    [(139, 250 << 20, 1 << 24), (8, 14 << 20, 1 << 20), (0, 1, 1 << 16)],
+)
+def test_free_memory_decides_how_much_is_done_at_once(monkeypatch, gigabytes, batch, slots):
+    free = gigabytes * 10**9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    assert device_tokenizer._batch_bytes(torch.device("cuda:1")) >= batch
+    assert device_tokenizer._table_slots(torch.device("cuda:1")) == slots
 
 
 def test_too_little_memory_halves_the_batches(monkeypatch, llama, caplog):

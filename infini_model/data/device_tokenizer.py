@@ -135,7 +135,6 @@ class DeviceTokenizer:
             try:
                 yield self._encode(texts.slice(start, end - start))
             except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
                 if end > start + 1:
                     self.batch_bytes = max(1, int(offsets[end] - offsets[start]) // 2)
                     logger.info("%s: out of memory: batches are halved", self.device)
@@ -237,7 +236,7 @@ def _batch_bytes(device: torch.device) -> int:
 
 
 def _table_slots(device: torch.device) -> int:
-    """The size of the table of words: a power of two, a seventieth of a device's free memory."""
+    """The size of the table of words: a power of two, an eightieth of a device's free memory."""
     if device.type != "cuda":
         return _SLOTS
     free, _ = torch.cuda.mem_get_info(device)

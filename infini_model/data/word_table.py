@@ -256,12 +256,13 @@ class _Pool:
 
     def append(self, values: torch.Tensor) -> int:
         """Add values [n]; returns where they begin."""
-        first, self.used = self.used, self.used + len(values)
-        if self.used > len(self.values):
-            larger = self.values.new_zeros(2 * self.used)
+        first, last = self.used, self.used + len(values)
+        if last > len(self.values):
+            larger = self.values.new_zeros(2 * last)
             larger[:first] = self.values[:first]
             self.values = larger
-        self.values[first : self.used] = values
+        self.values[first:last] = values
+        self.used = last
         return first
 
 

@@ -6,11 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install run test lint serve bench clean lock
+.PHONY: help install run test faults lint serve bench clean lock
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
 	@echo "make test     run the whole test suite"
+	@echo "make faults   kill, stop and starve small trainings at every step and see that all survive"
 	@echo "make lint     formatting, linting and types, as in CI"
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
 	@echo "make bench    run the benchmarks, or some of them: make bench BENCHMARKS=loader"
@@ -36,6 +37,9 @@ run: install
 test: install
 	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.5'
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+faults: install
+	$(BIN)/python -m pytest --numprocesses 2 --every-fault tests/faults $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

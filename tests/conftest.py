@@ -1,18 +1,34 @@
 """A Prefect server and a corpus, made once for all tests that drive the command line."""
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Environment, answers, eventually, write_texts
+from commands import WORDS, Environment, answers, eventually, write_texts
 
 from flows.services import free_port, start_prefect
-from infini_model.config import load_config
+from infini_model.config import load_config, validate
+from infini_model.data.shards import build_dataset
+from infini_model.data.sources import download
 from infini_model.processes import end_tree
 
 # One thread each: sums over as many parts in every process, equal to the bit.
 QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For tests/faults; options are known from here alone."""
+    parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many faults were tried and survived."""
+    if not terminalreporter.config.getoption("--every-fault"):
+        return
+    survived, fell = (len(terminalreporter.getreports(end)) for end in ("passed", "failed"))
+    terminalreporter.write_line(f"{survived + fell} faults tried, {survived} survived")
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +64,22 @@ def connected(alone: Environment, server: str) -> Environment:
 def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of 40 small text files."""
     return write_texts(tmp_path_factory.mktemp("texts"), 40)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished dataset folder: 60 documents of bytes, of many lengths."""
+    folder = tmp_path_factory.mktemp("corpus")
+    chance = random.Random(7)
+    for number in range(60):
+        words = chance.choices(WORDS, k=chance.randrange(20, 160))
+        (folder / f"{number}.txt").write_text(f"{number}. " + " ".join(words))
+    data = {
+        "source": {"paths": [str(folder / "*.txt")]},
+        "splits": {"train": 0.7, "validation": 0.2, "test": 0.1},
+        "workers": 1,
+    }
+    config = validate({"data": data})
+    output = tmp_path_factory.mktemp("output")
+    manifest = build_dataset(download(config.data, output), config.data, output)
+    return output / "datasets" / manifest.folder_name

@@ -17,7 +17,8 @@ from commands import (
     write_settings,
     write_texts,
 )
-from trials import STEPS, Make, Start, Undisturbed, repeatable, shards
+from curves import repeatable
+from trials import STEPS, Make, Start, Undisturbed, shards
 
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.metrics_file import read_metrics

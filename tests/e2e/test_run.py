@@ -6,7 +6,8 @@ from pathlib import Path
 import datasets
 import pytest
 from commands import infini, processes_about, run
-from trials import STEPS, Undisturbed, repeatable
+from curves import repeatable
+from trials import STEPS, Undisturbed
 
 from infini_model.data.manifest import SPLITS
 from infini_model.training.metrics_file import read_metrics

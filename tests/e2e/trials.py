@@ -7,11 +7,6 @@ from typing import Any
 
 from commands import Running
 
-from infini_model.training.metrics_file import Line, read_metrics
-
-CLOCK = frozenset(
-    {"time", "train/step_seconds", "train/tokens_per_second", "train/data_wait_seconds"}
-)
 STEPS = 120
 TRAINING = {
     "max_steps": STEPS,
@@ -25,14 +20,6 @@ TRAINING = {
 }
 Start = Callable[..., Running]
 Make = Callable[..., dict[str, Any]]
-
-
-def repeatable(run_dir: Path) -> list[Line]:
-    """metrics.jsonl without what the clock decides."""
-    return [
-        {name: value for name, value in line.items() if name not in CLOCK}
-        for line in read_metrics(run_dir)
-    ]
 
 
 def shards(output: Path) -> dict[str, bytes]:

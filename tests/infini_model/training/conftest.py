@@ -1,7 +1,6 @@
-"""A dataset of a few documents and a model that learns it in seconds."""
+"""A model that learns the dataset of a few documents in seconds."""
 
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +8,6 @@ import pytest
 import torch
 
 from infini_model.config import Config, validate
-from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
-
-WORDS = ("river", "stone", "light", "under", "seven", "quiet", "glass", "morning", "copper")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,25 +15,6 @@ def _one_thread() -> None:
     """Sums over as many parts, here and in the processes that tests start: equal to the bit."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished dataset folder: 60 documents of bytes, of many lengths."""
-    folder = tmp_path_factory.mktemp("corpus")
-    chance = random.Random(7)
-    for number in range(60):
-        words = chance.choices(WORDS, k=chance.randrange(20, 160))
-        (folder / f"{number}.txt").write_text(f"{number}. " + " ".join(words))
-    data = {
-        "source": {"paths": [str(folder / "*.txt")]},
-        "splits": {"train": 0.7, "validation": 0.2, "test": 0.1},
-        "workers": 1,
-    }
-    config = validate({"data": data})
-    output = tmp_path_factory.mktemp("output")
-    manifest = build_dataset(download(config.data, output), config.data, output)
-    return output / "datasets" / manifest.folder_name
 
 
 MakeConfig = Callable[..., Config]

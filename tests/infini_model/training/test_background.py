@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from test_loop import repeatable, weights
+from curves import repeatable, weights
 
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.errors import UserError

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from test_loop import curve, free_ports, repeatable, weights
+from curves import repeatable, weights
+from test_loop import curve, free_ports
 
 from infini_model import processes
 from infini_model.config import dump_config

@@ -10,6 +10,7 @@ import socket
 
 import pytest
 import torch
+from curves import repeatable, weights
 from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -22,31 +23,9 @@ from infini_model.training.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
 from infini_model.training.metrics_file import read_metrics
 
-NOT_REPEATABLE = ("time", "train/step_seconds", "train/tokens_per_second")
-NOT_REPEATABLE += ("train/data_wait_seconds", "checkpoint/stall_seconds")
-
-
-def repeatable(run_dir):
-    """metrics.jsonl without what the clock decides."""
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if name not in NOT_REPEATABLE and not name.startswith("system/")
-        }
-        for line in read_metrics(run_dir)
-    ]
-
 
 def curve(run_dir, name):
     return {line["step"]: line[name] for line in read_metrics(run_dir) if name in line}
-
-
-def weights(run_dir):
-    """Every file of the newest checkpoint that training decides, as bytes."""
-    checkpoint = newest_checkpoint(run_dir)
-    names = ("model/model.safetensors", "model/config.json", "optimizer.safetensors")
-    return checkpoint.name, [(checkpoint / name).read_bytes() for name in names]
 
 
 def stop_at(step, number=signal.SIGTERM):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop import curve, free_ports, repeatable, weights
+from curves import repeatable, weights
+from test_loop import curve, free_ports
 from torch.profiler import ProfilerActivity, profile
 
 from infini_model.config import Config, validate

@@ -1,0 +1,38 @@
+"""What of a training does not depend on when and where it ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.training.metrics_file import Line, read_metrics
+
+# What the clock and the machine decide.
+CLOCK = frozenset(
+    {
+        "time",
+        "train/step_seconds",
+        "train/tokens_per_second",
+        "train/data_wait_seconds",
+        "train/mfu",
+        "checkpoint/stall_seconds",
+    }
+)
+MACHINE = "system/"
+
+
+def repeatable(run_dir: Path) -> list[Line]:
+    """metrics.jsonl without what the clock and the machine decide."""
+    lines = [
+        {k: v for k, v in line.items() if k not in CLOCK and not k.startswith(MACHINE)}
+        for line in read_metrics(run_dir)
+    ]
+    return [line for line in lines if len(line) > 1]
+
+
+def weights(run_dir: Path) -> tuple[str, list[bytes]]:
+    """The name of the newest checkpoint, and its files that training decides, as bytes."""
+    checkpoint = newest_checkpoint(run_dir)
+    assert checkpoint is not None
+    names = ("model/model.safetensors", "model/config.json", "optimizer.safetensors")
+    return checkpoint.name, [(checkpoint / name).read_bytes() for name in names]

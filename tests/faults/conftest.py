@@ -1,0 +1,109 @@
+"""The dataset of the trials, the trainings that nobody disturbs, and the count at the end."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import answers, eventually
+from harness import DAMAGES, KINDS, Kind, Strike, Trial, every_strike, settings
+
+FILES = ("manifest.json", "state.json", "optimizer.safetensors", "model/model.safetensors")
+SELECTED = (
+    Strike(signal.SIGKILL, "launcher", 4, "two"),
+    Strike(signal.SIGKILL, "agent", 5, "two"),
+    Strike(signal.SIGKILL, "rank 0", None, "one"),
+    Strike(signal.SIGTERM, "rank 1", 2, "two sharded"),
+    Strike(signal.SIGSTOP, "rank 0", 6, "two"),
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All faults with `--every-fault`, else a selection."""
+    every = metafunc.config.getoption("--every-fault")
+    if "fault" in metafunc.fixturenames:
+        metafunc.parametrize("fault", every_strike() if every else SELECTED, ids=str)
+    if "kind" in metafunc.fixturenames:
+        metafunc.parametrize("kind", list(KINDS) if every else ["one"])
+    if "damage" in metafunc.fixturenames:
+        metafunc.parametrize("damage", list(DAMAGES) if every else ["truncated"])
+        metafunc.parametrize("file", FILES if every else FILES[:1])
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """One thread a process: sums over as many parts, equal to the bit."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, dataset: Path, environment: dict[str, str]
+) -> Callable[[Kind], tuple[object, object]]:
+    """The outcome of a training of this kind."""
+    known: dict[Kind, tuple[object, object]] = {}
+
+    def outcome(kind: Kind) -> tuple[object, object]:
+        if kind not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            trial = Trial(folder, dataset, settings(folder, kind), environment)
+            trial.finish()
+            known[kind] = trial.outcome()
+        return known[kind]
+
+    return outcome
+
+
+@pytest.fixture
+def begin(
+    tmp_path: Path, dataset: Path, environment: dict[str, str]
+) -> Iterator[Callable[..., Trial]]:
+    """A trial in a folder; nothing of it outlives the test."""
+    begun: list[Trial] = []
+
+    def make(kind: Kind, folder: Path = tmp_path, **sections: dict[str, Any]) -> Trial:
+        begun.append(Trial(folder, dataset, settings(folder, kind, **sections), environment))
+        return begun[-1]
+
+    yield make
+    for trial in begun:
+        trial.end()
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[Callable[[int], Callable[[], None]]]:
+    """Start MLflow's server at a port, on the same records each time; what is returned kills it."""
+    servers: list[subprocess.Popen[bytes]] = []
+
+    def begin(port: int) -> Callable[[], None]:
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+        stores = ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--workers", "1"]
+        with (tmp_path / "mlflow.log").open("ab") as log:
+            server = subprocess.Popen(
+                [*command, *stores, "--port", str(port)],
+                cwd=tmp_path,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+                start_new_session=True,
+            )
+        servers.append(server)
+        url = f"http://127.0.0.1:{port}/health"
+        eventually(lambda: answers(url), "MLflow's server", seconds=120.0)
+        return lambda: kill_session(server)
+
+    yield begin
+    for server in servers:
+        kill_session(server)
+
+
+def kill_session(leader: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a process and its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()

@@ -1,0 +1,106 @@
+"""Trainings that are killed, stopped, starved and damaged: each goes on to the undisturbed end.
+
+`make faults` tries every signal on every process at every step; without it a selection is tried.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from disks import SmallDisk, frozen
+from harness import DAMAGES, SAVE_STEPS, STEPS, Kind, Strike, Trial, strike, survives
+
+from flows.services import free_port
+from infini_model.storage import TEMPORARY
+from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.training.metrics import read_mlflow_record
+
+pytestmark = pytest.mark.slow
+
+Begin = Callable[..., Trial]
+Undisturbed = Callable[[Kind], tuple[object, object]]
+
+
+def test_a_struck_training_ends_and_goes_on(
+    begin: Begin, undisturbed: Undisturbed, fault: Strike
+) -> None:
+    trial = begin(fault.kind)
+    strike(trial, fault)
+    survives(trial, undisturbed(fault.kind))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    small = SmallDisk(tmp_path / "disk")
+    yield small
+    small.close()
+
+
+def test_a_full_disk_is_named_and_with_room_it_goes_on(
+    begin: Begin, undisturbed: Undisturbed, disk: SmallDisk, kind: Kind
+) -> None:
+    if not disk.mounted:
+        pytest.skip("needs the right to mount a small disk")
+    trial = begin(kind, disk.folder)
+    launcher = trial.start()
+    assert launcher.wait() != 0
+    assert f"{trial.run_dir}/checkpoints/step-" in launcher.output
+    assert "the disk is full" in launcher.output
+    assert TEMPORARY not in launcher.output
+    assert newest_checkpoint(trial.run_dir) is not None
+    disk.grow()
+    survives(trial, undisturbed(kind))
+
+
+def test_a_folder_that_turns_read_only_is_named_and_writable_again_it_goes_on(
+    begin: Begin, undisturbed: Undisturbed, kind: Kind
+) -> None:
+    trial = begin(kind)
+    launcher = trial.start()
+    launcher.wait_for(f"Step [{SAVE_STEPS + 1}/")
+    checkpoints = trial.run_dir / "checkpoints"
+    with frozen(checkpoints) as done:
+        if not done:
+            pytest.skip("needs the right to mount a folder read-only")
+        assert launcher.wait() != 0
+    assert f"{checkpoints}/step-" in launcher.output
+    assert "cannot be written" in launcher.output
+    survives(trial, undisturbed(kind))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    begin: Begin, undisturbed: Undisturbed, damage: str, file: str
+) -> None:
+    trial = begin("one")
+    trial.finish()
+    newest = newest_checkpoint(trial.run_dir)
+    assert newest is not None
+    assert newest.name == f"step-{STEPS}"
+    DAMAGES[damage](newest / file)
+    survives(trial, undisturbed("one"))
+    assert any(str(newest) in log.read_text() for log in trial.logs)
+
+
+def test_a_tracking_server_that_is_killed_costs_the_training_nothing(
+    begin: Begin, undisturbed: Undisturbed, mlflow_server: Callable[[int], Callable[[], None]]
+) -> None:
+    port = free_port()
+    end = mlflow_server(port)
+    tracking = {"mlflow": True, "tracking_uri": f"http://127.0.0.1:{port}"}
+    trial = begin("one", tracking=tracking)
+    launcher = trial.start()
+    launcher.wait_for("Step [4/")
+    end()
+    assert launcher.wait() == 0, launcher.output
+    mlflow_server(port)
+    survives(trial, undisturbed("one"))
+    assert steps_in_mlflow(trial.run_dir) == [*range(1, STEPS + 1)]
+
+
+def steps_in_mlflow(run_dir: Path) -> list[int]:
+    """Every step whose loss MLflow holds."""
+    from mlflow import MlflowClient
+
+    record = read_mlflow_record(run_dir)
+    client = MlflowClient(record["tracking_uri"])
+    return sorted(m.step for m in client.get_metric_history(record["run_id"], "train/loss"))

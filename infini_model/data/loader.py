@@ -25,6 +25,8 @@ from infini_model.data.stream import Span, TokenStream, open_split
 from infini_model.errors import DataError
 
 IGNORED = -100
+# A permutation costs hundreds of small operations, as much for one position as for a thousand.
+POSITIONS_AT_ONCE = 1024
 
 
 class Batch(NamedTuple):
@@ -154,6 +156,7 @@ class Loader:
             )
         self._seed = seed
         self._share = np.arange(self.global_batch).reshape(world_size, -1, batch_size)[rank]
+        self._known_shares = consumed, self._shares_from(consumed)
         self._device = torch.device(device)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -179,10 +182,23 @@ class Loader:
 
         [micro-batches, batch_size] int64.
         """
-        positions = consumed + self._share.reshape(-1)
-        count = len(self.windows)
-        order = permute(positions % count, count, self._seed, positions // count)
-        return order.reshape(self._share.shape)
+        first, shares = self._known_shares
+        step, rest = divmod(consumed - first, self.global_batch)
+        if rest or not 0 <= step < len(shares):
+            step, shares = 0, self._shares_from(consumed)
+            # In one assignment: the thread that gathers and the caller both ask.
+            self._known_shares = consumed, shares
+        numbers: np.ndarray = shares[step]
+        return numbers
+
+    def _shares_from(self, consumed: int) -> np.ndarray:
+        """`numbers` of this global batch and of those that follow, [steps, …]."""
+        steps = max(1, POSITIONS_AT_ONCE // self._share.size)
+        starts = consumed + self.global_batch * np.arange(steps)
+        positions = np.add.outer(starts, self._share)
+        count, flat = len(self.windows), positions.reshape(-1)
+        order = permute(flat % count, count, self._seed, flat // count)
+        return order.reshape(positions.shape)
 
     def _gather(self, consumed: int) -> list[Batch]:
         batches = [self.windows.gather(part) for part in self.numbers(consumed)]

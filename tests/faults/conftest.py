@@ -19,7 +19,7 @@ SELECTED = (
     Strike(signal.SIGKILL, "agent", 5, "two"),
     Strike(signal.SIGKILL, "rank 0", None, "one"),
     Strike(signal.SIGTERM, "rank 1", 2, "two sharded"),
-    Strike(signal.SIGSTOP, "rank 0", 6, "two"),
+    Strike(signal.SIGSTOP, "rank 0", 3, "two"),
 )
 
 

@@ -23,7 +23,7 @@ from infini_model.config import Config, dump_config, validate
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.metrics_file import read_metrics
 
-STEPS, SAVE_STEPS = 8, 3
+STEPS, SAVE_STEPS = 6, 2
 # Nothing may be left running after this many seconds.
 END_SECONDS = 10.0
 # After which a rank that does not step counts as hung: a step takes 20 ms.
@@ -84,7 +84,7 @@ def every_strike() -> list[Strike]:
 
 
 def settings(output: Path, kind: Kind, **sections: dict[str, Any]) -> Config:
-    """Two layers and eight steps of eight windows."""
+    """Two layers and six steps of eight windows."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(output), "seed": 3},
         "packing": {"context_length": 64},

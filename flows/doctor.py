@@ -23,6 +23,7 @@ from infini_model.training.devices import find_driver, list_gpus, torch_cuda
 
 GIB = 1 << 30
 NEEDED_DISK_GIB = 5
+NEEDED_MEMORY_GIB = 2
 # NCCL passes buffers between the processes of a machine through it.
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is put there
 NEEDED_SHARED_GIB = 1
@@ -52,6 +53,7 @@ def _versions() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     yield Finding("CPU", f"{cores} cores")
+    yield _memory()
     try:
         gpus = list_gpus()
     except DeviceError as error:
@@ -65,6 +67,16 @@ def _devices() -> Iterator[Finding]:
         return
     yield _driver()
     yield _flash_attn()
+
+
+def _memory() -> Finding:
+    """The machine's own memory; training a small model takes about one GiB a process."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    scarce = memory.available < NEEDED_MEMORY_GIB * GIB
+    return Finding("memory", found, "end other programs; processes may be killed" if scarce else "")
 
 
 def _driver() -> Finding:

@@ -53,9 +53,11 @@ def test_limits_and_folders_that_are_wrong_have_a_remedy(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 500))
     monkeypatch.setattr(doctor, "NEEDED_SHARED_GIB", 1 << 30)
+    monkeypatch.setattr(doctor, "NEEDED_MEMORY_GIB", 1 << 30)
     (tmp_path / "file").write_text("")
     broken = config.run.model_copy(update={"output_dir": tmp_path / "file"})
     found = remedies(config.model_copy(update={"run": broken}))
     assert found["open files"] == "ulimit -n 500"
+    assert found["memory"].startswith("end other programs")
     assert "--shm-size" in found["shared memory"]
     assert "--output-dir" in found["output folder"]

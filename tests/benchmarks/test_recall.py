@@ -23,6 +23,7 @@ from benchmarks.recall import (
     compare_rules,
     draw,
     examine,
+    lengths_at,
     tabulate,
     train,
     without_memory,
@@ -96,6 +97,13 @@ def test_the_seed_alone_decides_what_is_drawn() -> None:
     once, again, other = drawn(4, 2), drawn(4, 2), drawn(4, 2, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     assert not torch.equal(once.input_ids, other.input_ids)
+
+
+def test_the_sequences_grow_from_the_shortest_to_the_longest_length() -> None:
+    lengths = [lengths_at(TRIALS["linear"], step, 400) for step in (1, 100, 200, 300, 400)]
+    assert lengths == [range(2, longest + 1) for longest in (2, 4, 8, 16, 32)]
+    assert lengths_at(TRIALS["rewritten-delta"], 400, 400) == range(3, 33)
+    assert lengths_at(TRIALS["fixed-length"], 1, 400) == range(8, 9)
 
 
 @pytest.fixture(scope="module")

@@ -460,5 +460,6 @@ class Trainer:
         heartbeat.rest()
         self._loader.close()
         self._writer.close()
+        self._replica.close()
         if self._metrics is not None:
             self._metrics.close(status)

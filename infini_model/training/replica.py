@@ -141,6 +141,14 @@ class Replica:
         if state is not None and self._scaler.is_enabled():
             self._scaler.load_state_dict(state)
 
+    def close(self) -> None:
+        """Let go of DDP while the process group is there.
+
+        DDP must not be the last to hold the group: it would end it with Python's lock held, and
+        wait for gloo's threads for ever if one of them is about to take that lock.
+        """
+        self._parallel = None
+
     def score(self, batch: Batch) -> Tensor:
         """Sum of the token losses and number of targets of `batch`, [2] float64, no gradients."""
         with torch.no_grad(), self._autocast():

@@ -251,7 +251,8 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
     it no longer counts among those to keep, and can still be looked at.
     """
     folder = checkpoints_dir(run_dir)
-    remove_leftovers(folder)
+    for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").glob("*")):
+        remove_leftovers(place)
     for _, path in _listed(run_dir):
         if path == checkpoint:
             break

@@ -136,8 +136,8 @@ def save_exit_codes(run_dir: Path, codes: Mapping[int, int]) -> None:
 
 
 def clear(run_dir: Path) -> None:
-    """Forget the failures of an earlier launch."""
-    for path in _folder(run_dir).glob("*.json"):
+    """Forget the failures of an earlier launch, half-written ones too."""
+    for path in _folder(run_dir).glob("*"):
         path.unlink(missing_ok=True)
 
 

@@ -115,14 +115,27 @@ def test_a_missing_file_is_named(tmp_path, trained, name):
     assert newest_checkpoint(tmp_path) is None
 
 
-def test_what_a_killed_writer_left_is_cleared_and_never_read(tmp_path, trained):
+@pytest.mark.parametrize(
+    "half", ["checkpoints/.tmp-step-8-abc", ".tmp-model-abc", "debug/step-4/.tmp-gpu-0-abc"]
+)
+def test_what_a_killed_writer_left_is_cleared_and_never_read(tmp_path, trained, half):
     (path,) = save(tmp_path, trained, 4)
-    half = path.parent / ".tmp-step-8-abc"
-    half.mkdir()
-    (half / "state.json").write_text("{")
+    (tmp_path / half).mkdir(parents=True)
+    (tmp_path / half / "state.json").write_text("{")
     assert newest_checkpoint(tmp_path) == path
     clear_for_resume(tmp_path, path)
+    assert not (tmp_path / half).exists()
     assert [p.name for p in path.parent.iterdir()] == ["step-4"]
+
+
+def test_half_written_files_are_cleared(tmp_path, trained):
+    (path,) = save(tmp_path, trained, 4)
+    halves = [tmp_path / ".tmp-metrics.jsonl-abc", tmp_path / "logs" / ".tmp-mlflow.json-abc"]
+    for half in halves:
+        half.parent.mkdir(exist_ok=True)
+        half.write_text("{")
+    clear_for_resume(tmp_path, path)
+    assert not any(half.exists() for half in halves)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path, trained):

@@ -55,8 +55,8 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of each process")
-    parser.add_argument("--skip", type=int, default=20, help="steps before them")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each process")
+    parser.add_argument("--skip", type=int, default=12, help="steps before them")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2, help="of the last row")
     parser.add_argument(

@@ -7,7 +7,7 @@ into files. There is one copy, and at most one checkpoint in the making: the nex
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -63,16 +63,18 @@ class HostCopy:
         self._world = world
         self._room: dict[str, Tensor] = {}
 
+    def make_room(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> None:
+        """Get the memory of a snapshot ahead of the first one, which would stand still for it."""
+        if self._world.is_main:
+            for name, tensor in _tensors(model, optimizer):
+                self._room_for(name, tensor).zero_()
+
     def take(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Snapshot:
         """Copy what a checkpoint holds. Call it on all ranks; rank 0 alone gets the tensors."""
-        parameters = {
-            name: self._copied(name, parameter) for name, parameter in model.named_parameters()
-        }
-        moments = {
-            f"{name}{SEPARATOR}{key}": self._copied(f"{name}{SEPARATOR}{key}", value)
-            for name, parameter in model.named_parameters()
-            for key, value in optimizer.state.get(parameter, {}).items()
-        }
+        copies = {name: self._copied(name, tensor) for name, tensor in _tensors(model, optimizer)}
+        names = dict(model.named_parameters())
+        parameters = {name: copy for name, copy in copies.items() if name in names}
+        moments = {name: copy for name, copy in copies.items() if name not in names}
         generators = {
             name: self._world.gather(state.to(self._world.device)).cpu()
             for name, state in _generator_states(self._world.device).items()
@@ -86,10 +88,23 @@ class HostCopy:
         tensor = whole(tensor.detach())
         if not self._world.is_main:
             return torch.empty(0)
+        return self._room_for(name, tensor).copy_(tensor, non_blocking=True)
+
+    def _room_for(self, name: str, tensor: Tensor) -> Tensor:
+        """The room for `tensor`, which may be one rank's part of it: its shape is of the whole."""
         if name not in self._room:
-            room = torch.empty_like(tensor, device="cpu")
-            self._room[name] = room.pin_memory() if tensor.is_cuda else room
-        return self._room[name].copy_(tensor, non_blocking=True)
+            self._room[name] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+        return self._room[name]
+
+
+def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds: the parameters, then AdamW's moments of each, by name."""
+    yield from model.named_parameters()
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"{name}{SEPARATOR}{key}", value
 
 
 def _generator_states(device: torch.device) -> dict[str, Tensor]:

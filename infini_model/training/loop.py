@@ -133,6 +133,7 @@ class Trainer:
         """Begin at step 0, or where the newest checkpoint stands. Raises as `train` does."""
         manifest = read_manifest(dataset_dir)
         self.config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir)
+        self._settings = self.config.model_dump(mode="json")
         self.run_dir, self.world, self.dataset_key = run_dir, world, manifest.key
         self._stops = stops
         self.stopped_by: int | None = None
@@ -208,6 +209,8 @@ class Trainer:
                 break
             if not self._is_stopped():
                 self._take_step()
+                if self.step == self._began_at + 1:
+                    self._writer.start(partial(self._copy.make_room, self.model, self.optimizer))
             if self.step % training.save_steps == 0 or self.step == training.max_steps:
                 self._save()
         self._save()
@@ -370,7 +373,7 @@ class Trainer:
             world_size=self.world.size,
             dataset_key=self.dataset_key,
             mlflow_run_id=metrics.mlflow_run_id,
-            config=self.config.model_dump(mode="json"),
+            config=self._settings,
             precision=self._replica.precision,
             global_batch=self._division.global_batch,
             scaler=self._replica.scaler_state,

@@ -109,4 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is on the disk. Native threads that outlive the interpreter's end have been seen to
+    # abort it, and to torchrun a rank that had finished was then one that crashed.
+    os._exit(code)

@@ -10,22 +10,47 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-# So that a file can be read by several processes, in parts of a size that Parquet is used with.
+# So that several processes can each read a file, in parts of a size that Parquet is used with.
+FILE_BYTES = 25e6
 ROWS_OF_A_GROUP = 1000
 
 
-def write_corpus(path: Path, megabytes: float) -> int:
-    """Write at most so many megabytes of different documents as column `text`; returns bytes."""
-    texts: list[str] = []
+def write_corpus(folder: Path, megabytes: float, copies: int = 1) -> int:
+    """Write at most so many megabytes of different documents, in Parquet files of column `text`.
+
+    Where there are to be `copies`, each document of each has a first line of its own. Returns the
+    bytes of text.
+    """
+    folder.mkdir(parents=True)
     total = 0
+    for copy in range(copies):
+        written = 0
+        for number, texts in enumerate(_files(megabytes * 1e6)):
+            if copy:
+                texts = [f"# Copy {copy}\n{text}" for text in texts]
+            path = folder / f"{copy:02d}-{number:03d}.parquet"
+            pq.write_table(pa.table({"text": texts}), path, row_group_size=ROWS_OF_A_GROUP)
+            written += sum(len(text.encode()) for text in texts)
+        total += written
+    return total
+
+
+def _files(most: float) -> Iterator[list[str]]:
+    """The documents of each file."""
+    texts: list[str] = []
+    total = waiting = 0
     for text in _sources():
         size = len(text.encode())
-        if total + size > megabytes * 1e6:
+        if total + size > most:
             break
         texts.append(text)
         total += size
-    pq.write_table(pa.table({"text": texts}), path, row_group_size=ROWS_OF_A_GROUP)
-    return total
+        waiting += size
+        if waiting > FILE_BYTES:
+            yield texts
+            texts, waiting = [], 0
+    if texts:
+        yield texts
 
 
 def _sources() -> Iterator[str]:

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from benchmarks.corpus import write_corpus
 from benchmarks.report import Cell, Ratio, publish, speed_ratio, take_turns
-from infini_model.config import DataConfig, PackingConfig
+from benchmarks.shards_once import text_to_shards
+from infini_model.config import PackingConfig
 from infini_model.data.loader import Loader, open_windows
-from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
 
 OURS, PEER = "infini", "DataLoader"
 # The quickstart, whose batches are small, and batches of long windows.
@@ -43,10 +42,8 @@ def parse() -> argparse.Namespace:
 
 def make_shards(megabytes: float, folder: Path) -> Path:
     """A dataset folder of bytes."""
-    parquet = folder / "corpus.parquet"
-    write_corpus(parquet, megabytes)
-    config = DataConfig.model_validate({"source": {"paths": [str(parquet)]}})
-    build_dataset(download(config, folder), config, folder)
+    write_corpus(folder / "corpus", megabytes)
+    text_to_shards(folder / "corpus", "bytes", 0, folder)
     return folder / "datasets" / "latest"
 
 

@@ -30,6 +30,8 @@ PACKAGES = (
     "safetensors",
     "tokenizers",
     "gigatoken",
+    "tiktoken",
+    "datatrove",
     "datasets",
     "infini-transformer-pytorch",
 )

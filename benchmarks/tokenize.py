@@ -1,16 +1,24 @@
-"""Text in Parquet to finished, checksummed shards, beside the usual path of the field.
+"""Text in Parquet to finished, checksummed shards, beside the ways of the field.
 
-`infini`: read and fingerprint the corpus, tokenise in parallel, close and split documents, write
-shards with checksums and a manifest. `datasets.map`: `load_dataset`, a `map` with `tokenizers`, a
-`map` that groups the ids into blocks, as many processes. Both end with Arrow files on the disk,
-start from nothing each time, and must hold the same ids for the same documents.
+- `infini`: read and fingerprint the corpus, tokenise, check a sample, close and split documents,
+  write shards with checksums and a manifest.
+- `datasets.map`: `load_dataset`, a `map` with `tokenizers`, a `map` that cuts the ids into blocks.
+- `datatrove`: its Parquet reader and its `DocumentTokenizer`, which writes files of ids.
+- `composite`: read Parquet, tokenise by `gigatoken`, write Arrow; no fingerprint, splits, checks.
+- `gigatoken`, `tiktoken`: these alone, from text in memory to ids in memory.
+
+All start from nothing each time, with as many processes or threads, and must come to the same ids:
+`datasets.map` document by document, the others in number. Then the same in a process of its own
+with the corpus and with several times as much text, for the rate and the peak of memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
+import json
 import os
 import shutil
 import statistics
@@ -25,48 +33,136 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.corpus import write_corpus
-from benchmarks.report import Cell, Ratio, publish, speed_ratio, stopwatch, take_turns
-from infini_model.config import DataConfig
+from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, stopwatch, take_turns
+from benchmarks.shards_once import text_to_shards
 from infini_model.data.manifest import SPLITS
-from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
 from infini_model.data.stream import open_split
-from infini_model.data.tokenizers import train_tokenizer
+from infini_model.data.tokenizers import END_OF_TEXT, LLAMA3_PATTERN, train_tokenizer
 
-OURS, USUAL = "infini", "datasets.map"
+OURS, USUAL, DATATROVE, COMPOSITE = "infini", "datasets.map", "datatrove", "composite"
+GIGATOKEN, TIKTOKEN = "gigatoken", "tiktoken"
 BLOCK = 1024
+MEBIBYTE = 1 << 20
 
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenize", description=__doc__)
-    parser.add_argument("--megabytes", type=float, default=60.0, help="text at most")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tokenize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--megabytes", type=float, default=100.0, help="text at most")
+    parser.add_argument("--times", type=int, default=10, help="the larger corpus; 1 is none")
     parser.add_argument("--vocab-size", type=int, default=8192, help="of the BPE")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
     return parser.parse_args()
 
 
-def ours(parquet: Path, spec: str, workers: int, folder: Path) -> None:
-    """Make the shards by this project's path, from nothing, in `folder`."""
-    config = DataConfig.model_validate(
-        {
-            "source": {"paths": [str(parquet)]},
-            "tokenizer": {"spec": spec},
-            "workers": workers,
-        }
-    )
-    build_dataset(download(config, folder), config, folder)
+class Corpus:
+    """The text of a comparison: its Parquet files, and in memory for those that take it there."""
+
+    def __init__(self, folder: Path, megabytes: float) -> None:
+        self.folder = folder
+        self.bytes = write_corpus(folder, megabytes)
+        column = pq.read_table(folder)["text"].cast(pa.large_string())
+        self.texts: list[str] = column.to_pylist()
 
 
-def usual(parquet: Path, spec: str, workers: int, folder: Path) -> Any:
+class Comparison:
+    """The ways with one tokenizer, on one corpus, below one folder."""
+
+    def __init__(self, corpus: Corpus, spec: str, workers: int, folder: Path) -> None:
+        self._corpus, self._spec, self._workers, self._folder = corpus, spec, workers, folder
+        self._documents: dict[str, Counter[bytes]] = {}
+        self._tokens: dict[str, int] = {}
+
+    def peers(self) -> dict[str, Callable[[], float]]:
+        """The ways for `take_turns`; those of a byte-level BPE for one alone."""
+        peers = {OURS: self._ours, USUAL: self._usual}
+        if self._spec != "bytes":
+            peers |= {
+                COMPOSITE: self._composite,
+                DATATROVE: self._datatrove,
+                GIGATOKEN: self._gigatoken,
+                TIKTOKEN: self._tiktoken,
+            }
+        return peers
+
+    def check_same_ids(self) -> int:
+        """The number of documents. Raises `SystemExit` unless all ways lead to the same ids."""
+        if self._documents[OURS] != self._documents[USUAL]:
+            raise SystemExit(f"{self._spec}: {OURS} and {USUAL} give different ids")
+        if len(set(self._tokens.values())) > 1:
+            raise SystemExit(f"{self._spec}: different numbers of tokens: {self._tokens}")
+        return self._documents[OURS].total()
+
+    def _ours(self) -> float:
+        folder = self._emptied(OURS)
+        seconds = stopwatch(
+            lambda: text_to_shards(self._corpus.folder, self._spec, self._workers, folder)
+        )()
+        self._documents[OURS] = documents_of_ours(folder)
+        splits = [open_split(folder / "datasets" / "latest", split) for split in SPLITS]
+        self._tokens[OURS] = sum(sum(map(len, split.values)) for split in splits)
+        return seconds
+
+    def _usual(self) -> float:
+        folder = self._emptied(USUAL)
+        made: list[Any] = []
+        seconds = stopwatch(
+            lambda: made.append(usual(self._corpus.folder, self._spec, self._workers, folder))
+        )()
+        self._documents[USUAL] = documents_of_usual(made[0])
+        return seconds
+
+    def _composite(self) -> float:
+        return self._counted(COMPOSITE, composite, self._corpus.folder, self._emptied(COMPOSITE))
+
+    def _datatrove(self) -> float:
+        folder = self._emptied(DATATROVE)
+        work = functools.partial(datatrove, self._corpus.folder, self._spec, self._workers, folder)
+        seconds = stopwatch(work)()
+        files = folder.glob("ids/*.ds")
+        self._tokens[DATATROVE] = sum(path.stat().st_size for path in files) // 2
+        return seconds
+
+    def _gigatoken(self) -> float:
+        texts = pa.array(self._corpus.texts, pa.large_string())
+        return self._counted(GIGATOKEN, gigatoken_ids, texts)
+
+    def _tiktoken(self) -> float:
+        encode = functools.partial(
+            tiktoken_of(self._spec).encode_ordinary_batch, num_threads=self._workers
+        )
+        return self._counted(
+            TIKTOKEN, lambda _, texts: sum(map(len, encode(texts))), self._corpus.texts
+        )
+
+    def _counted(self, name: str, work: Callable[..., int], *arguments: Any) -> float:
+        """The seconds of `work`, which returns tokens without those that end documents."""
+        made: list[int] = []
+        loaded = Path(self._spec).read_text()
+        seconds = stopwatch(lambda: made.append(work(loaded, *arguments)))()
+        self._tokens[name] = made[0] + len(self._corpus.texts)
+        return seconds
+
+    def _emptied(self, name: str) -> Path:
+        folder = self._folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+
+def usual(corpus: Path, spec: str, workers: int, folder: Path) -> Any:
     """Make blocks by `datasets`, from nothing, in `folder`; returns the ids before grouping."""
     import datasets
 
     datasets.disable_progress_bars()
     encode = bytes_of if spec == "bytes" else ids_by(spec)
     texts = datasets.load_dataset(
-        "parquet", data_files=str(parquet), split="train", cache_dir=str(folder)
+        "parquet", data_files=str(corpus / "*.parquet"), split="train", cache_dir=str(folder)
     )
     options = {"batched": True, "num_proc": workers, "load_from_cache_file": False}
     ids = texts.map(encode, remove_columns=["text"], **options)
@@ -87,7 +183,7 @@ def ids_by(file: str) -> Callable[[Columns], Columns]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(file)
-    end = tokenizer.token_to_id("<|end_of_text|>")
+    end = tokenizer.token_to_id(END_OF_TEXT[0])
 
     def encode(batch: Columns) -> Columns:
         encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
@@ -101,6 +197,78 @@ def group(batch: Columns) -> Columns:
     ids = list(itertools.chain(*batch["input_ids"]))
     whole = len(ids) // BLOCK * BLOCK
     return {"input_ids": [ids[start : start + BLOCK] for start in range(0, whole, BLOCK)]}
+
+
+def gigatoken_ids(definition: str, texts: pa.LargeStringArray) -> int:
+    """Encode by `gigatoken` on all cores; returns the tokens."""
+    return len(_encode(definition, texts)[0])
+
+
+def _encode(definition: str, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids and the offsets of the documents in them."""
+    import awkward as ak  # type: ignore[import-untyped]
+    from gigatoken import Tokenizer
+
+    _, offsets, octets = texts.buffers()
+    characters = ak.contents.NumpyArray(
+        np.frombuffer(octets, np.uint8), parameters={"__array__": "char"}
+    )
+    index = ak.index.Index64(np.frombuffer(offsets, np.int64)[: len(texts) + 1])
+    strings = ak.contents.ListOffsetArray(index, characters, parameters={"__array__": "string"})
+    layout = Tokenizer.from_json(definition).encode_batch(ak.Array(strings)).layout
+    return np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+
+
+def composite(definition: str, corpus: Path, folder: Path) -> int:
+    """Parquet to Arrow with as little in between as there can be; returns the tokens."""
+    texts = pq.read_table(corpus)["text"].cast(pa.large_string()).combine_chunks()
+    ids, offsets = _encode(definition, texts)
+    rows = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids.astype(np.uint16)))
+    batch = pa.RecordBatch.from_arrays([rows], names=["input_ids"])
+    path = str(folder / "ids.arrow")
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, batch.schema) as out:
+        out.write_batch(batch)
+    return len(ids)
+
+
+def datatrove(corpus: Path, spec: str, workers: int, folder: Path) -> None:
+    """Tokenise by `datatrove`, each process some of the files."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import ParquetReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    LocalPipelineExecutor(
+        [
+            ParquetReader(str(corpus)),
+            DocumentTokenizer(
+                str(folder / "ids"), spec, eos_token=END_OF_TEXT[0], shuffle_documents=False
+            ),
+        ],
+        tasks=workers,
+        workers=workers,
+        logging_dir=str(folder / "logs"),
+    ).run()
+
+
+def tiktoken_of(file: str) -> Any:
+    """The `tokenizer.json` at `file` as `tiktoken` takes it."""
+    import tiktoken
+    from tokenizers import pre_tokenizers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    printable = [b for b in range(256) if chr(b) in alphabet]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable}
+    byte_of |= {chr(256 + place): b for place, b in enumerate(others)}
+    vocabulary = json.loads(Path(file).read_text())["model"]["vocab"]
+    ranks = {
+        bytes(byte_of[letter] for letter in token): rank
+        for token, rank in vocabulary.items()
+        if token != END_OF_TEXT[0]
+    }
+    return tiktoken.Encoding(
+        "ours", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
 
 
 def documents_of_ours(folder: Path) -> Counter[bytes]:
@@ -125,84 +293,106 @@ def documents_of_usual(ids: Any) -> Counter[bytes]:
 
 def hash_ids(ids: np.ndarray) -> bytes:
     """A hash of ids, in whatever type they are stored."""
-    return hashlib.blake2b(ids.astype(np.int32).tobytes(), digest_size=16).digest()
+    return hashlib.sha256(ids.astype(np.int32).tobytes()).digest()
 
 
-class Comparison:
-    """Both paths with one tokenizer, on one corpus, below one folder."""
-
-    def __init__(self, parquet: Path, spec: str, workers: int, folder: Path) -> None:
-        self._arguments = (parquet, spec, workers)
-        self._folder = folder
-        self._found: dict[str, Counter[bytes]] = {}
-
-    def peers(self) -> dict[str, Callable[[], float]]:
-        """The two for `take_turns`."""
-        return {OURS: self._ours, USUAL: self._usual}
-
-    def _ours(self) -> float:
-        folder = self._emptied(OURS)
-        seconds = stopwatch(lambda: ours(*self._arguments, folder))()
-        self._found[OURS] = documents_of_ours(folder)
-        return seconds
-
-    def _usual(self) -> float:
-        folder, made = self._emptied(USUAL), []
-        seconds = stopwatch(lambda: made.append(usual(*self._arguments, folder)))()
-        self._found[USUAL] = documents_of_usual(made[0])
-        return seconds
-
-    def _emptied(self, name: str) -> Path:
-        folder = self._folder / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        return folder
-
-    def check_same_ids(self) -> int:
-        """The number of documents. Raises `SystemExit` unless both have the same ids for each."""
-        if self._found[OURS] != self._found[USUAL]:
-            raise SystemExit(f"{self._arguments[1]}: the two paths give different ids")
-        return self._found[OURS].total()
-
-
-def train_bpe(parquet: Path, vocab_size: int, folder: Path) -> str:
+def train_bpe(corpus: Corpus, vocab_size: int, folder: Path) -> str:
     """Train a byte-level BPE on the corpus; returns the path of its `tokenizer.json`."""
-    column = pq.read_table(parquet)["text"].combine_chunks().cast(pa.string())
-    train_tokenizer([column], vocab_size).save(folder)
+    train_tokenizer([corpus.texts], vocab_size).save(folder)
     return str(folder / "tokenizer.json")
 
 
 def compare(
-    name: str, spec: str, parquet: Path, size: int, options: argparse.Namespace
-) -> tuple[dict[str, Cell], Ratio]:
-    """The row of one tokenizer, and our speed over that of the usual path."""
-    comparison = Comparison(parquet, spec, options.workers, parquet.parent / name)
+    name: str, spec: str, corpus: Corpus, options: argparse.Namespace, folder: Path
+) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
+    """A row for each way with one tokenizer, and our speed over each other."""
+    comparison = Comparison(corpus, spec, options.workers, folder / name)
     seconds = take_turns(comparison.peers(), options.turns)
     documents = comparison.check_same_ids()
-    ratio = speed_ratio(seconds[OURS], seconds[USUAL])
-    rates = {
-        f"{peer} MB/s": size / 1e6 / statistics.median(times) for peer, times in seconds.items()
+    ratios = {
+        peer: speed_ratio(seconds[OURS], times) for peer, times in seconds.items() if peer != OURS
     }
-    return {"tokenizer": name, "documents": documents, **rates, f"speed / {USUAL}": ratio}, ratio
+    rows = [
+        row(f"{name}, {peer}", documents, corpus.bytes, times, ratio=ratios.get(peer))
+        for peer, times in seconds.items()
+    ]
+    return rows, {f"{peer}, {name}": ratio for peer, ratio in ratios.items()}
+
+
+def row(
+    name: str,
+    documents: int | None,
+    size: int,
+    seconds: list[float],
+    ratio: Ratio | None = None,
+    peak: float | None = None,
+) -> dict[str, Cell]:
+    """A row of the table."""
+    return {
+        "": name,
+        "documents": documents,
+        "MB/s": size / 1e6 / statistics.median(seconds),
+        "speed of infini / its": ratio,
+        "peak MiB": peak,
+    }
+
+
+def grow(
+    spec: str, corpus: Corpus, options: argparse.Namespace, folder: Path
+) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
+    """Rate and memory with the corpus and with more of its kind, each in a fresh process."""
+    large, warm_up = folder / "large", folder / "warm-up"
+    sizes = {1: corpus.bytes, options.times: write_corpus(large, options.megabytes, options.times)}
+    write_corpus(warm_up, 1.0)
+    peaks: dict[int, float] = dict.fromkeys(sizes, 0.0)
+
+    def measure(times: int) -> float:
+        made = folder / "grown"
+        shutil.rmtree(made, ignore_errors=True)
+        text = large if times > 1 else corpus.folder
+        arguments = [warm_up, text, spec, options.workers, made]
+        ended = run(["-m", "benchmarks.shards_once", *map(str, arguments)])
+        peaks[times] = max(peaks[times], ended.peak_bytes / MEBIBYTE)
+        return float(json.loads(ended.last_line)["seconds"])
+
+    seconds = take_turns(
+        {str(times): functools.partial(measure, times) for times in sizes}, options.turns
+    )
+    rows = [
+        row(
+            f"{OURS} alone, {size / 1e6:.0f} MB", None, size, seconds[str(times)], peak=peaks[times]
+        )
+        for times, size in sizes.items()
+    ]
+    growth = sizes[options.times] / sizes[1]
+    pairs = zip(seconds["1"], seconds[str(options.times)], strict=True)
+    return rows, {f"rate at {options.times} times": spread([growth * a / b for a, b in pairs])}
 
 
 def main() -> None:
-    """Measure both tokenizers and tell it."""
+    """Measure and tell it."""
     options = parse()
+    os.environ.setdefault("LOGURU_LEVEL", "ERROR")
     # Workers are processes: threads within them would only get in each other's way.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with tempfile.TemporaryDirectory() as folder:
-        parquet = Path(folder) / "corpus.parquet"
-        size = write_corpus(parquet, options.megabytes)
-        bpe = train_bpe(parquet, options.vocab_size, Path(folder))
-        specs = {"bytes": "bytes", f"BPE of {options.vocab_size}": bpe}
-        compared = {
-            name: compare(name, spec, parquet, size, options) for name, spec in specs.items()
-        }
-    rows = [row for row, _ in compared.values()]
-    ratios = {f"{USUAL}, {name}": ratio for name, (_, ratio) in compared.items()}
-    heading = f"Parquet to shards, {size / 1e6:.1f} MB of text, {options.workers} processes"
-    publish("tokenize", heading, rows, ratios)
+    targets = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = Corpus(folder / "corpus", options.megabytes)
+        bpe = train_bpe(corpus, options.vocab_size, folder)
+        rows, ratios = compare("BPE", bpe, corpus, options, folder)
+        targets |= {f"{USUAL}, BPE": 40.0, f"{COMPOSITE}, BPE": 1.0}
+        more_rows, more = compare("bytes", "bytes", corpus, options, folder)
+        rows, ratios = rows + more_rows, ratios | more
+        if options.times > 1:
+            more_rows, more = grow(bpe, corpus, options, folder)
+            rows, ratios = rows + more_rows, ratios | more
+            targets |= dict.fromkeys(more, 0.95)
+    heading = (
+        f"Parquet to shards, {corpus.bytes / 1e6:.1f} MB of text, a BPE of {options.vocab_size} or "
+        f"bytes, {options.workers} processes or threads"
+    )
+    publish("tokenize", heading, rows, ratios, targets)
 
 
 if __name__ == "__main__":

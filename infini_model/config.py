@@ -175,10 +175,12 @@ class DataConfig(Section):
     )
     partition_megabytes: PositiveInt = Field(
         128,
-        description="Text in one partition, in MiB, the unit of parallel work and of reuse: "
-        "the number of partitions is the power of two that comes nearest from above.",
+        description="Text in one partition at most, in MiB, the unit of parallel work and of "
+        "reuse; there are a power of two of them, and a small corpus has smaller ones.",
     )
-    workers: NonNegativeInt = Field(0, description="Processes that tokenise; 0 is one a core.")
+    workers: NonNegativeInt = Field(
+        0, description="Threads that read and tokenise; 0 is one a core."
+    )
     device: Device = Field(
         "auto",
         description="Where to tokenise: cpu, which is auto as well; cuda, which is every GPU, or "

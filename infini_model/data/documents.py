@@ -83,16 +83,67 @@ def check_format(path: Path) -> None:
         raise DataError(f"{path}: cannot be read: takes {' '.join((*TEXT, *ROWS))}")
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one thread reads in one go: small files together, or row groups of a Parquet file.
+
+    `bytes` is their share of the files; `groups` are those of the only path, None is all.
+    """
+
+    paths: tuple[Path, ...]
+    bytes: int
+    groups: range | None = None
+
+
+def parts_of(paths: Iterable[Path]) -> Iterator[Part]:
+    """The files in pieces of about 16 MiB where that can be. Raises as `read_part` does."""
+    small: list[Path] = []
+    waiting = 0
+    for path in paths:
+        with _readable(path):
+            size = path.stat().st_size
+            pieces = list(_row_groups(path, size)) if suffix(path) == ".parquet" else []
+        if small and (pieces or waiting + size > BATCH_BYTES):
+            yield Part(tuple(small), waiting)
+            small, waiting = [], 0
+        if pieces:
+            yield from pieces
+        else:
+            small.append(path)
+            waiting += size
+    if small:
+        yield Part(tuple(small), waiting)
+
+
+def _row_groups(path: Path, size: int) -> Iterator[Part]:
+    import pyarrow.parquet as pq
+
+    metadata = pq.read_metadata(path)
+    count, first, waiting = metadata.num_row_groups, 0, 0
+    for group in range(count):
+        waiting += metadata.row_group(group).total_byte_size
+        if waiting >= BATCH_BYTES or group == count - 1:
+            share = size * (group + 1) // count - size * first // count
+            yield Part((path,), share, range(first, group + 1))
+            first, waiting = group + 1, 0
+
+
 def read_documents(paths: Iterable[Path], reading: Reading) -> Iterator[Batch]:
-    """The documents of `paths`, in their order, in batches of about 16 MiB.
+    """The documents of `paths`, in their order, as `read_part` gives them."""
+    for part in parts_of(paths):
+        yield from read_part(part, reading)
+
+
+def read_part(part: Part, reading: Reading) -> Iterator[Batch]:
+    """The documents of a part, in their order, in batches of about 16 MiB.
 
     Small files share a batch. Raises `DataError` in one line that names the file (and the row).
     """
     pending: list[pa.StringArray] = []
     size = rows = skipped = 0
-    for path in paths:
+    for path in part.paths:
         with _readable(path):
-            for raw in _read_file(path, reading):
+            for raw in _read_file(path, reading, part.groups):
                 texts = _clean(raw, reading)
                 skipped += len(raw) - len(texts)
                 if len(texts):
@@ -143,12 +194,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _read_file(path: Path, reading: Reading) -> Iterator[pa.StringArray]:
+def _read_file(path: Path, reading: Reading, groups: range | None) -> Iterator[pa.StringArray]:
     kind = suffix(path)
     if kind in TEXT:
         return _read_text(path, reading)
     if kind == ".parquet":
-        return _read_parquet(path, reading)
+        return _read_parquet(path, reading, groups)
     if kind == ".arrow":
         return _read_arrow(path, reading)
     return _read_json_lines(path, reading)
@@ -243,13 +294,14 @@ def _missing_column(where: str, column: str, present: Iterable[str]) -> DataErro
     return DataError(f"{where}: has no column {column!r}; there are: {names}")
 
 
-def _read_parquet(path: Path, reading: Reading) -> Iterator[pa.StringArray]:
+def _read_parquet(path: Path, reading: Reading, groups: range | None) -> Iterator[pa.StringArray]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         column = _column_type(path, file.schema_arrow, reading.column)
-        row = 0
-        for group in range(file.num_row_groups):
+        groups = groups or range(file.num_row_groups)
+        row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+        for group in groups:
             shape = file.metadata.row_group(group)
             bytes_of_row = max(1, shape.total_byte_size // max(1, shape.num_rows))
             rows = min(BATCH_DOCUMENTS, max(1, BATCH_BYTES // bytes_of_row))

@@ -71,7 +71,8 @@ def _closed_stream(texts: Texts, tokenizer: Tokenizer, device: torch.device | st
     if isinstance(tokenizer, DeviceTokenizer):
         tokens = tokenizer.encode(texts)
     else:
-        tokens = Tokens(*map(torch.from_numpy, tokenizer.encode_batch(texts)))
+        ids, offsets = tokenizer.encode_batch(texts)
+        tokens = Tokens(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(offsets))
     on_device = Tokens(*(part.to(device) for part in tokens))
     return close_documents(on_device, tokenizer.eos_token_id)
 

@@ -1,23 +1,18 @@
-"""One partition: the documents of one bucket as token shards, made once and kept by content.
-
-`python -m infini_model.data.partitions PARENT DEVICE` is the worker: it takes tasks as JSON lines
-on its standard input and answers with JSON lines, and dies with its parent.
-"""
+"""One partition: the documents of one bucket as token shards, made once and kept by content."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from infini_model import errors, storage
+from infini_model import storage
 from infini_model.config import SplitsConfig
 from infini_model.data.corpus import digest, splits_of
 from infini_model.data.documents import BATCH_BYTES, LARGEST_DOCUMENT
@@ -33,28 +28,27 @@ from infini_model.data.manifest import (
     write_record,
 )
 from infini_model.data.spill import Spilled, read_spill
-from infini_model.data.tokenizers import Ragged, Tokenizer, load_saved
-from infini_model.errors import DataError, UserError
-from infini_model.processes import die_with_parent
+from infini_model.data.threads import Tell
+from infini_model.data.tokenizers import Ragged, Tokenizer
+from infini_model.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 # Of so many documents of a shard one is encoded by the reference implementation as well, the
 # first always; of a long document only the beginning, since the reference takes its time.
 SAMPLE_EVERY = 1000
-SAMPLE_CHARACTERS = 1 << 18
+SAMPLE_CHARACTERS = 1 << 13
 RECORD = "partition.json"
 
 
-class PartitionTask(Record):
+@dataclass(frozen=True)
+class PartitionTask:
     """What a worker needs to know to make one partition."""
 
     key: str
     digest: str
     spill: Path
     partitions_dir: Path
-    tokenizer_dir: Path
-    tokenizer_spec: str
     splits: SplitsConfig
     batch_size: int
 
@@ -108,13 +102,11 @@ def find_partition(partitions_dir: Path, key: str) -> PartitionRecord | None:
     return record
 
 
-def make_partition(
-    task: PartitionTask, tokenizer: Tokenizer, on_bytes: Callable[[int], None]
-) -> PartitionRecord:
+def make_partition(task: PartitionTask, tokenizer: Tokenizer, tell: Tell) -> PartitionRecord:
     """Tokenise the documents of one spill file into `<partitions_dir>/<key>/`.
 
-    Whoever asks for the same key meanwhile waits and takes what was made. `on_bytes` is told the
-    bytes of text as they are tokenised.
+    Whoever asks for the same key meanwhile waits and takes what was made. `tell` is told the bytes
+    of text as they are tokenised.
 
     Raises `DataError` if the documents are not those that were scanned, `UserError` on a full disk.
     """
@@ -129,7 +121,7 @@ def make_partition(
             raise DataError("data.source: a file changed while it was read; run again")
         with storage.atomic_folder(task.partitions_dir / task.key) as folder:
             try:
-                record = _write_shards(task, tokenizer, spilled, order, folder, on_bytes)
+                record = _write_shards(task, tokenizer, spilled, order, folder, tell)
             except _OtherIdsError:
                 logger.warning(
                     "%s: the fast way and tokenizers disagree on a document; tokenizers makes "
@@ -138,7 +130,7 @@ def make_partition(
                     task.key,
                 )
                 slow = tokenizer.reference()
-                record = _write_shards(task, slow, spilled, order, folder, on_bytes)
+                record = _write_shards(task, slow, spilled, order, folder, tell)
             write_record(folder / RECORD, record)
     return record
 
@@ -149,135 +141,124 @@ def _write_shards(
     spilled: Spilled,
     order: np.ndarray,
     folder: Path,
-    on_bytes: Callable[[int], None],
+    tell: Tell,
 ) -> PartitionRecord:
     split_of = splits_of(spilled.hashes, task.splits)[order]
+    encoded = _encode(tokenizer, spilled.texts, task.batch_size, tell)
     shards: dict[Split, Shard] = {}
     for number, split in enumerate(SPLITS):
-        parts = [
-            _close_documents(ragged, tokenizer)
-            for ragged in _encode(
-                tokenizer, spilled.texts, order[split_of == number], task.batch_size, on_bytes
-            )
-        ]
+        rows = order[split_of == number]
+        documents = encoded.take(rows)
+        _check(tokenizer, spilled.texts, rows, documents)
         path = folder / f"{split}.arrow"
-        documents, tokens = write_shard(path, parts, id_dtype(tokenizer.vocab_size))
+        write_shard(path, documents)
         shards[split] = Shard(
             file=path.name,
             partition=task.key,
-            documents=documents,
-            tokens=tokens,
+            documents=len(rows),
+            tokens=len(documents.ids),
             bytes=path.stat().st_size,
             sha256=storage.sha256(path),
         )
     return PartitionRecord(shards=shards)
 
 
-def _encode(
-    tokenizer: Tokenizer,
-    texts: pa.LargeStringArray,
-    order: np.ndarray,
-    batch_size: int,
-    on_bytes: Callable[[int], None],
-) -> Iterator[Ragged]:
-    """Encode documents in this order, a batch at a time, and check a sample of them."""
-    offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset :]
-    ends = np.cumsum(offsets[order + 1] - offsets[order])
-    start = 0
-    while start < len(order):
-        before = ends[start - 1] if start else 0
-        fits = int(np.searchsorted(ends, before + BATCH_BYTES, side="right"))
-        end = min(start + batch_size, max(fits, start + 1))
-        batch = texts.take(pa.array(order[start:end])).cast(pa.string())
-        ragged = tokenizer.encode_batch(batch)
-        for index in range(-start % SAMPLE_EVERY, end - start, SAMPLE_EVERY):
-            ids = ragged.ids[ragged.offsets[index] : ragged.offsets[index + 1]]
-            _check(tokenizer, batch[index].as_py(), ids)
-        yield ragged
-        on_bytes(int(ends[end - 1] - before))
-        start = end
+@dataclass(frozen=True)
+class _Encoded:
+    """Documents of ids as they were read, the end-of-text token as one more document behind them.
 
-
-def _check(tokenizer: Tokenizer, text: str, ids: np.ndarray) -> None:
-    if len(text) > SAMPLE_CHARACTERS:
-        text = text[:SAMPLE_CHARACTERS]
-        ids = tokenizer.encode_batch([text]).ids
-    if not tokenizer.same_ids(text, ids):
-        raise _OtherIdsError
-
-
-def _close_documents(ragged: Ragged, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Put the end-of-text token after every document: its ids, and the documents' lengths."""
-    count = len(ragged.offsets) - 1
-    closing = ragged.offsets[1:] + np.arange(count)
-    values = np.empty(len(ragged.ids) + count, id_dtype(tokenizer.vocab_size))
-    inside = np.ones(len(values), bool)
-    inside[closing] = False
-    values[inside] = ragged.ids
-    values[closing] = tokenizer.eos_token_id
-    return values, np.diff(ragged.offsets) + 1
-
-
-def write_shard(
-    path: Path, parts: list[tuple[np.ndarray, np.ndarray]], dtype: np.dtype
-) -> tuple[int, int]:
-    """Write documents as an Arrow stream of one record batch; returns (documents, tokens).
-
-    `parts` are pairs of the ids and the documents' lengths. Raises `DataError` where a shard would
-    have more tokens than its 31-bit offsets address.
+    `ids` uint8, uint16 or int32 [N + 1], `offsets` int64 [documents + 2].
     """
-    values = np.concatenate([np.zeros(0, dtype), *(ids for ids, _ in parts)])
-    sizes = np.concatenate([np.zeros(0, np.int64), *(lengths for _, lengths in parts)])
-    if len(values) > LARGEST_DOCUMENT:
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """The documents `rows` in this order, the end-of-text token behind each.
+
+        Arrow copies rows of bytes whole, rows of numbers one by one; hence bytes.
+        """
+        end_of_text = len(self.offsets) - 2
+        chosen = np.full(2 * len(rows), end_of_text)
+        chosen[::2] = rows
+        width = self.ids.itemsize
+        buffers = [None, pa.py_buffer(self.offsets * width), pa.py_buffer(self.ids)]
+        documents = pa.LargeBinaryArray.from_buffers(pa.large_binary(), end_of_text + 1, buffers)
+        taken = documents.take(pa.array(chosen))
+        if not len(taken):
+            return Ragged(self.ids[:0], np.zeros(1, np.int64))
+        _, ends, octets = taken.buffers()
+        offsets = np.frombuffer(ends, np.int64)[: len(taken) + 1 : 2] // width
+        return Ragged(np.frombuffer(octets, self.ids.dtype)[: offsets[-1]], offsets)
+
+
+def _encode(tokenizer: Tokenizer, texts: pa.ChunkedArray, batch_size: int, tell: Tell) -> _Encoded:
+    """The ids of all documents, which are encoded a batch at a time."""
+    dtype = id_dtype(tokenizer.vocab_size)
+    parts, sizes = [], []
+    for batch in _batches(texts, batch_size):
+        ragged = tokenizer.encode_batch(batch)
+        parts.append(ragged.ids.astype(dtype, copy=False))
+        sizes.append(np.diff(ragged.offsets))
+        tell(batch.nbytes)
+    ids = np.concatenate([*parts, np.array([tokenizer.eos_token_id], dtype)])
+    offsets = np.zeros(len(texts) + 2, np.int64)
+    np.cumsum(np.concatenate([*sizes, [1]]), out=offsets[1:])
+    return _Encoded(ids, offsets)
+
+
+def _batches(texts: pa.ChunkedArray, batch_size: int) -> Iterator[pa.StringArray]:
+    """All documents in their order, joined and cut into arrays that are encoded at once."""
+    waiting: list[pa.StringArray] = []
+    size = rows = 0
+    for chunk in texts.chunks:
+        for start in range(0, len(chunk), batch_size):
+            part = chunk.slice(start, batch_size)
+            if waiting and (size + part.nbytes > BATCH_BYTES or rows + len(part) > batch_size):
+                yield pa.concat_arrays(waiting)
+                waiting, size, rows = [], 0, 0
+            waiting.append(part)
+            size += part.nbytes
+            rows += len(part)
+    if waiting:
+        yield pa.concat_arrays(waiting)
+
+
+def _check(
+    tokenizer: Tokenizer, texts: pa.ChunkedArray, rows: np.ndarray, documents: Ragged
+) -> None:
+    """Compare a sample of the documents with the reference. Raises `_OtherIdsError`."""
+    for index in range(0, len(rows), SAMPLE_EVERY):
+        text = texts[int(rows[index])].as_py()
+        ids = documents.ids[documents.offsets[index] : documents.offsets[index + 1] - 1]
+        if len(text) > SAMPLE_CHARACTERS:
+            text = text[:SAMPLE_CHARACTERS]
+            ids = tokenizer.encode_batch([text]).ids
+        if not tokenizer.same_ids(text, ids):
+            raise _OtherIdsError
+
+
+def write_shard(path: Path, documents: Ragged) -> None:
+    """Write closed documents as an Arrow stream of one record batch.
+
+    Raises `DataError` where a shard would have more tokens than its 31-bit offsets address.
+    """
+    ids, offsets = documents
+    if len(ids) > LARGEST_DOCUMENT:
         raise DataError(
-            f"data.partition_megabytes: a partition has {len(values)} tokens, a shard holds "
+            f"data.partition_megabytes: a partition has {len(ids)} tokens, a shard holds "
             f"{LARGEST_DOCUMENT} at most; take a smaller one"
         )
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    rows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    rows = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids))
     schema = pa.schema(
         [pa.field("input_ids", rows.type)],
-        {"huggingface": json.dumps({"info": {"features": features(dtype)}})},
+        {"huggingface": json.dumps({"info": {"features": features(ids.dtype)}})},
     )
-    with path.open("wb") as file, pa.ipc.new_stream(file, schema) as out:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as out:
         out.write_batch(pa.RecordBatch.from_arrays([rows], schema=schema))
-    return len(sizes), len(values)
 
 
 def features(dtype: np.dtype) -> dict[str, object]:
     """The columns of a shard in the words of the `datasets` library."""
     value = {"dtype": dtype.name, "_type": "Value"}
     return {"input_ids": {"feature": value, "_type": "List"}}
-
-
-def serve(parent: int, device: str) -> None:
-    """Make the partitions asked for on standard input until it closes; die with `parent`."""
-    die_with_parent(parent)
-    # Whatever a library prints must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(**fields: object) -> None:
-        answers.write(json.dumps(fields) + "\n")
-
-    tokenizer: Tokenizer | None = None
-    for line in sys.stdin:
-        task = PartitionTask.model_validate_json(line)
-        try:
-            tokenizer = tokenizer or load_saved(task.tokenizer_dir, task.tokenizer_spec, device)
-            record = make_partition(task, tokenizer, lambda count: answer(bytes=count))
-        except UserError as error:
-            answer(error=str(error), kind=type(error).__name__)
-        else:
-            answer(record=record.model_dump(mode="json"))
-
-
-def error_from(answer: dict[str, str]) -> UserError:
-    """The error that a worker reported, in its own type."""
-    kind: type[UserError] = getattr(errors, answer["kind"], UserError)
-    return kind(answer["error"])
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s | %(message)s")
-    serve(int(sys.argv[1]), sys.argv[2])

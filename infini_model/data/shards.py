@@ -49,6 +49,7 @@ from infini_model.data.partitions import (
 from infini_model.data.sources import reading_of
 from infini_model.data.spill import spill_documents, spill_path
 from infini_model.data.stream import TokenStream, open_split
+from infini_model.data.threads import thread_count
 from infini_model.data.tokenizers import Tokenizer
 from infini_model.data.vocabulary import corpus_tokenizer
 from infini_model.data.workers import make_partitions, worker_devices
@@ -166,9 +167,10 @@ def _partitions(
                 spill,
                 len(corpus.buckets),
                 missing,
+                thread_count(config.workers),
                 tell,
             )
-            tasks = _tasks(missing, keys, corpus, tokenizer, config, spill, partitions_dir)
+            tasks = _tasks(missing, keys, corpus, config, spill, partitions_dir)
             records |= make_partitions(tasks, tokenizer, worker_devices(config, tokenizer), tell)
     logger.info(
         "dataset %s: %d of %d partitions made, %d reused",
@@ -210,20 +212,16 @@ def _tasks(
     missing: Sequence[int],
     keys: dict[int, str],
     corpus: Corpus,
-    tokenizer: Tokenizer,
     config: DataConfig,
     spill: Path,
     partitions_dir: Path,
 ) -> list[PartitionTask]:
-    tokenizer.save(spill)
     return [
         PartitionTask(
             key=keys[number],
             digest=corpus.buckets[number].digest,
             spill=spill_path(spill, number),
             partitions_dir=partitions_dir,
-            tokenizer_dir=spill,
-            tokenizer_spec=tokenizer.spec,
             splits=config.splits,
             batch_size=config.batch_size,
         )

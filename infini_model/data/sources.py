@@ -14,6 +14,7 @@ from infini_model.config import MEBIBYTE, DataConfig, FilesSource, HubSource
 from infini_model.data import corpus
 from infini_model.data.documents import Progress, Reading, check_format
 from infini_model.data.manifest import Corpus, RawFile
+from infini_model.data.threads import thread_count
 from infini_model.errors import DataError
 
 STDLIB = "{stdlib}"
@@ -43,6 +44,7 @@ def download(config: DataConfig, output_dir: Path, *, progress: Progress | None 
         reading_of(config),
         config.partition_megabytes * MEBIBYTE,
         output_dir / "datasets" / ".corpora",
+        thread_count(config.workers),
         progress,
     )
 

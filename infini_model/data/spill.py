@@ -6,8 +6,9 @@ of buckets need neither thousands of open files nor memory beyond the buffer.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.data.corpus import buckets_of, hash_documents
-from infini_model.data.documents import Reading, read_documents
+from infini_model.data.documents import Part, Reading, parts_of, read_part
+from infini_model.data.threads import Tell, for_each
 
 BUFFER_BYTES = 64 << 20
 SCHEMA = pa.schema([("high", pa.uint64()), ("low", pa.uint64()), ("text", pa.string())])
@@ -32,42 +34,66 @@ def spill_documents(
     folder: Path,
     bucket_count: int,
     wanted: Collection[int],
-    on_bytes: Callable[[int], None],
+    threads: int,
+    tell: Tell,
 ) -> None:
     """Write the documents of the `wanted` buckets into `folder`; memory stays flat.
 
-    `on_bytes` is told the bytes of text as they are read. Raises `DataError` as `read_documents`
-    does, `OSError` as the disk does.
+    `tell` is told the bytes of text as they are read. Raises `DataError` as `read_part` does,
+    `OSError` as the disk does.
     """
-    of_interest = np.zeros(bucket_count, bool)
-    of_interest[list(wanted)] = True
-    buffer: dict[int, list[pa.RecordBatch]] = defaultdict(list)
-    buffered = 0
-    for batch in read_documents(paths, reading):
-        hashes = hash_documents(batch.texts)
-        buckets = buckets_of(hashes, bucket_count)
+    buckets = _Buckets(folder, bucket_count, wanted)
+
+    def read(part: Part, tell: Tell) -> None:
+        for batch in read_part(part, reading):
+            tell(buckets.add(batch.texts))
+
+    for_each(parts_of(paths), [read] * threads, tell)
+    buckets.flush()
+
+
+class _Buckets:
+    """Takes documents from several threads and writes those of a bucket one after another."""
+
+    def __init__(self, folder: Path, count: int, wanted: Collection[int]) -> None:
+        self._folder = folder
+        self._wanted = np.zeros(count, bool)
+        self._wanted[list(wanted)] = True
+        self._buffer: dict[int, list[pa.RecordBatch]] = defaultdict(list)
+        self._buffered = 0
+        self._filling, self._writing = threading.Lock(), threading.Lock()
+
+    def add(self, texts: pa.StringArray) -> int:
+        """Keep the documents of wanted buckets; returns their bytes."""
+        hashes = hash_documents(texts)
+        buckets = buckets_of(hashes, len(self._wanted))
         order = np.argsort(buckets, kind="stable")
-        order = order[of_interest[buckets[order]]]
+        order = order[self._wanted[buckets[order]]]
         chosen = pa.RecordBatch.from_arrays(
-            [hashes[order, 0], hashes[order, 1], batch.texts.take(pa.array(order))], schema=SCHEMA
+            [hashes[order, 0], hashes[order, 1], texts.take(pa.array(order))], schema=SCHEMA
         )
         present, firsts, counts = np.unique(buckets[order], return_index=True, return_counts=True)
-        for bucket, first, count in zip(present, firsts, counts, strict=True):
-            buffer[int(bucket)].append(chosen.slice(first, count))
-        buffered += chosen.nbytes
-        on_bytes(chosen.column(2).nbytes)
-        if buffered >= BUFFER_BYTES:
-            _flush(buffer, folder)
-            buffered = 0
-    _flush(buffer, folder)
+        with self._filling:
+            for bucket, first, count in zip(present, firsts, counts, strict=True):
+                self._buffer[int(bucket)].append(chosen.slice(first, count))
+            self._buffered += chosen.nbytes
+            is_full = self._buffered >= BUFFER_BYTES
+        if is_full:
+            self.flush()
+        return int(chosen.column(2).nbytes)
 
-
-def _flush(buffer: dict[int, list[pa.RecordBatch]], folder: Path) -> None:
-    for bucket, batches in buffer.items():
-        with spill_path(folder, bucket).open("ab") as file, pa.ipc.new_stream(file, SCHEMA) as out:
-            for batch in batches:
-                out.write_batch(batch)
-    buffer.clear()
+    def flush(self) -> None:
+        """Write the buffer, while others fill a new one."""
+        with self._writing:
+            with self._filling:
+                buffer, self._buffer, self._buffered = self._buffer, defaultdict(list), 0
+            for bucket, batches in buffer.items():
+                with (
+                    pa.OSFile(str(spill_path(self._folder, bucket)), "ab") as file,
+                    pa.ipc.new_stream(file, SCHEMA) as out,
+                ):
+                    for batch in batches:
+                        out.write_batch(batch)
 
 
 @dataclass(frozen=True)
@@ -75,17 +101,15 @@ class Spilled:
     """The documents of one bucket: `hashes` uint64 [n, 2] and `texts`, in the same order."""
 
     hashes: np.ndarray
-    texts: pa.LargeStringArray
+    texts: pa.ChunkedArray
 
 
 def read_spill(path: Path) -> Spilled:
-    """Read a spill file back, whole."""
+    """Map a spill file; its texts are read when they are used."""
     tables = []
     with pa.memory_map(str(path)) as source:
         while source.tell() < source.size():
             tables.append(pa.ipc.open_stream(source).read_all())
     table = pa.concat_tables(tables)
     high, low = (table.column(name).to_numpy() for name in ("high", "low"))
-    # 31-bit offsets could not address a large bucket in one array.
-    texts = table.column("text").cast(pa.large_string()).combine_chunks()
-    return Spilled(np.stack([high, low], axis=1), texts)
+    return Spilled(np.stack([high, low], axis=1), table.column("text"))

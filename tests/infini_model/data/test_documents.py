@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infini_model.data import documents
-from infini_model.data.documents import Reading, read_documents
+from infini_model.data.documents import Reading, parts_of, read_documents
 from infini_model.errors import DataError
 
 
@@ -77,6 +77,38 @@ def test_batches_are_bounded_and_keep_the_order(tmp_path, monkeypatch):
         batches = list(read_documents([path], Reading()))
         assert len(batches) > 3
         assert [text for batch in batches for text in batch.texts.to_pylist()] == texts
+
+
+def test_parts_are_bounded_and_hold_every_document_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BATCH_BYTES", 3000)
+    texts = [f"{number} " + "x" * (number * 7 % 600) for number in range(100)]
+    small = [tmp_path / f"{number:03d}.txt" for number in range(100)]
+    for path, text in zip(small, texts, strict=True):
+        path.write_text(text)
+    parquet = tmp_path / "050.parquet"
+    pq.write_table(pa.table({"text": texts}), parquet, row_group_size=2, use_dictionary=False)
+    paths = sorted([*small, parquet])
+    parts = list(parts_of(paths))
+    assert sum(part.bytes for part in parts) == sum(path.stat().st_size for path in paths)
+    assert max(part.bytes for part in parts if part.groups is None) <= 3000
+    assert len([part for part in parts if part.groups]) > 5
+    found = [
+        text
+        for part in parts
+        for batch in documents.read_part(part, Reading())
+        for text in batch.texts.to_pylist()
+    ]
+    assert found == texts[:50] + texts + texts[50:]
+
+
+def test_a_bad_row_is_named_in_whichever_part_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BATCH_BYTES", 50)
+    rows = [b"fine " * 10] * 40
+    rows[33] = b"\xe9"
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(rows, pa.binary())}), path, row_group_size=3)
+    with pytest.raises(DataError, match=r"a\.parquet, row 34: is not UTF-8"):
+        read(path)
 
 
 def test_short_and_empty_documents_are_left_out_and_counted(tmp_path):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import random
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +46,7 @@ def tokenizer_file(tmp_path_factory, trained):
 def test_bytes_are_the_bytes(texts):
     tokenizer = ByteTokenizer()
     ids, offsets = tokenizer.encode_batch(texts)
-    assert ids.dtype == np.int32
+    assert ids.dtype == np.uint8
     assert offsets.dtype == np.int64
     assert ids.astype(np.uint8).tobytes() == "".join(texts).encode()
     for index, text in enumerate(texts):
@@ -159,7 +160,7 @@ def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(tmp_path, tokenize
     from infini_model.data.documents import Reading
 
     path = write_parquet(tmp_path / "a.parquet", TEXTS[:50])
-    spill.spill_documents([path], Reading(), tmp_path, 1, [0], lambda _: None)
+    spill.spill_documents([path], Reading(), tmp_path, 1, [0], 1, lambda _: None)
     hashes = hash_documents(pa.array(TEXTS[:50]))
     digest_of_all = digest(hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))])
     task = partitions.PartitionTask(
@@ -167,15 +168,13 @@ def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(tmp_path, tokenize
         digest=digest_of_all,
         spill=spill.spill_path(tmp_path, 0),
         partitions_dir=tmp_path / "partitions",
-        tokenizer_dir=tmp_path,
-        tokenizer_spec="x",
         splits=SplitsConfig(),
         batch_size=7,
     )
     with caplog.at_level(logging.WARNING):
         made = partitions.make_partition(task, wrong, lambda _: None)
     assert "the fast way and tokenizers disagree" in caplog.text
-    right = task.model_copy(update={"key": "right"})
+    right = replace(task, key="right")
     expected = partitions.make_partition(right, BPETokenizer("x", text), lambda _: None)
     for split, shard in expected.shards.items():
         assert made.shards[split].sha256 == shard.sha256

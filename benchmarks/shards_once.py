@@ -1,0 +1,39 @@
+"""What `tokenize` runs to see how fast and in how much memory shards are made, from nothing.
+
+It prints one line of JSON: the seconds from text in Parquet to finished, checksummed shards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from infini_model.config import DataConfig
+from infini_model.data.shards import build_dataset
+from infini_model.data.sources import download
+
+
+def text_to_shards(corpus: Path, spec: str, workers: int, folder: Path) -> None:
+    """Make the shards of the Parquet files below `corpus` by this project's path, in `folder`."""
+    config = DataConfig.model_validate(
+        {
+            "source": {"paths": [str(corpus / "*.parquet")]},
+            "tokenizer": {"spec": spec},
+            "workers": workers,
+        }
+    )
+    build_dataset(download(config, folder), config, folder)
+
+
+def main(warm_up: str, corpus: str, spec: str, workers: str, folder: str) -> None:
+    """Make the shards of a small corpus first: importing libraries is not what is measured."""
+    text_to_shards(Path(warm_up), spec, int(workers), Path(folder) / "warm-up")
+    began = time.perf_counter()
+    text_to_shards(Path(corpus), spec, int(workers), Path(folder) / "measured")
+    print(json.dumps({"seconds": time.perf_counter() - began}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

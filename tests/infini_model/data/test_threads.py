@@ -1,0 +1,81 @@
+"""Work shared out to threads is done once, told in turn, and given up when it has failed."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from infini_model.data.threads import for_each, thread_count
+
+
+def test_every_item_is_done_once_and_told_by_one_at_a_time():
+    done: list[int] = []
+    inside = threading.Lock()
+    told = 0
+
+    def tell(count):
+        nonlocal told
+        assert inside.acquire(blocking=False)
+        before = told
+        time.sleep(0.0001)
+        told = before + count
+        inside.release()
+
+    def work(item, tell):
+        tell(item)
+        done.append(item)
+
+    for_each(iter(range(100)), [work] * 4, tell)
+    assert sorted(done) == list(range(100))
+    assert told == sum(range(100))
+
+
+def test_the_first_error_is_raised_and_ends_the_others():
+    begun = []
+    all_at_work = threading.Barrier(3)
+
+    def work(item, tell):
+        begun.append(item)
+        all_at_work.wait(timeout=10)
+        if item == 1:
+            raise ValueError("item 1")
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            tell(1)
+            time.sleep(0.001)
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="item 1"):
+        for_each(range(100), [work] * 3, lambda _: None)
+    assert time.monotonic() - began < 5
+    assert sorted(begun) == [0, 1, 2]
+
+
+def test_what_the_supply_raises_is_raised():
+    def supply():
+        yield 1
+        raise OSError("torn")
+
+    with pytest.raises(OSError, match="torn"):
+        for_each(supply(), [lambda _item, tell: tell(1)] * 2, lambda _: None)
+
+
+def test_ctrl_c_ends_the_work():
+    def work(_item, tell):
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            tell(1)
+            time.sleep(0.001)
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        for_each([1], [work], lambda _: None)
+    assert time.monotonic() - began < 5
+
+
+def test_threads_are_as_many_as_asked_or_as_cores():
+    assert thread_count(3) == 3
+    assert thread_count(0) == len(os.sched_getaffinity(0))

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from infini_model import storage
 from infini_model.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 

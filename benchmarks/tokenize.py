@@ -344,7 +344,7 @@ def grow(
     large, warm_up = folder / "large", folder / "warm-up"
     sizes = {1: corpus.bytes, options.times: write_corpus(large, options.megabytes, options.times)}
     write_corpus(warm_up, 1.0)
-    peaks: dict[int, float] = dict.fromkeys(sizes, 0.0)
+    peaks: dict[int, float | None] = dict.fromkeys(sizes)
 
     def measure(times: int) -> float:
         made = folder / "grown"
@@ -352,8 +352,10 @@ def grow(
         text = large if times > 1 else corpus.folder
         arguments = [warm_up, text, spec, options.workers, made]
         ended = run(["-m", "benchmarks.shards_once", *map(str, arguments)])
-        peaks[times] = max(peaks[times], ended.peak_bytes / MEBIBYTE)
-        return float(json.loads(ended.last_line)["seconds"])
+        told = json.loads(ended.last_line)
+        if told["peak_bytes"] is not None:
+            peaks[times] = max(peaks[times] or 0.0, told["peak_bytes"] / MEBIBYTE)
+        return float(told["seconds"])
 
     seconds = take_turns(
         {str(times): functools.partial(measure, times) for times in sizes}, options.turns

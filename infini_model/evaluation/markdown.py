@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from infini_model.evaluation.sample import Sample
 from infini_model.evaluation.score import Score
 from infini_model.llama import InfiniLlama
 from infini_model.training.checkpoint import Position
+from infini_model.training.metrics_file import Line
 
+# The share of a step that may be waiting for data.
+MOST_WAITING = 0.01
 CAPTIONS = {
     "loss": "Loss of training and validation",
     "learning_rate": "Learning rate",
@@ -145,6 +149,23 @@ def reproduce_section(run_dir: Path) -> str:
         f"infini run --config {config} run.name={name}-again  # the same run once more\n"
         f"infini evaluate --config {config} run.name={name}  # this report once more\n"
         "```"
+    )
+
+
+def speed_section(lines: Sequence[Line]) -> str:
+    """How fast the steps were, and whether the data kept up with them."""
+    timed = [line for line in lines if line.get("train/step_seconds", 0.0) > 0.0]
+    if not timed:
+        return "No step was timed."
+    rate = statistics.median(line["train/tokens_per_second"] for line in timed)
+    waited = sum(line.get("train/data_wait_seconds", 0.0) for line in timed)
+    share = waited / sum(line["train/step_seconds"] for line in timed)
+    told = f"{rate:,.0f} tokens a second; {share:.2%} of the steps' time was waiting for data."
+    if share <= MOST_WAITING:
+        return told
+    return (
+        f"{told} That is over {MOST_WAITING:.0%}: put the dataset folder on a disk of this "
+        "machine, leave memory free for the system to keep the shards in, and cores for the loader."
     )
 
 

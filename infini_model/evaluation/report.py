@@ -117,7 +117,7 @@ def evaluate_run(
         report=run_dir / "report.md",
         plots=pictures,
     )
-    text = _text(result, run_dir, config, model, manifest, position)
+    text = _text(result, run_dir, config, model, manifest, position, lines)
     with atomic_file(result.report) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return result
@@ -130,6 +130,7 @@ def _text(
     model: InfiniLlama,
     manifest: Manifest,
     position: Position,
+    lines: list[Line],
 ) -> str:
     """The whole report."""
     scores = {str(split): scored for split, scored in result.scores.items()}
@@ -140,6 +141,8 @@ def _text(
         markdown.model_section(model, config, manifest, position),
         "## Scores",
         markdown.scores_section(scores, result.without_memory, whole=whole),
+        "## Speed",
+        markdown.speed_section(lines),
         "## Curves",
         markdown.pictures_section(result.plots, run_dir),
         "## A sample",

@@ -15,6 +15,7 @@ from infini_model.data.loader import open_windows, validation_batches
 from infini_model.data.shards import build_dataset
 from infini_model.data.sources import download
 from infini_model.errors import CheckpointError, DataError
+from infini_model.evaluation.markdown import speed_section
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.score import score
 from infini_model.llama import InfiniLlama
@@ -172,6 +173,16 @@ def test_the_sample_goes_on_where_the_prompt_ends(result):
     whole = {document(number) for number in range(30)}
     assert any(text.startswith(sample.prompt + sample.original) for text in whole)
     assert sample.prompt in result.report.read_text()
+
+
+def test_waiting_for_data_is_told_and_what_to_do_about_it(result):
+    report = result.report.read_text()
+    assert "9,020 tokens a second; 2.00% of the steps' time was waiting for data." in report
+    assert "over 1%: put the dataset folder on a disk of this machine" in report
+    fast = {"train/step_seconds": 1.0, "train/data_wait_seconds": 0.009}
+    told = speed_section([{"step": 1, "train/tokens_per_second": 5.0, **fast}])
+    assert told == "5 tokens a second; 0.90% of the steps' time was waiting for data."
+    assert speed_section([{"step": 1, "validation/loss": 5.0}]) == "No step was timed."
 
 
 def test_the_result_is_json_and_the_same_again(made, result):

@@ -312,14 +312,11 @@ def _load_file(path: Path, spec: str, device: str) -> Tokenizer:
     return put_on_device(tokenizer, device)
 
 
-def load_saved(folder: Path, spec: str, device: str = "cpu") -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` left in `folder`; `spec` is what it was asked for as.
-
-    `device` as in `load_tokenizer`.
-    """
+def load_saved(folder: Path, spec: str) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` left in `folder`; `spec` is what it was asked for as."""
     if spec == "bytes":
         return ByteTokenizer()
-    return _load_file(folder / TOKENIZER_FILE, spec, device)
+    return _load_file(folder / TOKENIZER_FILE, spec, "cpu")
 
 
 def load_dataset_tokenizer(dataset_dir: Path) -> Tokenizer:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # Of so many documents of a shard one is encoded by the reference implementation as well, the
 # first always; of a long document only the beginning, since the reference takes its time.
 SAMPLE_EVERY = 1000
-SAMPLE_CHARACTERS = 1 << 13
+SAMPLE_CHARACTERS = 1 << 18
 RECORD = "partition.json"
 
 

@@ -43,9 +43,8 @@ def for_each(items: Iterable[T], workers: Sequence[Worker[T]], tell: Tell) -> No
             worker(item, told)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="data") as pool:
-        futures = [pool.submit(serve, worker) for worker in workers]
         try:
-            for future in as_completed(futures):
+            for future in as_completed([pool.submit(serve, worker) for worker in workers]):
                 future.result()
         except BaseException:
             ended.set()

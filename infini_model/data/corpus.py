@@ -131,7 +131,7 @@ def _scan_key(files: Sequence[RawFile], reading: Reading, partition_bytes: int) 
 
 
 def _bucket_count(total_bytes: int, partition_bytes: int) -> int:
-    """A power of two: enough for partitions of that size, and for many cores where text is short"""
+    """A power of two: no partition is larger than that, and little text still has several."""
     count = 1
     while total_bytes > count * partition_bytes or (
         count < MANY_PARTITIONS and total_bytes > 2 * count * SMALL_PARTITION

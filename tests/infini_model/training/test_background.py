@@ -79,7 +79,8 @@ def test_an_error_is_raised_once_to_who_asks_next(writer):
     writer.wait()
 
 
-def test_a_snapshot_is_of_its_moment(tmp_path):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_snapshot_is_of_its_moment(ahead):
     torch.manual_seed(0)
     model = InfiniLlama(ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2))
     optimizer = make_optimizer(model, TrainingConfig())
@@ -90,8 +91,11 @@ def test_a_snapshot_is_of_its_moment(tmp_path):
         optimizer.step()
 
     step()
+    copy = HostCopy(World(0, 1, torch.device("cpu")))
+    if ahead:
+        copy.make_room(model, optimizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    snapshot = HostCopy(World(0, 1, torch.device("cpu"))).take(model, optimizer)
+    snapshot = copy.take(model, optimizer)
     step()
     assert snapshot.parameters.keys() == before.keys()
     for name, value in before.items():

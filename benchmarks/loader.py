@@ -43,7 +43,7 @@ def parse() -> argparse.Namespace:
 def make_shards(megabytes: float, folder: Path) -> Path:
     """A dataset folder of bytes."""
     write_corpus(folder / "corpus", megabytes)
-    text_to_shards(folder / "corpus", "bytes", 0, folder)
+    text_to_shards(folder / "corpus", "bytes", folder)
     return folder / "datasets" / "latest"
 
 

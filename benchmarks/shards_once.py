@@ -16,23 +16,22 @@ from infini_model.data.shards import build_dataset
 from infini_model.data.sources import download
 
 
-def text_to_shards(corpus: Path, spec: str, workers: int, folder: Path) -> None:
+def text_to_shards(corpus: Path, spec: str, folder: Path) -> None:
     """Make the shards of the Parquet files below `corpus` by this project's path, in `folder`."""
     config = DataConfig.model_validate(
         {
             "source": {"paths": [str(corpus / "*.parquet")]},
             "tokenizer": {"spec": spec},
-            "workers": workers,
         }
     )
     build_dataset(download(config, folder), config, folder)
 
 
-def main(warm_up: str, corpus: str, spec: str, workers: str, folder: str) -> None:
+def main(warm_up: str, corpus: str, spec: str, folder: str) -> None:
     """Make the shards of a small corpus first: importing libraries is not what is measured."""
-    text_to_shards(Path(warm_up), spec, int(workers), Path(folder) / "warm-up")
+    text_to_shards(Path(warm_up), spec, Path(folder) / "warm-up")
     began = time.perf_counter()
-    text_to_shards(Path(corpus), spec, int(workers), Path(folder) / "measured")
+    text_to_shards(Path(corpus), spec, Path(folder) / "measured")
     print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": peak_bytes()}))
 
 

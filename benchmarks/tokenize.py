@@ -7,8 +7,9 @@
 - `composite`: read Parquet, tokenise by `gigatoken`, write Arrow; no fingerprint, splits, checks.
 - `gigatoken`, `tiktoken`: these alone, from text in memory to ids in memory.
 
-All start from nothing each time, with as many processes or threads, and must come to the same ids:
-`datasets.map` document by document, the others in number. Then the same in a process of its own
+All have done a megabyte before, since importing libraries is not what is measured; then all start
+from nothing each time, on all the cores that there are, and must come to the same ids:
+`datasets.map` document by document, the others in number. Then `infini` in a process of its own
 with the corpus and with several times as much text, for the rate and the peak of memory.
 """
 
@@ -42,6 +43,7 @@ from infini_model.data.tokenizers import train_tokenizer
 OURS, USUAL, DATATROVE, COMPOSITE = "infini", "datasets.map", "datatrove", "composite"
 GIGATOKEN, TIKTOKEN = "gigatoken", "tiktoken"
 MEBIBYTE = 1 << 20
+CORES = len(os.sched_getaffinity(0))
 
 
 def parse() -> argparse.Namespace:
@@ -54,7 +56,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=float, default=100.0, help="text at most")
     parser.add_argument("--times", type=int, default=10, help="the larger corpus; 1 is none")
     parser.add_argument("--vocab-size", type=int, default=8192, help="of the BPE")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--turns", type=int, default=3)
     return parser.parse_args()
 
@@ -72,8 +73,8 @@ class Corpus:
 class Comparison:
     """The ways with one tokenizer, on one corpus, below one folder."""
 
-    def __init__(self, corpus: Corpus, spec: str, workers: int, folder: Path) -> None:
-        self._corpus, self._spec, self._workers, self._folder = corpus, spec, workers, folder
+    def __init__(self, corpus: Corpus, spec: str, folder: Path) -> None:
+        self._corpus, self._spec, self._folder = corpus, spec, folder
         self._documents: dict[str, Counter[bytes]] = {}
         self._tokens: dict[str, int] = {}
 
@@ -99,9 +100,7 @@ class Comparison:
 
     def _ours(self) -> float:
         folder = self._emptied(OURS)
-        seconds = stopwatch(
-            lambda: text_to_shards(self._corpus.folder, self._spec, self._workers, folder)
-        )()
+        seconds = stopwatch(lambda: text_to_shards(self._corpus.folder, self._spec, folder))()
         self._documents[OURS] = documents_of_ours(folder)
         splits = [open_split(folder / "datasets" / "latest", split) for split in SPLITS]
         self._tokens[OURS] = sum(sum(map(len, split.values)) for split in splits)
@@ -111,7 +110,7 @@ class Comparison:
         folder = self._emptied(USUAL)
         made: list[Any] = []
         seconds = stopwatch(
-            lambda: made.append(usual(self._corpus.folder, self._spec, self._workers, folder))
+            lambda: made.append(usual(self._corpus.folder, self._spec, CORES, folder))
         )()
         self._documents[USUAL] = documents_of_usual(made[0])
         return seconds
@@ -121,7 +120,7 @@ class Comparison:
 
     def _datatrove(self) -> float:
         folder = self._emptied(DATATROVE)
-        work = functools.partial(datatrove, self._corpus.folder, self._spec, self._workers, folder)
+        work = functools.partial(datatrove, self._corpus.folder, self._spec, CORES, folder)
         seconds = stopwatch(work)()
         files = folder.glob("ids/*.ds")
         self._tokens[DATATROVE] = sum(path.stat().st_size for path in files) // 2
@@ -132,9 +131,7 @@ class Comparison:
         return self._counted(GIGATOKEN, gigatoken_ids, texts)
 
     def _tiktoken(self) -> float:
-        encode = functools.partial(
-            tiktoken_of(self._spec).encode_ordinary_batch, num_threads=self._workers
-        )
+        encode = functools.partial(tiktoken_of(self._spec).encode_ordinary_batch, num_threads=CORES)
         return self._counted(
             TIKTOKEN, lambda _, texts: sum(map(len, encode(texts))), self._corpus.texts
         )
@@ -186,11 +183,12 @@ def train_bpe(corpus: Corpus, vocab_size: int, folder: Path) -> str:
 
 
 def compare(
-    name: str, spec: str, corpus: Corpus, options: argparse.Namespace, folder: Path
+    name: str, spec: str, corpus: Corpus, warm_up: Corpus, turns: int, folder: Path
 ) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
     """A row for each way with one tokenizer, and our speed over each other."""
-    comparison = Comparison(corpus, spec, options.workers, folder / name)
-    seconds = take_turns(comparison.peers(), options.turns)
+    take_turns(Comparison(warm_up, spec, folder / name).peers(), 1)
+    comparison = Comparison(corpus, spec, folder / name)
+    seconds = take_turns(comparison.peers(), turns)
     documents = comparison.check_same_ids()
     ratios = {
         peer: speed_ratio(seconds[OURS], times) for peer, times in seconds.items() if peer != OURS
@@ -221,19 +219,18 @@ def row(
 
 
 def grow(
-    spec: str, corpus: Corpus, options: argparse.Namespace, folder: Path
+    spec: str, corpus: Corpus, warm_up: Corpus, options: argparse.Namespace, folder: Path
 ) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
     """Rate and memory with the corpus and with more of its kind, each in a fresh process."""
-    large, warm_up = folder / "large", folder / "warm-up"
+    large = folder / "large"
     sizes = {1: corpus.bytes, options.times: write_corpus(large, options.megabytes, options.times)}
-    write_corpus(warm_up, 1.0)
     peaks: dict[int, float | None] = dict.fromkeys(sizes)
 
     def measure(times: int) -> float:
         made = folder / "grown"
         shutil.rmtree(made, ignore_errors=True)
         text = large if times > 1 else corpus.folder
-        arguments = [warm_up, text, spec, options.workers, made]
+        arguments = [warm_up.folder, text, spec, made]
         ended = run(["-m", "benchmarks.shards_once", *map(str, arguments)])
         told = json.loads(ended.last_line)
         if told["peak_bytes"] is not None:
@@ -265,17 +262,18 @@ def main() -> None:
         folder = Path(name)
         corpus = Corpus(folder / "corpus", options.megabytes)
         bpe = train_bpe(corpus, options.vocab_size, folder)
-        rows, ratios = compare("BPE", bpe, corpus, options, folder)
+        warm_up = Corpus(folder / "warm-up", 1.0)
+        rows, ratios = compare("BPE", bpe, corpus, warm_up, options.turns, folder)
         targets |= {f"{USUAL}, BPE": 40.0, f"{COMPOSITE}, BPE": 1.0}
-        more_rows, more = compare("bytes", "bytes", corpus, options, folder)
+        more_rows, more = compare("bytes", "bytes", corpus, warm_up, options.turns, folder)
         rows, ratios = rows + more_rows, ratios | more
         if options.times > 1:
-            more_rows, more = grow(bpe, corpus, options, folder)
+            more_rows, more = grow(bpe, corpus, warm_up, options, folder)
             rows, ratios = rows + more_rows, ratios | more
             targets |= dict.fromkeys(more, 0.95)
     heading = (
         f"Parquet to shards, {corpus.bytes / 1e6:.1f} MB of text, a BPE of {options.vocab_size} or "
-        f"bytes, {options.workers} processes or threads"
+        f"bytes, {CORES} cores"
     )
     publish("tokenize", heading, rows, ratios, targets)
 

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from infini_model.errors import DataError
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 4 << 20
 BATCH_DOCUMENTS = 1 << 16
 # An Arrow string array addresses its bytes with 31 bits.
 LARGEST_DOCUMENT = (1 << 31) - 1
@@ -158,11 +158,9 @@ def read_part(part: Part, reading: Reading) -> Iterator[Batch]:
 
 def _batches(pending: list[pa.StringArray], skipped: int) -> Iterator[Batch]:
     """Join the arrays into one, or hand them on one by one where one could not address them."""
-    if sum(array.nbytes for array in pending) < LARGEST_DOCUMENT:
-        texts = pa.concat_arrays(pending) if pending else pa.array([], pa.string())
-        yield Batch(texts, skipped)
-        return
-    for array in pending:
+    if len(pending) > 1 and sum(array.nbytes for array in pending) < LARGEST_DOCUMENT:
+        pending = [pa.concat_arrays(pending)]
+    for array in pending or [pa.array([], pa.string())]:
         yield Batch(array, skipped)
         skipped = 0
 
@@ -305,7 +303,9 @@ def _read_parquet(path: Path, reading: Reading, groups: range | None) -> Iterato
             shape = file.metadata.row_group(group)
             bytes_of_row = max(1, shape.total_byte_size // max(1, shape.num_rows))
             rows = min(BATCH_DOCUMENTS, max(1, BATCH_BYTES // bytes_of_row))
-            for batch in file.iter_batches(rows, row_groups=[group], columns=[reading.column]):
+            for batch in file.iter_batches(
+                rows, row_groups=[group], columns=[reading.column], use_threads=False
+            ):
                 yield from _strings(batch.column(0), column, path, row, reading.errors)
                 row += batch.num_rows
 

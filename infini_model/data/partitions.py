@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from infini_model import storage
 from infini_model.config import SplitsConfig
-from infini_model.data.corpus import digest, splits_of
-from infini_model.data.documents import BATCH_BYTES, LARGEST_DOCUMENT
+from infini_model.data.content import digest, hash_documents, in_order, splits_of
+from infini_model.data.documents import LARGEST_DOCUMENT, string_buffers
 from infini_model.data.manifest import (
     FORMAT_VERSION,
     SPLITS,
@@ -27,27 +27,29 @@ from infini_model.data.manifest import (
     shard_fault,
     write_record,
 )
-from infini_model.data.spill import Spilled, read_spill
+from infini_model.data.spill import Spill, UnusableSpillError
 from infini_model.data.threads import Tell
 from infini_model.data.tokenizers import Ragged, Tokenizer
 from infini_model.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-# Of so many documents of a shard one is encoded by the reference implementation as well, the
-# first always; of a long document only the beginning, since the reference takes its time.
+# Text that is encoded at once, unless it is one document that is longer.
+ENCODE_BYTES = 16 << 20
+# Of so many documents of a shard one is compared with the reference, the first always.
 SAMPLE_EVERY = 1000
-SAMPLE_CHARACTERS = 1 << 18
 RECORD = "partition.json"
 
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """What a worker needs to know to make one partition."""
+    """What a worker needs to know to make a partition of one bucket of so many."""
 
     key: str
+    bucket: int
+    bucket_count: int
+    bytes: int
     digest: str
-    spill: Path
     partitions_dir: Path
     splits: SplitsConfig
     batch_size: int
@@ -102,26 +104,27 @@ def find_partition(partitions_dir: Path, key: str) -> PartitionRecord | None:
     return record
 
 
-def make_partition(task: PartitionTask, tokenizer: Tokenizer, tell: Tell) -> PartitionRecord:
-    """Tokenise the documents of one spill file into `<partitions_dir>/<key>/`.
+def make_partition(
+    task: PartitionTask, spill: Spill, tokenizer: Tokenizer, tell: Tell
+) -> PartitionRecord:
+    """Tokenise the documents of a bucket into `<partitions_dir>/<key>/`.
 
     Whoever asks for the same key meanwhile waits and takes what was made. `tell` is told the bytes
     of text as they are tokenised.
 
-    Raises `DataError` if the documents are not those that were scanned, `UserError` on a full disk.
+    Raises `UnusableSpillError` if the documents are not those that were scanned, `UserError` on a
+    full disk.
     """
     with storage.lock(task.partitions_dir / ".locks" / task.key):
         found = find_partition(task.partitions_dir, task.key)
         if found is not None:
+            tell(task.bytes)
             return found
         storage.remove_leftovers(task.partitions_dir, task.key)
-        spilled = read_spill(task.spill)
-        order = np.lexsort((spilled.hashes[:, 1], spilled.hashes[:, 0]))
-        if digest(spilled.hashes[order]) != task.digest:
-            raise DataError("data.source: a file changed while it was read; run again")
+        documents = _documents(task, spill)
         with storage.atomic_folder(task.partitions_dir / task.key) as folder:
             try:
-                record = _write_shards(task, tokenizer, spilled, order, folder, tell)
+                record = _write_shards(task, tokenizer, documents, folder, tell)
             except _OtherIdsError:
                 logger.warning(
                     "%s: the fast way and tokenizers disagree on a document; tokenizers makes "
@@ -130,33 +133,47 @@ def make_partition(task: PartitionTask, tokenizer: Tokenizer, tell: Tell) -> Par
                     task.key,
                 )
                 slow = tokenizer.reference()
-                record = _write_shards(task, slow, spilled, order, folder, tell)
+                record = _write_shards(task, slow, documents, folder, tell)
             write_record(folder / RECORD, record)
     return record
 
 
+@dataclass(frozen=True)
+class _Documents:
+    """The documents of a bucket as they were read, and the rows of each split in their order."""
+
+    texts: pa.ChunkedArray
+    rows: dict[Split, np.ndarray]
+
+
+def _documents(task: PartitionTask, spill: Spill) -> _Documents:
+    """Read a bucket and compare its content. Raises `UnusableSpillError`."""
+    texts = spill.texts(task.bucket, task.bucket_count)
+    none = np.empty((0, 2), np.uint64)
+    hashes = np.concatenate([none, *map(hash_documents, texts.chunks)])
+    order = in_order(hashes)
+    if digest(hashes[order]) != task.digest:
+        raise UnusableSpillError("its documents are not those that were scanned")
+    split_of = splits_of(hashes[order], task.splits)
+    rows = {split: order[split_of == number] for number, split in enumerate(SPLITS)}
+    return _Documents(texts, rows)
+
+
 def _write_shards(
-    task: PartitionTask,
-    tokenizer: Tokenizer,
-    spilled: Spilled,
-    order: np.ndarray,
-    folder: Path,
-    tell: Tell,
+    task: PartitionTask, tokenizer: Tokenizer, documents: _Documents, folder: Path, tell: Tell
 ) -> PartitionRecord:
-    split_of = splits_of(spilled.hashes, task.splits)[order]
-    encoded = _encode(tokenizer, spilled.texts, task.batch_size, tell)
+    encoded = _encode(tokenizer, documents.texts, task.batch_size, tell)
     shards: dict[Split, Shard] = {}
-    for number, split in enumerate(SPLITS):
-        rows = order[split_of == number]
-        documents = encoded.take(rows)
-        _check(tokenizer, spilled.texts, rows, documents)
+    for split, rows in documents.rows.items():
+        closed = encoded.take(rows)
+        _check(tokenizer, documents.texts, rows, closed)
         path = folder / f"{split}.arrow"
-        write_shard(path, documents)
+        write_shard(path, closed)
         shards[split] = Shard(
             file=path.name,
             partition=task.key,
             documents=len(rows),
-            tokens=len(documents.ids),
+            tokens=len(closed.ids),
             bytes=path.stat().st_size,
             sha256=storage.sha256(path),
         )
@@ -198,30 +215,27 @@ def _encode(tokenizer: Tokenizer, texts: pa.ChunkedArray, batch_size: int, tell:
     parts, sizes = [], []
     for batch in _batches(texts, batch_size):
         ragged = tokenizer.encode_batch(batch)
-        parts.append(ragged.ids.astype(dtype, copy=False))
+        parts.append(ragged.ids)
         sizes.append(np.diff(ragged.offsets))
         tell(batch.nbytes)
-    ids = np.concatenate([*parts, np.array([tokenizer.eos_token_id], dtype)])
+    end_of_text = np.array([tokenizer.eos_token_id], dtype)
+    ids = np.concatenate([*parts, end_of_text], dtype=dtype, casting="unsafe")
     offsets = np.zeros(len(texts) + 2, np.int64)
     np.cumsum(np.concatenate([*sizes, [1]]), out=offsets[1:])
     return _Encoded(ids, offsets)
 
 
 def _batches(texts: pa.ChunkedArray, batch_size: int) -> Iterator[pa.StringArray]:
-    """All documents in their order, joined and cut into arrays that are encoded at once."""
-    waiting: list[pa.StringArray] = []
-    size = rows = 0
+    """All documents in their order, cut into arrays that are encoded at once."""
     for chunk in texts.chunks:
-        for start in range(0, len(chunk), batch_size):
-            part = chunk.slice(start, batch_size)
-            if waiting and (size + part.nbytes > BATCH_BYTES or rows + len(part) > batch_size):
-                yield pa.concat_arrays(waiting)
-                waiting, size, rows = [], 0, 0
-            waiting.append(part)
-            size += part.nbytes
-            rows += len(part)
-    if waiting:
-        yield pa.concat_arrays(waiting)
+        offsets, _ = string_buffers(chunk)
+        start = 0
+        while start < len(chunk):
+            most = min(int(offsets[start]) + ENCODE_BYTES, LARGEST_DOCUMENT)
+            end = int(np.searchsorted(offsets, most, "right")) - 1
+            end = min(max(end, start + 1), start + batch_size)
+            yield chunk.slice(start, end - start)
+            start = end
 
 
 def _check(
@@ -229,12 +243,8 @@ def _check(
 ) -> None:
     """Compare a sample of the documents with the reference. Raises `_OtherIdsError`."""
     for index in range(0, len(rows), SAMPLE_EVERY):
-        text = texts[int(rows[index])].as_py()
         ids = documents.ids[documents.offsets[index] : documents.offsets[index + 1] - 1]
-        if len(text) > SAMPLE_CHARACTERS:
-            text = text[:SAMPLE_CHARACTERS]
-            ids = tokenizer.encode_batch([text]).ids
-        if not tokenizer.same_ids(text, ids):
+        if not tokenizer.same_ids(texts[int(rows[index])].as_py(), ids):
             raise _OtherIdsError
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from infini_model import storage
 from infini_model.config import Config
+from infini_model.data.corpus import drop_spill
 from infini_model.data.manifest import (
     Corpus,
     Manifest,
@@ -14,6 +15,7 @@ from infini_model.data.manifest import (
     verify_dataset,
 )
 from infini_model.data.shards import corpus_tokenizer, dataset_key
+from infini_model.data.sources import spill_folder
 from infini_model.errors import DataError
 
 
@@ -45,6 +47,7 @@ def plan_dataset(corpus: Corpus, config: Config) -> Plan:
     except DataError as error:
         return Plan(key=key, folder=folder, intact=False, fault=str(error))
     storage.point_latest(folder)
+    drop_spill(spill_folder(corpus, config.data, config.run.output_dir))
     return Plan(key=key, folder=folder, intact=True)
 
 

@@ -6,6 +6,7 @@ is made again; the dataset folder is links to the partitions' files, and appears
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -14,14 +15,16 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+
 from infini_model import storage
 from infini_model.config import DataConfig, SplitsConfig
-from infini_model.data.documents import Progress
+from infini_model.data.corpus import drop_spill
+from infini_model.data.documents import Progress, parts_of
 from infini_model.data.manifest import (
     FORMAT_VERSION,
     SPLITS,
@@ -46,10 +49,10 @@ from infini_model.data.partitions import (
     partition_key,
     shard_path,
 )
-from infini_model.data.sources import reading_of
-from infini_model.data.spill import spill_documents, spill_path
+from infini_model.data.sources import reading_of, spill_folder
+from infini_model.data.spill import Spill, UnusableSpillError, write_spill
 from infini_model.data.stream import TokenStream, open_split
-from infini_model.data.threads import thread_count
+from infini_model.data.threads import Tell, thread_count
 from infini_model.data.tokenizers import Tokenizer
 from infini_model.data.vocabulary import corpus_tokenizer
 from infini_model.data.workers import make_partitions, worker_devices
@@ -112,16 +115,18 @@ def build_dataset(
     tokenizer = corpus_tokenizer(corpus, config, output_dir)
     key = dataset_key(corpus, tokenizer, config.splits)
     folder = datasets_dir / f"{config.name}-{key[:16]}"
+    kept_spill = spill_folder(corpus, config, output_dir)
     with storage.lock(datasets_dir / ".locks" / folder.name):
         manifest = _standing(folder)
         if manifest is None:
             storage.remove_leftovers(datasets_dir, folder.name)
             began = time.monotonic()
-            partitions = _partitions(corpus, tokenizer, config, folder, progress)
+            partitions = _partitions(corpus, tokenizer, config, folder, kept_spill, progress)
             manifest = _describe(corpus, tokenizer, config, key, partitions)
             manifest = manifest.model_copy(update={"seconds": round(time.monotonic() - began, 3)})
             _assemble(folder, manifest, tokenizer)
         storage.point_latest(folder)
+    drop_spill(kept_spill)
     return manifest
 
 
@@ -146,87 +151,98 @@ def _partitions(
     tokenizer: Tokenizer,
     config: DataConfig,
     folder: Path,
+    kept_spill: Path,
     progress: Progress | None,
 ) -> Partitions:
     """The partitions of the corpus by bucket, with their keys; those that are missing are made."""
     partitions_dir = folder.parent / ".partitions"
-    keys = {
-        number: partition_key(bucket, tokenizer, config.splits)
+    tasks = [
+        PartitionTask(
+            key=partition_key(bucket, tokenizer, config.splits),
+            bucket=number,
+            bucket_count=len(corpus.buckets),
+            bytes=bucket.bytes,
+            digest=bucket.digest,
+            partitions_dir=partitions_dir,
+            splits=config.splits,
+            batch_size=config.batch_size,
+        )
         for number, bucket in enumerate(corpus.buckets)
         if bucket.documents
-    }
-    found = {key: find_partition(partitions_dir, key) for key in keys.values()}
+    ]
+    found = {task.key: find_partition(partitions_dir, task.key) for task in tasks}
     records = {key: record for key, record in found.items() if record is not None}
-    missing = [number for number, key in keys.items() if key not in records]
+    missing = [task for task in tasks if task.key not in records]
     if missing:
-        with _scratch(folder) as spill:
-            tell = _counter(2 * sum(corpus.buckets[number].bytes for number in missing), progress)
-            spill_documents(
-                [file.path for file in corpus.files],
-                reading_of(config),
-                spill,
-                len(corpus.buckets),
-                missing,
-                thread_count(config.workers),
-                tell,
-            )
-            tasks = _tasks(missing, keys, corpus, config, spill, partitions_dir)
-            records |= make_partitions(tasks, tokenizer, worker_devices(config, tokenizer), tell)
+        records |= _make(missing, corpus, tokenizer, config, folder, kept_spill, progress)
     logger.info(
         "dataset %s: %d of %d partitions made, %d reused",
         folder,
         len(missing),
-        len(keys),
-        len(keys) - len(missing),
+        len(tasks),
+        len(tasks) - len(missing),
     )
-    return [(key, records[key]) for key in keys.values()]
+    return [(task.key, records[task.key]) for task in tasks]
 
 
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder for spilled text that does not outlast the block, nor a killed block's successor."""
+def _make(
+    tasks: Sequence[PartitionTask],
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    folder: Path,
+    kept_spill: Path,
+    progress: Progress | None,
+) -> dict[str, PartitionRecord]:
+    """Make partitions of the text that the scan has kept, or else of the source once more."""
+    devices = worker_devices(config, tokenizer)
+    text_bytes = sum(task.bytes for task in tasks)
+    with contextlib.suppress(UnusableSpillError), Spill(kept_spill) as spill:
+        tell = _counter(text_bytes, progress)
+        return make_partitions(tasks, spill, tokenizer, devices, tell)
+    tell = _counter(sum(file.bytes for file in corpus.files) + text_bytes, progress)
+    buckets = [task.bucket for task in tasks]
+    with _spilled_again(corpus, config, buckets, folder, tell) as spill:
+        return make_partitions(tasks, spill, tokenizer, devices, tell)
+
+
+@contextlib.contextmanager
+def _spilled_again(
+    corpus: Corpus, config: DataConfig, buckets: list[int], folder: Path, tell: Tell
+) -> Iterator[Spill]:
+    """The documents of some buckets, out of the source once more; gone when the block ends.
+
+    Raises `DataError` where the source has changed since it was scanned, as in the block.
+    """
+    wanted = np.zeros(len(corpus.buckets), bool)
+    wanted[buckets] = True
     scratch = folder.parent / f"{storage.TEMPORARY}{folder.name}-spill"
     with storage.named_os_errors(scratch):
         shutil.rmtree(scratch, ignore_errors=True)
         storage.make_folder(scratch)
         try:
-            yield scratch
+            parts = list(parts_of(file.path for file in corpus.files))
+            threads = thread_count(config.workers)
+            write_spill(parts, reading_of(config), scratch, threads, tell, wanted)
+            with Spill(scratch) as spill:
+                yield spill
+        except UnusableSpillError as error:
+            raise DataError("data.source: a file changed while it was read; run again") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _counter(total: int, progress: Progress | None) -> Callable[[int], None]:
-    """Adds up bytes that are handled twice, once as text and once as tokens, and reports halves."""
+def _counter(total: int, progress: Progress | None) -> Tell:
+    """Adds up bytes and tells how many of how many there are."""
     done = 0
 
     def tell(count: int) -> None:
         nonlocal done
         done = min(done + count, total)
         if progress is not None:
-            progress(done // 2, total // 2)
+            progress(done, total)
 
     return tell
-
-
-def _tasks(
-    missing: Sequence[int],
-    keys: dict[int, str],
-    corpus: Corpus,
-    config: DataConfig,
-    spill: Path,
-    partitions_dir: Path,
-) -> list[PartitionTask]:
-    return [
-        PartitionTask(
-            key=keys[number],
-            digest=corpus.buckets[number].digest,
-            spill=spill_path(spill, number),
-            partitions_dir=partitions_dir,
-            splits=config.splits,
-            batch_size=config.batch_size,
-        )
-        for number in missing
-    ]
 
 
 def _describe(

@@ -43,9 +43,21 @@ def download(config: DataConfig, output_dir: Path, *, progress: Progress | None 
         fingerprint(paths),
         reading_of(config),
         config.partition_megabytes * MEBIBYTE,
-        output_dir / "datasets" / ".corpora",
+        _corpora_dir(output_dir),
         thread_count(config.workers),
         progress,
+    )
+
+
+def _corpora_dir(output_dir: Path) -> Path:
+    return output_dir / "datasets" / ".corpora"
+
+
+def spill_folder(found: Corpus, config: DataConfig, output_dir: Path) -> Path:
+    """Where `download` with these arguments leaves the text that it has read, if it reads any."""
+    partition_bytes = config.partition_megabytes * MEBIBYTE
+    return corpus.spill_folder(
+        found.files, reading_of(config), partition_bytes, _corpora_dir(output_dir)
     )
 
 

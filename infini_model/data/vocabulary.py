@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from infini_model import storage
 from infini_model.config import DataConfig
-from infini_model.data.corpus import hash_documents
+from infini_model.data.content import hash_documents
 from infini_model.data.documents import Reading, read_documents
 from infini_model.data.manifest import Corpus
 from infini_model.data.sources import reading_of

@@ -11,6 +11,7 @@ from functools import partial
 
 from infini_model.config import DataConfig
 from infini_model.data.partitions import PartitionRecord, PartitionTask, make_partition
+from infini_model.data.spill import Spill
 from infini_model.data.threads import Tell, Worker, for_each, thread_count
 from infini_model.data.tokenizers import BPETokenizer, Tokenizer
 
@@ -18,9 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 def make_partitions(
-    tasks: Sequence[PartitionTask], tokenizer: Tokenizer, devices: Sequence[str], tell: Tell
+    tasks: Sequence[PartitionTask],
+    spill: Spill,
+    tokenizer: Tokenizer,
+    devices: Sequence[str],
+    tell: Tell,
 ) -> dict[str, PartitionRecord]:
-    """Make all the partitions, in no particular order; returns them by key.
+    """Make all the partitions of a spill, in no particular order; returns them by key.
 
     A thread for each of `devices`, but no more than partitions. The first error ends the work and
     is raised.
@@ -28,7 +33,7 @@ def make_partitions(
     records: dict[str, PartitionRecord] = {}
 
     def make(tokenizer: Tokenizer, task: PartitionTask, tell: Tell) -> None:
-        records[task.key] = make_partition(task, tokenizer, tell)
+        records[task.key] = make_partition(task, spill, tokenizer, tell)
 
     workers: list[Worker[PartitionTask]] = [
         partial(make, _placed(tokenizer, device)) for device in devices[: len(tasks)]
@@ -51,7 +56,8 @@ def worker_devices(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
     `data.device: cuda` is all GPUs, `mixed` these and the cores that do not feed them. Where the
     tokenizer is none for GPUs the CPU takes their place, and a log line says why.
     """
-    cpu = ["cpu"] * thread_count(config.workers)
+    # Of its own accord one more than cores: some of them wait for the disk.
+    cpu = ["cpu"] * (config.workers or thread_count(0) + 1)
     if config.device in ("auto", "cpu") or not _runs_on_gpus(tokenizer):
         return cpu
     if config.device.startswith("cuda:"):

@@ -35,7 +35,7 @@ TINY = {
         *("data.splits.train=1", "data.splits.test=0"),
         *("tracking.mlflow=false", "tracking.tensorboard=false"),
     ],
-    "tokenize": ["--megabytes", "0.3", "--vocab-size", "300", "--workers", "1", "--turns", "1"],
+    "tokenize": ["--megabytes", "0.3", "--vocab-size", "300", "--turns", "1"],
     "loader": ["--megabytes", "0.3", "--seconds", "0.01", "--turns", "1"],
 }
 

@@ -14,13 +14,17 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from corpora import build, files_config, make_texts, write_files, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infini_model import storage
+from infini_model.config import TokenizerConfig
+from infini_model.data import partitions
 from infini_model.data.manifest import SPLITS
-from infini_model.data.partitions import _Encoded
+from infini_model.data.partitions import _batches, _Encoded
 from infini_model.data.shards import (
     build_dataset,
     dataset_key,
@@ -29,7 +33,7 @@ from infini_model.data.shards import (
     read_manifest,
     verify_dataset,
 )
-from infini_model.data.sources import download
+from infini_model.data.sources import download, spill_folder
 from infini_model.data.tokenizers import ByteTokenizer, load_dataset_tokenizer
 from infini_model.errors import DataError, UserError
 
@@ -40,7 +44,7 @@ import json, logging, os, signal, sys
 from pathlib import Path
 from infini_model.config import DataConfig
 from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
+from infini_model.data.sources import download, spill_folder
 from infini_model.errors import UserError
 
 logging.basicConfig(level=logging.INFO)
@@ -81,8 +85,8 @@ def stream_of(folder, split):
     return np.concatenate(stream.values).tolist(), stream.document_offsets.tolist()
 
 
-def leftovers(output_dir):
-    return list(output_dir.rglob(".tmp-*"))
+def leftovers(output_dir, *kept):
+    return [*output_dir.rglob(".tmp-*"), *(set(output_dir.rglob("*.spill")) - set(kept))]
 
 
 def partitions_of(output_dir):
@@ -194,12 +198,12 @@ def test_a_new_file_remakes_one_partition_and_a_new_name_none(tmp_path):
     assert verify_dataset(larger)
 
 
-def test_a_second_build_reads_no_text(tmp_path):
+def test_a_source_is_read_once(tmp_path):
     raw = write_files(tmp_path / "raw", make_texts(5))
     config = files_config(raw / "*.txt")
     corpus = download(config, tmp_path)
-    first = build_dataset(corpus, config, tmp_path)
     shutil.rmtree(raw)
+    first = build_dataset(corpus, config, tmp_path)
     assert build_dataset(corpus, config, tmp_path) == first
     with pytest.raises(DataError, match=r"0000\.txt: does not exist"):
         build_dataset(corpus, config, tmp_path / "elsewhere")
@@ -210,6 +214,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path):
     raw = write_files(tmp_path / "raw", make_texts(5))
     config = files_config(raw / "*.txt")
     corpus = download(config, tmp_path)
+    shutil.rmtree(spill_folder(corpus, config, tmp_path))
     (raw / "0000.txt").write_text("changed")
     with pytest.raises(DataError, match="a file changed while it was read"):
         build_dataset(corpus, config, tmp_path)
@@ -221,6 +226,60 @@ def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def halve(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("name", ["texts", "entries", "runs.json"])
+@pytest.mark.parametrize("harm", [flip, halve, Path.unlink, lambda path: os.truncate(path, 0)])
+def test_a_torn_spill_is_made_again_from_the_source(tmp_path, harm, name):
+    raw = write_parquet(tmp_path / "a.parquet", large_texts())
+    config = files_config(raw, partition_megabytes=1, workers=2)
+    _, folder = build(config, tmp_path / "whole")
+    corpus = download(config, tmp_path)
+    harm(spill_folder(corpus, config, tmp_path) / name)
+    told = []
+    manifest = build_dataset(corpus, config, tmp_path, progress=lambda *seen: told.append(seen))
+    assert shard_bytes(tmp_path / "datasets" / manifest.folder_name) == shard_bytes(folder)
+    done, total = told[-1]
+    assert done == total
+    # The low words in the middle of the entries are the scan's alone.
+    if (harm, name) != (flip, "entries"):
+        assert total == raw.stat().st_size + corpus.bytes
+    assert not leftovers(tmp_path)
+
+
+def test_a_spill_goes_when_nobody_needs_it(tmp_path):
+    corpora = tmp_path / "datasets" / ".corpora"
+    raw = write_files(tmp_path / "raw", make_texts(5))
+    config = files_config(raw / "*.txt")
+    corpus = download(config, tmp_path)
+    first = spill_folder(corpus, config, tmp_path)
+    assert list(corpora.glob("*.spill")) == [first]
+    build_dataset(corpus, config, tmp_path)
+    assert not list(corpora.glob("*.spill"))
+    # Another tokenizer reads the source again, and leaves nothing either.
+    other = config.model_copy(update={"tokenizer": TokenizerConfig(spec="train", vocab_size=280)})
+    build_dataset(corpus, other, tmp_path)
+    assert not list(corpora.glob("*.spill"))
+    assert not leftovers(tmp_path)
+
+
+def test_one_spill_is_kept_and_none_that_a_scan_is_at(tmp_path):
+    corpora = tmp_path / "datasets" / ".corpora"
+    kept = []
+    for number in range(3):
+        config = files_config(write_files(tmp_path / str(number), make_texts(5, number)) / "*")
+        kept.append(spill_folder(download(config, tmp_path), config, tmp_path))
+        assert kept[-1] in corpora.glob("*.spill")
+        if number == 1:
+            assert not kept[0].exists()
+            busy = storage.lock(corpora / ".locks" / kept[1].stem)
+            busy.__enter__()
+    busy.__exit__(None, None, None)
+    assert sorted(corpora.glob("*.spill")) == sorted(kept[1:])
 
 
 @pytest.mark.parametrize("harm", [flip, Path.unlink, lambda path: os.truncate(path, 100)])
@@ -386,16 +445,22 @@ def test_two_builders_of_one_key_do_the_work_once(tmp_path):
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
     raw = write_parquet(tmp_path / "a.parquet", large_texts())
     config = files_config(raw, partition_megabytes=1, workers=2)
-    download(config, tmp_path)
     script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
-    # Too little for the spilled text; enough for it, but not for the shards of a partition.
-    for limit in (200_000, 600_000):
+
+    def fill(limit, *kept):
         full = run(script.format(limit), config, tmp_path)
         assert full.returncode == 2, full.stderr
         assert "cannot be written" in full.stdout
         assert full.stdout.count("\n") == 1
-        assert not leftovers(tmp_path)
+        assert not leftovers(tmp_path, *kept)
         assert not list((tmp_path / "datasets").glob("corpus-*"))
+
+    fill(200_000)  # too little for the spilled text
+    corpus = download(config, tmp_path)
+    kept = spill_folder(corpus, config, tmp_path)
+    fill(600_000, kept)  # too little for the shards of a partition; the text is there
+    shutil.rmtree(kept)
+    fill(600_000)  # too little for the text, which has to be spilled again
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     assert verify_dataset(build(config, tmp_path)[1])
 
@@ -416,7 +481,19 @@ def test_an_error_in_a_worker_keeps_its_type_and_ends_the_others(tmp_path):
     with pytest.raises(DataError, match="a file changed"):
         build_dataset(corpus.model_copy(update={"buckets": wrong}), config, tmp_path)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
-    assert not leftovers(tmp_path)
+    assert not leftovers(tmp_path, spill_folder(corpus, config, tmp_path))
+
+
+@given(st.lists(st.text(max_size=9), max_size=30), st.integers(1, 7), st.integers(0, 40))
+def test_documents_are_encoded_in_batches_of_bounded_size(texts, batch_size, most):
+    chunks = [pa.array(texts[:3], pa.string()), pa.array(["x", *texts[3:]], pa.string()).slice(1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partitions, "ENCODE_BYTES", most)
+        batches = list(_batches(pa.chunked_array(chunks), batch_size))
+    assert [text for batch in batches for text in batch.to_pylist()] == texts
+    for batch in batches:
+        assert 1 <= len(batch) <= batch_size
+        assert len(batch) == 1 or sum(len(text.encode()) for text in batch.to_pylist()) <= most
 
 
 @given(

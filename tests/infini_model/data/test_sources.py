@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infini_model.config import FilesSource, SplitsConfig
-from infini_model.data.corpus import _bucket_count, buckets_of, hash_documents, splits_of
+from infini_model.data.content import buckets_of, hash_documents, splits_of
+from infini_model.data.corpus import _bucket_count
 from infini_model.data.documents import Reading, read_documents
 from infini_model.data.sources import download, list_files
 from infini_model.errors import DataError
@@ -78,16 +79,6 @@ def test_an_unchanged_source_is_not_read_again(tmp_path):
     assert answer.stat().st_mtime_ns == stamp
     answer.write_text("{broken")
     assert corpus_of(tmp_path, tmp_path / "moved" / "*.txt") == moved
-
-
-def test_many_hashes_spill_and_come_back_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("infini_model.data.corpus.SPILL_ENTRIES", 10)
-    monkeypatch.setattr("infini_model.data.documents.BATCH_DOCUMENTS", 7)
-    path = write_parquet(tmp_path / "a.parquet", make_texts(200, longest=3))
-    corpus = corpus_of(tmp_path / "small", path)
-    monkeypatch.undo()
-    assert corpus == corpus_of(tmp_path / "large", path)
-    assert not list((tmp_path / "small" / "datasets" / ".corpora").glob(".tmp-*"))
 
 
 def test_bucket_and_split_are_even_and_independent():

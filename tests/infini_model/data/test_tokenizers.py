@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import random
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Reference
 
+from infini_model.data import shards
 from infini_model.data.tokenizers import (
+    END_CHARACTERS,
     BPETokenizer,
     ByteTokenizer,
     load_dataset_tokenizer,
@@ -146,7 +147,9 @@ def test_a_gpu_that_is_not_there_is_refused():
         load_tokenizer("bytes", "cuda:99")
 
 
-def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(tmp_path, tokenizer_file, caplog):
+def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(
+    tmp_path, tokenizer_file, caplog, monkeypatch
+):
     gigatoken = pytest.importorskip("gigatoken")
     text = tokenizer_file.read_text()
     other = train_tokenizer([["something else entirely"] * 9], 280)
@@ -154,30 +157,37 @@ def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(tmp_path, tokenize
     wrong = BPETokenizer("x", text, fast=gigatoken.Tokenizer(str(tmp_path / "tokenizer.json")))
     assert not wrong.same_ids(TEXTS[0], wrong.encode_batch(TEXTS[:1]).ids)
 
-    from infini_model.config import SplitsConfig
-    from infini_model.data import partitions, spill
-    from infini_model.data.corpus import digest, hash_documents
-    from infini_model.data.documents import Reading
+    raw = write_parquet(tmp_path / "a.parquet", TEXTS[:50])
+    config = files_config(raw, batch_size=7)
+    made = []
+    for tokenizer in (wrong, BPETokenizer("x", text)):
+        monkeypatch.setattr(shards, "corpus_tokenizer", lambda *_, it=tokenizer: it)
+        with caplog.at_level(logging.WARNING):
+            made.append(build(config, tmp_path / str(len(made)))[0])
+    assert caplog.text.count("the fast way and tokenizers disagree") == 1
+    assert made[0].splits == made[1].splits
 
-    path = write_parquet(tmp_path / "a.parquet", TEXTS[:50])
-    spill.spill_documents([path], Reading(), tmp_path, 1, [0], 1, lambda _: None)
-    hashes = hash_documents(pa.array(TEXTS[:50]))
-    digest_of_all = digest(hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))])
-    task = partitions.PartitionTask(
-        key="wrong",
-        digest=digest_of_all,
-        spill=spill.spill_path(tmp_path, 0),
-        partitions_dir=tmp_path / "partitions",
-        splits=SplitsConfig(),
-        batch_size=7,
-    )
-    with caplog.at_level(logging.WARNING):
-        made = partitions.make_partition(task, wrong, lambda _: None)
-    assert "the fast way and tokenizers disagree" in caplog.text
-    right = replace(task, key="right")
-    expected = partitions.make_partition(right, BPETokenizer("x", text), lambda _: None)
-    for split, shard in expected.shards.items():
-        assert made.shards[split].sha256 == shard.sha256
+
+@pytest.mark.parametrize("place", ["start", "end"])
+def test_a_long_document_is_compared_at_both_ends(trained, place):
+    text = "".join(TEXTS) * 2
+    assert len(text) > 4 * END_CHARACTERS
+    ids = trained.reference().encode_batch([text]).ids.copy()
+    assert trained.same_ids(text, ids)
+    assert not trained.same_ids(text, ids[:-1])
+    assert not trained.same_ids(text, ids[1:])
+    ids[2 if place == "start" else -2] += 1
+    assert not trained.same_ids(text, ids)
+
+
+def test_a_text_whose_ends_cannot_tell_is_compared_as_a_whole():
+    eights = train_tokenizer([["aaaaaaaa"] * 9], 260)
+    # What is left over in the end is another remainder than that of the last characters alone.
+    text = "a" * (4 * END_CHARACTERS + 3)
+    whole = eights.reference().encode_batch([text]).ids
+    assert len(whole) < len(text) / 7
+    assert eights.same_ids(text, whole)
+    assert not eights.same_ids(text, whole[:-1])
 
 
 def test_a_dataset_keeps_its_tokenizer(tmp_path, tokenizer_file):

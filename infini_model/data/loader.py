@@ -9,6 +9,7 @@ O(1), and any number of processes sees the same global batches.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from infini_model.errors import DataError
 IGNORED = -100
 # A permutation costs hundreds of small operations, as much for one position as for a thousand.
 POSITIONS_AT_ONCE = 1024
+# Small batches are gathered together: a thread that hands over each by itself does little else.
+TOKENS_AT_ONCE = 1 << 17
 
 
 class Batch(NamedTuple):
@@ -46,11 +49,10 @@ class Batch(NamedTuple):
             None if self.reset is None else self.reset.to(device, non_blocking=non_blocking),
         )
 
-    def row(self, index: int) -> Batch:
-        """One window of the batch, as a batch of one."""
-        only = slice(index, index + 1)
-        reset = None if self.reset is None else self.reset[only]
-        return Batch(self.input_ids[only], self.labels[only], reset)
+    def rows(self, first: int, last: int) -> Batch:
+        """Some windows of the batch, not copied."""
+        reset = None if self.reset is None else self.reset[first:last]
+        return Batch(self.input_ids[first:last], self.labels[first:last], reset)
 
     def pinned(self) -> Batch:
         """The batch in page-locked memory, from which a GPU copies by itself."""
@@ -126,8 +128,8 @@ class Loader:
 
     `consumed` counts the windows of all ranks in the batches that `next()` has returned: with it
     (and the seed) another loader goes on from there. `wait_seconds` is what the last `next()`
-    waited. One thread gathers the next batch while the caller works on this one; on CUDA it
-    copies it to the device on a stream of its own. `close()` ends the thread.
+    waited. One thread gathers what comes next while the caller works; on CUDA it copies it to the
+    device on a stream of its own. `close()` ends the thread.
 
     Raises `DataError` where the split has fewer windows than one global batch.
     """
@@ -148,13 +150,15 @@ class Loader:
         self.consumed = consumed
         self.wait_seconds = 0.0
         self.global_batch = batch_size * gradient_accumulation_steps * world_size
+        window_tokens = windows.cut.row_length * windows.cut.rows_per_window
         if len(windows) < self.global_batch:
             raise DataError(
                 f"too few tokens for one batch: {windows.name} has {len(windows)} windows of "
-                f"{windows.cut.row_length * windows.cut.rows_per_window} tokens, "
-                f"a global batch needs {self.global_batch}"
+                f"{window_tokens} tokens, a global batch needs {self.global_batch}"
             )
         self._seed = seed
+        rank_tokens = self.global_batch // world_size * window_tokens
+        self._steps_at_once = max(1, TOKENS_AT_ONCE // rank_tokens)
         self._share = np.arange(self.global_batch).reshape(world_size, -1, batch_size)[rank]
         self._known_shares = consumed, self._shares_from(consumed)
         self._device = torch.device(device)
@@ -162,19 +166,23 @@ class Loader:
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: Future[list[Batch]] | None = None
+        self._ready: deque[list[Batch]] = deque()
+        self._ahead: Future[list[list[Batch]]] | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
-        ahead = self._ahead or self._thread.submit(self._gather, self.consumed)
-        batches = ahead.result()
+        if not self._ready:
+            ahead = self._ahead or self._thread.submit(self._gather, self.consumed)
+            self._ready.extend(ahead.result())
+            gathered = self.consumed + len(self._ready) * self.global_batch
+            self._ahead = self._thread.submit(self._gather, gathered)
+        batches = self._ready.popleft()
         self._hand_over(batches)
         self.wait_seconds = time.perf_counter() - began
         self.consumed += self.global_batch
-        self._ahead = self._thread.submit(self._gather, self.consumed)
         return batches
 
     def numbers(self, consumed: int) -> np.ndarray:
@@ -200,15 +208,19 @@ class Loader:
         order = permute(flat % count, count, self._seed, flat // count)
         return order.reshape(positions.shape)
 
-    def _gather(self, consumed: int) -> list[Batch]:
-        batches = [self.windows.gather(part) for part in self.numbers(consumed)]
-        if self._stream is None:
-            return batches
-        with torch.cuda.stream(self._stream):
-            # The pinned copies outlive the transfer: PyTorch's pinned allocator sees to it.
-            moved = [batch.pinned().to(self._device, non_blocking=True) for batch in batches]
-        self._stream.synchronize()
-        return moved
+    def _gather(self, consumed: int) -> list[list[Batch]]:
+        """The micro-batches of this global batch and of some that follow."""
+        steps = range(self._steps_at_once)
+        numbers = np.stack([self.numbers(consumed + step * self.global_batch) for step in steps])
+        together = self.windows.gather(numbers.reshape(-1))
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                # The pinned copy outlives the transfer: PyTorch's pinned allocator sees to it.
+                together = together.pinned().to(self._device, non_blocking=True)
+            self._stream.synchronize()
+        _, micro_batches, size = numbers.shape
+        starts = np.arange(0, numbers.size, size).reshape(-1, micro_batches).tolist()
+        return [[together.rows(first, first + size) for first in row] for row in starts]
 
     def _hand_over(self, batches: list[Batch]) -> None:
         """Tell the allocator that the caller's stream uses what the loader's stream made."""
@@ -223,6 +235,7 @@ class Loader:
     def close(self) -> None:
         """End the thread; what it has gathered ahead is thrown away."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._ready.clear()
         self._ahead = None
 
     def __enter__(self) -> Self:

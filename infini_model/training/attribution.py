@@ -106,7 +106,7 @@ class Attribution:
 
     def _losses(self, batch: Batch) -> list[float]:
         """The mean loss of each window of `batch`."""
-        rows = map(batch.row, range(len(batch.labels)))
+        rows = (batch.rows(index, index + 1) for index in range(len(batch.labels)))
         scores = [self._replica.score(row).tolist() for row in rows]
         return [total / max(1.0, targets) for total, targets in scores]
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infini_model.config import PackingConfig
+from infini_model.data import loader as loader_module
 from infini_model.data.loader import IGNORED, Loader, open_windows, validation_batches
 from infini_model.data.permutation import permute
 from infini_model.errors import DataError
@@ -72,6 +73,20 @@ def test_resuming_at_every_position_gives_the_remaining_batches(byte_dataset):
         with Loader(few, **options, consumed=done * 8) as loader:
             assert torch.equal(joined(next(loader)), whole[done])
             assert loader.consumed == (done + 1) * 8
+
+
+def test_batches_do_not_depend_on_how_many_are_gathered_at_once(windows, monkeypatch):
+    options = {"batch_size": 3, "gradient_accumulation_steps": 2, "world_size": 2, "rank": 1}
+    steps = 2 * len(windows) // 12
+    seen = []
+    for tokens in (1, 5 * 6 * 64, 1 << 20):
+        monkeypatch.setattr(loader_module, "TOKENS_AT_ONCE", tokens)
+        with Loader(windows, **options, consumed=7) as loader:
+            seen.append([batch for _ in range(steps) for batch in next(loader)])
+            assert loader.consumed == 7 + steps * 12
+    for batches in seen[1:]:
+        assert all(map(torch.equal, joined(seen[0]), joined(batches)))
+        assert all(batch.input_ids.shape == batch.labels.shape == (3, 64) for batch in batches)
 
 
 @settings(max_examples=15, deadline=None)

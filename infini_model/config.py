@@ -186,7 +186,9 @@ class DataConfig(Section):
         description="Where to tokenise: cpu, which is auto as well; cuda, which is every GPU, or "
         "cuda:N; mixed is every GPU and the other cores. The tokens are the same everywhere.",
     )
-    batch_size: PositiveInt = Field(2048, description="Documents tokenised at once.")
+    batch_size: PositiveInt = Field(
+        1 << 16, description="Documents tokenised at once at most, of 16 MiB or one of any size."
+    )
 
 
 class PackingConfig(Section):

@@ -113,7 +113,7 @@ class DeviceTokenizer:
         """The text of ids, special tokens spelt out."""
         return self._host.decode(ids)
 
-    def same_ids(self, text: str, ids: np.ndarray) -> bool:
+    def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether `tokenizers` gives `ids` for `text`."""
         return self._host.same_ids(text, ids)
 
@@ -198,7 +198,7 @@ def put_on_device(host: BPETokenizer, device: str) -> Tokenizer:
         return host
     ids, offsets = tokenizer.encode_batch(list(PROBE))
     rows = np.split(ids, offsets[1:-1])
-    if not all(host.same_ids(text, row) for text, row in zip(PROBE, rows, strict=True)):
+    if not all(host.same_ids(text.encode(), row) for text, row in zip(PROBE, rows, strict=True)):
         logger.warning("%s: %s gives other ids than tokenizers; not used", host.spec, device)
         return host
     return tokenizer

@@ -207,13 +207,33 @@ def _read_text(path: Path, reading: Reading) -> Iterator[pa.StringArray]:
     data = path.read_bytes()
     if len(data) > LARGEST_DOCUMENT:
         raise DataError(f"{path}: has {len(data)} bytes; a document has at most {LARGEST_DOCUMENT}")
-    if b"\0" in data and reading.errors != "skip":
-        raise DataError(f"{path}: is binary, not text: it has a NUL at byte {data.index(0)}")
-    text = None if b"\0" in data else _decode(data, str(path), reading.errors)
-    if text is None or reading.separator is None:
-        yield pa.array([text], pa.string())
-    else:
-        yield pa.array(text.split(reading.separator), pa.string())
+    # What is found to be UTF-8 need not become Python's strings, of up to four times the memory.
+    rows: list[bytes | None] = [_utf8(data, path, reading.errors)]
+    if reading.separator is not None and rows[0] is not None:
+        rows = [*rows[0].split(reading.separator.encode())]
+    yield pa.array(rows, pa.binary()).view(pa.string())
+
+
+def _utf8(data: bytes, path: Path, errors: Errors) -> bytes | None:
+    """The text of a file, or None where it is to be left out."""
+    if b"\0" in data:
+        if errors != "skip":
+            raise DataError(f"{path}: is binary, not text: it has a NUL at byte {data.index(0)}")
+        return None
+    if _is_utf8(data):
+        return data
+    text = _decode(data, str(path), errors)
+    return None if text is None else text.encode()
+
+
+def _is_utf8(data: bytes) -> bool:
+    offsets = np.array([0, len(data)], np.int32)
+    whole = pa.StringArray.from_buffers(1, pa.py_buffer(offsets), pa.py_buffer(data))
+    try:
+        whole.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _decode(data: bytes, where: str, errors: Errors) -> str | None:

@@ -33,9 +33,9 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# `tokenizers` takes its time: of a long text it encodes so many characters at either end, and
-# leaves out so many tokens at the cut, where the rest of the text would have decided.
-END_CHARACTERS, END_MARGIN = 4096, 32
+# `tokenizers` takes its time: of a long text it encodes so many bytes at either end, and so many
+# tokens at the cut do not count, where the rest of the text would have decided.
+END_BYTES, END_MARGIN = 4096, 32
 # Text on which an implementation must give the ids of `tokenizers` before it is used at all.
 PROBE = (
     "",
@@ -85,8 +85,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Any) -> str:
         """The text of ids (any sequence of integers); one end-of-text token at the end is cut."""
 
-    def same_ids(self, text: str, ids: np.ndarray) -> bool:
-        """Whether `ids` are those that the reference implementation gives for `text`."""
+    def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
+        """Whether the reference implementation gives `ids` for `text`, which is UTF-8."""
 
     def reference(self) -> Tokenizer:
         """The same tokenizer in its reference implementation."""
@@ -119,9 +119,9 @@ class ByteTokenizer:
         values = _without_eos(ids, self.eos_token_id)
         return values.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
-    def same_ids(self, text: str, ids: np.ndarray) -> bool:
+    def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether `ids` are the bytes of `text`."""
-        return ids.astype(np.uint8).tobytes() == text.encode()
+        return np.array_equal(np.frombuffer(text, np.uint8), ids)
 
     def reference(self) -> Self:
         """Itself."""
@@ -204,22 +204,24 @@ class BPETokenizer:
         text: str = self._reference.decode(values, skip_special_tokens=False)
         return text
 
-    def same_ids(self, text: str, ids: np.ndarray) -> bool:
-        """Whether `tokenizers` gives `ids` for `text`.
+    def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
+        """Whether `tokenizers` gives `ids` for `text`, which is UTF-8.
 
         A long text is compared at both ends, and as a whole where these seem to differ.
         """
-        if len(text) > 2 * END_CHARACTERS:
-            head = self._expected(text[:END_CHARACTERS])[:-END_MARGIN]
-            tail = self._expected(text[-END_CHARACTERS:])[END_MARGIN:]
+        if len(text) > 2 * END_BYTES:
+            head = self._expected(text[:END_BYTES])[:-END_MARGIN]
+            tail = self._expected(text[-END_BYTES:])[END_MARGIN:]
             ends = np.concatenate([ids[: len(head)], ids[len(ids) - len(tail) :]])
             if len(head) and len(tail) and np.array_equal(ends, [*head, *tail]):
                 return True
         return np.array_equal(ids, self._expected(text))
 
-    def _expected(self, text: str) -> list[int]:
+    def _expected(self, text: memoryview | bytes) -> list[int]:
+        # At the cut there may be half a character; anywhere else there is none.
+        decoded = str(text, "utf-8", "ignore")
         # A batch of one, since only a batch leaves Python's lock to other threads.
-        (encoding,) = self._reference.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = self._reference.encode_batch_fast([decoded], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
 
@@ -244,7 +246,7 @@ class BPETokenizer:
             logger.info("%s: gigatoken declines: %s", self.spec, _first_line(error))
             return
         rows = np.split(ragged.ids, ragged.offsets[1:-1])
-        if all(self.same_ids(text, ids) for text, ids in zip(PROBE, rows, strict=True)):
+        if all(self.same_ids(text.encode(), ids) for text, ids in zip(PROBE, rows, strict=True)):
             self._fast = fast
         else:
             logger.warning("%s: gigatoken gives other ids than tokenizers; not used", self.spec)

@@ -34,7 +34,11 @@ from infini_model.data.shards import (
     verify_dataset,
 )
 from infini_model.data.sources import download, spill_folder
-from infini_model.data.tokenizers import ByteTokenizer, load_dataset_tokenizer
+from infini_model.data.tokenizers import (
+    ByteTokenizer,
+    load_dataset_tokenizer,
+    train_tokenizer,
+)
 from infini_model.errors import DataError, UserError
 
 THIRDS = {"train": 0.5, "validation": 0.25, "test": 0.25}
@@ -370,6 +374,36 @@ def test_the_manifest_tells_the_truth(tmp_path):
         assert len(data) == shard.bytes
         assert hashlib.sha256(data).hexdigest() == shard.sha256
     assert str(tmp_path) not in (folder / "manifest.json").read_text()
+
+
+def test_a_million_empty_documents_and_one_of_one_byte(tmp_path):
+    raw = write_parquet(tmp_path / "a.parquet", [*[""] * 1_000_000, "x", "\0"])
+    manifest, _ = build(files_config(raw), tmp_path)
+    assert (manifest.documents, manifest.corpus.skipped) == (2, 1_000_000)
+    assert manifest.tokens == 4
+
+
+@pytest.mark.parametrize("spec", ["bytes", "tokenizer.json"])
+def test_a_document_larger_than_a_partition_stays_whole(tmp_path, spec):
+    (tmp_path / "large.txt").write_text("naïve 🦊 and 日本 once more\n" * 300_000)
+    train_tokenizer([make_texts(20)], 300).save(tmp_path)
+    write_files(tmp_path / "small", make_texts(20))
+    config = files_config(
+        tmp_path / "*.txt",
+        tmp_path / "small" / "*",
+        partition_megabytes=1,
+        tokenizer={"spec": "bytes" if spec == "bytes" else str(tmp_path / spec)},
+    )
+    manifest, folder = build(config, tmp_path)
+    assert manifest.documents == 21
+    tokenizer = load_dataset_tokenizer(folder)
+    streams = [open_split(folder, split) for split in SPLITS]
+    sizes = {
+        len(tokenizer.decode(stream.document(index)).encode())
+        for stream in streams
+        for index in range(stream.documents)
+    }
+    assert max(sizes) == (tmp_path / "large.txt").stat().st_size > 9e6
 
 
 # Dies when it is about to touch its output folder for so many a time.

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Reference
 
 from infini_model.data import shards
 from infini_model.data.tokenizers import (
-    END_CHARACTERS,
+    END_BYTES,
     BPETokenizer,
     ByteTokenizer,
     load_dataset_tokenizer,
@@ -52,7 +52,7 @@ def test_bytes_are_the_bytes(texts):
     assert ids.astype(np.uint8).tobytes() == "".join(texts).encode()
     for index, text in enumerate(texts):
         row = ids[offsets[index] : offsets[index + 1]]
-        assert tokenizer.same_ids(text, row)
+        assert tokenizer.same_ids(text.encode(), row)
         assert tokenizer.decode([*row, tokenizer.eos_token_id]) == text
     assert tokenizer.eos_token_id not in ids
 
@@ -155,7 +155,7 @@ def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(
     other = train_tokenizer([["something else entirely"] * 9], 280)
     other.save(tmp_path)
     wrong = BPETokenizer("x", text, fast=gigatoken.Tokenizer(str(tmp_path / "tokenizer.json")))
-    assert not wrong.same_ids(TEXTS[0], wrong.encode_batch(TEXTS[:1]).ids)
+    assert not wrong.same_ids(TEXTS[0].encode(), wrong.encode_batch(TEXTS[:1]).ids)
 
     raw = write_parquet(tmp_path / "a.parquet", TEXTS[:50])
     config = files_config(raw, batch_size=7)
@@ -171,23 +171,23 @@ def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(
 @pytest.mark.parametrize("place", ["start", "end"])
 def test_a_long_document_is_compared_at_both_ends(trained, place):
     text = "".join(TEXTS) * 2
-    assert len(text) > 4 * END_CHARACTERS
+    assert len(text) > 4 * END_BYTES
     ids = trained.reference().encode_batch([text]).ids.copy()
-    assert trained.same_ids(text, ids)
-    assert not trained.same_ids(text, ids[:-1])
-    assert not trained.same_ids(text, ids[1:])
+    assert trained.same_ids(text.encode(), ids)
+    assert not trained.same_ids(text.encode(), ids[:-1])
+    assert not trained.same_ids(text.encode(), ids[1:])
     ids[2 if place == "start" else -2] += 1
-    assert not trained.same_ids(text, ids)
+    assert not trained.same_ids(text.encode(), ids)
 
 
 def test_a_text_whose_ends_cannot_tell_is_compared_as_a_whole():
     eights = train_tokenizer([["aaaaaaaa"] * 9], 260)
     # What is left over in the end is another remainder than that of the last characters alone.
-    text = "a" * (4 * END_CHARACTERS + 3)
+    text = "a" * (4 * END_BYTES + 3)
     whole = eights.reference().encode_batch([text]).ids
     assert len(whole) < len(text) / 7
-    assert eights.same_ids(text, whole)
-    assert not eights.same_ids(text, whole[:-1])
+    assert eights.same_ids(text.encode(), whole)
+    assert not eights.same_ids(text.encode(), whole[:-1])
 
 
 def test_a_dataset_keeps_its_tokenizer(tmp_path, tokenizer_file):

@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make run` and `make test`. Each installs what it needs first.
 PYTHON ?= python3
 ARGS ?=
-BENCHMARKS ?= attention model train_step tokenize loader
+BENCHMARKS ?= attention model train_step tokenize tokenize_device loader
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

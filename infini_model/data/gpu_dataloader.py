@@ -50,21 +50,32 @@ def gpu_clm_windows(
     The windows are those of the documents' dataset in any mode, as `Windows.gather` gives them.
     """
     tokens = _closed_stream(texts, tokenizer, device)
+    return cut_windows(tokens, tokenizer.eos_token_id, packing, segment_length)
+
+
+def cut_windows(
+    tokens: Tokens, eos_token_id: int, packing: PackingConfig, segment_length: int
+) -> Batch:
+    """The windows of closed documents in any mode, cut where their ids are."""
+    ids = tokens.ids
     offsets = tokens.offsets.cpu().numpy()
-    cut = cut_stream(len(tokens.ids), lambda: offsets, packing, segment_length)
+    cut = cut_stream(len(ids), lambda: offsets, packing, segment_length)
+    length = cut.row_length
     # Where each row begins is arithmetic on few numbers; the tokens stay where they are.
     rows = cut.locate(np.arange(cut.windows))
-    starts, valid, first = (torch.from_numpy(part).to(device) for part in rows)
-    place = torch.arange(cut.row_length, device=starts.device)
-    shown = place < valid[:, None]
-    at = torch.where(shown, starts[:, None] + place, 0)
-    ids = tokens.ids.long()
-    shape = (cut.windows, cut.rows_per_window * cut.row_length)
-    return Batch(
-        torch.where(shown, ids[at], tokenizer.eos_token_id).reshape(shape),
-        torch.where(shown, ids[at + shown], IGNORED).reshape(shape),
-        first.reshape(cut.windows, cut.rows_per_window) if packing.mode == "aligned" else None,
-    )
+    behind = int(rows.starts.max(initial=0)) + length + 1 - len(ids)
+    if behind > 0:
+        ids = torch.cat([ids, ids.new_full((behind,), eos_token_id)])
+    starts, valid, first = (torch.from_numpy(part).to(ids.device) for part in rows)
+    found = ids.unfold(0, length + 1, 1)[starts]
+    input_ids, labels = found[:, :-1].long(), found[:, 1:].long()
+    short = torch.nonzero(valid < length).squeeze(1)
+    padding = torch.arange(length, device=ids.device) >= valid[short, None]
+    input_ids[short] = input_ids[short].masked_fill(padding, eos_token_id)
+    labels[short] = labels[short].masked_fill(padding, IGNORED)
+    shape = (cut.windows, cut.rows_per_window * length)
+    reset = first.reshape(cut.windows, cut.rows_per_window) if packing.mode == "aligned" else None
+    return Batch(input_ids.reshape(shape), labels.reshape(shape), reset)
 
 
 def _closed_stream(texts: Texts, tokenizer: Tokenizer, device: torch.device | str) -> Tokens:

@@ -36,6 +36,7 @@ TINY = {
         *("tracking.mlflow=false", "tracking.tensorboard=false"),
     ],
     "tokenize": ["--megabytes", "0.3", "--vocab-size", "300", "--turns", "1"],
+    "tokenize_device": ["--megabytes", "0.3", "--vocab-size", "300", "--turns", "1"],
     "loader": ["--megabytes", "0.3", "--seconds", "0.01", "--turns", "1"],
 }
 

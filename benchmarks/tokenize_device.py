@@ -1,0 +1,101 @@
+"""The array program for GPUs, from text in memory to ids, and windows cut out of these.
+
+- `ids on the device`: text to ids that stay where the tensors are.
+- `ids on the host`: text to ids in the memory of the host.
+- `tokenizer on the CPU`: the same by `gigatoken` where it is installed, on all cores.
+- `windows`: ids on the device into `input_ids` and `labels`; `copy` moves as many bytes there.
+
+The ids must be the same. Runs on CUDA where there is a GPU, on CPU tensors otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from benchmarks.corpus import write_corpus
+from benchmarks.report import Cell, publish, speed_ratio, stopwatch, take_turns
+from infini_model.config import PackingConfig
+from infini_model.data.device_tokenizer import DeviceTokenizer, close_documents
+from infini_model.data.gpu_dataloader import cut_windows
+from infini_model.data.tokenizers import BPETokenizer, train_tokenizer
+
+ON_DEVICE, ON_HOST, PEER = "ids on the device", "ids on the host", "tokenizer on the CPU"
+WINDOWS, COPY = "windows", "copy"
+PACKING = PackingConfig(context_length=2048)
+# Of a token: an id is read, and written as an input and as a label.
+BYTES_MOVED = 4 + 8 + 8
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tokenize_device",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--megabytes", type=float, default=100.0, help="text at most")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="of the BPE")
+    parser.add_argument("--turns", type=int, default=5)
+    return parser.parse_args()
+
+
+def read_corpus(megabytes: float) -> pa.StringArray:
+    """The documents of the benchmarks' corpus."""
+    with tempfile.TemporaryDirectory() as name:
+        write_corpus(Path(name) / "corpus", megabytes)
+        texts: pa.StringArray = pq.read_table(Path(name) / "corpus")["text"].combine_chunks()
+        return texts
+
+
+def measure(
+    host: BPETokenizer, texts: pa.StringArray, device: str, turns: int
+) -> dict[str, list[float]]:
+    """The seconds of each, turn by turn. Raises `SystemExit` where the ids are not the same."""
+    tokenizer = DeviceTokenizer(host, torch.device(device))
+    for ours, theirs in zip(tokenizer.encode_batch(texts), host.encode_batch(texts), strict=True):
+        if not np.array_equal(ours, theirs):
+            raise SystemExit(f"{device} and the CPU's tokenizer give different ids")
+    tokens = close_documents(tokenizer.encode(texts), host.eos_token_id)
+    # Copying reads as much as it writes.
+    copied = torch.empty(BYTES_MOVED // 2 * len(tokens.ids), dtype=torch.uint8, device=device)
+    peers = {
+        ON_DEVICE: stopwatch(lambda: tokenizer.encode(texts)),
+        ON_HOST: stopwatch(lambda: tokenizer.encode_batch(texts)),
+        PEER: stopwatch(lambda: host.encode_batch(texts)),
+        WINDOWS: stopwatch(lambda: cut_windows(tokens, host.eos_token_id, PACKING, 2048)),
+        COPY: stopwatch(copied.clone),
+    }
+    return take_turns(peers, turns)
+
+
+def main() -> None:
+    """Measure and tell it."""
+    options = parse()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    texts = read_corpus(options.megabytes)
+    host = train_tokenizer([texts], options.vocab_size)
+    seconds = measure(host, texts, device, options.turns)
+    size = float(np.diff(np.frombuffer(texts.buffers()[1], np.int32)).sum())
+    rows: list[dict[str, Cell]] = [
+        {"": name, "MB of text / s": size / 1e6 / statistics.median(times)}
+        for name, times in seconds.items()
+    ]
+    ratios = {
+        f"{PEER}, {ON_HOST}": speed_ratio(seconds[ON_HOST], seconds[PEER]),
+        f"{COPY}, {WINDOWS}": speed_ratio(seconds[WINDOWS], seconds[COPY]),
+    }
+    heading = f"Tokenising {size / 1e6:.1f} MB as an array program, tensors on {device}"
+    targets = dict(zip(ratios, (3.0, 0.5), strict=True)) if device == "cuda" else {}
+    publish("tokenize_device", heading, rows, ratios, targets)
+
+
+if __name__ == "__main__":
+    main()

@@ -57,19 +57,21 @@ class _Literals:
     """Strings of bytes, each with an id, to be looked for all at once."""
 
     def __init__(self, tokens: list[tuple[bytes, int]], device: torch.device) -> None:
-        # Which pairs of bytes begin one of them: few places of a text are looked at again.
+        # Which bytes begin one of them, and which pairs: few places of a text are looked at again.
         begins = torch.zeros(256, 256, dtype=torch.bool)
         by_length: dict[int, list[tuple[bytes, int]]] = {}
         for content, number in tokens:
             begins[content[0], content[1] if len(content) > 1 else slice(None)] = True
             by_length.setdefault(len(content), []).append((content, number))
-        self._begins = begins.to(device)
+        self._first, self._begins = begins.any(1).to(device), begins.to(device)
         self._groups = [_Group(group, device) for _, group in sorted(by_length.items())]
 
     def find(self, text: Octets, bounds: torch.Tensor) -> Matches:
         """The longest at each place, overlapping or not, none across one of `bounds`."""
-        octets = text.padded[: text.size + 1].int()
-        at = torch.nonzero(self._begins[octets[:-1], octets[1:]]).squeeze(1)
+        octets = text.padded[: text.size]
+        at = torch.nonzero(self._first.index_select(0, octets.int())).squeeze(1)
+        one, two = (text.padded[at + place].long() for place in (0, 1))
+        at = at[self._begins[one, two]]
         room = bounds[torch.searchsorted(bounds, at, right=True)] - at
         lengths, ids = torch.zeros_like(at), torch.zeros_like(at)
         for group in self._groups:

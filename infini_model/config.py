@@ -179,7 +179,8 @@ class DataConfig(Section):
         "reuse; there are a power of two of them, and a small corpus has smaller ones.",
     )
     workers: NonNegativeInt = Field(
-        0, description="Threads that read and tokenise; 0 is as many as cores."
+        0,
+        description="Threads that read and tokenise; 0 is as many as cores, to tokenise one more.",
     )
     device: Device = Field(
         "auto",

@@ -1,8 +1,8 @@
 """Files that are complete or absent, and locks that die with their holder.
 
-Everything that the project leaves on disk goes through here: written under a temporary name beside
-its target, flushed to the disk, then renamed. A reader therefore never sees half a file, and a
-killed writer leaves nothing but a `.tmp-` name that the next writer clears away.
+What the project leaves on disk to be believed goes through here: written under a temporary name
+beside its target, flushed to the disk, then renamed. A reader therefore never sees half a file, and
+a killed writer leaves nothing but a `.tmp-` name that the next writer clears away.
 """
 
 from __future__ import annotations

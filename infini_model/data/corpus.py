@@ -2,7 +2,7 @@
 
 One pass over the files spills the documents (see `spill`), and from their hashes in order come the
 fingerprint of the corpus and the digest of every bucket. The spill is kept for whoever makes the
-dataset, so that the files are decoded once.
+dataset, so that the files need not be decoded again.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ def scan(
     key = _scan_key(files, reading, partition_bytes)
     path = corpora_dir / f"{key}.json"
     with storage.lock(corpora_dir / ".locks" / key):
+        for kept in corpora_dir.glob(f"*{SPILL}"):
+            if not kept.with_suffix(".json").exists():  # its scan was killed
+                drop_spill(kept)
         with contextlib.suppress(DataError):  # a damaged answer is as good as none
             return read_record(path, Corpus).model_copy(update={"files": list(files)})
         storage.remove_leftovers(corpora_dir, path.name)
@@ -78,6 +81,8 @@ def spill_folder(
 
 def drop_spill(folder: Path) -> None:
     """Delete a spill that a scan has left, unless the scan is still at it."""
+    if not folder.is_dir():
+        return
     with storage.lock(folder.parent / ".locks" / folder.stem, wait=False) as is_idle:
         if is_idle:
             shutil.rmtree(folder, ignore_errors=True)

@@ -96,7 +96,7 @@ class Part:
 
 
 def parts_of(paths: Iterable[Path]) -> Iterator[Part]:
-    """The files in pieces of about 16 MiB where that can be. Raises as `read_part` does."""
+    """The files in pieces of about 4 MiB where that can be. Raises as `read_part` does."""
     small: list[Path] = []
     waiting = 0
     for path in paths:
@@ -135,7 +135,7 @@ def read_documents(paths: Iterable[Path], reading: Reading) -> Iterator[Batch]:
 
 
 def read_part(part: Part, reading: Reading) -> Iterator[Batch]:
-    """The documents of a part, in their order, in batches of about 16 MiB.
+    """The documents of a part, in their order, in batches of about 4 MiB.
 
     Small files share a batch. Raises `DataError` in one line that names the file (and the row).
     """

@@ -153,7 +153,7 @@ def _documents(task: PartitionTask, spill: Spill) -> _Documents:
     hashes = np.concatenate([none, *map(hash_documents, texts.chunks)])
     order = in_order(hashes)
     if digest(hashes[order]) != task.digest:
-        raise UnusableSpillError("its documents are not those that were scanned")
+        raise UnusableSpillError("its text is not what was scanned")
     split_of = splits_of(hashes[order], task.splits)
     rows = {split: order[split_of == number] for number, split in enumerate(SPLITS)}
     return _Documents(texts, rows)
@@ -232,7 +232,7 @@ def _batches(texts: pa.ChunkedArray, batch_size: int) -> Iterator[pa.StringArray
         start = 0
         while start < len(chunk):
             most = min(int(offsets[start]) + ENCODE_BYTES, LARGEST_DOCUMENT)
-            end = int(np.searchsorted(offsets, most, "right")) - 1
+            end = int(np.searchsorted(offsets, np.int32(most), "right")) - 1
             end = min(max(end, start + 1), start + batch_size)
             yield chunk.slice(start, end - start)
             start = end

@@ -56,7 +56,7 @@ from infini_model.data.threads import Tell, thread_count
 from infini_model.data.tokenizers import Tokenizer
 from infini_model.data.vocabulary import corpus_tokenizer
 from infini_model.data.workers import make_partitions, worker_devices
-from infini_model.errors import DataError
+from infini_model.errors import DataError, UserError
 
 __all__ = [
     "TokenStream",
@@ -121,7 +121,11 @@ def build_dataset(
         if manifest is None:
             storage.remove_leftovers(datasets_dir, folder.name)
             began = time.monotonic()
-            partitions = _partitions(corpus, tokenizer, config, folder, kept_spill, progress)
+            try:
+                partitions = _partitions(corpus, tokenizer, config, folder, kept_spill, progress)
+            except UserError:  # the disk is full, perhaps; what has to be mended may take long
+                drop_spill(kept_spill)
+                raise
             manifest = _describe(corpus, tokenizer, config, key, partitions)
             manifest = manifest.model_copy(update={"seconds": round(time.monotonic() - began, 3)})
             _assemble(folder, manifest, tokenizer)
@@ -197,9 +201,13 @@ def _make(
     """Make partitions of the text that the scan has kept, or else of the source once more."""
     devices = worker_devices(config, tokenizer)
     text_bytes = sum(task.bytes for task in tasks)
-    with contextlib.suppress(UnusableSpillError), Spill(kept_spill) as spill:
-        tell = _counter(text_bytes, progress)
-        return make_partitions(tasks, spill, tokenizer, devices, tell)
+    try:
+        with Spill(kept_spill) as spill:
+            tell = _counter(text_bytes, progress)
+            return make_partitions(tasks, spill, tokenizer, devices, tell)
+    except UnusableSpillError as error:
+        logger.info("dataset %s: the source is read again: %s", folder, error)
+    drop_spill(kept_spill)
     tell = _counter(sum(file.bytes for file in corpus.files) + text_bytes, progress)
     buckets = [task.bucket for task in tasks]
     with _spilled_again(corpus, config, buckets, folder, tell) as spill:

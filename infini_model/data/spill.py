@@ -37,7 +37,7 @@ from infini_model.data.threads import Tell, for_each
 
 TEXTS, ENTRIES, RUNS = "texts", "entries", "runs.json"
 # Runs are longer where the files are larger, so that a bucket is not too many small stretches.
-SHORT_RUN, LONG_RUN, MANY_RUNS = 4 << 20, 256 << 20, 1024
+SHORT_RUN, LONG_RUN, MANY_RUNS = 4 << 20, 64 << 20, 1024
 
 
 class UnusableSpillError(Exception):
@@ -153,9 +153,10 @@ class Spill:
                 self._runs.append(_Run(high, low, ends, start))
                 first, start = first + count, start + int(ends[-1])
             self._texts = (folder / TEXTS).open("rb", buffering=0)
-            self._bytes = start
+        except FileNotFoundError as error:
+            raise UnusableSpillError("its text is not kept") from error
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UnusableSpillError(str(error)) from error
+            raise UnusableSpillError(f"its text is damaged: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -207,8 +208,8 @@ class Spill:
     def _read(self, stretches: list[_Stretch], size: int) -> pa.StringArray:
         """The documents of stretches of so many bytes in all, joined."""
         sizes = np.concatenate([stretch.sizes for stretch in stretches])
-        if sizes.min() < 0 or size > self._bytes:
-            raise UnusableSpillError("its documents have impossible sizes")
+        if sizes.min() < 0 or size > LARGEST_DOCUMENT:
+            raise UnusableSpillError("its text is damaged: impossible sizes")
         octets = np.empty(size, np.uint8).data
         done = 0
         for stretch in stretches:
@@ -224,9 +225,12 @@ def _read_fully(descriptor: int, target: memoryview, position: int) -> None:
     """Fill `target`; several threads may do it on one descriptor."""
     done = 0
     while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], position + done)
+        try:
+            count = os.preadv(descriptor, [target[done:]], position + done)
+        except OSError as error:
+            raise UnusableSpillError(str(error)) from error
         if not count:
-            raise UnusableSpillError("its text ends too early")
+            raise UnusableSpillError("its text is damaged: it ends too early")
         done += count
 
 

@@ -9,6 +9,7 @@ is installed and proves to give the same ids; `tokenizers` does otherwise.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -150,10 +151,9 @@ class BPETokenizer:
             self._reference = Reference.from_str(text)
         except Exception as error:  # `tokenizers` raises bare Exceptions
             raise DataError(f"{spec}: is no tokenizer.json: {_first_line(error)}") from error
-        # A file may ask for documents to be cut, padded or framed; a corpus wants none of it.
+        # A file may ask for documents to be cut or padded; a corpus wants neither.
         self._reference.no_truncation()
         self._reference.no_padding()
-        self._reference.post_processor = None
         self._text = text
         self._fast = fast
         vocabulary: dict[str, int] = self._reference.get_vocab(with_added_tokens=True)
@@ -180,10 +180,12 @@ class BPETokenizer:
 
     def _fingerprint(self) -> str:
         """Hash of the parts of the file that decide the ids, in their canonical form."""
-        decoder, self._reference.decoder = self._reference.decoder, None
-        deciding = f"end of text {self.eos_token_id}\n{self.definition()}"
-        self._reference.decoder = decoder
-        return hashlib.sha256(deciding.encode()).hexdigest()
+        tree = json.loads(self.definition())
+        deciding = {
+            part: tree[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")
+        }
+        deciding["end_of_text"] = self.eos_token_id
+        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The ids of each document; special tokens spelt out in the text count as such."""

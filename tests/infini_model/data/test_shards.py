@@ -48,7 +48,7 @@ import json, logging, os, signal, sys
 from pathlib import Path
 from infini_model.config import DataConfig
 from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download, spill_folder
+from infini_model.data.sources import download
 from infini_model.errors import UserError
 
 logging.basicConfig(level=logging.INFO)
@@ -89,8 +89,8 @@ def stream_of(folder, split):
     return np.concatenate(stream.values).tolist(), stream.document_offsets.tolist()
 
 
-def leftovers(output_dir, *kept):
-    return [*output_dir.rglob(".tmp-*"), *(set(output_dir.rglob("*.spill")) - set(kept))]
+def leftovers(output_dir):
+    return [*output_dir.rglob(".tmp-*"), *output_dir.rglob("*.spill")]
 
 
 def partitions_of(output_dir):
@@ -268,6 +268,23 @@ def test_a_spill_goes_when_nobody_needs_it(tmp_path):
     other = config.model_copy(update={"tokenizer": TokenizerConfig(spec="train", vocab_size=280)})
     build_dataset(corpus, other, tmp_path)
     assert not list(corpora.glob("*.spill"))
+    assert not leftovers(tmp_path)
+
+
+def test_what_a_killed_scan_left_goes_with_the_next_one_of_any_source(tmp_path):
+    corpora = tmp_path / "datasets" / ".corpora"
+    configs = [
+        files_config(write_files(tmp_path / str(number), make_texts(5, number)) / "*")
+        for number in range(2)
+    ]
+    build(configs[0], tmp_path)
+    script = """
+from infini_model.data import spill
+spill._Writer.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert run(script, configs[1], tmp_path).returncode == -signal.SIGKILL
+    assert len(list(corpora.glob("*.spill"))) == 1
+    build(configs[0], tmp_path)
     assert not leftovers(tmp_path)
 
 
@@ -481,19 +498,17 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
     config = files_config(raw, partition_megabytes=1, workers=2)
     script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
 
-    def fill(limit, *kept):
+    def fill(limit):
         full = run(script.format(limit), config, tmp_path)
         assert full.returncode == 2, full.stderr
         assert "cannot be written" in full.stdout
         assert full.stdout.count("\n") == 1
-        assert not leftovers(tmp_path, *kept)
+        assert not leftovers(tmp_path)
         assert not list((tmp_path / "datasets").glob("corpus-*"))
 
     fill(200_000)  # too little for the spilled text
-    corpus = download(config, tmp_path)
-    kept = spill_folder(corpus, config, tmp_path)
-    fill(600_000, kept)  # too little for the shards of a partition; the text is there
-    shutil.rmtree(kept)
+    download(config, tmp_path)
+    fill(600_000)  # too little for the shards of a partition; the text was there
     fill(600_000)  # too little for the text, which has to be spilled again
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     assert verify_dataset(build(config, tmp_path)[1])
@@ -515,7 +530,7 @@ def test_an_error_in_a_worker_keeps_its_type_and_ends_the_others(tmp_path):
     with pytest.raises(DataError, match="a file changed"):
         build_dataset(corpus.model_copy(update={"buckets": wrong}), config, tmp_path)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
-    assert not leftovers(tmp_path, spill_folder(corpus, config, tmp_path))
+    assert not leftovers(tmp_path)
 
 
 @given(st.lists(st.text(max_size=9), max_size=30), st.integers(1, 7), st.integers(0, 40))

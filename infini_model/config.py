@@ -174,9 +174,10 @@ class DataConfig(Section):
         None, description="A finished dataset folder to use instead of making one."
     )
     partition_megabytes: PositiveInt = Field(
-        128,
+        32,
         description="Text in one partition at most, in MiB, the unit of parallel work and of "
-        "reuse; there are a power of two of them, and a small corpus has smaller ones.",
+        "reuse; there are a power of two of them, and a small corpus has smaller ones. Each "
+        "thread needs five to ten times as much memory.",
     )
     workers: NonNegativeInt = Field(
         0,

@@ -30,7 +30,7 @@ from infini_model.data.spill import Spill, write_spill
 from infini_model.errors import DataError
 
 # A corpus of less than many partitions of full size has smaller ones, down to this many bytes.
-MANY_PARTITIONS, SMALL_PARTITION = 32, 8 << 20
+MANY_PARTITIONS, SMALL_PARTITION = 64, 8 << 20
 SPILL = ".spill"
 
 

@@ -62,7 +62,7 @@ def test_buckets_are_a_power_of_two_of_bounded_size(tmp_path):
 
 def test_a_small_corpus_has_parts_for_several_cores():
     mebibyte = 1 << 20
-    sizes = {16: 1, 17: 2, 100: 8, 500: 32, 4000: 32, 4100: 64}
+    sizes = {16: 1, 17: 2, 100: 8, 500: 32, 600: 64, 8000: 64, 8200: 128}
     for megabytes, count in sizes.items():
         assert _bucket_count(megabytes * mebibyte, 128 * mebibyte) == count
 

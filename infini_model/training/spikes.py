@@ -7,6 +7,7 @@ is taken for a spike there.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -48,6 +49,9 @@ class SpikeDetector:
         """`past` are losses that were watched before, as many as there are."""
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._spiking = False
+        # A spike raises the deviation, so that its own losses soon look ordinary: it is over when
+        # they are below the limit that it began with, or when all that is looked back at is it.
+        self._limit, self._left = math.inf, 0
         for loss in past:
             self.watch(loss)
 
@@ -55,9 +59,13 @@ class SpikeDetector:
         """Take in the next loss; the spike that begins with it, or None where none does."""
         spike = self._judge(loss) if len(self._losses) >= FEWEST else None
         self._losses.append(loss)
-        began = spike is not None and not self._spiking
-        self._spiking = spike is not None
-        return spike if began else None
+        lasts = self._left > 0 and loss > self._limit
+        self._left -= 1
+        began = spike if not self._spiking and not lasts else None
+        self._spiking = lasts or spike is not None
+        if began is not None:
+            self._limit, self._left = began.limit, WINDOW
+        return began
 
     def _judge(self, loss: float) -> Spike | None:
         median = statistics.median(self._losses)

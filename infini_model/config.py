@@ -181,7 +181,8 @@ class DataConfig(Section):
     )
     workers: NonNegativeInt = Field(
         0,
-        description="Threads that read and tokenise; 0 is as many as cores, to tokenise one more.",
+        description="Threads that read and tokenise; 0 is one for each core, and to tokenise one "
+        "more.",
     )
     device: Device = Field(
         "auto",

@@ -53,14 +53,16 @@ def scan(
     key = _scan_key(files, reading, partition_bytes)
     path = corpora_dir / f"{key}.json"
     with storage.lock(corpora_dir / ".locks" / key):
-        for kept in corpora_dir.glob(f"*{SPILL}"):
-            if not kept.with_suffix(".json").exists():  # its scan was killed
-                drop_spill(kept)
+        known = None
         with contextlib.suppress(DataError):  # a damaged answer is as good as none
-            return read_record(path, Corpus).model_copy(update={"files": list(files)})
-        storage.remove_leftovers(corpora_dir, path.name)
+            known = read_record(path, Corpus).model_copy(update={"files": list(files)})
         for kept in corpora_dir.glob(f"*{SPILL}"):
-            drop_spill(kept)
+            was_killed = not kept.with_suffix(".json").exists()
+            if known is None or was_killed:
+                drop_spill(kept)
+        if known is not None:
+            return known
+        storage.remove_leftovers(corpora_dir, path.name)
         folder = corpora_dir / f"{key}{SPILL}"
         shutil.rmtree(folder, ignore_errors=True)
         try:

@@ -76,9 +76,10 @@ def write_spill(
         tell(part.bytes)
 
     for_each(parts, [read] * threads, tell)
+    written = writer.close()
     # What the threads have used would otherwise lie beside what tokenising is about to use.
     pa.default_memory_pool().release_unused()
-    return writer.close()
+    return written
 
 
 class _Writer:
@@ -200,10 +201,9 @@ class Spill:
                 last = int(np.searchsorted(run.high, starts[bucket + 1]))
             if first < last:
                 hashes = np.stack([run.high[first:last], run.low[first:last]], axis=1)
-                ends = run.ends[max(first - 1, 0) : last].astype(np.int64)
-                before = ends[0] if first else 0
-                sizes = np.diff(ends) if first else np.diff(ends, prepend=0)
-                yield _Stretch(hashes, sizes, run.start + int(before))
+                before = int(run.ends[first - 1]) if first else 0
+                sizes = np.diff(run.ends[first:last].astype(np.int64), prepend=before)
+                yield _Stretch(hashes, sizes, run.start + before)
 
     def _read(self, stretches: list[_Stretch], size: int) -> pa.StringArray:
         """The documents of stretches of so many bytes in all, joined."""

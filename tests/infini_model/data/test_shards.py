@@ -291,15 +291,17 @@ spill._Writer.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 def test_one_spill_is_kept_and_none_that_a_scan_is_at(tmp_path):
     corpora = tmp_path / "datasets" / ".corpora"
     kept = []
-    for number in range(3):
+
+    def scan(number):
         config = files_config(write_files(tmp_path / str(number), make_texts(5, number)) / "*")
         kept.append(spill_folder(download(config, tmp_path), config, tmp_path))
-        assert kept[-1] in corpora.glob("*.spill")
-        if number == 1:
-            assert not kept[0].exists()
-            busy = storage.lock(corpora / ".locks" / kept[1].stem)
-            busy.__enter__()
-    busy.__exit__(None, None, None)
+        assert kept[-1].is_dir()
+
+    scan(0)
+    scan(1)
+    assert not kept[0].exists()
+    with storage.lock(corpora / ".locks" / kept[1].stem):
+        scan(2)
     assert sorted(corpora.glob("*.spill")) == sorted(kept[1:])
 
 

@@ -34,8 +34,8 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# `tokenizers` takes its time: of a text longer than that it encodes both ends, each of so many bytes,
-# and so many tokens at the cut do not count, where the rest of the text would have decided.
+# `tokenizers` takes its time: of a text longer than both ends together it encodes these, each of so
+# many bytes; so many tokens at the cut do not count, where the rest of the text would have decided.
 END_BYTES, END_MARGIN = 1 << 15, 32
 # Text on which an implementation must give the ids of `tokenizers` before it is used at all.
 PROBE = (

@@ -54,7 +54,7 @@ class _SayItOnce(logging.Filter):
 
 
 def _run_flow(name: str, config: Config) -> Any:
-    from flows.services import prefect_api
+    from flows.serving.services import prefect_api
     from infini_model.training.devices import choose_gpus
 
     choose_gpus(config.training.gpus)
@@ -115,9 +115,9 @@ def serve(
     ] = 5000,
 ) -> None:
     """Keep the Prefect UI, MLflow, a worker and the deployments up until Ctrl-C."""
-    from flows import services
+    from flows.serving import serve as serving
 
-    services.serve(config, port=port, mlflow_port=mlflow_port)
+    serving.serve(config, port=port, mlflow_port=mlflow_port)
 
 
 @app.command()

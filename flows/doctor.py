@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.services import HOST, configured_url
+from flows.serving.services import HOST, configured_url
 from infini_model.config import Config
 from infini_model.errors import DeviceError, UserError
 from infini_model.storage import atomic_file, make_folder

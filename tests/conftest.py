@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import WORDS, Environment, answers, eventually, write_texts
 
-from flows.services import free_port, start_prefect
+from flows.serving.services import free_port, start_prefect
 from infini_model.config import load_config, validate
 from infini_model.data.shards import build_dataset
 from infini_model.data.sources import download

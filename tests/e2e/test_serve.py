@@ -20,7 +20,7 @@ from commands import (
 )
 from trials import Make, Start
 
-from flows.services import HOST, free_port
+from flows.serving.services import HOST, free_port
 
 pytestmark = pytest.mark.slow
 DEPLOYMENTS = {"pipeline", "preprocess", "train", "evaluate"}

@@ -10,7 +10,7 @@ import pytest
 from disks import SmallDisk, frozen
 from harness import DAMAGES, SAVE_STEPS, STEPS, Kind, Strike, Trial, strike, survives
 
-from flows.services import free_port
+from flows.serving.services import free_port
 from infini_model.storage import TEMPORARY
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.metrics import read_mlflow_record

@@ -30,7 +30,7 @@ from commands import (
     write_settings,
 )
 
-from flows.services import free_port, start_prefect
+from flows.serving.services import free_port, start_prefect
 from infini_model.config import load_config
 from infini_model.processes import end_tree
 

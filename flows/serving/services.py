@@ -2,8 +2,8 @@
 
 `prefect_api` gives a command the server that the user configured, the one that `infini serve`
 keeps up, or a real one of its own for as long as the command lasts (the ephemeral server of Prefect
-loses task states). `serve` keeps everything up until Ctrl-C. All of them bind to loopback, keep
-their records in the output folder, and die with the process that started them.
+loses task states). All servers bind to loopback, keep their records in the output folder, and die
+with the process that started them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from pathlib import Path
 from infini_model.config import Config
 from infini_model.errors import UserError
 from infini_model.processes import bound, end_tree
-from infini_model.storage import lock, make_folder, write_json
+from infini_model.storage import lock, make_folder
 
 HOST = "127.0.0.1"
-WORK_POOL = "infini"
 START_SECONDS = 120.0
 GRACE_SECONDS = 10.0
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Service:
     log: Path
 
 
-def _prefect_dir(config: Config) -> Path:
+def prefect_dir(config: Config) -> Path:
     """Where the server keeps its records; machines that share the output folder share none."""
     node = config.training.node_rank
     name = f"prefect-node-{node}" if node else "prefect"
@@ -57,7 +56,7 @@ def prefect_environment(config: Config) -> dict[str, str]:
     The lease store is on disk: leases in the server's memory would be lost with it and leave
     concurrency slots taken.
     """
-    home = _prefect_dir(config)
+    home = prefect_dir(config)
     return {
         "PREFECT_HOME": str(home),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
@@ -90,9 +89,10 @@ def check_port(port: int, option: str) -> None:
             raise UserError(f"{option}: port {port} is in use; choose another") from error
 
 
-def _start(
+def start(
     name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str], url: str = ""
 ) -> Service:
+    """Start a server process that dies with this one; its output is added to `log`."""
     make_folder(log.parent)
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -107,7 +107,7 @@ def _start(
     return Service(name, process, url, log)
 
 
-def _wait(service: Service, path: str) -> None:
+def wait_until_up(service: Service, path: str) -> None:
     """Return once `service` answers at `path`. Raises `UserError` that names its log if not."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and service.process.poll() is None:
@@ -119,7 +119,7 @@ def _wait(service: Service, path: str) -> None:
 
 
 @contextlib.contextmanager
-def _ending(services: list[Service]) -> Iterator[None]:
+def ending(services: list[Service]) -> Iterator[None]:
     """End the services in the reverse order of their start, however the block ends."""
     try:
         yield
@@ -134,10 +134,10 @@ def start_prefect(config: Config, port: int) -> Service:
     """Start Prefect's server and UI on loopback; it answers a few seconds later."""
     # What `prefect server start` runs in the end; its own command line takes longer to import.
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-    return _start(
+    return start(
         "the Prefect server",
         [*command, "--host", HOST, "--port", str(port)],
-        log=_prefect_dir(config) / "server.log",
+        log=prefect_dir(config) / "server.log",
         env={
             **prefect_environment(config),
             # The page would ask on the default port otherwise.
@@ -162,7 +162,7 @@ def configured_url() -> str | None:
 
 def _served_url(config: Config) -> str | None:
     """The API of an `infini serve` that is up for the same output folder."""
-    home = _prefect_dir(config)
+    home = prefect_dir(config)
     if not (home / "serve.json").is_file():
         return None
     with lock(home / "serve.lock", wait=False) as free:
@@ -203,9 +203,9 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     print("Starting a Prefect server for this command (infini serve keeps one up)", flush=True)
     service = start_prefect(config, free_port())
     os.environ["PREFECT_API_URL"] = f"{service.url}/api"
-    with _ending([service]):
+    with ending([service]):
         try:
-            yield lambda: _wait(service, "/api/health")
+            yield lambda: wait_until_up(service, "/api/health")
         finally:
             _send_logs()
 
@@ -220,12 +220,13 @@ def _send_logs() -> None:
                 handler.flush()
 
 
-def _start_mlflow(config: Config, port: int) -> Service:
+def start_mlflow(config: Config, port: int) -> Service:
+    """Start MLflow's server and page on loopback; it answers a few seconds later."""
     root = make_folder(config.run.output_dir.resolve() / "mlflow")
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
     stores = ["--backend-store-uri", config.tracking_uri]
     artifacts = ["--artifacts-destination", str(root / "artifacts"), "--workers", "1"]
-    return _start(
+    return start(
         "the MLflow server",
         [*command, *stores, *artifacts],
         log=root / "server.log",
@@ -233,67 +234,3 @@ def _start_mlflow(config: Config, port: int) -> Service:
         env={"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         url=f"http://{HOST}:{port}",
     )
-
-
-def _deploy(config: Config, env: Mapping[str, str]) -> None:
-    """Create the process work pool and the deployments of prefect.yaml."""
-    log = _prefect_dir(config) / "deploy.log"
-    prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
-    pool = [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"]
-    for command in (pool, [*prefect, "deploy", "--all"]):
-        service = _start("the deployment", command, log=log, env=env)
-        if service.process.wait() != 0:
-            raise UserError(f"the flows could not be deployed; see {log}")
-
-
-def _start_worker(config: Config, env: Mapping[str, str]) -> Service:
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", WORK_POOL]
-    return _start("the worker", command, log=_prefect_dir(config) / "worker.log", env=env)
-
-
-def _first_end(services: Sequence[Service]) -> Service:
-    """Wait until one of the services ends, which none should."""
-    while True:
-        for service in services:
-            if service.process.poll() is not None:
-                return service
-        time.sleep(0.5)
-
-
-def serve(config: Config, *, port: int, mlflow_port: int) -> None:
-    """Keep server, MLflow page, worker and deployments up until Ctrl-C; print the addresses.
-
-    Raises `UserError` if a port is in use, another `serve` is up for the same output folder, or
-    one of the processes ends.
-    """
-    home = make_folder(_prefect_dir(config))
-    with lock(home / "serve.lock", wait=False) as free:
-        if not free:
-            raise UserError(
-                f"run.output_dir: infini serve is up for {config.run.output_dir} already"
-            )
-        check_port(port, "--port")
-        check_port(mlflow_port, "--mlflow-port")
-        services: list[Service] = []
-        with _ending(services), contextlib.suppress(KeyboardInterrupt):
-            prefect = start_prefect(config, port)
-            services.append(prefect)
-            # A training that makes the same tables would take this lock too.
-            with lock(config.run.output_dir / "mlflow" / ".lock"):
-                mlflow = _start_mlflow(config, mlflow_port)
-                services.append(mlflow)
-                _wait(mlflow, "/health")
-            _wait(prefect, "/api/health")
-            env = {
-                **prefect_environment(config),
-                "PREFECT_API_URL": f"{prefect.url}/api",
-                "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
-            }
-            _deploy(config, env)
-            services.append(_start_worker(config, env))
-            write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
-            print(f"Prefect UI  {prefect.url}", flush=True)
-            print(f"MLflow      {mlflow.url}", flush=True)
-            print("Ready: run the deployments from the UI. Ctrl-C ends all of it.", flush=True)
-            ended = _first_end(services)
-            raise UserError(f"{ended.name} has ended; see {ended.log}")

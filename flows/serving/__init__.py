@@ -1,0 +1,1 @@
+"""What stands around the flows: servers, worker, deployments, and who keeps them up."""

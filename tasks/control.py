@@ -16,7 +16,7 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.exceptions import Abort, Pause
+from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Suspended
 
@@ -67,7 +67,8 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
 
     Where the state has changed, the block is left by Prefect's `Pause` or `Abort`, on which the
     engine exits without another state of its own. `saved` says what was saved by then, such as
-    "step 120 is saved".
+    "step 120 is saved". A SIGTERM that comes with a cancellation, which is how a worker ends its
+    engines, ends in the same way; any other one is passed on.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
@@ -79,8 +80,20 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
         yield poll.stop
     except StateChangedError as change:
         raise _conclude(context.flow_run, change.state, saved()) from None
+    except TerminationSignal:
+        state = _state_of(context.flow_run)
+        if state is None or state.is_running():
+            raise
+        raise _conclude(context.flow_run, state, saved()) from None
     finally:
         poll.close()
+
+
+def _state_of(flow_run: FlowRun) -> State | None:
+    """The state of the flow run by now; None where the API does not answer."""
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+        return client.read_flow_run(flow_run.id).state
+    return None
 
 
 def _conclude(flow_run: FlowRun, found: State, saved: str) -> BaseException:

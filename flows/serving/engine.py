@@ -31,9 +31,13 @@ from infini_model.storage import make_folder
 # The folder of the lock files and logs, and the process of `infini serve` as "pid created".
 ENGINES = "INFINI_ENGINES"
 SERVE = "INFINI_SERVE_PROCESS"
+# What stands in a lock file before the process id: who was started by whom.
+ENGINE, COMMAND = "engine", "command"
 POLL_SECONDS = 0.5
-# From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute.
+# From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute. Without children it
+# has nothing left to save, and waits for a server that is gone.
 GRACE_SECONDS = 75.0
+CHILDLESS_SECONDS = 5.0
 
 
 def _path(folder: Path, flow_run_id: str) -> Path:
@@ -62,12 +66,13 @@ def is_alive(folder: Path, flow_run_id: str) -> bool | None:
 
 
 def living(folder: Path) -> dict[str, int]:
-    """The engines that are running: flow run id to process id."""
+    """The engines that are running below `infini serve`: flow run id to process id."""
     found = {}
     for path in folder.glob("*.lock"):
         if _is_locked(path):
-            with contextlib.suppress(ValueError, OSError):
-                found[path.stem] = int(path.read_text(encoding="ascii"))
+            kind, _, pid = path.read_text(encoding="ascii").partition(" ")
+            if kind == ENGINE and pid:
+                found[path.stem] = int(pid)
     return found
 
 
@@ -80,12 +85,12 @@ def hold(flow_run_id: str) -> None:
     # Left open on purpose: the kernel closes it when this process ends.
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _write_pid(descriptor, os.getpid())
+        _sign(descriptor, COMMAND, os.getpid())
 
 
-def _write_pid(descriptor: int, pid: int) -> None:
+def _sign(descriptor: int, kind: str, pid: int) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(pid).encode("ascii"), 0)
+    os.pwrite(descriptor, f"{kind} {pid}".encode("ascii"), 0)
 
 
 def serve_process() -> str:
@@ -112,7 +117,7 @@ def _start(folder: Path, flow_run_id: str, descriptor: int) -> subprocess.Popen[
             start_new_session=True,
             pass_fds=(descriptor,),
         )
-    _write_pid(descriptor, process.pid)
+    _sign(descriptor, ENGINE, process.pid)
     os.close(descriptor)
     return process
 
@@ -145,14 +150,22 @@ def _wait(process: subprocess.Popen[bytes], stops: list[int]) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = process.wait(POLL_SECONDS)
             return status if status >= 0 else 128 - status
-        gone = _serve_is_gone()
+        gone, now = _serve_is_gone(), time.monotonic()
         if (stops or gone) and not forwarded:
             process.terminate()
             forwarded = True
         if gone:
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if time.monotonic() > deadline:
+            patience = GRACE_SECONDS if _has_children(process.pid) else CHILDLESS_SECONDS
+            deadline = min(deadline, now + patience)
+        if now > deadline:
             process.kill()
+
+
+def _has_children(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).children())
+    except psutil.NoSuchProcess:
+        return False
 
 
 if __name__ == "__main__":

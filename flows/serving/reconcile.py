@@ -6,7 +6,6 @@ would be Running for ever, without Retry, and MLflow's run too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,16 +17,14 @@ from prefect.client.schemas.filters import (
     WorkPoolFilter,
     WorkPoolFilterName,
 )
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.states import Cancelled, Crashed, Scheduled, State
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.serving.deploy import WORK_POOL
 from flows.serving.engine import is_alive
 from infini_model.config import Config
 from infini_model.runs import find_run
 from infini_model.training.metrics import Status, end_record
-
-log = logging.getLogger(__name__)
 
 
 def _runs(client: SyncPrefectClient, *types: StateType, pool: str | None = None) -> list[FlowRun]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from flows.serving.deploy import WORK_POOL, deploy
+from flows.serving.deploy import HEARTBEAT_SECONDS, WORK_POOL, deploy
 from flows.serving.services import (
     Service,
     check_port,
@@ -66,8 +67,10 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
                 **prefect_environment(config),
                 "PREFECT_API_URL": f"{prefect.url}/api",
                 "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
+                "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
             }
-            deploy(config, env)
+            os.environ.update(env)
+            deploy(env["PREFECT_API_URL"])
             services.append(_start_worker(config, env))
             write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
             print(f"Prefect UI  {prefect.url}", flush=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -30,11 +31,9 @@ if TYPE_CHECKING:
 
 WORK_POOL = "infini"
 PROJECT = Path(__file__).resolve().parents[2]
-# Seconds between two heartbeats of a flow run, the least that Prefect takes, for the worker's
-# environment (PREFECT_FLOWS_HEARTBEAT_FREQUENCY).
-HEARTBEAT_SECONDS = 30
-# Longer than Prefect's default of 180 s between heartbeats, so that a run whose environment lacks
-# ours is not taken for dead.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Longer than Prefect's default of 180 s between heartbeats, which a run has whose environment does
+# not come from one of our templates.
 SILENCE = timedelta(minutes=5)
 NEW_DATASET = "infini.dataset.ready"
 TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
@@ -60,7 +59,11 @@ def deploy(api_url: str, *, reset: bool = False) -> None:
             definition["name"]: _apply_deployment(client, definition, reset=reset)
             for definition in definitions
         }
-        for automation in (_crash_silent_runs(list(ids)), _train_on_new_datasets(ids["train"])):
+        automations = [
+            _crash_silent_runs(list(ids), enabled=urlsplit(api_url).hostname not in LOOPBACK),
+            _train_on_new_datasets(ids["train"]),
+        ]
+        for automation in automations:
             _apply_automation(client, automation, reset=reset)
 
 
@@ -208,10 +211,12 @@ def _update(
         )
 
 
-def _crash_silent_runs(flows: list[str]) -> AutomationCore:
+def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
     """Runs of `flows` whose heartbeats end without an end of the run become Crashed.
 
-    Suspended and Paused count as an end: the process is gone by intention.
+    Suspended and Paused count as an end: the process is gone by intention. Off on a server that
+    only this machine reaches: `infini serve` sees within seconds that a process is dead, while a
+    server that was down for longer than `SILENCE` takes healthy runs for dead when it is back.
     """
     from prefect.client.schemas.objects import StateType
     from prefect.events import AutomationCore, EventTrigger, ResourceSpecification
@@ -223,8 +228,9 @@ def _crash_silent_runs(flows: list[str]) -> AutomationCore:
     minutes = int(SILENCE.total_seconds() // 60)
     return AutomationCore(
         name="infini: crash runs without heartbeat",
-        description="A run whose machine or process has died can be retried instead of running "
-        "for ever.",
+        description="Runs on other machines whose process or machine has died can be retried "
+        "instead of running for ever. Runs of infini serve do not need it.",
+        enabled=enabled,
         trigger=EventTrigger(
             posture=Posture.Proactive,
             match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from flows.serving.deploy import HEARTBEAT_SECONDS, WORK_POOL, deploy
+from flows.serving.deploy import WORK_POOL, deploy
 from flows.serving.services import (
     Service,
     check_port,
@@ -67,7 +67,6 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
                 **prefect_environment(config),
                 "PREFECT_API_URL": f"{prefect.url}/api",
                 "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
-                "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
             }
             os.environ.update(env)
             deploy(env["PREFECT_API_URL"])

@@ -122,6 +122,24 @@ def serve(
 
 @app.command()
 @configured
+def deploy(
+    config: Config,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Undo what was edited on the server.")
+    ] = False,
+) -> None:
+    """Create or update the work pool, deployments and automations on the Prefect server."""
+    from flows.serving import deploy as deployment
+    from flows.serving.services import prefect_api
+
+    with prefect_api(config) as wait_until_up:
+        wait_until_up()
+        deployment.deploy(os.environ["PREFECT_API_URL"], reset=reset)
+    typer.echo("Deployed.")
+
+
+@app.command()
+@configured
 def generate(
     config: Config,
     prompt: Annotated[str | None, typer.Option(help="Text to go on with.")] = None,

@@ -115,7 +115,7 @@ def _start_all(
         mlflow = keep(Supervised(lambda: start_mlflow(config, mlflow_port)))
         wait_until_up(mlflow.service, "/health")
     wait_until_up(prefect.service, "/api/health")
-    deploy(config, env)
+    deploy(env["PREFECT_API_URL"])
     _reconcile_at_start(config, engines)
     keep(Supervised(lambda: _start_worker(config, env), lambda: answers(prefect.service)))
     threading.Thread(target=_reconcile, args=(config, engines), daemon=True).start()

@@ -111,12 +111,19 @@ def start(
     return Service(name, process, url, log)
 
 
+def answers(service: Service, path: str = "/api/health") -> bool:
+    """Whether `service` answers at `path`."""
+    with contextlib.suppress(urllib.error.URLError, OSError):
+        urllib.request.urlopen(service.url + path, timeout=1.0).close()  # noqa: S310 - loopback
+        return True
+    return False
+
+
 def wait_until_up(service: Service, path: str) -> None:
     """Return once `service` answers at `path`. Raises `UserError` that names its log if not."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and service.process.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(service.url + path, timeout=1.0).close()  # noqa: S310 - loopback
+        if answers(service, path):
             return
         time.sleep(0.05)
     raise UserError(f"{service.name} did not start; see {service.log}")

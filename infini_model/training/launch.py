@@ -35,6 +35,7 @@ def launch(
     *,
     timeout_seconds: float | None = None,
     on_line: Callable[[str], None] = print,
+    stop: Callable[[], Exception | None] = lambda: None,
 ) -> None:
     """Train `config` on a dataset folder in `run_dir`, or go on from its newest checkpoint.
 
@@ -48,6 +49,7 @@ def launch(
         run_dir: The run folder; every node of a training on several sees the same one.
         timeout_seconds: After this long the training is told to save and end.
         on_line: Gets every line that any rank prints, `GPU<rank>:` in front, in this thread.
+        stop: Asked ten times a second; what it returns is raised once a checkpoint is saved.
 
     Raises:
         UserError: What a rank found wrong with the settings, the dataset or the run folder.
@@ -58,7 +60,7 @@ def launch(
     if change := recovery.describe(config):
         on_line(change)
     try:
-        _run(recovery.applied_to(config), dataset_dir, run_dir, timeout_seconds, on_line)
+        _run(recovery.applied_to(config), dataset_dir, run_dir, timeout_seconds, on_line, stop)
     except failures.TrainingFailure as failure:
         learn(run_dir, failure, config)
         raise
@@ -70,6 +72,7 @@ def _run(
     run_dir: Path,
     timeout_seconds: float | None,
     on_line: Callable[[str], None],
+    stop: Callable[[], Exception | None],
 ) -> None:
     """Train with exactly these settings. Raises as `launch` does."""
     gpus = choose_gpus(config.training.gpus)
@@ -97,6 +100,7 @@ def _run(
                 timeout_seconds=timeout_seconds,
                 grace_seconds=GRACE_SECONDS,
                 watch=watch,
+                stop=stop,
                 env=environment,
             )
         except processes.ProcessTimeoutError as error:

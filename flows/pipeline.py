@@ -8,6 +8,7 @@ from typing import Any
 from prefect import flow
 
 from flows.evaluate import evaluate_run
+from flows.owner import current_owner
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
 from infini_model.config import Config, load_config
@@ -23,7 +24,8 @@ def pipeline(config: Config = load_config("quickstart")) -> dict[str, Any]:
     """
     dataset = prepare_dataset(config)
     folder = Path(dataset["folder"])
-    with claim_run(config, dataset["key"], folder) as run_dir:
+    owner, adopt = current_owner()
+    with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:
         train_run(config, folder, run_dir)
         if config.training.node_rank > 0:
             return {"report": str(run_dir / "report.md")}

@@ -9,14 +9,28 @@ from prefect import flow
 
 from flows.evaluate import evaluate_run
 from flows.owner import current_owner
+from flows.parameters import form, settings
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
-from infini_model.config import Config, load_config
+from infini_model.config import Config
 from infini_model.runs import claim_run
 
 
+@form
 @flow(name="pipeline")
-def pipeline(config: Config = load_config("quickstart")) -> dict[str, Any]:
+@settings(
+    "documents",
+    "dataset",
+    "steps",
+    "learning_rate",
+    "batch_size",
+    "context_length",
+    "devices",
+    "resume",
+    "name",
+    "seed",
+)
+def pipeline(config: Config) -> dict[str, Any]:
     """Download, shard, train and evaluate; an interrupted run is gone on with.
 
     Returns the report's path with the losses and perplexities of the splits; of several machines

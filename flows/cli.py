@@ -115,11 +115,27 @@ def serve(
     mlflow_port: Annotated[
         int, typer.Option(help="Port of MLflow's page.", min=1, max=65535)
     ] = 5000,
+    auth: Annotated[
+        bool | None,
+        typer.Option(
+            help="Ask for a secret, generated once: each user of a machine reaches loopback. "
+            "Remembered.",
+            show_default=False,
+        ),
+    ] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefect's database, postgresql+asyncpg://USER:PASSWORD@HOST:PORT/NAME, instead "
+            "of a file in the output folder.",
+            envvar="INFINI_DATABASE",
+        ),
+    ] = None,
 ) -> None:
     """Keep the Prefect UI, MLflow, a worker and the deployments up until Ctrl-C."""
     from flows.serving import serve as serving
 
-    serving.serve(config, port=port, mlflow_port=mlflow_port)
+    serving.serve(config, serving.Options(port, mlflow_port, auth, database))
 
 
 @app.command()

@@ -14,7 +14,8 @@ from commands import Running, alive, api, eventually
 
 from flows.serving.services import HOST
 
-PREFECT, MLFLOW, WORKER = "guard:prefect_app", "guard:mlflow_app", "worker"
+PREFECT, MLFLOW = "flows.serving.guard:prefect_app", "flows.serving.guard:mlflow_app"
+WORKER = "worker"
 ENGINE, TRAINER = "prefect.engine", "infini_model.training"
 
 
@@ -27,7 +28,7 @@ class Serving:
     url: str
 
     def processes(self, word: str) -> list[psutil.Process]:
-        """Processes of this output folder with `word` in their command line, launchers left out."""
+        """Processes of this output folder of which `word` is an argument."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -36,11 +37,11 @@ class Serving:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
             if home == str(self.output / "prefect") and "infini_model.processes" not in words:
-                found += [process] if any(word in text for text in words) else []
+                found += [process] if word in words else []
         return alive(found)
 
     def kill(self, word: str) -> None:
-        """SIGKILL to the one process with `word` in its command line."""
+        """SIGKILL to the one process of which `word` is an argument."""
         (process,) = self.processes(word)
         process.kill()
 

@@ -13,13 +13,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
 import psutil
 
 from flows.serving import engine
+from flows.serving.access import Access, choose_access
+from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
 from flows.serving.services import (
     GRACE_SECONDS,
@@ -53,7 +56,24 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def serve(config: Config, *, port: int, mlflow_port: int) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What `infini serve` takes besides the configuration.
+
+    Attributes:
+        port: Port of Prefect's API and UI.
+        mlflow_port: Port of MLflow's API and page.
+        auth: Whether both ask for a secret; None leaves that as it was the last time.
+        database: Address of Prefect's records; None is a SQLite file in the output folder.
+    """
+
+    port: int
+    mlflow_port: int
+    auth: bool | None = None
+    database: str | None = None
+
+
+def serve(config: Config, options: Options) -> None:
     """Keep servers, worker and deployments up until Ctrl-C, SIGTERM or the end of the terminal.
 
     Raises `UserError` if a port is in use, another `serve` is up for the same output folder, a
@@ -65,14 +85,17 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
             raise UserError(
                 f"run.output_dir: infini serve is up for {config.run.output_dir} already"
             )
-        check_port(port, "--port")
-        check_port(mlflow_port, "--mlflow-port")
+        check_port(options.port, "--port")
+        check_port(options.mlflow_port, "--mlflow-port")
+        if options.database is not None:
+            check_database(options.database)
+        access = choose_access(home, options.auth)
         engines = make_folder(home / "engines")
-        env = _environment(config, engines, port)
+        env = _environment(config, engines, options.port, access)
         os.environ.update(env)
         kept: list[Supervised] = []
         with _ending(kept), contextlib.suppress(KeyboardInterrupt):
-            _start_all(config, kept, env, engines, port=port, mlflow_port=mlflow_port)
+            _start_all(config, options, access, engines, kept)
             write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
             _print_addresses(kept)
             with _noted_stops() as heard:
@@ -82,10 +105,12 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
                     _stop_flow_runs(engines, heard)
 
 
-def _environment(config: Config, engines: Path, port: int) -> dict[str, str]:
+def _environment(config: Config, engines: Path, port: int, access: Access) -> dict[str, str]:
     """What the worker, its flow runs and this process have to know."""
     return {
         **prefect_environment(config),
+        **access.prefect_client(),
+        **access.mlflow_client(config.tracking_uri),
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
@@ -95,13 +120,7 @@ def _environment(config: Config, engines: Path, port: int) -> dict[str, str]:
 
 
 def _start_all(
-    config: Config,
-    kept: list[Supervised],
-    env: Mapping[str, str],
-    engines: Path,
-    *,
-    port: int,
-    mlflow_port: int,
+    config: Config, options: Options, access: Access, engines: Path, kept: list[Supervised]
 ) -> None:
     """Start the servers, deploy, and start the worker last; each is added to `kept` at once."""
 
@@ -109,21 +128,23 @@ def _start_all(
         kept.append(supervised)
         return supervised
 
-    prefect = keep(Supervised(lambda: start_prefect(config, port)))
+    prefect = keep(
+        Supervised(lambda: start_prefect(config, options.port, access, options.database))
+    )
     # A training that makes the same tables would take this lock too.
     with lock(config.run.output_dir / "mlflow" / ".lock"):
-        mlflow = keep(Supervised(lambda: start_mlflow(config, mlflow_port)))
+        mlflow = keep(Supervised(lambda: start_mlflow(config, options.mlflow_port, access)))
         wait_until_up(mlflow.service, "/health")
     wait_until_up(prefect.service, "/api/health")
-    deploy(env["PREFECT_API_URL"])
+    deploy(os.environ["PREFECT_API_URL"])
     _reconcile_at_start(config, engines)
-    keep(Supervised(lambda: _start_worker(config, env), lambda: answers(prefect.service)))
+    keep(Supervised(lambda: _start_worker(config), lambda: answers(prefect.service)))
     threading.Thread(target=_reconcile, args=(config, engines), daemon=True).start()
 
 
-def _start_worker(config: Config, env: Mapping[str, str]) -> Service:
+def _start_worker(config: Config) -> Service:
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", WORK_POOL]
-    return start("the worker", command, log=prefect_dir(config) / "worker.log", env=env)
+    return start("the worker", command, log=prefect_dir(config) / "worker.log", env={})
 
 
 def _print_addresses(kept: list[Supervised]) -> None:

@@ -24,7 +24,7 @@ from flows.serving.deploy import WORK_POOL
 from flows.serving.engine import is_alive
 from infini_model.config import Config
 from infini_model.runs import find_run
-from infini_model.training.metrics import Status, end_record
+from infini_model.training.mlflow_record import Status, end_record
 
 
 def _runs(client: SyncPrefectClient, *types: StateType, pool: str | None = None) -> list[FlowRun]:

@@ -16,15 +16,19 @@ from typing import IO
 
 from infini_model import processes
 from infini_model.config import Config, dump_config
+from infini_model.errors import UserError
 from infini_model.storage import atomic_file, make_folder
 from infini_model.training import failures
 from infini_model.training.devices import Gpu, reserve
 from infini_model.training.heartbeat import Watch
+from infini_model.training.mlflow_record import end_record
 from infini_model.training.recovery import learn, read_recovery
 
 # For a step to end and a checkpoint to be written after SIGTERM, before SIGKILL.
 GRACE_SECONDS = 60.0
 PREFIX = re.compile(r"GPU(\d+):")
+# Anything else that ends a launch is a stop from outside: a signal, or what `stop` returned.
+FAILED = (failures.TrainingFailure, UserError)
 
 
 def launch(
@@ -62,8 +66,12 @@ def launch(
         with reserve(config, run_dir, on_line=on_line, stop=stop) as gpus:
             settings = recovery.applied_to(config)
             _run(settings, gpus, dataset_dir, run_dir, timeout_seconds, on_line, stop)
-    except failures.TrainingFailure as failure:
-        learn(run_dir, failure, config)
+    except BaseException as error:
+        if isinstance(error, failures.TrainingFailure):
+            learn(run_dir, error, config)
+        # A rank that was killed could not report its end to MLflow.
+        stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
+        end_record(run_dir, "KILLED" if stopped else "FAILED")
         raise
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infini_model.storage import atomic_file, make_folder, named_os_errors
@@ -18,6 +18,12 @@ from infini_model.storage import atomic_file, make_folder, named_os_errors
 Line = dict[str, float]
 # What is read of the end of a file first.
 TAIL_BYTES = 1 << 16
+NOT_METRICS = ("step", "time")
+
+
+def metrics_of(line: Line) -> Iterator[tuple[str, float]]:
+    """The names and values of a line."""
+    return ((name, value) for name, value in line.items() if name not in NOT_METRICS)
 
 
 def whole_lines(data: bytes) -> list[Line]:

@@ -59,6 +59,8 @@ def _run_flow(name: str, config: Config) -> Any:
 
     choose_gpus(config.training.gpus)
     with prefect_api(config) as wait_until_up:
+        from flows.parameters import parameters_of
+
         flow = getattr(importlib.import_module(f"flows.{name}"), name)
         for logger in map(logging.getLogger, ("prefect.flow_runs", "prefect.task_runs")):
             logger.setLevel(config.run.log_level.upper())
@@ -67,7 +69,7 @@ def _run_flow(name: str, config: Config) -> Any:
         logging.getLogger("EventsWorker").setLevel(logging.ERROR)
         wait_until_up()
         try:
-            return flow(config)
+            return flow(**parameters_of(config, flow))
         except KeyboardInterrupt:
             typer.echo("interrupted; the same command goes on where this one was", err=True)
             raise

@@ -7,7 +7,8 @@ from typing import Any
 
 from prefect import flow
 
-from infini_model.config import Config, load_config
+from flows.parameters import form, settings
+from infini_model.config import Config
 from infini_model.runs import dataset_of, latest_run, read_run_config
 from tasks.evaluate import evaluate_model
 from tasks.shard import plan_dataset
@@ -37,8 +38,10 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
     return trained.model_copy(update=changes)
 
 
+@form
 @flow(name="evaluate")
-def evaluate(config: Config = load_config("quickstart")) -> dict[str, Any]:
+@settings("run", "dataset", "batches", "devices")
+def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate the run of `run.name`, or the newest one, with the model it was trained as.
 
     Returns the report's path with the losses and perplexities of the splits.

@@ -8,14 +8,29 @@ from typing import Any
 from prefect import flow
 
 from flows.evaluate import evaluate_run
+from flows.owner import current_owner
+from flows.parameters import form, settings
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
-from infini_model.config import Config, load_config
+from infini_model.config import Config
 from infini_model.runs import claim_run
 
 
+@form
 @flow(name="pipeline")
-def pipeline(config: Config = load_config("quickstart")) -> dict[str, Any]:
+@settings(
+    "documents",
+    "dataset",
+    "steps",
+    "learning_rate",
+    "batch_size",
+    "context_length",
+    "devices",
+    "resume",
+    "name",
+    "seed",
+)
+def pipeline(config: Config) -> dict[str, Any]:
     """Download, shard, train and evaluate; an interrupted run is gone on with.
 
     Returns the report's path with the losses and perplexities of the splits; of several machines
@@ -23,7 +38,8 @@ def pipeline(config: Config = load_config("quickstart")) -> dict[str, Any]:
     """
     dataset = prepare_dataset(config)
     folder = Path(dataset["folder"])
-    with claim_run(config, dataset["key"], folder) as run_dir:
+    owner, adopt = current_owner()
+    with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:
         train_run(config, folder, run_dir)
         if config.training.node_rank > 0:
             return {"report": str(run_dir / "report.md")}

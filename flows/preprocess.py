@@ -6,7 +6,8 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from infini_model.config import Config, load_config
+from flows.parameters import form, settings
+from infini_model.config import Config
 from tasks.download import download
 from tasks.shard import build_dataset, plan_dataset
 from tasks.stage import options
@@ -32,7 +33,9 @@ def prepare_dataset(config: Config) -> dict[str, Any]:
     return dataset
 
 
+@form
 @flow(name="preprocess")
-def preprocess(config: Config = load_config("quickstart")) -> dict[str, Any]:
+@settings("documents", "dataset_name", "tokenizer")
+def preprocess(config: Config) -> dict[str, Any]:
     """Download and shard. Returns the dataset's folder, key and size."""
     return prepare_dataset(config)

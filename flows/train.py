@@ -6,7 +6,9 @@ from pathlib import Path
 
 from prefect import flow, get_run_logger
 
-from infini_model.config import Config, load_config
+from flows.owner import current_owner
+from flows.parameters import form, settings
+from infini_model.config import Config
 from infini_model.runs import claim_run, is_finished
 from tasks.shard import plan_dataset
 from tasks.stage import options
@@ -27,11 +29,24 @@ def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
     train(config, str(dataset_dir), str(run_dir))
 
 
+@form
 @flow(name="train")
-def train(config: Config = load_config("quickstart")) -> dict[str, str]:
+@settings(
+    "dataset",
+    "steps",
+    "learning_rate",
+    "batch_size",
+    "context_length",
+    "devices",
+    "resume",
+    "name",
+    "seed",
+)
+def train(config: Config) -> dict[str, str]:
     """Train on the folder of `data.folder`, or the newest dataset. Returns the run folder."""
     dataset = plan_dataset.with_options(**options(config.stages.shard))(config, None)
     folder = Path(dataset["folder"])
-    with claim_run(config, dataset["key"], folder) as run_dir:
+    owner, adopt = current_owner()
+    with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:
         train_run(config, folder, run_dir)
         return {"run_dir": str(run_dir)}

@@ -33,6 +33,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
+    WithJsonSchema,
     model_serializer,
     model_validator,
 )
@@ -69,8 +70,11 @@ def _check_device(value: str) -> str:
     raise ValueError("takes auto, cpu, cuda, cuda:N, or mixed")
 
 
-Gpus = Annotated[str, AfterValidator(_check_gpus)]
-Device = Annotated[str, AfterValidator(_check_device)]
+# For the form; the validators say more than that a pattern does not match.
+GPUS_SCHEMA = {"type": "string", "pattern": r"^(auto|all|cpu|\d+(,\d+)*)$"}
+DEVICE_SCHEMA = {"type": "string", "pattern": r"^(auto|cpu|cuda(:\d+)?|mixed)$"}
+Gpus = Annotated[str, AfterValidator(_check_gpus), WithJsonSchema(GPUS_SCHEMA)]
+Device = Annotated[str, AfterValidator(_check_device), WithJsonSchema(DEVICE_SCHEMA)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -577,7 +581,12 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `change` laid over it; neither is altered."""
+    """`base` with the leaves of `change` laid over it; neither is altered.
+
+    A source of another kind takes the place of the one in `base`: they have other keys.
+    """
+    if change.get("kind", _source_kind(base)) != _source_kind(base):
+        return dict(change)
     merged = dict(base)
     for key, value in change.items():
         below = merged.get(key)

@@ -16,10 +16,9 @@ from typing import IO
 
 from infini_model import processes
 from infini_model.config import Config, dump_config
-from infini_model.errors import DeviceError
 from infini_model.storage import atomic_file, make_folder
 from infini_model.training import failures
-from infini_model.training.devices import choose_gpus
+from infini_model.training.devices import Gpu, reserve
 from infini_model.training.heartbeat import Watch
 from infini_model.training.recovery import learn, read_recovery
 
@@ -41,7 +40,7 @@ def launch(
 
     What earlier failures of the run have taught is applied, and what a new one teaches is kept
     (`recovery.json`). SIGTERM and Ctrl-C have a checkpoint written first; then they act on the
-    caller as ever.
+    caller as ever. While another training of the same output folder holds the devices, it waits.
 
     Args:
         config: The whole configuration.
@@ -60,7 +59,9 @@ def launch(
     if change := recovery.describe(config):
         on_line(change)
     try:
-        _run(recovery.applied_to(config), dataset_dir, run_dir, timeout_seconds, on_line, stop)
+        with reserve(config, run_dir, on_line=on_line, stop=stop) as gpus:
+            settings = recovery.applied_to(config)
+            _run(settings, gpus, dataset_dir, run_dir, timeout_seconds, on_line, stop)
     except failures.TrainingFailure as failure:
         learn(run_dir, failure, config)
         raise
@@ -68,18 +69,16 @@ def launch(
 
 def _run(
     config: Config,
+    gpus: list[Gpu],
     dataset_dir: Path,
     run_dir: Path,
     timeout_seconds: float | None,
     on_line: Callable[[str], None],
     stop: Callable[[], Exception | None],
 ) -> None:
-    """Train with exactly these settings. Raises as `launch` does."""
-    gpus = choose_gpus(config.training.gpus)
+    """Train with exactly these settings on these GPUs. Raises as `launch` does."""
     count = config.training.processes or max(1, len(gpus))
-    if gpus and count > len(gpus):
-        raise DeviceError(f"training.processes={count}: only {len(gpus)} GPUs were chosen")
-    environment = _environment([gpu.identifier for gpu in gpus[:count]], count)
+    environment = _environment([gpu.identifier for gpu in gpus], count)
     logs = make_folder(run_dir / "logs")
     # Apart from the run's own config.yaml: what may change between two launches is in here.
     settings = logs / f"launch-{config.training.node_rank}.yaml"

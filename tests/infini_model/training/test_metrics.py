@@ -13,7 +13,7 @@ from infini_model.training.metrics import (
     log_artifacts,
     read_mlflow_record,
 )
-from infini_model.training.metrics_file import MetricsFile, read_metrics
+from infini_model.training.metrics_file import MetricsFile, read_metrics, read_newest
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 
@@ -56,6 +56,16 @@ def test_what_was_recorded_at_this_step_is_known_after_a_restart(tmp_path):
     assert again.has(5, "validation/loss")
     assert not again.has(5, "test/loss")
     again.close()
+
+
+def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
+    assert read_newest(tmp_path, "step") == {}
+    lines = [{"step": 1, "validation/loss": 7.5}]
+    lines += [{"step": step, "train/loss": 1 / step} for step in range(2, 20_001)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 20001, "trai')
+    newest = read_newest(tmp_path, "step", "train/loss", "validation/loss", "test/loss")
+    assert newest == {"step": 20_000, "train/loss": 1 / 20_000, "validation/loss": 7.5}
 
 
 class Unreliable:

@@ -73,7 +73,9 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
         kept: list[Supervised] = []
         with _ending(kept), contextlib.suppress(KeyboardInterrupt):
             _start_all(config, kept, env, engines, port=port, mlflow_port=mlflow_port)
-            write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
+            mlflow_url = f"http://127.0.0.1:{mlflow_port}"
+            addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": mlflow_url}
+            write_json(home / "serve.json", addresses)
             _print_addresses(kept)
             with _noted_stops() as heard:
                 try:

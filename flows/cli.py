@@ -19,7 +19,7 @@ import typer
 from typer.exceptions import TyperException
 
 from flows.options import configured
-from infini_model.config import Config
+from infini_model.config import Config, load_config
 from infini_model.errors import StageError, UserError
 
 MENDABLE = (UserError, ConnectionError)
@@ -103,6 +103,80 @@ def evaluate(config: Config) -> None:
     """Score the run of run.name, or the newest one, and write its report."""
     report = _run_flow("evaluate", config)
     typer.echo(f"Report: {report['report']}")
+
+
+OutputDir = Annotated[
+    Path | None, typer.Option(help="Folder for datasets, runs and records. [outputs]")
+]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
+
+
+def _places(output_dir: Path | None) -> Config:
+    """The configuration of a command that only needs to know where runs are."""
+    places = {} if output_dir is None else {"run": {"output_dir": str(output_dir)}}
+    return load_config(overrides=[places])
+
+
+@app.command()
+def runs(output_dir: OutputDir = None) -> None:
+    """List the runs: step, state, losses, and their pages in Prefect and MLflow."""
+    from flows import manage
+
+    manage.show_runs(_places(output_dir))
+
+
+@app.command()
+def resume(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] [KEY=VALUE]...",
+            help="Name or folder of a run (the default is the newest interrupted one), and "
+            "overrides that do not decide the weights, such as training.gpus=0.",
+        ),
+    ] = None,
+    output_dir: OutputDir = None,
+) -> None:
+    """Continue an interrupted run with its own settings, whoever started it; then evaluate it."""
+    from flows import manage
+
+    run_dir, config = manage.to_resume(_places(output_dir).run.output_dir, arguments or [])
+    if config is None:
+        typer.echo(f"{run_dir} is finished; nothing is left to do")
+        return
+    typer.echo(f"Resuming {run_dir}")
+    report = _run_flow("pipeline", config)
+    typer.echo(f"Report: {report['report']}")
+
+
+@app.command()
+def cancel(run: RunArgument, output_dir: OutputDir = None) -> None:
+    """End a run after a checkpoint, whoever started it; infini resume continues it."""
+    from flows import manage
+
+    run_dir = manage.find_run_folder(_places(output_dir).run.output_dir, run)
+    typer.echo(f"Cancelled {run_dir.name}; {manage.cancel(run_dir)}")
+
+
+@app.command()
+def logs(
+    run: Annotated[
+        str | None, typer.Argument(help="Name or folder of a run; the default is the newest.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")
+    ] = False,
+    output_dir: OutputDir = None,
+) -> None:
+    """Print the logs of a run's processes."""
+    from flows import manage
+
+    run_dir = manage.find_run_folder(_places(output_dir).run.output_dir, run)
+    try:
+        manage.print_logs(run_dir, follow=follow)
+    except BrokenPipeError:
+        # As `| head` leaves it; what Python flushes at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.command()

@@ -63,13 +63,18 @@ class Holder:
         flow_run, url = (None, None) if owner is None else (owner.id, owner.url)
         return cls(os.getpid(), started, socket.gethostname(), run, flow_run, url)
 
-    def __str__(self) -> str:
-        """For a message: the process and its flow run."""
+    @property
+    def process(self) -> str:
+        """The process alone, for a message."""
         if self.pid is None:
             return "another process"
         where = "" if self.host == socket.gethostname() else f" on {self.host}"
+        return f"process {self.pid}{where}"
+
+    def __str__(self) -> str:
+        """The process and its flow run, for a message."""
         flow_run = f" (flow run {self.url or self.flow_run})" if self.flow_run else ""
-        return f"process {self.pid}{where}{flow_run}"
+        return f"{self.process}{flow_run}"
 
     def is_on_this_machine(self) -> bool:
         """Whether the process lives here, and is still the one that took the lock."""

@@ -26,6 +26,7 @@ from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
 from flows.serving.services import (
     GRACE_SECONDS,
+    HOST,
     Service,
     answers,
     check_port,
@@ -96,7 +97,9 @@ def serve(config: Config, options: Options) -> None:
         kept: list[Supervised] = []
         with _ending(kept), contextlib.suppress(KeyboardInterrupt):
             _start_all(config, options, access, engines, kept)
-            write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
+            mlflow_url = f"http://{HOST}:{options.mlflow_port}"
+            addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": mlflow_url}
+            write_json(home / "serve.json", addresses)
             _print_addresses(kept)
             with _noted_stops() as heard:
                 try:
@@ -111,7 +114,7 @@ def _environment(config: Config, engines: Path, port: int, access: Access) -> di
         **prefect_environment(config),
         **access.prefect_client(),
         **access.mlflow_client(config.tracking_uri),
-        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
         engine.ENGINES: str(engines),

@@ -199,15 +199,25 @@ def configured_auth() -> str | None:
     return None if secret is None else secret.get_secret_value()
 
 
-def served_url(config: Config) -> str | None:
-    """The API of an `infini serve` that is up for the same output folder."""
+def _served(config: Config) -> dict[str, str]:
+    """The addresses of an `infini serve` that is up for the same output folder, if there is one."""
     home = prefect_dir(config)
     if not (home / "serve.json").is_file():
-        return None
+        return {}
     with lock(home / "serve.lock", wait=False) as free:
         if free:
-            return None
-    return str(json.loads((home / "serve.json").read_text(encoding="utf-8"))["api_url"])
+            return {}
+    return dict(json.loads((home / "serve.json").read_text(encoding="utf-8")))
+
+
+def served_url(config: Config) -> str | None:
+    """The API of an `infini serve` that is up for the same output folder."""
+    return _served(config).get("api_url")
+
+
+def served_mlflow(config: Config) -> str | None:
+    """The MLflow page of an `infini serve` that is up for the same output folder."""
+    return _served(config).get("mlflow_url")
 
 
 def status_of(url: str, auth_string: str | None) -> int:

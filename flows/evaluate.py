@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.parameters import form, settings
+from flows.form import form, settings
 from infini_model.config import Config
 from infini_model.runs import dataset_of, latest_run, read_run_config
 from tasks.evaluate import evaluate_model

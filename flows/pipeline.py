@@ -8,8 +8,8 @@ from typing import Any
 from prefect import flow
 
 from flows.evaluate import evaluate_run
+from flows.form import form, settings
 from flows.owner import current_owner
-from flows.parameters import form, settings
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
 from infini_model.config import Config

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from flows.parameters import form, settings
+from flows.form import form, settings
 from infini_model.config import Config
 from tasks.download import download
 from tasks.shard import build_dataset, plan_dataset

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from prefect import flow, get_run_logger
 
+from flows.form import form, settings
 from flows.owner import current_owner
-from flows.parameters import form, settings
 from infini_model.config import Config
 from infini_model.runs import claim_run, is_finished
 from tasks.shard import plan_dataset

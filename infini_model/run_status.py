@@ -9,8 +9,8 @@ from typing import Literal
 from infini_model.errors import UserError
 from infini_model.runs import Owner, is_finished, last_step, owner_of, run_holder
 from infini_model.training.devices import waiting_note
-from infini_model.training.metrics import read_mlflow_record
 from infini_model.training.metrics_file import read_newest
+from infini_model.training.mlflow_record import read_mlflow_record
 from infini_model.training.recovery import read_recovery
 
 # Both may be continued; a failed one ended with an error of its own.

@@ -48,7 +48,7 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
     # As the page does it: a flow run of the deployment with parameters, for the worker to take.
     tree = pipeline(output, training={"max_steps": 10}, tracking={"mlflow": True})
     path = f"deployments/{deployed['pipeline']['id']}/create_flow_run"
-    asked = api(url, path, parameters={"config": tree})
+    asked = api(url, path, parameters={"preset": "quickstart", "advanced": tree})
     number = asked["id"]
 
     def has_ended() -> bool:
@@ -57,8 +57,8 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
         return bool(state == "COMPLETED")
 
     eventually(has_ended, "the flow run of the deployment", seconds=180)
-    assert (output / "runs" / "run-1" / "report.md").is_file()
-    assert "run-1" in mlflow_runs(page)
+    assert (output / "runs" / "quickstart-1" / "report.md").is_file()
+    assert "quickstart-1" in mlflow_runs(page)
 
     # A second terminal finds the server by the output folder.
     settings = write_settings(tmp_path / "settings.yaml", tree)

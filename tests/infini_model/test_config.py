@@ -119,6 +119,25 @@ def test_the_width_of_a_head_follows_unless_it_is_given(tmp_path: Path) -> None:
         assert load_config(file=file, overrides=["model.hidden_size=256"]).model.head_dim == width
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.source={kind: hub, repository: ag_news, column: text}"],
+        ["data.source.kind=hub", "data.source.repository=ag_news"],
+    ],
+)
+def test_a_source_of_another_kind_takes_the_place_of_the_presets(overrides: list[str]) -> None:
+    hub = load_config("quickstart", overrides=overrides).data.source
+    assert hub.kind == "hub"
+    assert hub.model_dump(exclude_defaults=True) == {"repository": "ag_news"}
+    back = [*overrides, "data.source={kind: files, column: body}"]
+    files = load_config("quickstart", overrides=back).data.source
+    assert files.model_dump(exclude_defaults=True) == {"column": "body"}
+    # A part of the same kind is still laid over the rest of it.
+    limited = load_config("arxiv", overrides=["data.source.limit=5"]).data.source
+    assert limited == load_config("arxiv").data.source.model_copy(update={"limit": 5})
+
+
 keys = st.text("abc", min_size=1, max_size=2)
 trees = st.recursive(
     st.integers(), lambda below: st.dictionaries(keys, below, max_size=3), max_leaves=8

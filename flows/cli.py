@@ -113,11 +113,27 @@ def serve(
     mlflow_port: Annotated[
         int, typer.Option(help="Port of MLflow's page.", min=1, max=65535)
     ] = 5000,
+    auth: Annotated[
+        bool | None,
+        typer.Option(
+            "--auth/--no-auth",
+            help="Whether both servers ask for a generated secret. [as the last time]",
+        ),
+    ] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefect's database, postgresql+asyncpg://USER@HOST:PORT/NAME; a password is "
+            "better kept in INFINI_DATABASE or ~/.pgpass. [a SQLite file in the output folder]",
+            envvar="INFINI_DATABASE",
+            show_envvar=False,
+        ),
+    ] = None,
 ) -> None:
     """Keep the Prefect UI, MLflow, a worker and the deployments up until Ctrl-C."""
     from flows.serving import serve as serving
 
-    serving.serve(config, port=port, mlflow_port=mlflow_port)
+    serving.serve(config, port=port, mlflow_port=mlflow_port, auth=auth, database=database)
 
 
 @app.command()

@@ -13,13 +13,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from uuid import UUID
 
 import psutil
 
 from flows.serving import engine
+from flows.serving.access import EVERYONE, choose_access, secret_file
+from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
 from flows.serving.services import (
     GRACE_SECONDS,
@@ -53,12 +55,23 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def serve(config: Config, *, port: int, mlflow_port: int) -> None:
+def serve(
+    config: Config,
+    *,
+    port: int,
+    mlflow_port: int,
+    auth: bool | None = None,
+    database: str | None = None,
+) -> None:
     """Keep servers, worker and deployments up until Ctrl-C, SIGTERM or the end of the terminal.
+
+    `auth` is that of `choose_access`, `database` that of `start_prefect`.
 
     Raises `UserError` if a port is in use, another `serve` is up for the same output folder, a
     server does not start, or one of them dies again and again.
     """
+    if database is not None:
+        check_database(database)
     home = make_folder(prefect_dir(config))
     with lock(home / "serve.lock", wait=False) as free:
         if not free:
@@ -68,13 +81,21 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
         check_port(port, "--port")
         check_port(mlflow_port, "--mlflow-port")
         engines = make_folder(home / "engines")
-        env = _environment(config, engines, port)
+        access = choose_access(home, auth)
+        env = {**_environment(config, engines, port), **access.prefect_client()}
         os.environ.update(env)
         kept: list[Supervised] = []
         with _ending(kept), contextlib.suppress(KeyboardInterrupt):
-            _start_all(config, kept, env, engines, port=port, mlflow_port=mlflow_port)
+            _start_all(
+                config,
+                kept,
+                env,
+                engines,
+                prefect=lambda: start_prefect(config, port, access, database),
+                mlflow=lambda: start_mlflow(config, mlflow_port, access),
+            )
             write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
-            _print_addresses(kept)
+            _print_addresses(kept, secret_file(home) if access != EVERYONE else None)
             with _noted_stops() as heard:
                 try:
                     _keep_up(kept, heard)
@@ -100,8 +121,8 @@ def _start_all(
     env: Mapping[str, str],
     engines: Path,
     *,
-    port: int,
-    mlflow_port: int,
+    prefect: Callable[[], Service],
+    mlflow: Callable[[], Service],
 ) -> None:
     """Start the servers, deploy, and start the worker last; each is added to `kept` at once."""
 
@@ -109,15 +130,14 @@ def _start_all(
         kept.append(supervised)
         return supervised
 
-    prefect = keep(Supervised(lambda: start_prefect(config, port)))
+    api = keep(Supervised(prefect))
     # A training that makes the same tables would take this lock too.
     with lock(config.run.output_dir / "mlflow" / ".lock"):
-        mlflow = keep(Supervised(lambda: start_mlflow(config, mlflow_port)))
-        wait_until_up(mlflow.service, "/health")
-    wait_until_up(prefect.service, "/api/health")
+        wait_until_up(keep(Supervised(mlflow)).service, "/health")
+    wait_until_up(api.service, "/api/health")
     deploy(config, env)
     _reconcile_at_start(config, engines)
-    keep(Supervised(lambda: _start_worker(config, env), lambda: answers(prefect.service)))
+    keep(Supervised(lambda: _start_worker(config, env), lambda: answers(api.service)))
     threading.Thread(target=_reconcile, args=(config, engines), daemon=True).start()
 
 
@@ -126,11 +146,13 @@ def _start_worker(config: Config, env: Mapping[str, str]) -> Service:
     return start("the worker", command, log=prefect_dir(config) / "worker.log", env=env)
 
 
-def _print_addresses(kept: list[Supervised]) -> None:
+def _print_addresses(kept: list[Supervised], secret: Path | None) -> None:
     prefect, mlflow = kept[0].service, kept[1].service
     say(f"Prefect UI  {prefect.url}/v2")
     say(f"MLflow      {mlflow.url}")
     say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
+    if secret:
+        say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret})"')
     say("Ready: run the deployments from the UI. Ctrl-C suspends what runs and ends all of it.")
 
 

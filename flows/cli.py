@@ -192,17 +192,17 @@ def serve(
     auth: Annotated[
         bool | None,
         typer.Option(
-            help="Ask for a secret, generated once: each user of a machine reaches loopback. "
-            "Remembered.",
-            show_default=False,
+            "--auth/--no-auth",
+            help="Whether both servers ask for a generated secret. [as the last time]",
         ),
     ] = None,
     database: Annotated[
         str | None,
         typer.Option(
-            help="Prefect's database, postgresql+asyncpg://USER:PASSWORD@HOST:PORT/NAME, instead "
-            "of a file in the output folder.",
+            help="Prefect's database, postgresql+asyncpg://USER@HOST:PORT/NAME; a password is "
+            "better kept in INFINI_DATABASE or ~/.pgpass. [a SQLite file in the output folder]",
             envvar="INFINI_DATABASE",
+            show_envvar=False,
         ),
     ] = None,
 ) -> None:

@@ -21,7 +21,7 @@ from uuid import UUID
 import psutil
 
 from flows.serving import engine
-from flows.serving.access import Access, choose_access
+from flows.serving.access import EVERYONE, Access, choose_access, secret_file
 from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
 from flows.serving.services import (
@@ -80,6 +80,8 @@ def serve(config: Config, options: Options) -> None:
     Raises `UserError` if a port is in use, another `serve` is up for the same output folder, a
     server does not start, or one of them dies again and again.
     """
+    if database is not None:
+        check_database(database)
     home = make_folder(prefect_dir(config))
     with lock(home / "serve.lock", wait=False) as free:
         if not free:
@@ -100,7 +102,7 @@ def serve(config: Config, options: Options) -> None:
             mlflow_url = f"http://{HOST}:{options.mlflow_port}"
             addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": mlflow_url}
             write_json(home / "serve.json", addresses)
-            _print_addresses(kept)
+            _print_addresses(kept, secret_file(home) if access != EVERYONE else None)
             with _noted_stops() as heard:
                 try:
                     _keep_up(kept, heard)
@@ -150,11 +152,13 @@ def _start_worker(config: Config) -> Service:
     return start("the worker", command, log=prefect_dir(config) / "worker.log", env={})
 
 
-def _print_addresses(kept: list[Supervised]) -> None:
+def _print_addresses(kept: list[Supervised], secret: Path | None) -> None:
     prefect, mlflow = kept[0].service, kept[1].service
     say(f"Prefect UI  {prefect.url}/v2")
     say(f"MLflow      {mlflow.url}")
     say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
+    if secret:
+        say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret})"')
     say("Ready: run the deployments from the UI. Ctrl-C suspends what runs and ends all of it.")
 
 

@@ -40,7 +40,7 @@ def test_a_command_of_a_folder_with_a_secret_reports_to_its_server_with_it(
     settings = write_settings(tmp_path / "settings.yaml", tiny(text_files, tmp_path / "output"))
     done = run(infini("preprocess", "--config", settings), alone)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "401" not in done.stdout + done.stderr
+    assert "Unauthorized" not in done.stdout + done.stderr
 
     def count(table: str) -> Any:
         return sqlite3.connect(home / "prefect.db").execute(f"select count(*) from {table}")

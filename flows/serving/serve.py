@@ -30,6 +30,7 @@ from flows.serving.services import (
     Service,
     answers,
     check_port,
+    experiment_page,
     prefect_dir,
     prefect_environment,
     start,
@@ -80,8 +81,8 @@ def serve(config: Config, options: Options) -> None:
     Raises `UserError` if a port is in use, another `serve` is up for the same output folder, a
     server does not start, or one of them dies again and again.
     """
-    if database is not None:
-        check_database(database)
+    if options.database is not None:
+        check_database(options.database)
     home = make_folder(prefect_dir(config))
     with lock(home / "serve.lock", wait=False) as free:
         if not free:
@@ -90,8 +91,6 @@ def serve(config: Config, options: Options) -> None:
             )
         check_port(options.port, "--port")
         check_port(options.mlflow_port, "--mlflow-port")
-        if options.database is not None:
-            check_database(options.database)
         access = choose_access(home, options.auth)
         engines = make_folder(home / "engines")
         env = _environment(config, engines, options.port, access)
@@ -102,7 +101,10 @@ def serve(config: Config, options: Options) -> None:
             mlflow_url = f"http://{HOST}:{options.mlflow_port}"
             addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": mlflow_url}
             write_json(home / "serve.json", addresses)
-            _print_addresses(kept, secret_file(home) if access != EVERYONE else None)
+            page = experiment_page(kept[1].service, config, access)
+            _print_addresses(
+                kept[0].service, page, secret_file(home) if access != EVERYONE else None
+            )
             with _noted_stops() as heard:
                 try:
                     _keep_up(kept, heard)
@@ -152,10 +154,9 @@ def _start_worker(config: Config) -> Service:
     return start("the worker", command, log=prefect_dir(config) / "worker.log", env={})
 
 
-def _print_addresses(kept: list[Supervised], secret: Path | None) -> None:
-    prefect, mlflow = kept[0].service, kept[1].service
+def _print_addresses(prefect: Service, mlflow_page: str, secret: Path | None) -> None:
     say(f"Prefect UI  {prefect.url}/v2")
-    say(f"MLflow      {mlflow.url}")
+    say(f"MLflow      {mlflow_page}")
     say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
     if secret:
         say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret})"')

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import quote
 
 from flows.serving.access import EVERYONE, LOOPBACK_NAMES, Access, stored_access
 from infini_model.config import Config
@@ -220,14 +221,19 @@ def served_mlflow(config: Config) -> str | None:
     return _served(config).get("mlflow_url")
 
 
-def status_of(url: str, auth_string: str | None) -> int:
-    """The HTTP status at `url`, asked with "user:password". Raises `OSError` or `ValueError`."""
+def _request(url: str, auth_string: str | None) -> urllib.request.Request:
+    """A GET of `url` with "user:password"."""
     request = urllib.request.Request(url)  # noqa: S310 - the user's own address
     if auth_string is not None:
         encoded = base64.b64encode(auth_string.encode()).decode()
         request.add_header("Authorization", f"Basic {encoded}")
+    return request
+
+
+def status_of(url: str, auth_string: str | None) -> int:
+    """The HTTP status at `url`, asked with "user:password". Raises `OSError` or `ValueError`."""
     try:
-        with urllib.request.urlopen(request, timeout=10.0) as answer:  # noqa: S310
+        with urllib.request.urlopen(_request(url, auth_string), timeout=10.0) as answer:  # noqa: S310
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -303,6 +309,19 @@ def start_mlflow(config: Config, port: int, access: Access = EVERYONE) -> Servic
             **access.servers(),
             "MLFLOW_BACKEND_STORE_URI": config.tracking_uri,
             "MLFLOW_ARTIFACTS_DESTINATION": str(root / "artifacts"),
+            "INFINI_EXPERIMENT": config.tracking.experiment_name,
         },
         url=f"http://{HOST}:{port}",
     )
+
+
+def experiment_page(mlflow: Service, config: Config, access: Access) -> str:
+    """The address of the experiment's page; of the server where it does not tell."""
+    name = quote(config.tracking.experiment_name)
+    url = f"{mlflow.url}/api/2.0/mlflow/experiments/get-by-name?experiment_name={name}"
+    try:
+        with urllib.request.urlopen(_request(url, access.auth_string), timeout=10.0) as answer:  # noqa: S310
+            number = json.load(answer)["experiment"]["experiment_id"]
+    except (OSError, ValueError, KeyError):
+        return mlflow.url
+    return f"{mlflow.url}/#/experiments/{number}"

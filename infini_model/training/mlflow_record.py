@@ -145,7 +145,7 @@ class MlflowSink:
             self.finish(status)
 
     def _connect(self) -> None:
-        client, experiment = _open(self._config)
+        client, experiment = open_tracking(self._config)
         run = self._find_run(client)
         is_new = run is None
         if is_new:
@@ -266,7 +266,7 @@ def _quieten() -> None:
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
 
-def _open(config: Config) -> tuple[Any, str]:
+def open_tracking(config: Config) -> tuple[Any, str]:
     """A client and the id of the experiment, which is created where there is none."""
     _quieten()
     from mlflow import MlflowClient
@@ -274,7 +274,7 @@ def _open(config: Config) -> tuple[Any, str]:
     uri, name = config.tracking_uri, config.tracking.experiment_name
     if not uri.startswith(SQLITE):
         client = MlflowClient(uri)
-        return client, _experiment(client, name, None)
+        return client, ensure_experiment(client, name, None)
     database = Path(uri.removeprefix(SQLITE))
     folder = make_folder(database.parent)
     with lock(folder / ".lock"):
@@ -285,23 +285,15 @@ def _open(config: Config) -> tuple[Any, str]:
                 MlflowClient(f"{SQLITE}{temporary}")
         client = MlflowClient(uri)
         # Files go beside the database, not where the process happens to have been started.
-        return client, _experiment(client, name, (folder / "artifacts").resolve().as_uri())
+        return client, ensure_experiment(client, name, (folder / "artifacts").resolve().as_uri())
 
 
-def _experiment(client: Any, name: str, artifacts: str | None) -> str:
+def ensure_experiment(client: Any, name: str, artifacts: str | None) -> str:
+    """The id of the experiment `name`; if missing it is created, with its files at `artifacts`."""
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         return str(client.create_experiment(name, artifact_location=artifacts))
     return str(experiment.experiment_id)
-
-
-def experiment_id(config: Config) -> str:
-    """The id of the experiment in MLflow, which is created where there is none.
-
-    Its page is `<address>/#/experiments/<id>`. Takes seconds where MLflow was not imported yet.
-    Raises what MLflow raises where it cannot be reached.
-    """
-    return _open(config)[1]
 
 
 def run_url(base: str, run_dir: Path) -> str | None:

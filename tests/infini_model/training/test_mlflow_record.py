@@ -19,7 +19,7 @@ from infini_model.training.metrics import Metrics
 from infini_model.training.mlflow_record import (
     NOTE,
     end_record,
-    experiment_id,
+    open_tracking,
     read_mlflow_record,
     run_url,
 )
@@ -180,8 +180,8 @@ def test_the_links_follow_a_resume_and_a_persons_description_stays(tmp_path, con
 
 def test_the_page_of_a_run_and_of_its_experiment(tmp_path, config):
     assert run_url("http://127.0.0.1:5000", tmp_path) is None
-    number = experiment_id(config)
-    assert experiment_id(config) == number
+    number = open_tracking(config)[1]
+    assert open_tracking(config)[1] == number
     begin(tmp_path, config).close("FINISHED")
     run = in_mlflow(tmp_path).info
     assert run.experiment_id == number
@@ -195,8 +195,8 @@ def test_a_kill_while_the_tables_are_made_does_no_lasting_harm(make_config):
     program = """
 import json, sys
 from infini_model.config import validate
-from infini_model.training.mlflow_record import experiment_id
-experiment_id(validate(json.loads(sys.argv[1])))
+from infini_model.training.mlflow_record import open_tracking
+open_tracking(validate(json.loads(sys.argv[1])))
 """
     process = subprocess.Popen([sys.executable, "-c", program, config.model_dump_json()])
     # Some of the tables are there, not all of them.
@@ -208,5 +208,5 @@ experiment_id(validate(json.loads(sys.argv[1])))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (folder / "mlflow.db").exists()
-    assert int(experiment_id(config)) > 0
+    assert int(open_tracking(config)[1]) > 0
     assert [path.name for path in folder.iterdir() if path.name.startswith(".tmp-")] == []

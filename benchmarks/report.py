@@ -34,6 +34,8 @@ PACKAGES = (
     "datatrove",
     "datasets",
     "infini-transformer-pytorch",
+    "prefect",
+    "mlflow",
 )
 # With one turn nothing says how much the machine wavered; more than asked for are taken only to
 # come to this many.

@@ -19,7 +19,7 @@ import typer
 from typer.exceptions import TyperException
 
 from flows.options import configured
-from infini_model.config import Config
+from infini_model.config import Config, load_config
 from infini_model.errors import StageError, UserError
 
 MENDABLE = (UserError, ConnectionError)
@@ -105,6 +105,80 @@ def evaluate(config: Config) -> None:
     typer.echo(f"Report: {report['report']}")
 
 
+OutputDir = Annotated[
+    Path | None, typer.Option(help="Folder for datasets, runs and records. [outputs]")
+]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
+
+
+def _places(output_dir: Path | None) -> Config:
+    """The configuration of a command that only needs to know where runs are."""
+    places = {} if output_dir is None else {"run": {"output_dir": str(output_dir)}}
+    return load_config(overrides=[places])
+
+
+@app.command()
+def runs(output_dir: OutputDir = None) -> None:
+    """List the runs: step, state, losses, and their pages in Prefect and MLflow."""
+    from flows import manage
+
+    manage.show_runs(_places(output_dir))
+
+
+@app.command()
+def resume(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] [KEY=VALUE]...",
+            help="Name or folder of a run (the default is the newest interrupted one), and "
+            "overrides that do not decide the weights, such as training.gpus=0.",
+        ),
+    ] = None,
+    output_dir: OutputDir = None,
+) -> None:
+    """Continue an interrupted run with its own settings, whoever started it; then evaluate it."""
+    from flows import manage
+
+    run_dir, config = manage.to_resume(_places(output_dir).run.output_dir, arguments or [])
+    if config is None:
+        typer.echo(f"{run_dir} is finished; nothing is left to do")
+        return
+    typer.echo(f"Resuming {run_dir}")
+    report = _run_flow("pipeline", config)
+    typer.echo(f"Report: {report['report']}")
+
+
+@app.command()
+def cancel(run: RunArgument, output_dir: OutputDir = None) -> None:
+    """End a run after a checkpoint, whoever started it; infini resume continues it."""
+    from flows import manage
+
+    run_dir = manage.find_run_folder(_places(output_dir).run.output_dir, run)
+    typer.echo(f"Cancelled {run_dir.name}; {manage.cancel(run_dir)}")
+
+
+@app.command()
+def logs(
+    run: Annotated[
+        str | None, typer.Argument(help="Name or folder of a run; the default is the newest.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")
+    ] = False,
+    output_dir: OutputDir = None,
+) -> None:
+    """Print the logs of a run's processes."""
+    from flows import manage
+
+    run_dir = manage.find_run_folder(_places(output_dir).run.output_dir, run)
+    try:
+        manage.print_logs(run_dir, follow=follow)
+    except BrokenPipeError:
+        # As `| head` leaves it; what Python flushes at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @app.command()
 @configured
 def serve(
@@ -115,11 +189,45 @@ def serve(
     mlflow_port: Annotated[
         int, typer.Option(help="Port of MLflow's page.", min=1, max=65535)
     ] = 5000,
+    auth: Annotated[
+        bool | None,
+        typer.Option(
+            help="Ask for a secret, generated once: each user of a machine reaches loopback. "
+            "Remembered.",
+            show_default=False,
+        ),
+    ] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefect's database, postgresql+asyncpg://USER:PASSWORD@HOST:PORT/NAME, instead "
+            "of a file in the output folder.",
+            envvar="INFINI_DATABASE",
+        ),
+    ] = None,
 ) -> None:
     """Keep the Prefect UI, MLflow, a worker and the deployments up until Ctrl-C."""
     from flows.serving import serve as serving
 
-    serving.serve(config, port=port, mlflow_port=mlflow_port)
+    serving.serve(config, serving.Options(port, mlflow_port, auth, database))
+
+
+@app.command()
+@configured
+def deploy(
+    config: Config,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Undo what was edited on the server.")
+    ] = False,
+) -> None:
+    """Create or update the work pool, deployments and automations on the Prefect server."""
+    from flows.serving import deploy as deployment
+    from flows.serving.services import prefect_api
+
+    with prefect_api(config) as wait_until_up:
+        wait_until_up()
+        deployment.deploy(os.environ["PREFECT_API_URL"], reset=reset)
+    typer.echo("Deployed.")
 
 
 @app.command()

@@ -9,13 +9,20 @@ import resource
 import shutil
 import socket
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
-from flows.serving.services import HOST, configured_url
+from flows.serving.access import Access, stored_access
+from flows.serving.services import (
+    HOST,
+    configured_auth,
+    configured_url,
+    prefect_dir,
+    served_url,
+    status_of,
+)
 from infini_model.config import Config
 from infini_model.errors import DeviceError, UserError
 from infini_model.storage import atomic_file, make_folder
@@ -135,25 +142,50 @@ def _port(port: int, option: str) -> Finding:
     return Finding(f"port {port}", "in use" if taken else "free", remedy)
 
 
-def _server(subject: str, url: str) -> Finding:
+def _server(subject: str, url: str, auth_string: str | None, variables: str) -> Finding:
+    """Whether a server answers, also on what it may ask a password for ("user:password")."""
     try:
-        urllib.request.urlopen(url, timeout=3.0).close()  # noqa: S310 - the user's own address
-    except (urllib.error.URLError, OSError, ValueError) as error:
+        status = status_of(url, auth_string)
+    except (OSError, ValueError) as error:
         return Finding(subject, f"{url} does not answer: {error}", "start it, or unset its address")
+    if status == HTTPStatus.UNAUTHORIZED:
+        return Finding(subject, f"{url} answers 401: it asks for a password", f"set {variables}")
+    if status != HTTPStatus.OK:
+        return Finding(subject, f"{url} answers {status}", "look into the server's log")
     return Finding(subject, f"{url} answers")
+
+
+def _prefect(config: Config, access: Access) -> Finding:
+    configured, served = configured_url(), served_url(config)
+    url = configured or served
+    if url is None:
+        return Finding("Prefect API", "none configured; each command starts its own")
+    auth_string = access.auth_string if url == served else configured_auth()
+    version = f"{url.rstrip('/')}/admin/version"
+    return _server("Prefect API", version, auth_string, "PREFECT_API_AUTH_STRING")
+
+
+def _mlflow(config: Config, access: Access) -> Finding:
+    if not config.tracking_uri.startswith("http"):
+        return Finding("MLflow", config.tracking_uri)
+    known = {**os.environ, **access.mlflow_client(config.tracking_uri)}
+    user, password = known.get("MLFLOW_TRACKING_USERNAME"), known.get("MLFLOW_TRACKING_PASSWORD")
+    auth_string = f"{user}:{password}" if user and password else None
+    version = f"{config.tracking_uri.rstrip('/')}/version"
+    variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    return _server("MLflow", version, auth_string, variables)
 
 
 def _servers(config: Config) -> Iterator[Finding]:
     yield _port(4200, "--port")
     yield _port(5000, "--mlflow-port")
-    if url := configured_url():
-        yield _server("Prefect API", url.rstrip("/") + "/health")
-    else:
-        yield Finding("Prefect API", "none configured; each command starts its own")
-    if config.tracking_uri.startswith("http"):
-        yield _server("MLflow", config.tracking_uri.rstrip("/") + "/health")
-    else:
-        yield Finding("MLflow", config.tracking_uri)
+    try:
+        access = stored_access(prefect_dir(config))
+    except UserError as error:
+        yield Finding("secret", str(error), "choose another --output-dir")
+        return
+    yield _prefect(config, access)
+    yield _mlflow(config, access)
 
 
 def examine(config: Config) -> list[Finding]:

@@ -17,7 +17,7 @@ from prefect.flows import Flow
 
 from infini_model.config import Config, load_config, preset_names
 from infini_model.errors import ConfigError
-from infini_model.runs import dataset_of
+from infini_model.runs import resume_config
 
 Tree = dict[str, Any]
 DEFAULT_PRESET = "quickstart"
@@ -123,16 +123,12 @@ def _change(name: str, value: Any) -> Tree:
 def _resumed(changes: list[Mapping[str, Any]]) -> Config:
     """The settings of the run that `changes` name, with `changes` laid over them."""
     asked = load_config(overrides=[{"run": change["run"]} for change in changes if "run" in change])
+    # `latest` is a link to the run.
     run_dir = (asked.run.runs_dir / str(asked.run.name)).resolve()
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"resume: there is no run {run_dir}")
-    begun_with = {
-        "run": {"output_dir": str(asked.run.output_dir)},
-        "data": {"folder": str(dataset_of(run_dir))},
-    }
-    # `latest` is a link to the run.
-    name = {"run": {"name": run_dir.name}}
-    return load_config(file=run_dir / "config.yaml", overrides=[begun_with, *changes, name])
+    itself = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
+    return resume_config(run_dir, [*changes, {"run": itself}])
 
 
 def parameters_of(config: Config, flow: Flow[..., Any]) -> Tree:

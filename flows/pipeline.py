@@ -9,6 +9,7 @@ from prefect import flow
 
 from flows.evaluate import evaluate_run
 from flows.form import form, settings
+from flows.owner import current_owner
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
 from infini_model.config import Config
@@ -37,7 +38,8 @@ def pipeline(config: Config) -> dict[str, Any]:
     """
     dataset = prepare_dataset(config)
     folder = Path(dataset["folder"])
-    with claim_run(config, dataset["key"], folder) as run_dir:
+    owner, adopt = current_owner()
+    with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:
         train_run(config, folder, run_dir)
         if config.training.node_rank > 0:
             return {"report": str(run_dir / "report.md")}

@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import flow, get_run_logger
 
 from flows.form import form, settings
+from flows.owner import current_owner
 from infini_model.config import Config
 from infini_model.runs import claim_run, is_finished
 from tasks.shard import plan_dataset
@@ -45,6 +46,7 @@ def train(config: Config) -> dict[str, str]:
     """Train on the folder of `data.folder`, or the newest dataset. Returns the run folder."""
     dataset = plan_dataset.with_options(**options(config.stages.shard))(config, None)
     folder = Path(dataset["folder"])
-    with claim_run(config, dataset["key"], folder) as run_dir:
+    owner, adopt = current_owner()
+    with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:
         train_run(config, folder, run_dir)
         return {"run_dir": str(run_dir)}

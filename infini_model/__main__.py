@@ -72,10 +72,10 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.evaluation.report import evaluate_run
-    from infini_model.training.metrics import log_artifacts
+    from infini_model.evaluation.tracking import log_evaluation
 
     result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=_progress)
-    log_artifacts(arguments.run_dir, config, [result.report, *result.plots], result.metrics)
+    log_evaluation(arguments.run_dir, arguments.dataset, config, result)
     return result.model_dump(mode="json")
 
 

@@ -443,7 +443,23 @@ class TrackingConfig(Section):
         None, description="MLflow's address; None is a SQLite file in run.output_dir."
     )
     experiment_name: str = Field("infini-llama", description="MLflow experiment of the runs.")
+    log_model: bool = Field(
+        True,
+        description="Whether the model of a finished run is logged in MLflow, from where it can be "
+        "loaded; costs a copy of the weights, four bytes a parameter.",
+    )
+    registered_model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
+        None,
+        description="Name under which the logged model is registered in MLflow; of its versions "
+        "the one with the lowest validation loss has the alias best. None registers nothing.",
+    )
     tensorboard: bool = Field(True, description="Whether TensorBoard files are written.")
+
+    @model_validator(mode="after")
+    def _registers_what_is_logged(self) -> Self:
+        if self.registered_model is not None and not (self.mlflow and self.log_model):
+            raise ValueError("registered_model needs mlflow and log_model")
+        return self
 
 
 class StageConfig(Section):

@@ -180,6 +180,7 @@ def run(
     timeout_seconds: float | None = None,
     grace_seconds: float = 30.0,
     watch: Callable[[int], Exception | None] = lambda _: None,
+    stop: Callable[[], Exception | None] = lambda: None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> int:
@@ -189,8 +190,9 @@ def run(
     SIGKILL after `grace_seconds`) when `timeout_seconds` have passed, `on_line` raises, or SIGTERM
     or SIGINT comes, which then acts on the caller as it would have without this function; where
     SIGTERM would have killed it, it is `SystemExit`. `watch` is asked about the process id ten
-    times a second: what it returns is raised, and all is killed at once. A negative status is the
-    signal that ended the command.
+    times a second: what it returns is raised, and all is killed at once. `stop` is asked as often:
+    what it returns is raised after the process tree has been ended with its grace. A negative
+    status is the signal that ended the command.
 
     Raises `ProcessTimeoutError` past the deadline.
     """
@@ -210,6 +212,8 @@ def run(
                 if error := watch(process.pid):
                     grace_seconds = 0.0
                     raise error
+                if reason := stop():
+                    raise reason
                 if time.monotonic() > deadline:
                     raise ProcessTimeoutError(f"ended after {timeout_seconds:g} s: {command[-1]}")
         finally:

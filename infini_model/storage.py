@@ -58,15 +58,17 @@ def make_folder(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path, mode: int = 0o644) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it into place when the block ends well.
+
+    The file has the permissions `mode` from the start, before anything is in it.
 
     Raises `UserError` if the disk is full or the folder cannot be written.
     """
     make_folder(path.parent)
     with named_os_errors(path):
         descriptor, name = tempfile.mkstemp(prefix=TEMPORARY + path.name + "-", dir=path.parent)
-        os.fchmod(descriptor, 0o644)
+        os.fchmod(descriptor, mode)
         os.close(descriptor)
         temporary = Path(name)
         try:

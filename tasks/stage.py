@@ -24,6 +24,7 @@ from infini_model.config import Config, StageConfig
 from infini_model.errors import StageError, UserError
 from infini_model.processes import ProcessTimeoutError, run
 from infini_model.training.failures import TrainingFailure
+from tasks.control import stopped_with_flow_run
 from tasks.progress import Progress
 
 TAIL_LINES = 20
@@ -80,12 +81,16 @@ def run_stage(
             tail.append(line)
             log.info(line)
 
-    with tempfile.TemporaryDirectory() as folder, Progress(name, unit) as progress:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress(name, unit) as progress,
+        stopped_with_flow_run() as stop,
+    ):
         file = Path(folder) / "config.json"
         file.write_text(config.model_dump_json(), encoding="utf-8")
         command = [sys.executable, "-m", "infini_model", name, "--config", str(file), *arguments]
         try:
-            status = run(command, on_line=on_line, timeout_seconds=stage.timeout_seconds)
+            status = run(command, on_line=on_line, timeout_seconds=stage.timeout_seconds, stop=stop)
         except ProcessTimeoutError as error:
             message = f"{name}: not done after {stage.timeout_seconds:g} s"
             raise ProcessTimeoutError(message) from error

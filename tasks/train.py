@@ -9,6 +9,7 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from infini_model.config import Config
+from tasks.control import stopped_with_flow_run
 from tasks.progress import Progress
 from tasks.stage import STAGE
 
@@ -26,7 +27,16 @@ def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
     from infini_model.training.launch import launch
 
     log = get_run_logger()
-    with Progress("train", "steps", logged=False) as progress:
+    folder = Path(run_dir)
+
+    def saved() -> str:
+        steps = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
+        return f"step {max(steps)} is saved" if steps else ""
+
+    with (
+        Progress("train", "steps", logged=False) as progress,
+        stopped_with_flow_run(saved) as stop,
+    ):
 
         def on_line(line: str) -> None:
             log.info(line)
@@ -36,8 +46,9 @@ def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
         launch(
             config,
             Path(dataset_dir),
-            Path(run_dir),
+            folder,
             timeout_seconds=config.stages.train.timeout_seconds,
             on_line=on_line,
+            stop=stop,
         )
     return run_dir

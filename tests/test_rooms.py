@@ -33,7 +33,13 @@ OPTIONAL = (
     *("datasets", "mlflow", "tensorboard", "torch.utils.tensorboard", "gigatoken", "flash_attn"),
     *("matplotlib", "transformers", "prefect"),
 )
-MAY_IMPORT_MLFLOW = ("infini_model.training.metrics", "tasks")
+# Its record of a run, what an evaluation adds to that, and the code that it stores with a model.
+MAY_IMPORT_MLFLOW = (
+    "infini_model.training.mlflow_record",
+    *(f"infini_model.evaluation.{name}" for name in ("tracking", "mlflow_model", "pyfunc")),
+)
+# Run by MLflow as a file, when a logged model is loaded; nothing imports it.
+RUN_BY_MLFLOW = "infini_model.evaluation.pyfunc"
 # An address is not a reason to listen on all of a machine's networks; the others run what a
 # stranger wrote.
 FORBIDDEN_CALLS = ("torch.load", "eval", "exec", "os.system")
@@ -142,6 +148,7 @@ def needless_at_import(root: Path) -> list[str]:
         str(each)
         for each in all_imports(root)
         if _within(each.module, ("infini_model",)) and each.at_once and each.enters(OPTIONAL)
+        if each.module != RUN_BY_MLFLOW
     ]
 
 
@@ -233,6 +240,7 @@ def make_tree(root: Path, **sources: str) -> Path:
         (needless_at_import, "infini_model__a", "from torch.utils import tensorboard\n"),
         (mlflow_outside_its_place, "flows__cli", "def f():\n    import mlflow\n"),
         (mlflow_outside_its_place, "infini_model__training__loop", "from mlflow import log\n"),
+        (mlflow_outside_its_place, "tasks__evaluate", "def f():\n    import mlflow\n"),
         (dangers, "infini_model__a", "from pickle import loads\n"),
         (dangers, "infini_model__a", "import torch\ntorch.load('x', weights_only=True)\n"),
         (dangers, "tasks__a", "import subprocess\nsubprocess.run('ls', shell=True)\n"),
@@ -253,7 +261,8 @@ def test_what_the_rules_allow_is_let_through(tmp_path: Path) -> None:
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers\n"
         ),
         infini_model__training__loop="from infini_model import llama\nfrom ..data import loader\n",
-        infini_model__training__metrics="def f():\n    import mlflow\n",
+        infini_model__training__mlflow_record="def f():\n    import mlflow\n",
+        infini_model__evaluation__pyfunc="import mlflow\n",
         infini_model__prefecture="VERSION = '10.0.0.0'\nmodel.eval()\n",
         tasks__train="import prefect\nfrom infini_model.data import loader\n",
         flows__cli="from tasks import train\nrun(['ls'], shell=False)\n",

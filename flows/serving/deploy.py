@@ -1,23 +1,280 @@
-"""The work pool and the deployments of prefect.yaml on a Prefect server."""
+"""The work pool, deployments and automations of the project on a Prefect server.
+
+What people edit on the server stays. A deployment of prefect.yaml is created where it is missing;
+afterwards only what follows the code is updated: parameters, schedules, paused state, tags and
+concurrency limit are the user's, and a deployment that was moved to another work pool is left
+alone. An automation is created where its name is missing and never changed afterwards.
+`reset=True` sets all of them back to the files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from flows.serving.services import prefect_dir, start
-from infini_model.config import Config
+import yaml
+
 from infini_model.errors import UserError
 
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.responses import DeploymentResponse
+    from prefect.events import AutomationCore
+    from prefect.flows import Flow
+
 WORK_POOL = "infini"
+PROJECT = Path(__file__).resolve().parents[2]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Longer than Prefect's default of 180 s between heartbeats, which a run has whose environment does
+# not come from one of our templates.
+SILENCE = timedelta(minutes=5)
+NEW_DATASET = "infini.dataset.ready"
+TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
 
 
-def deploy(config: Config, env: Mapping[str, str]) -> None:
-    """Create the process work pool and the deployments of prefect.yaml."""
-    log = prefect_dir(config) / "deploy.log"
-    prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
-    pool = [*prefect, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"]
-    for command in (pool, [*prefect, "deploy", "--all"]):
-        service = start("the deployment", command, log=log, env=env)
-        if service.process.wait() != 0:
-            raise UserError(f"the flows could not be deployed; see {log}")
+def deploy(api_url: str, *, reset: bool = False) -> None:
+    """Create or update the work pool, the deployments and the automations at `api_url`.
+
+    Call it after Prefect's settings are in the environment, which Prefect reads when imported.
+    Raises `UserError` in one line if the server does not answer or refuses.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with (
+        temporary_settings({PREFECT_API_URL: api_url}),
+        _one_line_errors(api_url),
+        get_client(sync_client=True) as client,
+    ):
+        _apply_work_pool(client)
+        definitions = _read_definitions()
+        ids = {
+            definition["name"]: _apply_deployment(client, definition, reset=reset)
+            for definition in definitions
+        }
+        automations = [
+            _crash_silent_runs(list(ids), enabled=urlsplit(api_url).hostname not in LOOPBACK),
+            _train_on_new_datasets(ids["train"]),
+        ]
+        for automation in automations:
+            _apply_automation(client, automation, reset=reset)
+
+
+@contextlib.contextmanager
+def _one_line_errors(api_url: str) -> Iterator[None]:
+    import httpx
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    try:
+        yield
+    except PrefectHTTPStatusError as error:
+        raise UserError(f"{api_url} refused the deployment: {_reason(error)}") from error
+    except httpx.RequestError as error:
+        raise UserError(f"{api_url} does not answer ({error}); nothing was deployed") from error
+
+
+def _reason(error: Any) -> str:
+    """What the server said in a `PrefectHTTPStatusError`, in one line."""
+    return " ".join(f"{error.response.status_code} {error.response.text}".split())
+
+
+def job_template() -> dict[str, Any]:
+    """The base job template of the work pool: one fixed command and no variables.
+
+    Every caller of the API may send job variables, and the worker applies those that the template
+    mentions. It also merges `env` into a template whose `env` is a dictionary, so this one has
+    none: a run inherits the worker's environment.
+    """
+    from prefect.utilities.processutils import command_to_string
+
+    return {
+        "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+        "job_configuration": {
+            "command": command_to_string([sys.executable, "-m", "flows.serving.engine"]),
+            "working_dir": str(PROJECT),
+            "stream_output": True,
+        },
+    }
+
+
+def _apply_work_pool(client: SyncPrefectClient) -> None:
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.exceptions import ObjectNotFound
+
+    template = job_template()
+    try:
+        pool = client.read_work_pool(WORK_POOL)
+    except ObjectNotFound:
+        client.create_work_pool(
+            WorkPoolCreate(
+                name=WORK_POOL,
+                description="Runs flows on this machine, from the checkout.",
+                type="process",
+                base_job_template=template,
+            )
+        )
+        return
+    if pool.type != "process":
+        raise UserError(f"work pool {WORK_POOL}: its type is {pool.type}, not process; rename it")
+    if pool.base_job_template != template:
+        client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=template))
+
+
+def _read_definitions() -> list[dict[str, Any]]:
+    """The deployments of prefect.yaml, each with the file's pull steps."""
+    text = (PROJECT / "prefect.yaml").read_text(encoding="utf-8")
+    # Prefect's own command would take the folder from which the shell calls it.
+    tree = yaml.safe_load(text.replace("{{ $PWD }}", str(PROJECT)))
+    return [{"pull": tree["pull"], **definition} for definition in tree["deployments"]]
+
+
+def _code_of(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a deployment that follow the code, as the API spells them."""
+    from prefect.flows import load_flow_from_entrypoint
+    from prefect.utilities.callables import parameter_schema
+
+    flow: Flow[..., Any] = load_flow_from_entrypoint(str(PROJECT / definition["entrypoint"]))
+    return {
+        "entrypoint": definition["entrypoint"],
+        "path": None,
+        "pull_steps": definition["pull"],
+        "description": definition["description"],
+        "version": flow.version,
+        "parameter_openapi_schema": parameter_schema(flow).model_dump(mode="json"),
+        "enforce_parameter_schema": True,
+        "work_pool_name": definition["work_pool"]["name"],
+        "work_queue_name": definition["work_pool"]["work_queue_name"],
+        "job_variables": {},
+    }
+
+
+def _apply_deployment(
+    client: SyncPrefectClient, definition: Mapping[str, Any], *, reset: bool
+) -> UUID:
+    from prefect.client.schemas.actions import DeploymentScheduleCreate
+    from prefect.client.schemas.schedules import CronSchedule
+    from prefect.exceptions import ObjectNotFound
+
+    name = definition["name"]
+    if not reset:
+        with contextlib.suppress(ObjectNotFound):
+            existing = client.read_deployment_by_name(f"{name}/{name}")
+            _update(client, existing, definition)
+            return existing.id
+    # Over an existing deployment this replaces all of it, schedules included.
+    return client.create_deployment(
+        flow_id=client.create_flow_from_name(name),
+        name=name,
+        parameters=definition.get("parameters", {}),
+        schedules=[
+            DeploymentScheduleCreate(schedule=CronSchedule(**schedule))
+            for schedule in definition.get("schedules", [])
+        ],
+        paused=False,
+        tags=definition.get("tags", []),
+        **_code_of(definition),
+    )
+
+
+def _update(
+    client: SyncPrefectClient, existing: DeploymentResponse, definition: Mapping[str, Any]
+) -> None:
+    """Bring what follows the code up to date, if it has changed."""
+    from prefect.client.schemas.actions import DeploymentUpdate
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    if existing.work_pool_name not in (None, WORK_POOL):
+        return
+    code = _code_of(definition)
+    known = code["parameter_openapi_schema"]["properties"]
+    if dropped := set(existing.parameters) - set(known):
+        code["parameters"] = {k: v for k, v in existing.parameters.items() if k in known}
+        print(f"{existing.name}: dropped parameters that the flow has no more: {sorted(dropped)}")
+    if all(getattr(existing, field) == value for field, value in code.items()):
+        return
+    try:
+        client.update_deployment(existing.id, DeploymentUpdate(**code))
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != 409:
+            raise
+        # One deployment with parameters from before a change must not keep the others down.
+        print(
+            f"{existing.name}: the parameters edited on the server no longer fit the flow; edit "
+            f"them, or run infini deploy --reset: {_reason(error)}"
+        )
+
+
+def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
+    """Runs of `flows` whose heartbeats end without an end of the run become Crashed.
+
+    Suspended and Paused count as an end: the process is gone by intention. Off on a server that
+    only this machine reaches: `infini serve` sees within seconds that a process is dead, while a
+    server that was down for longer than `SILENCE` takes healthy runs for dead when it is back.
+    """
+    from prefect.client.schemas.objects import StateType
+    from prefect.events import AutomationCore, EventTrigger, ResourceSpecification
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import Posture
+
+    heartbeat = "prefect.flow-run.heartbeat"
+    states = (*TERMINAL_STATES, "Suspended", "Paused")
+    minutes = int(SILENCE.total_seconds() // 60)
+    return AutomationCore(
+        name="infini: crash runs without heartbeat",
+        description="Runs on other machines whose process or machine has died can be retried "
+        "instead of running for ever. Runs of infini serve do not need it.",
+        enabled=enabled,
+        trigger=EventTrigger(
+            posture=Posture.Proactive,
+            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+            match_related=ResourceSpecification(
+                {"prefect.resource.role": "flow", "prefect.resource.name": flows}
+            ),
+            for_each={"prefect.resource.id"},
+            after={heartbeat},
+            expect={heartbeat, *(f"prefect.flow-run.{state}" for state in states)},
+            threshold=1,
+            within=SILENCE,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CRASHED,
+                message=f"No heartbeat for {minutes} minutes: the process or its machine is gone. "
+                "Retry continues from the newest checkpoint.",
+            )
+        ],
+    )
+
+
+def _train_on_new_datasets(train: UUID) -> AutomationCore:
+    """Each new dataset starts a training on it, once the user enables this."""
+    from prefect.events import AutomationCore, EventTrigger
+    from prefect.events.actions import RunDeployment
+    from prefect.events.schemas.automations import Posture
+
+    folder = {"__prefect_kind": "jinja", "template": "{{ event.payload.folder }}"}
+    return AutomationCore(
+        name="infini: train on every new dataset",
+        description="Starts the train deployment with each dataset that was made. Off until you "
+        "enable it.",
+        enabled=False,
+        trigger=EventTrigger(posture=Posture.Reactive, expect={NEW_DATASET}, threshold=1),
+        actions=[RunDeployment(deployment_id=train, parameters={"dataset": folder})],
+    )
+
+
+def _apply_automation(
+    client: SyncPrefectClient, automation: AutomationCore, *, reset: bool
+) -> None:
+    existing = client.read_automations_by_name(automation.name)
+    if not existing:
+        client.create_automation(automation)
+    elif reset:
+        client.update_automation(existing[0].id, automation)

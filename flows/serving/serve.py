@@ -1,17 +1,35 @@
-"""`infini serve`: Prefect, MLflow, a worker and the deployments, kept up until Ctrl-C."""
+"""`infini serve`: Prefect, MLflow, a worker and the deployments, kept up until Ctrl-C.
+
+What dies is started again; trainings go on meanwhile. At the end the flow runs that are at work are
+suspended first, which saves their checkpoints, so that *Resume* continues them under the next
+`infini serve`; then the worker ends, then the servers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
 
+import psutil
+
+from flows.serving import engine
+from flows.serving.access import Access, choose_access
+from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
 from flows.serving.services import (
+    GRACE_SECONDS,
+    HOST,
     Service,
+    answers,
     check_port,
-    ending,
     prefect_dir,
     prefect_environment,
     start,
@@ -19,30 +37,48 @@ from flows.serving.services import (
     start_prefect,
     wait_until_up,
 )
+from flows.serving.supervise import Supervised
 from infini_model.config import Config
 from infini_model.errors import UserError
+from infini_model.processes import end_tree
 from infini_model.storage import lock, make_folder, write_json
 
-
-def _start_worker(config: Config, env: Mapping[str, str]) -> Service:
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", WORK_POOL]
-    return start("the worker", command, log=prefect_dir(config) / "worker.log", env=env)
-
-
-def _first_end(services: Sequence[Service]) -> Service:
-    """Wait until one of the services ends, which none should."""
-    while True:
-        for service in services:
-            if service.process.poll() is not None:
-                return service
-        time.sleep(0.5)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_SECONDS = 0.5
+# From one look for dead flow runs to the next.
+RECONCILE_SECONDS = 5.0
+# For flow runs to save a checkpoint and end, before SIGKILL.
+SAVE_SECONDS = 75.0
 
 
-def serve(config: Config, *, port: int, mlflow_port: int) -> None:
-    """Keep server, MLflow page, worker and deployments up until Ctrl-C; print the addresses.
+def say(line: str) -> None:
+    """Print a line; the terminal may have been closed."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
-    Raises `UserError` if a port is in use, another `serve` is up for the same output folder, or
-    one of the processes ends.
+
+@dataclass(frozen=True)
+class Options:
+    """What `infini serve` takes besides the configuration.
+
+    Attributes:
+        port: Port of Prefect's API and UI.
+        mlflow_port: Port of MLflow's API and page.
+        auth: Whether both ask for a secret; None leaves that as it was the last time.
+        database: Address of Prefect's records; None is a SQLite file in the output folder.
+    """
+
+    port: int
+    mlflow_port: int
+    auth: bool | None = None
+    database: str | None = None
+
+
+def serve(config: Config, options: Options) -> None:
+    """Keep servers, worker and deployments up until Ctrl-C, SIGTERM or the end of the terminal.
+
+    Raises `UserError` if a port is in use, another `serve` is up for the same output folder, a
+    server does not start, or one of them dies again and again.
     """
     home = make_folder(prefect_dir(config))
     with lock(home / "serve.lock", wait=False) as free:
@@ -50,28 +86,175 @@ def serve(config: Config, *, port: int, mlflow_port: int) -> None:
             raise UserError(
                 f"run.output_dir: infini serve is up for {config.run.output_dir} already"
             )
-        check_port(port, "--port")
-        check_port(mlflow_port, "--mlflow-port")
-        services: list[Service] = []
-        with ending(services), contextlib.suppress(KeyboardInterrupt):
-            prefect = start_prefect(config, port)
-            services.append(prefect)
-            # A training that makes the same tables would take this lock too.
-            with lock(config.run.output_dir / "mlflow" / ".lock"):
-                mlflow = start_mlflow(config, mlflow_port)
-                services.append(mlflow)
-                wait_until_up(mlflow, "/health")
-            wait_until_up(prefect, "/api/health")
-            env = {
-                **prefect_environment(config),
-                "PREFECT_API_URL": f"{prefect.url}/api",
-                "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
-            }
-            deploy(config, env)
-            services.append(_start_worker(config, env))
-            write_json(home / "serve.json", {"api_url": env["PREFECT_API_URL"]})
-            print(f"Prefect UI  {prefect.url}", flush=True)
-            print(f"MLflow      {mlflow.url}", flush=True)
-            print("Ready: run the deployments from the UI. Ctrl-C ends all of it.", flush=True)
-            ended = _first_end(services)
-            raise UserError(f"{ended.name} has ended; see {ended.log}")
+        check_port(options.port, "--port")
+        check_port(options.mlflow_port, "--mlflow-port")
+        if options.database is not None:
+            check_database(options.database)
+        access = choose_access(home, options.auth)
+        engines = make_folder(home / "engines")
+        env = _environment(config, engines, options.port, access)
+        os.environ.update(env)
+        kept: list[Supervised] = []
+        with _ending(kept), contextlib.suppress(KeyboardInterrupt):
+            _start_all(config, options, access, engines, kept)
+            mlflow_url = f"http://{HOST}:{options.mlflow_port}"
+            addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": mlflow_url}
+            write_json(home / "serve.json", addresses)
+            _print_addresses(kept)
+            with _noted_stops() as heard:
+                try:
+                    _keep_up(kept, heard)
+                finally:
+                    _stop_flow_runs(engines, heard)
+
+
+def _environment(config: Config, engines: Path, port: int, access: Access) -> dict[str, str]:
+    """What the worker, its flow runs and this process have to know."""
+    return {
+        **prefect_environment(config),
+        **access.prefect_client(),
+        **access.mlflow_client(config.tracking_uri),
+        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
+        engine.ENGINES: str(engines),
+        engine.SERVE: engine.serve_process(),
+    }
+
+
+def _start_all(
+    config: Config, options: Options, access: Access, engines: Path, kept: list[Supervised]
+) -> None:
+    """Start the servers, deploy, and start the worker last; each is added to `kept` at once."""
+
+    def keep(supervised: Supervised) -> Supervised:
+        kept.append(supervised)
+        return supervised
+
+    prefect = keep(
+        Supervised(lambda: start_prefect(config, options.port, access, options.database))
+    )
+    # A training that makes the same tables would take this lock too.
+    with lock(config.run.output_dir / "mlflow" / ".lock"):
+        mlflow = keep(Supervised(lambda: start_mlflow(config, options.mlflow_port, access)))
+        wait_until_up(mlflow.service, "/health")
+    wait_until_up(prefect.service, "/api/health")
+    deploy(os.environ["PREFECT_API_URL"])
+    _reconcile_at_start(config, engines)
+    keep(Supervised(lambda: _start_worker(config), lambda: answers(prefect.service)))
+    threading.Thread(target=_reconcile, args=(config, engines), daemon=True).start()
+
+
+def _start_worker(config: Config) -> Service:
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", WORK_POOL]
+    return start("the worker", command, log=prefect_dir(config) / "worker.log", env={})
+
+
+def _print_addresses(kept: list[Supervised]) -> None:
+    prefect, mlflow = kept[0].service, kept[1].service
+    say(f"Prefect UI  {prefect.url}/v2")
+    say(f"MLflow      {mlflow.url}")
+    say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
+    say("Ready: run the deployments from the UI. Ctrl-C suspends what runs and ends all of it.")
+
+
+def _keep_up(kept: list[Supervised], heard: list[int]) -> None:
+    """Restart what dies until a signal comes."""
+    while not heard:
+        for supervised in kept:
+            supervised.look(say)
+        time.sleep(LOOK_SECONDS)
+
+
+@contextlib.contextmanager
+def _noted_stops() -> Iterator[list[int]]:
+    """Note the signals that ask for an end in a list while the block runs; they do nothing else."""
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: heard.append(number))
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _ending(kept: list[Supervised]) -> Iterator[None]:
+    """End the services in the reverse order of their start, however the block ends."""
+    try:
+        yield
+    finally:
+        for supervised in reversed(kept):
+            end_tree(supervised.service.process, GRACE_SECONDS)
+
+
+def _reconcile_at_start(config: Config, engines: Path) -> None:
+    from prefect.client.orchestration import get_client
+
+    from flows.serving.reconcile import end_dead_runs, reschedule_lost_runs
+
+    with get_client(sync_client=True) as client:
+        for flow_run in end_dead_runs(client, engines, config):
+            say(f"Flow run {flow_run.name} had died; Retry continues it")
+        for flow_run in reschedule_lost_runs(client, engines):
+            say(f"Flow run {flow_run.name} had not started; it is scheduled again")
+
+
+def _reconcile(config: Config, engines: Path) -> None:
+    """Look for dead flow runs again and again; in a thread, since an API that is down blocks."""
+    from prefect.client.orchestration import get_client
+
+    from flows.serving.reconcile import end_dead_runs
+
+    with get_client(sync_client=True) as client:
+        while True:
+            time.sleep(RECONCILE_SECONDS)
+            with contextlib.suppress(Exception):
+                for flow_run in end_dead_runs(client, engines, config):
+                    say(f"Flow run {flow_run.name} has died; Retry continues it")
+
+
+def _stop_flow_runs(engines: Path, heard: list[int]) -> None:
+    """Suspend what is at work and wait for the checkpoints; a second signal ends the waiting."""
+    if not engine.living(engines):
+        return
+    asked, told = len(heard), set[int]()
+    deadline = time.monotonic() + SAVE_SECONDS
+    say("Waiting for the flow runs to save their checkpoints (Ctrl-C again kills them)")
+    while (running := engine.living(engines)) and len(heard) <= asked:
+        if time.monotonic() > deadline:
+            break
+        for flow_run_id, pid in running.items():
+            if not _suspend(flow_run_id) and pid not in told:
+                told.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        time.sleep(LOOK_SECONDS)
+    for pid in engine.living(engines).values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for one in [process, *process.children(recursive=True)]:
+                one.kill()
+
+
+def _suspend(flow_run_id: str) -> bool:
+    """Ask an engine, through the API, to save and end; False where the API does not answer."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.objects import State
+    from prefect.states import Suspended
+
+    message = "infini serve was stopped; Resume continues from the newest checkpoint"
+    try:
+        with get_client(sync_client=True) as client:
+            if client.api_healthcheck() is not None:
+                return False
+            state = client.read_flow_run(UUID(flow_run_id)).state
+            if state is not None and (state.is_running() or state.is_pending()):
+                suspended: State = Suspended(message=message)
+                client.set_flow_run_state(UUID(flow_run_id), suspended, force=True)
+    except Exception:  # noqa: BLE001 - whatever keeps the API from answering
+        return False
+    return True

@@ -8,6 +8,7 @@ with the process that started them.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
@@ -20,8 +21,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
+from importlib import metadata
 from pathlib import Path
 
+from flows.serving.access import EVERYONE, LOOPBACK_NAMES, Access, stored_access
 from infini_model.config import Config
 from infini_model.errors import UserError
 from infini_model.processes import bound, end_tree
@@ -107,12 +111,19 @@ def start(
     return Service(name, process, url, log)
 
 
+def answers(service: Service, path: str = "/api/health") -> bool:
+    """Whether `service` answers at `path`."""
+    with contextlib.suppress(urllib.error.URLError, OSError):
+        urllib.request.urlopen(service.url + path, timeout=1.0).close()  # noqa: S310 - loopback
+        return True
+    return False
+
+
 def wait_until_up(service: Service, path: str) -> None:
     """Return once `service` answers at `path`. Raises `UserError` that names its log if not."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and service.process.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(service.url + path, timeout=1.0).close()  # noqa: S310 - loopback
+        if answers(service, path):
             return
         time.sleep(0.05)
     raise UserError(f"{service.name} did not start; see {service.log}")
@@ -130,58 +141,112 @@ def ending(services: list[Service]) -> Iterator[None]:
             end_tree(service.process, GRACE_SECONDS)
 
 
-def start_prefect(config: Config, port: int) -> Service:
-    """Start Prefect's server and UI on loopback; it answers a few seconds later."""
-    # What `prefect server start` runs in the end; its own command line takes longer to import.
-    command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+def _uvicorn(factory: str, port: int) -> list[str]:
+    command = [sys.executable, "-m", "uvicorn", "--factory", f"flows.serving.guard:{factory}"]
+    return [*command, "--host", HOST, "--port", str(port)]
+
+
+def start_prefect(
+    config: Config, port: int, access: Access = EVERYONE, database: str | None = None
+) -> Service:
+    """Start Prefect's server and UI on loopback; it answers a few seconds later.
+
+    `database` is the address of its records; None is a SQLite file in the output folder.
+    """
+    records = {} if database is None else {"PREFECT_API_DATABASE_CONNECTION_URL": database}
     return start(
         "the Prefect server",
-        [*command, "--host", HOST, "--port", str(port)],
+        _uvicorn("prefect_app", port),
         log=prefect_dir(config) / "server.log",
         env={
             **prefect_environment(config),
-            # The page would ask on the default port otherwise.
-            "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",
+            **records,
+            **access.servers(),
+            # Where the page came from: it would ask on the default port otherwise.
+            "PREFECT_SERVER_UI_API_URL": "/api",
+            "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(
+                f"http://{name}:{port}" for name in LOOPBACK_NAMES
+            ),
         },
         url=f"http://{HOST}:{port}",
     )
 
 
+def _has_profile() -> bool:
+    """Whether Prefect may know more than the environment; asking it costs a second."""
+    home = Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
+    return (home / "profiles.toml").is_file()
+
+
 def configured_url() -> str | None:
     """The API that the user's environment or Prefect profile names."""
-    if url := os.environ.get("PREFECT_API_URL"):
-        return url
-    home = Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
-    # Asking Prefect costs a second; without a profile there is nothing to ask.
-    if not (home / "profiles.toml").is_file():
-        return None
+    url = os.environ.get("PREFECT_API_URL")
+    if url or not _has_profile():
+        return url or None
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
 
 
-def _served_url(config: Config) -> str | None:
-    """The API of an `infini serve` that is up for the same output folder."""
+def configured_auth() -> str | None:
+    """The "user:password" for that API in the user's environment or Prefect profile."""
+    auth_string = os.environ.get("PREFECT_API_AUTH_STRING")
+    if auth_string or not _has_profile():
+        return auth_string or None
+    from prefect.settings import get_current_settings
+
+    secret = get_current_settings().api.auth_string
+    return None if secret is None else secret.get_secret_value()
+
+
+def _served(config: Config) -> dict[str, str]:
+    """The addresses of an `infini serve` that is up for the same output folder, if there is one."""
     home = prefect_dir(config)
     if not (home / "serve.json").is_file():
-        return None
+        return {}
     with lock(home / "serve.lock", wait=False) as free:
         if free:
-            return None
-    return str(json.loads((home / "serve.json").read_text(encoding="utf-8"))["api_url"])
+            return {}
+    return dict(json.loads((home / "serve.json").read_text(encoding="utf-8")))
+
+
+def served_url(config: Config) -> str | None:
+    """The API of an `infini serve` that is up for the same output folder."""
+    return _served(config).get("api_url")
+
+
+def served_mlflow(config: Config) -> str | None:
+    """The MLflow page of an `infini serve` that is up for the same output folder."""
+    return _served(config).get("mlflow_url")
+
+
+def status_of(url: str, auth_string: str | None) -> int:
+    """The HTTP status at `url`, asked with "user:password". Raises `OSError` or `ValueError`."""
+    request = urllib.request.Request(url)  # noqa: S310 - the user's own address
+    if auth_string is not None:
+        encoded = base64.b64encode(auth_string.encode()).decode()
+        request.add_header("Authorization", f"Basic {encoded}")
+    try:
+        with urllib.request.urlopen(request, timeout=10.0) as answer:  # noqa: S310
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def _check_answers(url: str) -> None:
-    """Raise `UserError` if nobody answers at the API that the user configured."""
+    """Raise `UserError` if the API that the user configured does not answer, or answers 401."""
+    api = url.rstrip("/")
     try:
-        urllib.request.urlopen(url.rstrip("/") + "/health", timeout=10.0).close()  # noqa: S310
-    except urllib.error.HTTPError:
-        return  # Prefect Cloud wants to know who asks.
+        if status_of(f"{api}/health", None) != HTTPStatus.OK:
+            return  # Prefect Cloud wants to know who asks.
+        status = status_of(f"{api}/admin/version", configured_auth())
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(
             f"PREFECT_API_URL: {url} does not answer ({reason}); start it, or unset the variable"
         ) from error
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise UserError(f"PREFECT_API_AUTH_STRING: {url} asks for another user:password")
 
 
 @contextlib.contextmanager
@@ -191,17 +256,21 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     Yields a function that returns once the server answers: what the block imports before it calls
     that costs nothing. Enter before Prefect is imported, which reads the environment once.
     """
-    if url := configured_url():
-        _check_answers(url)
-    else:
+    access = stored_access(prefect_dir(config))
+    os.environ.update(access.mlflow_client(config.tracking_uri))
+    configured, served = configured_url(), served_url(config)
+    if configured is None:
         os.environ.update(prefect_environment(config))
-        url = _served_url(config)
-    if url:
+    if configured in (None, served):
+        os.environ.update(access.prefect_client())
+    if configured:
+        _check_answers(configured)
+    if url := configured or served:
         os.environ["PREFECT_API_URL"] = url
         yield lambda: None
         return
     print("Starting a Prefect server for this command (infini serve keeps one up)", flush=True)
-    service = start_prefect(config, free_port())
+    service = start_prefect(config, free_port(), access)
     os.environ["PREFECT_API_URL"] = f"{service.url}/api"
     with ending([service]):
         try:
@@ -220,17 +289,20 @@ def _send_logs() -> None:
                 handler.flush()
 
 
-def start_mlflow(config: Config, port: int) -> Service:
+def start_mlflow(config: Config, port: int, access: Access = EVERYONE) -> Service:
     """Start MLflow's server and page on loopback; it answers a few seconds later."""
     root = make_folder(config.run.output_dir.resolve() / "mlflow")
-    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
-    stores = ["--backend-store-uri", config.tracking_uri]
-    artifacts = ["--artifacts-destination", str(root / "artifacts"), "--workers", "1"]
+    logging_file = metadata.distribution("mlflow").locate_file(
+        "mlflow/server/uvicorn_log_config.yaml"
+    )
     return start(
         "the MLflow server",
-        [*command, *stores, *artifacts],
+        [*_uvicorn("mlflow_app", port), "--log-config", str(logging_file)],
         log=root / "server.log",
-        # Half a dozen workers for jobs that nobody here asks for.
-        env={"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        env={
+            **access.servers(),
+            "MLFLOW_BACKEND_STORE_URI": config.tracking_uri,
+            "MLFLOW_ARTIFACTS_DESTINATION": str(root / "artifacts"),
+        },
         url=f"http://{HOST}:{port}",
     )

@@ -54,15 +54,43 @@ def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Itera
         device=first_device(config.training.gpus),
         attention_backend=config.model.attention_backend,
     ).eval()
+    settings = config.evaluation
+    return continue_prompt(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        seed=config.run.seed,
+    )
+
+
+def continue_prompt(
+    model: InfiniLlama,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+) -> Iterator[str]:
+    """Yield what the model adds to `prompt`, piece by piece, up to its end-of-text token.
+
+    The settings are those of `infini_model.generation.generate`, which says what it raises.
+    """
     ids = tokenizer.encode_batch([prompt]).ids.tolist()
     steps = stream(
         model,
         [ids],
-        max_new_tokens=config.evaluation.max_new_tokens,
-        temperature=config.evaluation.temperature,
-        top_k=config.evaluation.top_k,
-        top_p=config.evaluation.top_p,
-        seed=config.run.seed,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
         eos_token_id=tokenizer.eos_token_id,
     )
     new = (token for (token,) in steps if token not in (None, tokenizer.eos_token_id))

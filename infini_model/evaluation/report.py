@@ -17,6 +17,7 @@ from infini_model.evaluation import markdown, plots
 from infini_model.evaluation.sample import Sample, draw_sample
 from infini_model.evaluation.score import NOTHING, Score, score
 from infini_model.llama import InfiniLlama
+from infini_model.runs import record_evaluation
 from infini_model.storage import atomic_file
 from infini_model.training.checkpoint import Position, newest_checkpoint, read_position
 from infini_model.training.devices import first_device
@@ -72,7 +73,7 @@ def evaluate_run(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationResult:
-    """Evaluate the newest checkpoint of a run; `report.md` appears last, when all else is there.
+    """Evaluate the newest checkpoint of a run: `report.md`, then the record `evaluation.json`.
 
     The same checkpoint, dataset and settings give the same numbers and the same sample.
 
@@ -120,6 +121,7 @@ def evaluate_run(
     text = _text(result, run_dir, config, model, manifest, position, lines)
     with atomic_file(result.report) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    record_evaluation(run_dir, result.step, manifest.key, result.metrics)
     return result
 
 

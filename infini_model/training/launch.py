@@ -16,16 +16,19 @@ from typing import IO
 
 from infini_model import processes
 from infini_model.config import Config, dump_config
-from infini_model.errors import DeviceError
+from infini_model.errors import UserError
 from infini_model.storage import atomic_file, make_folder
 from infini_model.training import failures
-from infini_model.training.devices import choose_gpus
+from infini_model.training.devices import Gpu, reserve
 from infini_model.training.heartbeat import Watch
+from infini_model.training.mlflow_record import end_record
 from infini_model.training.recovery import learn, read_recovery
 
 # For a step to end and a checkpoint to be written after SIGTERM, before SIGKILL.
 GRACE_SECONDS = 60.0
 PREFIX = re.compile(r"GPU(\d+):")
+# Anything else that ends a launch is a stop from outside: a signal, or what `stop` returned.
+FAILED = (failures.TrainingFailure, UserError)
 
 
 def launch(
@@ -35,12 +38,13 @@ def launch(
     *,
     timeout_seconds: float | None = None,
     on_line: Callable[[str], None] = print,
+    stop: Callable[[], Exception | None] = lambda: None,
 ) -> None:
     """Train `config` on a dataset folder in `run_dir`, or go on from its newest checkpoint.
 
     What earlier failures of the run have taught is applied, and what a new one teaches is kept
     (`recovery.json`). SIGTERM and Ctrl-C have a checkpoint written first; then they act on the
-    caller as ever.
+    caller as ever. While another training of the same output folder holds the devices, it waits.
 
     Args:
         config: The whole configuration.
@@ -48,6 +52,7 @@ def launch(
         run_dir: The run folder; every node of a training on several sees the same one.
         timeout_seconds: After this long the training is told to save and end.
         on_line: Gets every line that any rank prints, `GPU<rank>:` in front, in this thread.
+        stop: Asked ten times a second; what it returns is raised once a checkpoint is saved.
 
     Raises:
         UserError: What a rank found wrong with the settings, the dataset or the run folder.
@@ -58,25 +63,30 @@ def launch(
     if change := recovery.describe(config):
         on_line(change)
     try:
-        _run(recovery.applied_to(config), dataset_dir, run_dir, timeout_seconds, on_line)
-    except failures.TrainingFailure as failure:
-        learn(run_dir, failure, config)
+        with reserve(config, run_dir, on_line=on_line, stop=stop) as gpus:
+            settings = recovery.applied_to(config)
+            _run(settings, gpus, dataset_dir, run_dir, timeout_seconds, on_line, stop)
+    except BaseException as error:
+        if isinstance(error, failures.TrainingFailure):
+            learn(run_dir, error, config)
+        # A rank that was killed could not report its end to MLflow.
+        stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
+        end_record(run_dir, "KILLED" if stopped else "FAILED")
         raise
 
 
 def _run(
     config: Config,
+    gpus: list[Gpu],
     dataset_dir: Path,
     run_dir: Path,
     timeout_seconds: float | None,
     on_line: Callable[[str], None],
+    stop: Callable[[], Exception | None],
 ) -> None:
-    """Train with exactly these settings. Raises as `launch` does."""
-    gpus = choose_gpus(config.training.gpus)
+    """Train with exactly these settings on these GPUs. Raises as `launch` does."""
     count = config.training.processes or max(1, len(gpus))
-    if gpus and count > len(gpus):
-        raise DeviceError(f"training.processes={count}: only {len(gpus)} GPUs were chosen")
-    environment = _environment([gpu.identifier for gpu in gpus[:count]], count)
+    environment = _environment([gpu.identifier for gpu in gpus], count)
     logs = make_folder(run_dir / "logs")
     # Apart from the run's own config.yaml: what may change between two launches is in here.
     settings = logs / f"launch-{config.training.node_rank}.yaml"
@@ -97,6 +107,7 @@ def _run(
                 timeout_seconds=timeout_seconds,
                 grace_seconds=GRACE_SECONDS,
                 watch=watch,
+                stop=stop,
                 env=environment,
             )
         except processes.ProcessTimeoutError as error:

@@ -56,7 +56,8 @@ from infini_model.training.distributed import (
     stop_of,
 )
 from infini_model.training.flops import Utilization
-from infini_model.training.metrics import Metrics, Status
+from infini_model.training.metrics import Metrics
+from infini_model.training.mlflow_record import Status
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 from infini_model.training.recovery import read_recovery
 from infini_model.training.replica import Replica

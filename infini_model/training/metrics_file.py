@@ -10,12 +10,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infini_model.storage import atomic_file, make_folder, named_os_errors
 
 Line = dict[str, float]
+# What is read of the end of a file first.
+TAIL_BYTES = 1 << 16
+NOT_METRICS = ("step", "time")
+
+
+def metrics_of(line: Line) -> Iterator[tuple[str, float]]:
+    """The names and values of a line."""
+    return ((name, value) for name, value in line.items() if name not in NOT_METRICS)
 
 
 def whole_lines(data: bytes) -> list[Line]:
@@ -29,6 +37,32 @@ def read_metrics(run_dir: Path) -> list[Line]:
         return whole_lines((run_dir / "metrics.jsonl").read_bytes())
     except FileNotFoundError:
         return []
+
+
+def read_newest(run_dir: Path, *names: str) -> Line:
+    """The newest value of each of `names` that a run has recorded.
+
+    Read from the end of the file, so that a long run takes no longer than a short one. Raises
+    `ValueError` if a line is damaged.
+    """
+    try:
+        file = (run_dir / "metrics.jsonl").open("rb")
+    except FileNotFoundError:
+        return {}
+    found: Line = {}
+    with file:
+        size, part = file.seek(0, os.SEEK_END), TAIL_BYTES
+        while len(found) < len(names):
+            file.seek(max(0, size - part))
+            lines = file.read().splitlines(keepends=True)[int(part < size) :]
+            for line in reversed(lines):
+                missing = [n for n in names if n not in found and f'"{n}"'.encode() in line]
+                for values in whole_lines(line) if missing else ():
+                    found |= {name: values[name] for name in missing}
+            if part >= size:
+                break
+            part *= 8
+    return found
 
 
 def read_validation_losses(run_dir: Path) -> dict[int, float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.serving.deploy import SILENCE
 from infini_model.config import Config, TrainingConfig
 
 FOLDER = Path(__file__).resolve().parents[2] / "deployments" / "work-pools"
@@ -63,6 +64,14 @@ def test_outputs_are_mounted_where_the_flows_write(kind: str) -> None:
     outputs = template["variables"]["properties"]["env"]["default"]["INFINI_OUTPUT_DIR"]
     mounted = [text.rpartition(":")[2] for text in strings(template)]
     assert outputs in mounted
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_runs_elsewhere_send_heartbeats_well_before_they_are_missed(kind: str) -> None:
+    env = load(kind)["variables"]["properties"]["env"]["default"]
+    seconds = int(env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
+    # 30 s is the least that Prefect takes.
+    assert 30 <= seconds <= SILENCE.total_seconds() / 3
 
 
 def test_kubernetes_asks_for_gpus_and_shared_memory() -> None:

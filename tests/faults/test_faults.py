@@ -13,7 +13,7 @@ from harness import DAMAGES, SAVE_STEPS, STEPS, Kind, Strike, Trial, strike, sur
 from flows.serving.services import free_port
 from infini_model.storage import TEMPORARY
 from infini_model.training.checkpoint import newest_checkpoint
-from infini_model.training.metrics import read_mlflow_record
+from infini_model.training.mlflow_record import read_mlflow_record
 
 pytestmark = pytest.mark.slow
 

@@ -1,20 +1,31 @@
 """Run folders: one holder, one configuration; what was interrupted goes on, what ended does not."""
 
+import json
+import os
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from infini_model import runs
 from infini_model.config import Config, load_config
 from infini_model.errors import ConfigError, DataError
 from infini_model.runs import (
+    Owner,
     claim_run,
     dataset_of,
+    find_run,
     is_finished,
     latest_run,
+    owner_of,
     read_run_config,
+    record_evaluation,
+    resume_config,
+    run_holder,
 )
 
 
@@ -22,10 +33,20 @@ def config_of(folder: Path, *overrides: str) -> Config:
     return load_config("debug", overrides=[f"run.output_dir={folder}", *overrides])
 
 
-def claim(config: Config, key: str = "k1", *, finish: bool = False) -> Path:
-    with claim_run(config, key, Path("data")) as run_dir:
+UI, NIGHT = Owner("ui", "http://localhost/flow-run/ui"), Owner("night")
+
+
+def claim(
+    config: Config,
+    key: str = "k1",
+    *,
+    finish: bool = False,
+    owner: Owner | None = None,
+    adopt: bool = True,
+) -> Path:
+    with claim_run(config, key, Path("data"), owner=owner, adopt=adopt) as run_dir:
         if finish:
-            (run_dir / "report.md").write_text("done")
+            record_evaluation(run_dir, config.training.max_steps, key, {})
         return run_dir
 
 
@@ -106,3 +127,128 @@ def test_the_configuration_of_a_run_can_be_read_back(tmp_path: Path) -> None:
         dataset_of(tmp_path)
     with pytest.raises(DataError, match="there is no such run"):
         latest_run(config_of(tmp_path / "elsewhere"))
+
+
+def test_an_evaluation_before_the_last_step_leaves_a_run_resumable(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "training.max_steps=10")
+    first = claim(config)
+    (first / "report.md").write_text("at step 5")
+    record_evaluation(first, 5, "k1", {"evaluation/test_loss": 2.0})
+    assert not is_finished(first)
+    assert claim(config) == first
+    record_evaluation(first, 10, "k1", {})
+    assert is_finished(first)
+    assert claim(config) != first
+
+
+@pytest.mark.parametrize(
+    ("step", "later", "finished"), [(10, 5, True), (9, 5, False), (10, -5, False)]
+)
+def test_a_run_of_an_older_version_is_finished_if_its_report_is_of_the_last_step(
+    tmp_path: Path, step: int, later: int, finished: bool
+) -> None:
+    config = config_of(tmp_path, "training.max_steps=10")
+    run_dir = claim(config)
+    record = json.loads((run_dir / "run.json").read_text())
+    old = {key: record[key] for key in ("dataset", "dataset_key")}
+    (run_dir / "run.json").write_text(json.dumps(old))
+    assert not is_finished(run_dir)
+    (run_dir / "report.md").write_text("a report")
+    written = (run_dir / "report.md").stat().st_mtime
+    line = {"step": step, "time": written - later, "train/loss": 1.0}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert is_finished(run_dir) is finished
+    assert owner_of(run_dir) is None
+    assert (claim(config, owner=UI) == run_dir) is not finished
+
+
+def test_a_damaged_record_is_no_finished_run(tmp_path: Path) -> None:
+    run_dir = claim(config_of(tmp_path), finish=True)
+    (run_dir / "evaluation.json").write_text("{")
+    assert not is_finished(run_dir)
+    (run_dir / "evaluation.json").write_text('"text"')
+    assert not is_finished(run_dir)
+
+
+def test_a_flow_run_gets_its_own_folder_again_and_that_of_nobody_else(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    first = claim(config, owner=UI, adopt=False)
+    assert find_run(tmp_path / "runs", "ui") == first
+    assert find_run(tmp_path / "runs", "night") is None
+    second = claim(config, owner=NIGHT, adopt=False)
+    assert second != first
+    for _ in range(2):
+        assert claim(config, owner=UI, adopt=False, finish=True) == first
+    assert owner_of(first) == UI
+    with pytest.raises(ConfigError, match=r"debug-2 holds another run \(the dataset is another"):
+        claim(config, "k2", owner=NIGHT, adopt=False)
+
+
+def test_a_flow_run_does_not_take_back_what_another_one_has_continued(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    first = claim(config, owner=UI, adopt=False)
+    assert claim(config, owner=NIGHT) == first
+    message = r"debug-1 has been continued by flow run night since; infini resume debug-1"
+    with pytest.raises(ConfigError, match=message):
+        claim(config, owner=UI, adopt=False)
+    assert find_run(tmp_path / "runs", "ui") == first
+    # By its name anybody may continue what nobody holds.
+    assert claim(resume_config(first), owner=Owner("by name"), adopt=False) == first
+
+
+def test_a_second_claimant_is_told_who_holds_the_run(tmp_path: Path) -> None:
+    named = config_of(tmp_path, "run.name=mine")
+    with claim_run(named, "k1", Path("data"), owner=UI) as run_dir:
+        holder = run_holder(run_dir)
+        assert holder is not None
+        assert (holder.pid, holder.flow_run, holder.run) == (os.getpid(), "ui", str(run_dir))
+        assert holder.is_on_this_machine()
+        message = rf"mine is in use by process {os.getpid()} \(flow run {UI.url}\)$"
+        with pytest.raises(ConfigError, match=message):
+            claim(named, owner=NIGHT)
+    assert run_holder(run_dir) is None
+
+
+def test_the_same_flow_run_waits_for_its_own_process_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    released = threading.Event()
+
+    def hold_until_released() -> None:
+        with claim_run(config, "k1", Path("data"), owner=UI):
+            begun.set()
+            assert released.wait(30)
+
+    begun = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(hold_until_released)
+        assert begun.wait(30)
+        monkeypatch.setattr(runs, "RELEASE_SECONDS", 0.0)
+        with pytest.raises(ConfigError, match="in use by process"):
+            claim(config, owner=UI)
+        monkeypatch.setattr(runs, "RELEASE_SECONDS", 30.0)
+        second = pool.submit(claim, config, owner=UI)
+        time.sleep(3 * runs.RELEASE_POLL_SECONDS)
+        assert not second.done()
+        released.set()
+        assert second.result(timeout=30).name == "debug-1"
+
+
+def test_a_run_is_resumed_with_its_own_settings_on_its_own_dataset(tmp_path: Path) -> None:
+    begun = claim(config_of(tmp_path / "before", "training.learning_rate=2e-3"))
+    run_dir = (tmp_path / "before").rename(tmp_path / "after") / "runs" / begun.name
+    config = resume_config(run_dir, ["training.gpus=cpu", "training.logging_steps=7"])
+    assert config.training.learning_rate == 2e-3
+    assert config.training.logging_steps == 7
+    assert config.data.folder == Path("data").resolve()
+    assert claim(config) == run_dir
+    for override, message in {
+        "training.learning_rate=1e-4": r"training\.learning_rate is 0\.002, not 0\.0001",
+        "model.head_dim=64": r"model\.head_dim is None, not 64",
+        "run.name=other": r"run\.name: .* is continued where it is",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            resume_config(run_dir, [override])
+    with pytest.raises(DataError, match="no run folder"):
+        resume_config(begun)

@@ -193,6 +193,10 @@ def test_the_result_is_json_and_the_same_again(made, result):
     before = result.report.read_text()
     assert evaluate_run(run_dir, dataset, config) == result
     assert result.report.read_text() == before
+    record = json.loads((run_dir / "evaluation.json").read_text())
+    assert record["step"] == result.step
+    assert record["dataset_key"] == result.dataset_key
+    assert record["metrics"] == result.metrics
 
 
 def test_limits_and_other_packings(made):

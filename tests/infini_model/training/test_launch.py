@@ -19,7 +19,7 @@ from infini_model.data.loader import Loader, open_windows
 from infini_model.errors import DataError, DeviceError, UserError
 from infini_model.storage import write_json
 from infini_model.training.checkpoint import newest_checkpoint, read_position
-from infini_model.training.devices import choose_gpus
+from infini_model.training.devices import choose_gpus, waiting_note
 from infini_model.training.failures import (
     Crashed,
     Hung,
@@ -415,6 +415,25 @@ def test_a_run_folder_that_cannot_be_written_is_a_users_mistake(dataset, make_co
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run"):
         launch(make_config(), dataset, tmp_path / "file" / "run", on_line=lambda _: None)
+
+
+def test_a_second_training_waits_for_the_devices_until_the_first_is_killed(
+    make_config, tmp_path, start, monkeypatch
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    config = make_config(training=LONG | {"max_steps": 100_000})
+    one, two = tmp_path / "one", tmp_path / "two"
+    first = start(["-c", LAUNCH], config, one)
+    wait_for(lambda: has_reached(one, 5), "step 5")
+    second = start(["-c", LAUNCH], config, two)
+    line = second.stdout.readline()
+    held = f"the CPU is held by process {first.pid}, which trains {one}"
+    assert line == f"Waiting for the CPU: {held}\n"
+    assert waiting_note(two).read_text() == line.strip()
+    assert not ranks(two)
+    first.kill()
+    wait_for(lambda: ranks(two), "the second training", seconds=2)
+    assert not waiting_note(two).exists()
 
 
 @pytest.fixture

@@ -6,14 +6,9 @@ import time
 
 import pytest
 
-from infini_model.training.metrics import (
-    Follower,
-    Metrics,
-    TensorBoardSink,
-    log_artifacts,
-    read_mlflow_record,
-)
-from infini_model.training.metrics_file import MetricsFile, read_metrics
+from infini_model.training.metrics import Follower, Metrics, TensorBoardSink
+from infini_model.training.metrics_file import MetricsFile, read_metrics, read_newest
+from infini_model.training.mlflow_record import read_mlflow_record
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 
@@ -56,6 +51,16 @@ def test_what_was_recorded_at_this_step_is_known_after_a_restart(tmp_path):
     assert again.has(5, "validation/loss")
     assert not again.has(5, "test/loss")
     again.close()
+
+
+def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
+    assert read_newest(tmp_path, "step") == {}
+    lines = [{"step": 1, "validation/loss": 7.5}]
+    lines += [{"step": step, "train/loss": 1 / step} for step in range(2, 20_001)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 20001, "trai')
+    newest = read_newest(tmp_path, "step", "train/loss", "validation/loss", "test/loss")
+    assert newest == {"step": 20_000, "train/loss": 1 / 20_000, "validation/loss": 7.5}
 
 
 class Unreliable:
@@ -154,9 +159,6 @@ def test_mlflow_has_each_step_once_across_a_resume_and_a_lost_cursor(tmp_path, m
 
     from mlflow import MlflowClient
 
-    (run_dir / "plots").mkdir()
-    (run_dir / "plots" / "loss.png").write_bytes(b"png")
-    assert log_artifacts(run_dir, config, [run_dir / "plots" / "loss.png"], {"test/perplexity": 3})
     client = MlflowClient(config.tracking_uri)
     run = client.get_run(record["run_id"])
     assert run.info.status == "FINISHED"
@@ -164,22 +166,3 @@ def test_mlflow_has_each_step_once_across_a_resume_and_a_lost_cursor(tmp_path, m
     assert run.data.tags["dataset.key"] == DATASET["key"]
     (dataset_input,) = run.inputs.dataset_inputs
     assert dataset_input.dataset.digest == DATASET["key"][:36]
-    assert [f.path for f in client.list_artifacts(record["run_id"], "plots")] == ["plots/loss.png"]
-    assert history(run_dir, "test/perplexity") == [(9, 3.0)]
-
-
-@pytest.mark.slow
-def test_what_mlflow_missed_is_delivered_when_it_is_back(tmp_path, make_config, caplog):
-    # Port 9 (discard) of this machine: nobody listens there.
-    down = make_config(tracking={"tracking_uri": "http://127.0.0.1:9", "mlflow": True})
-    run_dir = tmp_path / "run"
-    with caplog.at_level(logging.WARNING):
-        metrics = Metrics(run_dir, down, DATASET, None)
-        for step in range(1, 4):
-            metrics.append(step, {"train/loss": 10.0 - step})
-        metrics.close("FINISHED")
-        assert not log_artifacts(run_dir, down, [], {})
-    assert "MLflow takes no metrics" in caplog.text
-    back = make_config(tracking={"mlflow": True})
-    assert log_artifacts(run_dir, back, [], {})
-    assert history(run_dir, "train/loss") == [(1, 9.0), (2, 8.0), (3, 7.0)]

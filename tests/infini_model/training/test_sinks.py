@@ -5,19 +5,16 @@ The server is a real one, behind a door that can be closed or made to wait.
 
 import http.client
 import http.server
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from mlflow_server import free_port, mlflow_server
 
-from infini_model.processes import bound, end_tree
 from infini_model.training import metrics as metrics_module
-from infini_model.training.metrics import Metrics, read_mlflow_record
+from infini_model.training.metrics import Metrics
 from infini_model.training.metrics_file import read_metrics
+from infini_model.training.mlflow_record import read_mlflow_record
 
 pytestmark = pytest.mark.slow
 
@@ -29,44 +26,17 @@ NAMES = ("train/loss", "train/grad_norm", *(f"memory/layer_{i}/gate_mean" for i 
 BLOCKED = 0.45
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The port of an MLflow server."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    port = free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1"]
-    command += ["--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    process = subprocess.Popen(
-        bound(command),
-        cwd=folder,
-        # Half a dozen workers for jobs that nobody here asks for.
-        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 300
-    while not healthy(port):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    yield port
-    end_tree(process, 5.0)
+def mlflow(tmp_path_factory):
+    """An MLflow server."""
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as server:
+        yield server
 
 
-def healthy(port):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
+@pytest.fixture
+def server(mlflow):
+    """The port of that server."""
+    return mlflow.port
 
 
 class Door:
@@ -229,6 +199,23 @@ def test_a_server_that_dies_half_way_gets_each_point_once_when_it_is_back(
     assert take_steps(metrics, range(301, 401)) < BLOCKED
     metrics.close("FINISHED")
     assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 401)))
+
+
+def test_a_server_that_is_killed_and_started_again_gets_each_point_once(
+    mlflow, door, record, server, tmp_path
+):
+    door.open()
+    metrics = record()
+    take_steps(metrics, range(1, 101))
+    eventually(lambda: read_mlflow_record(tmp_path / "run").get("delivered_step") == 100)
+    mlflow.kill()
+    asked = door.requests
+    assert take_steps(metrics, range(101, 201), pause=0.01) < BLOCKED
+    eventually(lambda: door.requests > asked)
+    mlflow.start()
+    assert take_steps(metrics, range(201, 301)) < BLOCKED
+    metrics.close("FINISHED")
+    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 301)))
 
 
 def test_a_record_that_a_kill_left_running_is_put_right_by_the_resume(

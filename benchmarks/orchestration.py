@@ -1,0 +1,214 @@
+"""What Prefect costs: `infini run` beside its stages called directly, and from click to Running.
+
+- `stages`: download, plan, shard, training and evaluation as plain processes, one after the other,
+  as `python -m infini_model STAGE` runs them.
+- `infini run, server up`: the same by `infini run` while `infini serve` is up.
+- `infini run alone`: the same with a Prefect server of its own.
+- `submission`: from creating a flow run of the `evaluate` deployment, as the page does, to Running;
+  the worker looks every two seconds, and the engine imports Prefect.
+
+All train two steps of a tiny model anew on a dataset that exists, so that nearly all of it is
+starting and ending.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Cell, Ratio, publish, spread, take_turns
+from flows.serving.services import HOST, free_port, served_url
+from infini_model.__main__ import RESULT
+from infini_model.config import Config, dump_config, load_config
+from infini_model.runs import claim_run
+
+STAGES, UP, ALONE, SUBMISSION = "stages", "infini run, server up", "infini run alone", "submission"
+# Seconds on top of the stages, and of a submission, at most.
+LIMITS = {UP: 3.0, ALONE: 6.0, SUBMISSION: 5.0}
+START_SECONDS = 120.0
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.orchestration",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--turns", type=int, default=5)
+    return parser.parse_args()
+
+
+def settings(folder: Path) -> Config:
+    """The debug preset, two steps of it."""
+    changes = {
+        "run": {"output_dir": str(folder), "log_level": "warning"},
+        "training": {"max_steps": 2, "eval_steps": 2, "save_steps": 2, "gpus": "cpu"},
+    }
+    return load_config("debug", overrides=[changes])
+
+
+class Peers:
+    """The ways to run the stages, each of which measures its seconds."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self._config = config
+        self._file = folder / "config.yaml"
+        self._file.write_text(dump_config(config), encoding="utf-8")
+
+    def stages(self) -> float:
+        """Every stage as a process of its own, without Prefect."""
+        began = time.perf_counter()
+        corpus = self._stage("download")["corpus"]
+        plan = self._stage("plan", "--corpus", corpus)
+        dataset = self._stage("shard", "--corpus", corpus)["folder"]
+        with claim_run(self._config, plan["key"], Path(dataset), adopt=False) as run_dir:
+            where = ["--dataset", dataset, "--run-dir", str(run_dir)]
+            run(sys.executable, "-m", "infini_model.training", "--config", self._file, *where)
+            self._stage("evaluate", *where)
+        return time.perf_counter() - began
+
+    def _stage(self, name: str, *arguments: str) -> dict[str, Any]:
+        module = [sys.executable, "-m", "infini_model", name]
+        printed = run(*module, "--config", self._file, *arguments)
+        (told,) = [line for line in printed.splitlines() if line.startswith(RESULT)]
+        return dict(json.loads(told.removeprefix(RESULT)))
+
+    def infini_run(self) -> float:
+        """`infini run` with the server that it finds, or its own."""
+        began = time.perf_counter()
+        run(*infini("run", "--config", self._file))
+        return time.perf_counter() - began
+
+    def with_server(self) -> float:
+        """`infini run` under `infini serve`."""
+        with serving(self._config):
+            return self.infini_run()
+
+    def submission(self) -> float:
+        """Seconds from a click on *Run* to Running."""
+        with serving(self._config) as url:
+            found = {each["name"]: each["id"] for each in post(url, "deployments/filter")}
+            began = time.perf_counter()
+            path = f"deployments/{found['evaluate']}/create_flow_run"
+            flow_run = post(url, path, parameters={})["id"]
+            wanted = {"flow_runs": {"id": {"any_": [flow_run]}}}
+            while post(url, "flow_runs/filter", **wanted)[0]["start_time"] is None:
+                if time.perf_counter() - began > START_SECONDS:
+                    raise SystemExit("the flow run did not start")
+                time.sleep(0.05)
+            seconds = time.perf_counter() - began
+            # It would keep the next turn's server waiting for its end.
+            while post(url, "flow_runs/filter", **wanted)[0]["end_time"] is None:
+                time.sleep(0.2)
+            return seconds
+
+
+def infini(*arguments: str | Path) -> list[str | Path]:
+    """The command line of `infini`, by its module."""
+    program = "import sys; from flows.cli import main; sys.argv[0] = 'infini'; main()"
+    return [sys.executable, "-c", program, *arguments]
+
+
+def run(*command: str | Path) -> str:
+    """What a command printed. Raises `SystemExit` with it if it fails."""
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, check=False, env=environment()
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    """This environment without a configured server."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "INFINI_"))}
+
+
+def post(url: str, path: str, **body: Any) -> Any:
+    """What Prefect's API answers."""
+    headers = {"Content-Type": "application/json"}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/{path}", data, headers)  # noqa: S310 - loopback
+    with urllib.request.urlopen(request, timeout=30.0) as answer:  # noqa: S310
+        return json.load(answer)
+
+
+@contextlib.contextmanager
+def serving(config: Config) -> Iterator[str]:
+    """Keep `infini serve` up while the block runs; yields the address of Prefect's API."""
+    ports = ["--port", str(free_port()), "--mlflow-port", str(free_port())]
+    command = infini("serve", "--output-dir", config.run.output_dir, *ports)
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [*map(str, command)], stdout=output, stderr=subprocess.STDOUT, env=environment()
+        )
+        try:
+            yield wait_for_server(process, config, int(ports[1]))
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+def wait_for_server(process: subprocess.Popen[bytes], config: Config, port: int) -> str:
+    """The address of the API, once `infini serve` says that it is ready."""
+    deadline = time.monotonic() + START_SECONDS
+    url = f"http://{HOST}:{port}/api"
+    while served_url(config) != url:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit("infini serve did not start")
+        time.sleep(0.1)
+    return url
+
+
+def main() -> None:
+    """Measure in turns and publish."""
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        config = settings(Path(folder))
+        peers = Peers(Path(folder), config)
+        peers.stages()
+        work: dict[str, Callable[[], float]] = {
+            STAGES: peers.stages,
+            UP: peers.with_server,
+            ALONE: peers.infini_run,
+            SUBMISSION: peers.submission,
+        }
+        seconds = take_turns(work, options.turns)
+    stages = seconds[STAGES]
+    ratios = {
+        f"(stages + {LIMITS[name]:g} s) / {name}": within(LIMITS[name], stages, seconds[name])
+        for name in (UP, ALONE)
+    }
+    ratios[f"{LIMITS[SUBMISSION]:g} s / {SUBMISSION}"] = within(
+        LIMITS[SUBMISSION], [0.0] * len(stages), seconds[SUBMISSION]
+    )
+    rows: list[dict[str, Cell]] = [
+        {
+            "": name,
+            "seconds": spread(each),
+            "more than the stages": spread([a - b for a, b in zip(each, stages, strict=True)]),
+        }
+        for name, each in seconds.items()
+    ]
+    publish("orchestration", "Seconds", rows, ratios, dict.fromkeys(ratios, 1.0))
+
+
+def within(limit: float, base: list[float], measured: list[float]) -> Ratio:
+    """How far the measured seconds are below the base and `limit` seconds: 1 and more is met."""
+    return spread([(least + limit) / each for least, each in zip(base, measured, strict=True)])
+
+
+if __name__ == "__main__":
+    main()

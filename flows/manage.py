@@ -1,0 +1,192 @@
+"""The runs in a terminal, whoever started them: list, resume and cancel them, read their logs.
+
+The run folder and its lock say what there is to know, so that nothing here needs a server.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+from uuid import UUID
+
+from flows.serving.services import (
+    configured_url,
+    prefect_environment,
+    served_mlflow,
+    served_url,
+)
+from infini_model.config import Config, load_config
+from infini_model.errors import StageError, UserError
+from infini_model.holders import Holder
+from infini_model.run_status import RESUMABLE, RunStatus, list_runs, saved_step
+from infini_model.runs import is_finished, resume_config, run_holder
+
+POLL_SECONDS = 0.2
+PIPE_WIDTH = 10_000
+# For the flow run's state to be noticed, a checkpoint to be written, and a report to be sent.
+END_SECONDS = 120.0
+
+
+def find_run_folder(output_dir: Path, name: str | None) -> Path:
+    """The folder of a run by its name or its path, that of the newest run where `name` is None.
+
+    Raises `UserError` if there is none.
+    """
+    run_dir = Path(name) if name and os.sep in name else output_dir / "runs" / (name or "latest")
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: there is no such run; infini runs lists them")
+    return run_dir.resolve()
+
+
+def show_runs(config: Config) -> None:
+    """Print a table of the runs; without a terminal it has neither frame nor line breaks."""
+    from rich.console import Console
+    from rich.table import Table
+
+    is_terminal = sys.stdout.isatty()
+    # As wide as it takes: whatever reads a pipe takes a line for a run.
+    console = Console(width=None if is_terminal else PIPE_WIDTH)
+    table = Table() if is_terminal else Table(box=None, pad_edge=False)
+    for title in ("Run", "Step", "State", "Loss", "Validation", "Updated", "Flow run", "MLflow"):
+        table.add_column(title, overflow="fold")
+    page = served_mlflow(config)
+    for run in list_runs(config.run.runs_dir):
+        links = [_link(url, short=is_terminal) for url in _urls(run, page)]
+        table.add_row(*_cells(run), *links)
+    console.print(table)
+
+
+def _cells(run: RunStatus) -> list[str]:
+    from rich.markup import escape
+
+    step = "" if run.total is None else f"{run.step:,}/{run.total:,}"
+    state = f"{run.state}: {run.detail}" if run.detail else run.state
+    losses = ["" if x is None else f"{x:.4f}" for x in (run.train_loss, run.validation_loss)]
+    updated = datetime.fromtimestamp(run.updated).astimezone().strftime("%Y-%m-%d %H:%M")
+    return [escape(cell) for cell in (run.run_dir.name, step, state, *losses, updated)]
+
+
+def _urls(run: RunStatus, page: str | None) -> tuple[str, str]:
+    """The pages of a run in Prefect and MLflow, empty where there is none; `page` is MLflow's."""
+    record, flow_run = run.mlflow or {}, run.owner.url if run.owner else None
+    if record.get("tracking_uri", "").startswith("http"):
+        page = record["tracking_uri"]
+    mlflow = f"{page}/#/runs/{record['run_id']}" if page and "run_id" in record else ""
+    return flow_run or "", mlflow
+
+
+def _link(url: str, *, short: bool) -> str:
+    return f"[link={url}]open[/link]" if url and short else url
+
+
+def to_resume(output_dir: Path, arguments: Sequence[str]) -> tuple[Path, Config | None]:
+    """The run of `[RUN] [KEY=VALUE]...` and how it is continued; None where it is finished.
+
+    Without RUN it is the interrupted or failed one that recorded something last.
+
+    Raises `UserError` if there is none or it is in use, `ConfigError` if an override is wrong.
+    """
+    name, overrides = None, list(arguments)
+    if overrides and "=" not in overrides[0]:
+        name = overrides.pop(0)
+    run_dir = _newest_resumable(output_dir) if name is None else find_run_folder(output_dir, name)
+    if holder := run_holder(run_dir):
+        raise UserError(f"{run_dir} is in use by {holder}")
+    if is_finished(run_dir):
+        return run_dir, None
+    return run_dir, resume_config(run_dir, overrides)
+
+
+def _newest_resumable(output_dir: Path) -> Path:
+    for run in list_runs(output_dir / "runs"):
+        if run.state in RESUMABLE:
+            return run.run_dir.resolve()
+    raise UserError(f"{output_dir / 'runs'}: there is no interrupted run to resume")
+
+
+def cancel(run_dir: Path) -> str:
+    """End whatever works in a run folder, once it has saved a checkpoint; says what is saved.
+
+    A flow run of a deployment is cancelled through Prefect, so that its page says so; any other
+    process gets SIGTERM.
+
+    Raises `UserError` if nothing works there, `StageError` if it does not end.
+    """
+    holder = run_holder(run_dir)
+    if holder is None:
+        raise UserError(f"{run_dir}: is not running")
+    if not _cancel_flow_run(run_dir, holder):
+        if not holder.is_on_this_machine():
+            raise UserError(f"{run_dir} is in use by {holder}; cancel it there")
+        os.kill(int(holder.pid or 0), signal.SIGTERM)
+    print(f"Cancelling {run_dir.name}: {holder} saves a checkpoint first", flush=True)
+    deadline = time.monotonic() + END_SECONDS
+    while run_holder(run_dir) == holder:
+        if time.monotonic() > deadline:
+            raise StageError(f"{run_dir}: {holder} has not ended after {END_SECONDS:g} s")
+        time.sleep(POLL_SECONDS)
+    step = saved_step(run_dir)
+    return "nothing is saved" if step is None else f"step {step} is saved"
+
+
+def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
+    """Set the flow run Cancelling, if it is one of a deployment and its server answers."""
+    config = load_config(overrides=[{"run": {"output_dir": str(run_dir.parent.parent)}}])
+    if not configured_url():
+        url = served_url(config)
+        if url is None:
+            return False
+        os.environ.update(prefect_environment(config) | {"PREFECT_API_URL": url})
+    if holder.flow_run is None:
+        return False
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+    from prefect.states import Cancelling
+
+    number = UUID(holder.flow_run)
+    try:
+        with get_client(sync_client=True) as client:
+            if client.read_flow_run(number).deployment_id is None:
+                return False
+            client.set_flow_run_state(number, Cancelling())
+    except (httpx.HTTPError, ObjectNotFound):
+        return False
+    return True
+
+
+def print_logs(run_dir: Path, *, follow: bool) -> None:
+    """Print what the ranks of a run have logged, with `follow` until nothing works there any more.
+
+    Raises `UserError` if there are no logs.
+    """
+    offsets: dict[Path, int] = {}
+    while True:
+        # Asked before reading: what is written before the end is then printed.
+        ended = not follow or run_holder(run_dir) is None
+        for path in sorted(run_dir.glob("logs/rank-*.log")):
+            offsets[path] = _copy_lines(path, offsets.get(path, 0), sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        if ended:
+            break
+        time.sleep(POLL_SECONDS)
+    if not offsets:
+        raise UserError(f"{run_dir / 'logs'}: there are no logs of a rank yet")
+
+
+def _copy_lines(path: Path, offset: int, output: BinaryIO) -> int:
+    """Copy the whole lines of a file after `offset`; returns where they end."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            output.write(line)
+            offset += len(line)
+    return offset

@@ -1,0 +1,99 @@
+"""Who may use the servers of an output folder: everyone on this machine, or who has the secret.
+
+Each user of a machine reaches loopback. `infini serve --auth` therefore generates a secret, which
+both servers ask for from then on. It is kept beside Prefect's records in a file that only its owner
+can read; whoever can read it, such as the worker and the other commands, uses it without asking.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from infini_model.errors import UserError
+from infini_model.storage import atomic_file
+
+LOOPBACK_NAMES = ("127.0.0.1", "localhost")
+USER = "infini"
+# "user:password" that MLflow's server asks for; Prefect's has a setting of its own.
+MLFLOW_AUTH = "INFINI_MLFLOW_AUTH_STRING"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the servers ask for: "user:password", or None where they let everyone in."""
+
+    auth_string: str | None = None
+
+    def servers(self) -> dict[str, str]:
+        """Environment of both servers."""
+        if self.auth_string is None:
+            return {}
+        return {
+            "PREFECT_SERVER_API_AUTH_STRING": self.auth_string,
+            MLFLOW_AUTH: self.auth_string,
+        }
+
+    def prefect_client(self) -> dict[str, str]:
+        """Environment of a process that talks to Prefect's server."""
+        return {} if self.auth_string is None else {"PREFECT_API_AUTH_STRING": self.auth_string}
+
+    def mlflow_client(self, tracking_uri: str) -> dict[str, str]:
+        """Environment of a process that talks to MLflow at `tracking_uri`.
+
+        MLflow would send the password to any server, so it is given for loopback alone.
+        """
+        if self.auth_string is None or urlsplit(tracking_uri).hostname not in LOOPBACK_NAMES:
+            return {}
+        user, _, password = self.auth_string.partition(":")
+        return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
+
+
+EVERYONE = Access()
+
+
+def secret_file(home: Path) -> Path:
+    """Where the secret of the servers with their records in `home` is kept."""
+    return home / "auth"
+
+
+def stored_access(home: Path) -> Access:
+    """What the servers ask for. Raises `UserError` if the secret is another user's."""
+    try:
+        return Access(secret_file(home).read_text(encoding="utf-8").strip())
+    except FileNotFoundError:
+        return EVERYONE
+    except PermissionError as error:
+        raise UserError(
+            f"{secret_file(home)}: the servers of this output folder ask for a secret that only "
+            "the owner of this file can read; choose another --output-dir"
+        ) from error
+
+
+def create_access(home: Path) -> Access:
+    """Generate and store a secret. Raises `UserError` if it cannot be written."""
+    access = Access(f"{USER}:{secrets.token_urlsafe(24)}")
+    with atomic_file(secret_file(home), mode=0o600) as temporary:
+        temporary.write_text(f"{access.auth_string}\n", encoding="utf-8")
+    return access
+
+
+def choose_access(home: Path, auth: bool | None) -> Access:
+    """Apply `--auth` or `--no-auth` of `infini serve`; None leaves it as it was the last time.
+
+    Prints how to sign in where a secret is asked for; the secret itself only when it is new.
+    """
+    if auth is False:
+        secret_file(home).unlink(missing_ok=True)
+        return EVERYONE
+    access = stored_access(home)
+    if access == EVERYONE and auth:
+        access = create_access(home)
+        _, _, password = (access.auth_string or "").partition(":")
+        print(f"Sign in to MLflow as {USER} with the password {password}", flush=True)
+        print(f"Sign in to the Prefect UI with {access.auth_string}", flush=True)
+    if access != EVERYONE:
+        print(f"Both servers ask for the secret in {secret_file(home)}", flush=True)
+    return access

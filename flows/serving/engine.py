@@ -1,0 +1,172 @@
+"""The engine of one flow run, as the work pool of `infini serve` starts it.
+
+`python -m flows.serving.engine` starts Prefect's engine in a session of its own and waits for it.
+Between the worker and the engine stands this process, so that
+
+- a worker that dies, or that kills after its fixed 30 seconds, does not end a training;
+- nothing of the engine holds the worker's pipes, which would keep a dead run Running;
+- a flow run that is resumed waits until its earlier engine has saved and ended;
+- the engine ends, with a checkpoint, when `infini serve` itself is gone.
+
+The engine inherits a locked file that is named by its flow run. The kernel drops the lock when the
+engine ends, however it ends: `is_alive` needs no process ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from infini_model.storage import make_folder
+
+# The folder of the lock files and logs, and the process of `infini serve` as "pid created".
+ENGINES = "INFINI_ENGINES"
+SERVE = "INFINI_SERVE_PROCESS"
+# What stands in a lock file before the process id: who was started by whom.
+ENGINE, COMMAND = "engine", "command"
+POLL_SECONDS = 0.5
+# From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute. Without children it
+# has nothing left to save, and waits for a server that is gone.
+GRACE_SECONDS = 75.0
+CHILDLESS_SECONDS = 5.0
+
+
+def _path(folder: Path, flow_run_id: str) -> Path:
+    return folder / f"{flow_run_id}.lock"
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = _open(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def is_alive(folder: Path, flow_run_id: str) -> bool | None:
+    """Whether the engine of a flow run is running; None if none was started on this machine."""
+    path = _path(folder, flow_run_id)
+    return _is_locked(path) if path.is_file() else None
+
+
+def living(folder: Path) -> dict[str, int]:
+    """The engines that are running below `infini serve`: flow run id to process id."""
+    found = {}
+    for path in folder.glob("*.lock"):
+        if _is_locked(path):
+            kind, _, pid = path.read_text(encoding="ascii").partition(" ")
+            if kind == ENGINE and pid:
+                found[path.stem] = int(pid)
+    return found
+
+
+def hold(flow_run_id: str) -> None:
+    """Mark this process as the engine of a flow run: a command in a terminal is its own engine."""
+    folder = os.environ.get(ENGINES)
+    if folder is None or SERVE in os.environ:
+        return
+    descriptor = _open(_path(make_folder(Path(folder)), flow_run_id))
+    # Left open on purpose: the kernel closes it when this process ends.
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _sign(descriptor, COMMAND, os.getpid())
+
+
+def _sign(descriptor: int, kind: str, pid: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{kind} {pid}".encode("ascii"), 0)
+
+
+def serve_process() -> str:
+    """This process, as `SERVE` names it."""
+    process = psutil.Process()
+    return f"{process.pid} {process.create_time()}"
+
+
+def _serve_is_gone() -> bool:
+    pid, created = os.environ[SERVE].split()
+    try:
+        return psutil.Process(int(pid)).create_time() != float(created)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _start(folder: Path, flow_run_id: str, descriptor: int) -> subprocess.Popen[bytes]:
+    with (folder / f"{flow_run_id}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect.engine"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(descriptor,),
+        )
+    _sign(descriptor, ENGINE, process.pid)
+    os.close(descriptor)
+    return process
+
+
+def main() -> int:
+    """Run the engine of the flow run in PREFECT__FLOW_RUN_ID; returns its exit status."""
+    flow_run_id = os.environ["PREFECT__FLOW_RUN_ID"]
+    folder = make_folder(Path(os.environ[ENGINES]))
+    stops: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        stops.append(number)
+
+    signal.signal(signal.SIGTERM, note)
+    descriptor = _open(_path(folder, flow_run_id))
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        if stops or _serve_is_gone():
+            return 128 + signal.SIGTERM
+        time.sleep(POLL_SECONDS)
+    return _wait(_start(folder, flow_run_id, descriptor), stops)
+
+
+def _wait(process: subprocess.Popen[bytes], stops: list[int]) -> int:
+    """Wait for the engine, pass SIGTERM on, and end it when `infini serve` is gone."""
+    forwarded, deadline = False, float("inf")
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(POLL_SECONDS)
+            return status if status >= 0 else 128 - status
+        gone, now = _serve_is_gone(), time.monotonic()
+        if (stops or gone) and not forwarded:
+            process.terminate()
+            forwarded = True
+        if gone:
+            patience = GRACE_SECONDS if _has_children(process.pid) else CHILDLESS_SECONDS
+            deadline = min(deadline, now + patience)
+        if now > deadline:
+            process.kill()
+
+
+def _has_children(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).children())
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What stands in front of Prefect's and MLflow's servers, which run as one process each.
+
+Loopback is no border: a browser on this machine sends the requests of any page there, and Prefect
+runs what it is asked to run. A server therefore answers under the names of loopback alone, since a
+page can point its own name at 127.0.0.1 (DNS rebinding), and accepts no request that a page of
+another origin makes: a browser names the origin in every request that is not a plain GET, and in
+those of websockets. Programs such as curl name none and are let in.
+
+`uvicorn --factory` runs `prefect_app` and `mlflow_app`, with their settings in the environment.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import os
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
+
+from flows.serving.access import LOOPBACK_NAMES, MLFLOW_AUTH
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class OwnPages:
+    """Refuse requests of foreign pages (403), and let none show the server's pages in a frame.
+
+    A page is the server's own if it came from the port that the request goes to, under any name of
+    loopback. The port is the one that the browser sees: behind `ssh -L` it may be another one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request or pass it on."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        _, colon, port = headers.get("host", "").partition(":")
+        own = {f"http://{name}{colon}{port}" for name in LOOPBACK_NAMES}
+        if not own.issuperset(headers.getlist("origin")):
+            refusal = PlainTextResponse("Origin: not a page of this server", status_code=403)
+            await refusal(scope, receive, send)
+            return
+
+        async def send_unframed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Frame-Options"] = "SAMEORIGIN"
+            await send(message)
+
+        await self._app(scope, receive, send_unframed)
+
+
+class BasicAuth:
+    """Ask for user and password ("user:password") on every path but /health (401)."""
+
+    def __init__(self, app: ASGIApp, auth_string: str) -> None:
+        self._app = app
+        self._expected = b"Basic " + base64.b64encode(auth_string.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request or pass it on."""
+        if scope["type"] != "lifespan" and scope["path"] != "/health":
+            given = Headers(scope=scope).get("authorization", "")
+            if not hmac.compare_digest(given.encode(), self._expected):
+                ask = {"WWW-Authenticate": 'Basic realm="infini serve"'}
+                refusal = PlainTextResponse("Unauthorized", status_code=401, headers=ask)
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _guarded(app: ASGIApp) -> ASGIApp:
+    return TrustedHostMiddleware(OwnPages(app), LOOPBACK_NAMES, www_redirect=False)
+
+
+def prefect_app() -> ASGIApp:
+    """Prefect's API and UI; its own settings say whether it asks for a password."""
+    from prefect.server.api.server import create_app
+
+    return _guarded(create_app())
+
+
+def mlflow_app() -> ASGIApp:
+    """MLflow's API and page; asks for user and password where `MLFLOW_AUTH` holds them.
+
+    `mlflow server` would start uvicorn as a child, which outlives it when it is killed and keeps
+    the port. Its options are read here under the names that it gives them in the environment.
+    """
+    from mlflow.server import constants
+    from mlflow.server.handlers import initialize_backend_stores
+
+    records = os.environ["MLFLOW_BACKEND_STORE_URI"]
+    proxied = "mlflow-artifacts:/"
+    os.environ |= {
+        constants.BACKEND_STORE_URI_ENV_VAR: records,
+        constants.REGISTRY_STORE_URI_ENV_VAR: records,
+        constants.ARTIFACT_ROOT_ENV_VAR: proxied,
+        constants.ARTIFACTS_DESTINATION_ENV_VAR: os.environ["MLFLOW_ARTIFACTS_DESTINATION"],
+        constants.SERVE_ARTIFACTS_ENV_VAR: "true",
+        "_MLFLOW_SGI_NAME": "uvicorn",
+        "_MLFLOW_SERVER_BOOT_ID": uuid.uuid4().hex,
+        # Half a dozen workers for jobs that nobody here asks for.
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+    initialize_backend_stores(records, records, proxied)
+    from mlflow.server.fastapi_app import app
+
+    auth_string = os.environ.get(MLFLOW_AUTH)
+    return _guarded(BasicAuth(app, auth_string) if auth_string else app)

@@ -1,0 +1,173 @@
+"""The model of a finished run in MLflow, with its signature, and in MLflow's registry if asked.
+
+`mlflow.pyfunc.load_model("runs:/<run id>/model")` loads it on any machine that has the packages of
+its requirements.txt: the weights, the tokenizer and the library's code are part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from infini_model.config import EvaluationConfig
+from infini_model.data.tokenizers import load_dataset_tokenizer
+from infini_model.evaluation.report import EvaluationResult
+from infini_model.hf_checkpoint import CONFIG, INDEX
+from infini_model.storage import sha256
+from infini_model.training.checkpoint import MANIFEST, MODEL
+from infini_model.training.mlflow_record import MlflowSink
+
+ALIAS = "best"
+LOSS = "evaluation/validation_loss"
+# Which checkpoint a logged model is, by the hash of its manifest.
+CHECKPOINT = "checkpoint.sha256"
+PACKAGE = Path(__file__).resolve().parents[1]
+# What generating text imports; MLflow would find out by loading the model in another process and
+# by asking a package index.
+REQUIRED = ("mlflow", "numpy", "pyarrow", "pydantic", "safetensors", "tokenizers", "torch")
+
+
+def log_model(
+    sink: MlflowSink,
+    dataset_dir: Path,
+    settings: EvaluationConfig,
+    seed: int,
+    result: EvaluationResult,
+) -> Any:
+    """Log the model that was evaluated, unless it was before; returns MLflow's `LoggedModel`.
+
+    `settings` and `seed` become the defaults of its parameters. Raises what MLflow raises.
+    """
+    from mlflow.entities import LoggedModelOutput
+
+    client, run = sink.client, sink.client.get_run(sink.run_id)
+    checkpoint = sha256(result.checkpoint / MANIFEST)
+    of_this_run = f"source_run_id = '{sink.run_id}'"
+    for known in client.search_logged_models([run.info.experiment_id], of_this_run):
+        if known.tags.get(CHECKPOINT) == checkpoint and known.status == "READY":
+            return known
+    model = client.create_logged_model(
+        run.info.experiment_id,
+        name=MODEL,
+        source_run_id=sink.run_id,
+        tags={CHECKPOINT: checkpoint, "dataset.key": result.dataset_key},
+    )
+    try:
+        _upload(client, model, dataset_dir, settings, seed, result.checkpoint / MODEL)
+    except Exception:
+        with contextlib.suppress(Exception):
+            client.finalize_logged_model(model.model_id, "FAILED")
+        raise
+    client.finalize_logged_model(model.model_id, "READY")
+    client.log_outputs(sink.run_id, [LoggedModelOutput(model.model_id, result.step)])
+    return model
+
+
+def _upload(
+    client: Any,
+    model: Any,
+    dataset_dir: Path,
+    settings: EvaluationConfig,
+    seed: int,
+    weights: Path,
+) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = _save(Path(temporary), weights, dataset_dir, settings, seed, model)
+        client.log_model_artifacts(model.model_id, str(folder))
+    # Straight from the checkpoint: `save_model` would copy them to the temporary folder, twice.
+    for file in weights.glob("*.safetensors"):
+        client.log_model_artifact(model.model_id, str(file), f"artifacts/{MODEL}")
+
+
+def _save(
+    temporary: Path,
+    weights: Path,
+    dataset_dir: Path,
+    settings: EvaluationConfig,
+    seed: int,
+    model: Any,
+) -> Path:
+    """Everything of the model but the weights, in MLflow's format; returns the folder."""
+    from mlflow.models import Model
+    from mlflow.pyfunc import save_model
+
+    folder = temporary / MODEL
+    folder.mkdir()
+    for name in (CONFIG, INDEX):
+        if (weights / name).is_file():
+            (folder / name).write_bytes((weights / name).read_bytes())
+    tokenizer = load_dataset_tokenizer(dataset_dir)
+    tokenizer.save(folder)
+    saved = temporary / "saved"
+    save_model(
+        str(saved),
+        python_model=str(PACKAGE / "evaluation" / "pyfunc.py"),
+        code_paths=[str(PACKAGE)],
+        artifacts={MODEL: str(folder)},
+        model_config={"tokenizer": tokenizer.spec},
+        signature=_signature(settings, seed),
+        input_example={"prompt": "Once upon a time"},
+        pip_requirements=_requirements(),
+        mlflow_model=Model(
+            artifact_path=model.artifact_location,
+            run_id=model.source_run_id,
+            model_id=model.model_id,
+            model_uuid=model.model_id,
+        ),
+    )
+    return saved
+
+
+def _signature(settings: EvaluationConfig, seed: int) -> Any:
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+
+    parameters = {
+        "max_new_tokens": ("long", settings.max_new_tokens),
+        "temperature": ("double", settings.temperature),
+        "top_k": ("long", settings.top_k),
+        "top_p": ("double", settings.top_p),
+        "seed": ("long", seed),
+    }
+    return ModelSignature(
+        inputs=Schema([ColSpec("string", "prompt")]),
+        outputs=Schema([ColSpec("string")]),
+        params=ParamSchema([ParamSpec(name, *spec) for name, spec in parameters.items()]),
+    )
+
+
+def _requirements() -> list[str]:
+    # A build of PyTorch for one device, as 2.13.0+cpu, is in no package index.
+    return [f"{name}=={version(name).partition('+')[0]}" for name in REQUIRED]
+
+
+def register_model(sink: MlflowSink, name: str, model: Any, result: EvaluationResult) -> None:
+    """Register a logged model as a version of `name`, unless it is one.
+
+    The version with the lowest validation loss of all gets the alias `best`. Raises what MLflow
+    raises.
+    """
+    from mlflow.exceptions import MlflowException
+
+    client, ours = sink.client, f"name = '{name}'"
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    if all(v.source != model.artifact_location for v in client.search_model_versions(ours)):
+        client.create_model_version(
+            name,
+            model.artifact_location,
+            sink.run_id,
+            tags={LOSS: str(result.metrics[LOSS])} if LOSS in result.metrics else {},
+            model_id=model.model_id,
+            await_creation_for=0,
+        )
+    versions = client.search_model_versions(ours)
+    scored = [(float(v.tags[LOSS]), int(v.version)) for v in versions if LOSS in v.tags]
+    if scored:
+        client.set_registered_model_alias(name, ALIAS, str(min(scored)[1]))

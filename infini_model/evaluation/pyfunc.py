@@ -1,0 +1,45 @@
+"""A trained model as MLflow loads it: prompts in, continuations out.
+
+MLflow stores a copy of this file with the model and runs it there when the model is loaded ("models
+from code"), so nothing is pickled. Only `infini_model.evaluation.tracking` refers to it, as a file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd  # type: ignore[import-untyped]
+from mlflow.models import set_model
+from mlflow.pyfunc import PythonModel, PythonModelContext
+
+from infini_model.data.tokenizers import load_saved
+from infini_model.evaluation.prompt import continue_prompt
+from infini_model.llama import InfiniLlama
+from infini_model.training.devices import first_device
+
+
+class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
+    """Continues each prompt of a column, as `infini generate` does."""
+
+    def load_context(self, context: PythonModelContext) -> None:
+        """Load the weights and the tokenizer, on the freest GPU if there is one."""
+        folder = Path(context.artifacts["model"])
+        self._tokenizer = load_saved(folder, context.model_config["tokenizer"])
+        self._model = InfiniLlama.from_pretrained(folder, device=first_device("auto")).eval()
+
+    def predict(
+        self,
+        context: PythonModelContext,  # noqa: ARG002 - the signature is MLflow's
+        model_input: pd.DataFrame,
+        params: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """The text that follows each prompt; MLflow completes `params` by their defaults."""
+        settings = params or {}
+        return [
+            "".join(continue_prompt(self._model, self._tokenizer, prompt, **settings))
+            for prompt in model_input["prompt"]
+        ]
+
+
+set_model(TextModel())

@@ -1,0 +1,76 @@
+"""What an evaluation adds to a run's record in MLflow: report, scores, status and the model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from infini_model.config import Config
+from infini_model.evaluation.mlflow_model import log_model, register_model
+from infini_model.evaluation.report import EvaluationResult
+from infini_model.storage import lock
+from infini_model.training.checkpoint import checkpoints_dir
+from infini_model.training.metrics_file import read_metrics
+from infini_model.training.mlflow_record import MlflowSink, brief
+
+log = logging.getLogger(__name__)
+
+
+def log_evaluation(
+    run_dir: Path, dataset_dir: Path, config: Config, result: EvaluationResult
+) -> bool:
+    """Add report, pictures, scores and model to the run's record in MLflow, and what it missed.
+
+    The run is FINISHED if its last step was evaluated. One that was interrupted stays what it is;
+    if it was killed without a chance to report that, it becomes KILLED.
+
+    Returns False, with a warning, where MLflow is not to be had; False too where it is turned off.
+    """
+    if not config.tracking.mlflow:
+        return False
+    try:
+        sink = MlflowSink(run_dir, config, None)
+        sink.deliver(read_metrics(run_dir))
+        is_finished = result.step >= config.training.max_steps
+        if is_finished:
+            sink.settle("FINISHED")
+        elif not _is_training(run_dir):
+            sink.settle("KILLED")
+        _log_files(sink, run_dir, [result.report, *result.plots])
+        if not (is_finished and config.tracking.log_model):
+            _log_scores(sink, result, None)
+            return True
+        model = log_model(sink, dataset_dir, config.evaluation, config.run.seed, result)
+        _log_scores(sink, result, model.model_id)
+        if config.tracking.registered_model is not None:
+            register_model(sink, config.tracking.registered_model, model, result)
+    except Exception as error:  # noqa: BLE001 - the files are in the run folder all the same
+        log.warning("MLflow takes no results (%s); they stay in %s", brief(error), run_dir)
+        return False
+    return True
+
+
+def _is_training(run_dir: Path) -> bool:
+    with lock(checkpoints_dir(run_dir) / ".lock", wait=False) as free:
+        return not free
+
+
+def _log_files(sink: MlflowSink, run_dir: Path, files: Iterable[Path]) -> None:
+    """Log files under their paths in the run folder."""
+    for file in files:
+        folder = file.relative_to(run_dir).parent.as_posix()
+        sink.client.log_artifact(sink.run_id, str(file), None if folder == "." else folder)
+
+
+def _log_scores(sink: MlflowSink, result: EvaluationResult, model_id: str | None) -> None:
+    """Log the scores at the step that was evaluated, as those of the logged model too."""
+    from mlflow.entities import Metric
+
+    now = int(time.time() * 1000)
+    metrics = [
+        Metric(name, value, now, result.step, model_id=model_id)
+        for name, value in result.metrics.items()
+    ]
+    sink.client.log_batch(sink.run_id, metrics=metrics)

@@ -1,0 +1,140 @@
+"""Ends a stage whose flow run was suspended, cancelled or moved to another state from outside.
+
+Prefect tells an engine of a suspension only between tasks, and of a cancellation only through the
+worker that started it. A training is one task of many hours, and it outlives its worker. So the
+state of the flow run is polled while a stage's child process runs: as soon as it is no longer
+Running, the child is ended with its grace, which saves a checkpoint, and the engine exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import Abort, Pause, TerminationSignal
+from prefect.logging import get_run_logger
+from prefect.states import Cancelled, Suspended
+
+POLL_SECONDS = 2.0
+
+Stop = Callable[[], Exception | None]
+
+
+class StateChangedError(Exception):
+    """The flow run is no longer Running; `state` is what it was found in."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(f"the flow run is {state.name}")
+        self.state = state
+
+
+class _Poll(threading.Thread):
+    """Reads the flow run's state until it is no longer Running; an API that is down is survived."""
+
+    def __init__(self, flow_run_id: UUID) -> None:
+        super().__init__(name="flow run state", daemon=True)
+        self._flow_run_id = flow_run_id
+        self._closed = threading.Event()
+        self._found: State | None = None
+
+    def run(self) -> None:
+        """Poll until the state changes or the stage ends."""
+        with get_client(sync_client=True) as client:
+            while not self._closed.wait(POLL_SECONDS):
+                with contextlib.suppress(Exception):
+                    state = client.read_flow_run(self._flow_run_id).state
+                    if state is not None and not state.is_running():
+                        self._found = state
+                        return
+
+    def stop(self) -> Exception | None:
+        """The reason to end the stage, if there is one."""
+        return None if self._found is None else StateChangedError(self._found)
+
+    def close(self) -> None:
+        """Stop polling; a request that hangs is left to its daemon thread."""
+        self._closed.set()
+
+
+@contextlib.contextmanager
+def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Stop]:
+    """Yield the `stop` of `processes.run` and `launch` that follows the state of the flow run.
+
+    Where the state has changed, the block is left by Prefect's `Pause` or `Abort`, on which the
+    engine exits without another state of its own. `saved` says what was saved by then, such as
+    "step 120 is saved". A SIGTERM that comes with a cancellation, which is how a worker ends its
+    engines, ends in the same way; any other one is passed on.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        yield lambda: None
+        return
+    poll = _Poll(context.flow_run.id)
+    poll.start()
+    try:
+        yield poll.stop
+    except StateChangedError as change:
+        raise _conclude(context.flow_run, change.state, saved()) from None
+    except TerminationSignal:
+        state = _state_of(context.flow_run)
+        if state is None or state.is_running():
+            raise
+        raise _conclude(context.flow_run, state, saved()) from None
+    finally:
+        poll.close()
+
+
+def _state_of(flow_run: FlowRun) -> State | None:
+    """The state of the flow run by now; None where the API does not answer."""
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+        return client.read_flow_run(flow_run.id).state
+    return None
+
+
+def _conclude(flow_run: FlowRun, found: State, saved: str) -> BaseException:
+    """Record the end in the states of flow run and task run; returns the signal to raise."""
+    log = get_run_logger()
+    state = found
+    try:
+        with get_client(sync_client=True) as client:
+            state = _final_state(client, flow_run, saved) or found
+            task_run = TaskRunContext.get()
+            if task_run is not None and (state.is_paused() or state.is_final()):
+                client.set_task_run_state(task_run.task_run.id, _like(state), force=True)
+    except Exception as error:  # noqa: BLE001 - everything is saved; the state follows from outside
+        log.warning("The state of the flow run could not be updated: %s", error)
+    log.info("%s", state.message or f"The flow run is {state.name}")
+    if state.is_paused():
+        return Pause(state=state)
+    signal = Abort(f"the flow run is {state.name}")
+    signal.state = state  # type: ignore[attr-defined] # the engine takes it from either signal
+    return signal
+
+
+def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> State | None:
+    """Set the flow run Suspended, without a time limit, or Cancelled; None where neither is asked.
+
+    It may have been resumed meanwhile, when the next engine already waits for this one to end.
+    """
+    now = client.read_flow_run(flow_run.id).state
+    if now is None:
+        return None
+    if now.is_paused():
+        resume = "Resume" if flow_run.deployment_id else "infini resume"
+        message = "; ".join(filter(None, ["Suspended", saved, f"{resume} continues from there"]))
+        # The page suspends for five minutes by default, after which the run would be Failed.
+        now = client.set_flow_run_state(flow_run.id, Suspended(message=message), force=True).state
+    elif now.is_cancelling():
+        message = "; ".join(filter(None, ["Cancelled", saved]))
+        now = client.set_flow_run_state(flow_run.id, Cancelled(message=message)).state
+    return now
+
+
+def _like(state: State) -> State:
+    """A state of the same kind for the task run."""
+    return State(type=state.type, name=state.name, message=state.message)

@@ -1,0 +1,66 @@
+"""What dies under `infini serve`: servers and worker come back, trainings go on or are retried."""
+
+from pathlib import Path
+
+import pytest
+from commands import eventually
+from serving import ENGINE, MLFLOW, PREFECT, TRAINER, WORKER, serve
+from trials import Make, Start
+
+from flows.serving.services import free_port
+
+pytestmark = pytest.mark.slow
+LONG = {"max_steps": 4000, "logging_steps": 20, "save_steps": 1000, "eval_steps": 2000}
+
+
+def last_step(run_dir: Path) -> int:
+    """The newest checkpoint's step."""
+    steps = [int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-*")]
+    return max(steps, default=0)
+
+
+def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was_told_to(
+    start: Start, pipeline: Make, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    run_dir = output / "runs" / "quickstart-1"
+    serving = serve(start, output, (free_port(), free_port()))
+    tree = pipeline(output, training=LONG, tracking={"mlflow": True})
+    flow_run = serving.create("pipeline", advanced=tree)
+    serving.wait_for_log(flow_run, "Step [40/")
+    (trainer,) = serving.processes(TRAINER)
+
+    for name in (PREFECT, MLFLOW, WORKER):
+        serving.kill(name)
+    serving.running.wait_for("the Prefect server has ended (-9)")
+    for name in (PREFECT, MLFLOW, WORKER):
+        eventually(lambda: len(serving.processes(name)) == 1, f"another {name}", seconds=60)  # noqa: B023
+    # The worker that took the run is dead: nobody but the run itself hears of the suspension.
+    eventually(lambda: serving.state(flow_run)["name"] == "Running", "the API", seconds=60)
+    assert trainer.is_running()
+    serving.suspend(flow_run)
+    eventually(lambda: not serving.processes(ENGINE), "the end of the engine", seconds=30)
+    saved = last_step(run_dir)
+    state = serving.state(flow_run)
+    assert state["name"] == "Suspended"
+    assert state["message"].startswith(f"Suspended; step {saved} is saved")
+    assert state["state_details"]["pause_timeout"] is None
+    assert saved % LONG["save_steps"] != 0
+
+    serving.resume(flow_run)
+    serving.wait_for_log(flow_run, f"Resuming from: {run_dir}/checkpoints/step-{saved}")
+    serving.kill(ENGINE)
+    crashed = serving.wait_for_state(flow_run, "Crashed", seconds=20)
+    assert "Retry" in crashed["message"]
+    eventually(lambda: not serving.processes(TRAINER), "the end of the training")
+
+    serving.retry(flow_run)
+    serving.wait_for_log(flow_run, "Beginning flow run")
+    eventually(lambda: serving.processes(TRAINER) != [], "the training", seconds=60)
+    eventually(lambda: "Step [" in (run_dir / "logs" / "rank-0.log").read_text(), "a step")
+    serving.cancel(flow_run)
+    serving.wait_for_state(flow_run, "Cancelled", seconds=60)
+    eventually(lambda: not serving.processes(ENGINE), "the end of the engine", seconds=30)
+    assert last_step(run_dir) >= saved
+    assert [path.name for path in (output / "runs").glob("*-*")] == ["quickstart-1"]
+    serving.stop()

@@ -1,0 +1,368 @@
+"""Deployments on a real server: what follows the code, what people edited, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from commands import Environment, eventually, infini, run
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+    WorkPoolUpdate,
+)
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.events.schemas.automations import AutomationCore
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Running
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
+
+from flows.serving import deploy as module
+from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
+from flows.serving.services import free_port
+from infini_model.errors import UserError
+
+PREFECT_YAML = """
+deployments:
+  - name: train
+    description: Trains.
+    entrypoint: flows/train.py:train
+    parameters: {preset: quickstart}
+    tags: [infini]
+    work_pool: {name: infini, work_queue_name: default}
+  - name: preprocess
+    description: Makes a dataset.
+    entrypoint: flows/preprocess.py:preprocess
+    schedules: [{cron: "0 3 * * *", timezone: UTC}]
+    work_pool: {name: infini, work_queue_name: preprocess}
+pull:
+  - prefect.deployments.steps.set_working_directory: {directory: "{{ $PWD }}"}
+"""
+FLOW = """
+    from prefect import flow
+
+    @flow(name="{name}")
+    def {name}({parameters}) -> None:
+        pass
+"""
+CRASH = "infini: crash runs without heartbeat"
+TRAIN = "infini: train on every new dataset"
+
+
+def write_flow(project: Path, name: str, parameters: str) -> None:
+    text = textwrap.dedent(FLOW).format(name=name, parameters=parameters)
+    (project / "flows" / f"{name}.py").write_text(text)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with two small flows, in place of this one."""
+    (tmp_path / "flows").mkdir()
+    (tmp_path / "prefect.yaml").write_text(PREFECT_YAML)
+    write_flow(tmp_path, "train", "preset: str = 'debug', dataset: str = '', steps: int = 1")
+    write_flow(tmp_path, "preprocess", "preset: str = 'debug'")
+    monkeypatch.setattr(module, "PROJECT", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: server}), get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.fixture
+def deployed(server: str, project: Path) -> str:
+    """The API of a server to which the small flows have been deployed, with nothing edited."""
+    deploy(server, reset=True)
+    return server
+
+
+def read(client: SyncPrefectClient, name: str) -> DeploymentResponse:
+    return client.read_deployment_by_name(f"{name}/{name}")
+
+
+def crons(deployment: DeploymentResponse) -> dict[str, bool]:
+    found = {}
+    for schedule in deployment.schedules:
+        assert isinstance(schedule.schedule, CronSchedule)
+        found[schedule.schedule.cron] = schedule.active
+    return found
+
+
+def automation(client: SyncPrefectClient, name: str) -> Any:
+    (found,) = client.read_automations_by_name(name)
+    return found
+
+
+def edit(client: SyncPrefectClient) -> None:
+    """What a person does in the UI: parameters, tags, limit, pause, and both kinds of schedule."""
+    train, preprocess = read(client, "train"), read(client, "preprocess")
+    client.update_deployment(
+        train.id,
+        DeploymentUpdate(
+            parameters={"preset": "stable", "steps": 7},
+            tags=["mine"],
+            paused=True,
+            concurrency_limit=2,
+        ),
+    )
+    weekly = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 5 * * 1"), active=False)
+    client.create_deployment_schedules(train.id, [weekly])
+    client.delete_deployment_schedule(preprocess.id, preprocess.schedules[0].id)
+
+
+def test_edits_stay_while_the_code_moves_on(
+    deployed: str, project: Path, client: SyncPrefectClient
+) -> None:
+    edit(client)
+    before = read(client, "train")
+    write_flow(project, "train", "preset: str = 'debug', steps: int = 1, rate: float = 0.1")
+    moved = PREFECT_YAML.replace("Trains.", "Trains a model.").replace("quickstart", "arxiv")
+    (project / "prefect.yaml").write_text(moved)
+    deploy(deployed)
+
+    train = read(client, "train")
+    assert train.description == "Trains a model."
+    assert set(train.parameter_openapi_schema["properties"]) == {"preset", "steps", "rate"}
+    assert train.version != before.version
+    assert train.pull_steps == [
+        {"prefect.deployments.steps.set_working_directory": {"directory": str(project)}}
+    ]
+    assert train.id == before.id
+    assert train.parameters == {"preset": "stable", "steps": 7}
+    assert train.tags == ["mine"]
+    assert train.paused
+    assert train.global_concurrency_limit is not None
+    assert train.global_concurrency_limit.limit == 2
+    assert crons(train) == {"0 5 * * 1": False}
+    assert crons(read(client, "preprocess")) == {}
+
+
+def test_reset_undoes_the_edits(deployed: str, client: SyncPrefectClient) -> None:
+    edit(client)
+    client.resume_automation(automation(client, TRAIN).id)
+    before = read(client, "train")
+    deploy(deployed, reset=True)
+    train = read(client, "train")
+    assert train.id == before.id
+    assert train.parameters == {"preset": "quickstart"}
+    assert train.tags == ["infini"]
+    assert not train.paused
+    assert train.global_concurrency_limit is None
+    assert crons(train) == {}
+    assert crons(read(client, "preprocess")) == {"0 3 * * *": True}
+    assert not automation(client, TRAIN).enabled
+
+
+def test_deploying_again_changes_nothing(deployed: str, client: SyncPrefectClient) -> None:
+    def everything() -> list[Any]:
+        automations = [automation(client, name) for name in (CRASH, TRAIN)]
+        things = [client.read_work_pool(WORK_POOL), read(client, "train"), *automations]
+        return [thing.model_dump(exclude={"last_polled"}) for thing in things]
+
+    before = everything()
+    deploy(deployed)
+    assert everything() == before
+
+
+def test_a_parameter_that_the_flow_has_no_more_is_dropped_and_told(
+    deployed: str, project: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(client)
+    write_flow(project, "train", "preset: str = 'debug'")
+    deploy(deployed)
+    assert read(client, "train").parameters == {"preset": "stable"}
+    assert "train: dropped parameters that the flow has no more: ['steps']" in (
+        capsys.readouterr().out
+    )
+
+
+def test_edits_that_no_longer_fit_keep_nothing_else_down(
+    deployed: str, project: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(client)
+    write_flow(project, "train", "preset: int = 1, steps: int = 1")
+    write_flow(project, "preprocess", "preset: str = 'debug', name: str = ''")
+    deploy(deployed)
+    assert "infini deploy --reset" in capsys.readouterr().out
+    assert read(client, "train").parameters == {"preset": "stable", "steps": 7}
+    assert "name" in read(client, "preprocess").parameter_openapi_schema["properties"]
+
+
+def test_a_deployment_in_another_work_pool_is_left_alone(
+    deployed: str, project: Path, client: SyncPrefectClient
+) -> None:
+    pool = WorkPoolCreate(name="elsewhere", type="process", base_job_template={})
+    client.create_work_pool(pool, overwrite=True)
+    train = read(client, "train")
+    client.update_deployment(train.id, DeploymentUpdate(work_pool_name="elsewhere"))
+    write_flow(project, "train", "preset: str = 'debug'")
+    deploy(deployed)
+    assert read(client, "train").work_pool_name == "elsewhere"
+    assert read(client, "train").version == train.version
+
+
+def test_a_server_that_is_down_is_one_line(project: Path) -> None:
+    with pytest.raises(UserError, match=r"^http://127\.0\.0\.1:\d+/api does not answer") as error:
+        deploy(f"http://127.0.0.1:{free_port()}/api")
+    assert "\n" not in str(error.value)
+
+
+INJECTED = {
+    "command": "touch /tmp/injected",
+    "env": {"LD_PRELOAD": "/tmp/evil.so", "PYTHONPATH": "/tmp"},
+    "env.PYTHONSTARTUP": "/tmp/evil.py",
+    "working_dir": "/tmp",
+}
+
+
+@pytest.mark.parametrize("name", sorted(INJECTED))
+def test_the_server_refuses_job_variables(
+    name: str, deployed: str, client: SyncPrefectClient
+) -> None:
+    with pytest.raises(PrefectHTTPStatusError, match="422"):
+        client.create_flow_run_from_deployment(
+            read(client, "train").id, job_variables={name: INJECTED[name]}
+        )
+
+
+async def injected_configuration(client: SyncPrefectClient) -> ProcessJobConfiguration:
+    pool = client.read_work_pool(WORK_POOL)
+    worker = SimpleNamespace(read_deployment=None)
+    return await ProcessJobConfiguration.from_template_and_values(
+        pool.base_job_template, INJECTED, client=worker
+    )
+
+
+def test_the_worker_ignores_job_variables_that_came_past_the_check(
+    deployed: str, client: SyncPrefectClient, project: Path
+) -> None:
+    # A pool of an earlier version, whose template is Prefect's own.
+    open_template = ProcessWorker.get_default_base_job_template()
+    client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=open_template))
+    assert asyncio.run(injected_configuration(client)).command == INJECTED["command"]
+    client.update_work_pool(WORK_POOL, WorkPoolUpdate(is_paused=True))
+    deploy(deployed)
+    assert client.read_work_pool(WORK_POOL).is_paused
+    client.update_work_pool(WORK_POOL, WorkPoolUpdate(is_paused=False))
+
+    configuration = asyncio.run(injected_configuration(client))
+    assert configuration.command == job_template()["job_configuration"]["command"]
+    assert configuration.command.endswith(" -m flows.serving.engine")
+    assert configuration.env == {}
+    assert configuration.working_dir == project
+
+
+def test_a_queue_that_is_full_does_not_keep_preprocess_waiting(
+    deployed: str, client: SyncPrefectClient
+) -> None:
+    default = client.read_work_queue_by_name("default", work_pool_name=WORK_POOL)
+    client.update_work_queue(default.id, concurrency_limit=1)
+    try:
+        first = client.create_flow_run_from_deployment(read(client, "train").id)
+        client.set_flow_run_state(first.id, Running(), force=True)
+        waiting = client.create_flow_run_from_deployment(read(client, "train").id)
+        night = client.create_flow_run_from_deployment(read(client, "preprocess").id)
+        found = client.get_scheduled_flow_runs_for_work_pool(WORK_POOL)
+        ids = {answer.flow_run.id for answer in found}
+        assert night.id in ids
+        assert waiting.id not in ids
+        for flow_run in (first, waiting, night):
+            client.delete_flow_run(flow_run.id)
+    finally:
+        client.update_work_queue(default.id, concurrency_limit=None)
+
+
+def send_event(client: SyncPrefectClient, name: str, resource: str, **fields: Any) -> None:
+    event = {
+        "id": str(uuid4()),
+        "event": name,
+        "occurred": datetime.now(UTC).isoformat(),
+        "resource": {"prefect.resource.id": resource},
+        **fields,
+    }
+    client.request("POST", "/events", json=[event])
+
+
+def runs_of(client: SyncPrefectClient, deployment: UUID) -> list[FlowRun]:
+    wanted = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
+    return client.read_flow_runs(deployment_filter=wanted)
+
+
+def test_a_new_dataset_starts_a_training_once_that_is_enabled(
+    deployed: str, client: SyncPrefectClient
+) -> None:
+    train = read(client, "train").id
+    for old in runs_of(client, train):
+        client.delete_flow_run(old.id)
+    client.resume_automation(automation(client, TRAIN).id)
+    deploy(deployed)
+    assert automation(client, TRAIN).enabled
+    payload = {"folder": "/datasets/new-1234", "key": "1234"}
+    send_event(client, NEW_DATASET, "infini.dataset.1234", payload=payload)
+    eventually(lambda: bool(runs_of(client, train)), "a training on the new dataset", 30)
+    (flow_run,) = runs_of(client, train)
+    assert flow_run.parameters == {"preset": "quickstart", "dataset": "/datasets/new-1234"}
+    client.delete_flow_run(flow_run.id)
+    client.pause_automation(automation(client, TRAIN).id)
+
+
+@pytest.mark.slow
+def test_a_run_whose_heartbeats_end_becomes_crashed(
+    deployed: str, client: SyncPrefectClient
+) -> None:
+    definition = automation(client, CRASH).model_dump(exclude={"id", "owner_resource"})
+    # As short as Prefect allows.
+    definition["trigger"]["within"] = timedelta(seconds=10)
+    quick = AutomationCore(**definition | {"name": "quick", "enabled": True})
+    automation_id = client.create_automation(quick)
+    flow_runs = {}
+    for name in ("train", "stranger"):
+        flow_id = client.create_flow_from_name(name)
+        answer = client.request(
+            "POST", "/flow_runs/", json={"flow_id": str(flow_id), "state": {"type": "RUNNING"}}
+        )
+        flow_runs[name] = UUID(answer.json()["id"])
+        related = {
+            "prefect.resource.id": f"prefect.flow.{flow_id}",
+            "prefect.resource.role": "flow",
+            "prefect.resource.name": name,
+        }
+        resource = f"prefect.flow-run.{flow_runs[name]}"
+        send_event(client, "prefect.flow-run.heartbeat", resource, related=[related])
+
+    def kind(name: str) -> StateType | None:
+        return client.read_flow_run(flow_runs[name]).state_type
+
+    try:
+        eventually(lambda: kind("train") is StateType.CRASHED, "the end of the silent run", 60)
+        assert kind("stranger") is StateType.RUNNING
+    finally:
+        client.delete_automation(automation_id)
+
+
+def test_the_command_deploys_the_project(connected: Environment, client: SyncPrefectClient) -> None:
+    done = run(infini("deploy", "--reset"), connected)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "Deployed."), done.stderr
+    for name in ("pipeline", "preprocess", "train", "evaluate"):
+        found = read(client, name)
+        assert found.description
+        assert set(found.parameters) <= set(found.parameter_openapi_schema["properties"])
+        assert found.work_queue_name == ("preprocess" if name == "preprocess" else "default")
+    # Only this machine reaches the server; the other costs money.
+    assert not automation(client, CRASH).enabled
+    assert not automation(client, TRAIN).enabled

@@ -1,0 +1,163 @@
+"""`infini runs`, `resume`, `cancel` and `logs` on real runs, whoever started them."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commands import (
+    Environment,
+    Running,
+    api,
+    dataset_of,
+    eventually,
+    infini,
+    run,
+    tiny,
+    write_settings,
+)
+
+from infini_model.config import load_config
+from infini_model.run_status import saved_step
+from infini_model.runs import claim_run, is_finished, owner_of, record_evaluation, run_holder
+from infini_model.training.metrics_file import read_newest
+
+Started = Callable[..., Running]
+# A flow run at work, as long as its state allows.
+WORKING = """
+import sys, time
+from pathlib import Path
+from prefect.client.orchestration import get_client
+from infini_model.config import load_config
+from infini_model.runs import Owner, claim_run
+output, number = sys.argv[1:]
+config = load_config("debug", overrides=[f"run.output_dir={output}"])
+with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):
+    with get_client(sync_client=True) as client:
+        while client.read_flow_run(number).state.type != "CANCELLING":
+            time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "output"
+
+
+@pytest.fixture
+def start(tmp_path: Path, connected: Environment) -> Iterator[Started]:
+    """Start a command in the background; what is left of it is killed at the end of the test."""
+    started: list[Running] = []
+
+    def begin(*command: str | Path) -> Running:
+        log = tmp_path / f"log-{len(started)}"
+        started.append(Running(list(map(str, command)), log, connected))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.end()
+
+
+@pytest.fixture
+def told(output: Path, connected: Environment) -> Callable[..., tuple[int, str]]:
+    """Run a command on the output folder: its exit status and all that it printed."""
+
+    def tell(*arguments: str) -> tuple[int, str]:
+        done = run(infini(*arguments, "--output-dir", output), connected)
+        assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+        return done.returncode, done.stdout + done.stderr
+
+    return tell
+
+
+@pytest.mark.slow
+def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
+    start: Started,
+    told: Callable[..., tuple[int, str]],
+    output: Path,
+    text_files: Path,
+    tmp_path: Path,
+    connected: Environment,
+) -> None:
+    training = {"max_steps": 600, "save_steps": 200, "eval_steps": 600, "logging_steps": 1}
+    tree = tiny(text_files, output, training=training)
+    settings = write_settings(tmp_path / "settings.yaml", tree)
+    dataset_of(settings, connected)
+    running = start(*infini("train", "--config", settings))
+    run_dir = output / "runs" / "run-1"
+    eventually(lambda: read_newest(run_dir, "step").get("step", 0) > 3, "step 3", seconds=90)
+    followed = start(*infini("logs", "run-1", "--follow", "--output-dir", output))
+    followed.wait_for("Step [5/600]")
+
+    holder = f"process {running.process.pid} (flow run "
+    _, table = told("runs")
+    (row,) = [line for line in table.splitlines() if "run-1" in line]
+    assert re.search(rf"^run-1 +\d+/600 +running: process {running.process.pid} ", row)
+    owner = owner_of(run_dir)
+    assert owner is not None
+    assert owner.url is not None
+    assert row.rstrip().endswith(owner.url)
+    status, line = told("resume", "run-1")
+    assert status == 2
+    assert f"{run_dir} is in use by {holder}" in line
+    assert len(line.splitlines()) == 1
+
+    status, line = told("cancel", "run-1")
+    assert running.wait() == 130, running.output
+    saved = saved_step(run_dir)
+    assert saved is not None
+    assert 3 < saved < 600
+    assert (status, line.splitlines()[-1]) == (0, f"Cancelled run-1; step {saved} is saved")
+    assert followed.wait(seconds=30) == 0
+    assert f"Step [{saved}/600]" in followed.output
+    assert "interrupted" in told("runs")[1]
+    assert told("cancel", "run-1") == (2, f"error: {run_dir}: is not running\n")
+
+    status, line = told("resume", "training.learning_rate=1e-5")
+    assert status == 2
+    assert "cannot be continued with other settings (training.learning_rate is 0.001" in line
+    status, printed = told("resume", "training.logging_steps=50")
+    assert status == 0, printed
+    assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in printed
+    assert f"Report: {run_dir}/report.md" in printed.splitlines()
+    assert is_finished(run_dir)
+    assert owner_of(run_dir) != owner
+    assert told("resume", "run-1") == (0, f"{run_dir} is finished; nothing is left to do\n")
+    status, line = told("resume")
+    assert (status, line) == (2, f"error: {output}/runs: there is no interrupted run to resume\n")
+    assert f"Step [{saved}/600]" in told("logs")[1]
+
+
+@pytest.fixture
+def flow_run(connected: Environment, server: str) -> str:
+    """A flow run of a deployment, Running as far as Prefect knows."""
+    flow = api(server, "flows/", name="managed")["id"]
+    deployment = api(server, "deployments/", name="managed", flow_id=flow)["id"]
+    asked = api(server, f"deployments/{deployment}/create_flow_run", state={"type": "RUNNING"})
+    return str(asked["id"])
+
+
+def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
+    start: Started, told: Callable[..., tuple[int, str]], output: Path, server: str, flow_run: str
+) -> None:
+    working = start(sys.executable, "-c", WORKING, output, flow_run)
+    run_dir = output / "runs" / "debug-1"
+    eventually(lambda: run_holder(run_dir) is not None, "the claim", seconds=60)
+    status, line = told("cancel", str(run_dir))
+    assert (status, line.splitlines()[-1]) == (0, "Cancelled debug-1; nothing is saved")
+    # Not by a signal: that would have ended it with another status.
+    assert working.wait() == 0, working.output
+    assert api(server, f"flow_runs/{flow_run}", "GET")["state_type"] == "CANCELLING"
+
+
+def test_what_is_not_there_is_named(told: Callable[..., tuple[int, str]], output: Path) -> None:
+    for command in (("cancel", "run-9"), ("logs", "run-9"), ("resume", "run-9")):
+        message = f"error: {output}/runs/run-9: there is no such run; infini runs lists them\n"
+        assert told(*command) == (2, message)
+    config = load_config("debug", overrides=[f"run.output_dir={output}"])
+    with claim_run(config, "k1", Path("data")) as run_dir:
+        record_evaluation(run_dir, config.training.max_steps, "k1", {})
+    assert told("logs") == (2, f"error: {run_dir}/logs: there are no logs of a rank yet\n")
+    assert "finished" in told("runs")[1]

@@ -1,0 +1,75 @@
+"""A real MLflow server on a port of its own, which can be killed and started again."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from commands import eventually
+
+from infini_model.processes import bound
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+class MlflowServer:
+    """MLflow's server with its records and artifacts in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, and return when it answers."""
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+        command += ["--workers", "1", "--port", str(self.port)]
+        command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        self._process = subprocess.Popen(
+            bound(command),
+            cwd=self.folder,
+            # Half a dozen workers for jobs that nobody here asks for.
+            env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        eventually(self._answers, "the MLflow server", seconds=300)
+
+    def _answers(self) -> bool:
+        assert self._process.poll() is None
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def kill(self) -> None:
+        """End it by SIGKILL, its workers too."""
+        root = psutil.Process(self._process.pid)
+        for process in [root, *root.children(recursive=True)]:
+            process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
+    """A server that is up from the beginning of the block and gone at its end."""
+    server = MlflowServer(folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

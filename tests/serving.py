@@ -1,0 +1,120 @@
+"""`infini serve` and its flow runs, asked as the pages of Prefect's UI ask."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from commands import Running, alive, api, eventually
+
+from flows.serving.services import HOST
+
+PREFECT, MLFLOW = "flows.serving.guard:prefect_app", "flows.serving.guard:mlflow_app"
+WORKER = "worker"
+ENGINE, TRAINER = "prefect.engine", "infini_model.training"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running `infini serve`, its output folder and its API."""
+
+    running: Running
+    output: Path
+    url: str
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Processes of this output folder of which `word` is an argument."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = process.cmdline()
+                home = process.environ().get("PREFECT_HOME", "")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            if home == str(self.output / "prefect") and "infini_model.processes" not in words:
+                found += [process] if word in words else []
+        return alive(found)
+
+    def kill(self, word: str) -> None:
+        """SIGKILL to the one process of which `word` is an argument."""
+        (process,) = self.processes(word)
+        process.kill()
+
+    def create(self, deployment: str, **parameters: Any) -> str:
+        """What *Run* of a deployment does; the id of the flow run."""
+        (found,) = [
+            each for each in api(self.url, "deployments/filter") if each["name"] == deployment
+        ]
+        path = f"deployments/{found['id']}/create_flow_run"
+        return str(api(self.url, path, parameters=parameters)["id"])
+
+    def state(self, flow_run: str) -> dict[str, Any]:
+        """The state of a flow run."""
+        return dict(api(self.url, f"flow_runs/{flow_run}", "GET")["state"])
+
+    def wait_for_state(self, flow_run: str, name: str, seconds: float = 60.0) -> dict[str, Any]:
+        """Return the state as soon as it is `name`."""
+        eventually(
+            lambda: self.state(flow_run)["name"] == name,
+            f"{name}, not {self.state(flow_run)}\n" + "\n".join(self.log_of(flow_run)[-30:]),
+            seconds,
+        )
+        return self.state(flow_run)
+
+    def log_of(self, flow_run: str) -> list[str]:
+        """The last lines that a flow run logged."""
+        wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}}}
+        lines = api(self.url, "logs/filter", sort="TIMESTAMP_DESC", **wanted)
+        return [line["message"] for line in reversed(lines)]
+
+    def wait_for_log(self, flow_run: str, text: str, seconds: float = 90.0) -> None:
+        """Return as soon as a flow run has logged `text`."""
+        eventually(
+            lambda: any(text in line for line in self.log_of(flow_run)),
+            f"{text!r} in {self.log_of(flow_run)[-30:]}",
+            seconds,
+        )
+
+    def set_state(self, flow_run: str, kind: str, name: str, **details: Any) -> None:
+        """What *Pause*, *Cancel* and *Retry* do."""
+        state = {"type": kind, "name": name, "state_details": details}
+        answer = api(self.url, f"flow_runs/{flow_run}/set_state", state=state, force=True)
+        assert answer["status"] == "ACCEPT", answer
+
+    def suspend(self, flow_run: str) -> None:
+        """The *Pause* button, with the five minutes that it proposes."""
+        until = (datetime.now(UTC) + timedelta(minutes=5)).isoformat()
+        self.set_state(flow_run, "PAUSED", "Suspended", pause_timeout=until, pause_reschedule=True)
+
+    def resume(self, flow_run: str) -> None:
+        """The *Resume* button."""
+        assert api(self.url, f"flow_runs/{flow_run}/resume")["status"] == "ACCEPT"
+
+    def cancel(self, flow_run: str) -> None:
+        """The *Cancel* button."""
+        self.set_state(flow_run, "CANCELLING", "Cancelling")
+
+    def retry(self, flow_run: str) -> None:
+        """The *Retry* button."""
+        self.set_state(flow_run, "SCHEDULED", "AwaitingRetry")
+
+    def stop(self) -> None:
+        """Ctrl-C; all of it ends."""
+        everyone = self.running.tree()
+        self.running.process.send_signal(signal.SIGINT)
+        assert self.running.wait(seconds=120) in (0, 130)
+        assert "Traceback" not in self.running.output
+        eventually(lambda: not alive(everyone), "the end of all processes")
+
+
+def serve(start: Callable[..., Running], output: Path, ports: tuple[int, int]) -> Serving:
+    """Start `infini serve` and wait until it is ready."""
+    options = ("--port", str(ports[0]), "--mlflow-port", str(ports[1]))
+    running = start("serve", "--output-dir", output, *options)
+    running.wait_for("Ready: ")
+    return Serving(running, output, f"http://{HOST}:{ports[0]}/api")

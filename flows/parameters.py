@@ -127,7 +127,8 @@ def _resumed(changes: list[Mapping[str, Any]]) -> Config:
     run_dir = (asked.run.runs_dir / str(asked.run.name)).resolve()
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"resume: there is no run {run_dir}")
-    return resume_config(run_dir, [*changes, {"run": {"name": run_dir.name}}])
+    itself = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
+    return resume_config(run_dir, [*changes, {"run": itself}])
 
 
 def parameters_of(config: Config, flow: Flow[..., Any]) -> Tree:

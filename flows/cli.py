@@ -213,18 +213,17 @@ def serve(
 
 
 @app.command()
-@configured
 def deploy(
-    config: Config,
     reset: Annotated[
         bool, typer.Option("--reset", help="Undo what was edited on the server.")
     ] = False,
+    output_dir: OutputDir = None,
 ) -> None:
     """Create or update the work pool, deployments and automations on the Prefect server."""
     from flows.serving import deploy as deployment
     from flows.serving.services import prefect_api
 
-    with prefect_api(config) as wait_until_up:
+    with prefect_api(_places(output_dir)) as wait_until_up:
         wait_until_up()
         deployment.deploy(os.environ["PREFECT_API_URL"], reset=reset)
     typer.echo("Deployed.")

@@ -35,6 +35,7 @@ OPTIONAL = (
 )
 # Its record of a run, what an evaluation adds to that, and the code that it stores with a model.
 MAY_IMPORT_MLFLOW = (
+    "flows.serving.guard",  # stands in front of MLflow's own server
     "infini_model.training.mlflow_record",
     *(f"infini_model.evaluation.{name}" for name in ("tracking", "mlflow_model", "pyfunc")),
 )

@@ -1,0 +1,266 @@
+"""What an evaluation leaves in MLflow: the truth about the run, and a model that can be loaded."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from mlflow_server import mlflow_server
+from test_report import make_dataset, make_run, settings
+
+from infini_model.config import validate
+from infini_model.errors import ConfigError
+from infini_model.evaluation.prompt import continue_text
+from infini_model.evaluation.report import evaluate_run
+from infini_model.evaluation.tracking import log_evaluation
+from infini_model.storage import lock, write_json
+from infini_model.training.metrics import Metrics
+from infini_model.training.mlflow_record import end_record, read_mlflow_record
+
+DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
+SCORE = "evaluation/test_loss"
+PROMPT = "the memory of a "
+DRAW = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 30, "top_p": 0.9, "seed": 5}
+# Loads models as somebody would who has nothing of the project, far from its sources.
+LOAD = """
+import json, os, sys
+os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
+import mlflow
+uri, prompt, params, *models = sys.argv[1:]
+mlflow.set_tracking_uri(uri)
+loaded = [mlflow.pyfunc.load_model(model) for model in models]
+texts = [model.predict({"prompt": prompt}, params=json.loads(params)) for model in loaded]
+import infini_model
+print(json.dumps([infini_model.__file__, *texts]))
+"""
+
+
+def evaluated(root, **overrides):
+    """(config, dataset folder, run folder, result) of a finished run below `root`."""
+    config = settings(root, **overrides)
+    dataset = make_dataset(root, config)
+    run_dir = config.run.runs_dir / "first"
+    make_run(run_dir, config)
+    # Where `infini generate` finds the tokenizer.
+    write_json(run_dir / "run.json", {"dataset": str(dataset)})
+    return config, dataset, run_dir, evaluate_run(run_dir, dataset, config)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return evaluated(tmp_path_factory.mktemp("evaluation"))
+
+
+@pytest.fixture
+def again(made, tmp_path):
+    """Evaluates the run under another name, which MLflow does not know, as it was at `step`."""
+    config, dataset, run_dir, result = made
+
+    def evaluate(name="run", step=40, loss=None, **tracking):
+        target = tmp_path / name
+        target.mkdir(exist_ok=True)
+        shutil.copy(run_dir / "metrics.jsonl", target)
+        shutil.copy(run_dir / "report.md", target)
+        changes = {"step": step, "report": target / "report.md", "plots": []}
+        if loss is not None:
+            score = result.scores["validation"].model_copy(update={"loss": loss})
+            changes["scores"] = {"validation": score}
+        tree = config.model_dump(mode="json")
+        settled = validate(tree | {"tracking": tree["tracking"] | tracking})
+        assert log_evaluation(target, dataset, settled, result.model_copy(update=changes))
+        return target
+
+    return evaluate
+
+
+def client(config):
+    from mlflow import MlflowClient
+
+    return MlflowClient(config.tracking_uri)
+
+
+def in_mlflow(run_dir):
+    from mlflow import MlflowClient
+
+    record = read_mlflow_record(run_dir)
+    return MlflowClient(record["tracking_uri"]).get_run(record["run_id"])
+
+
+def models_of(run_dir):
+    run = in_mlflow(run_dir)
+    return [] if run.outputs is None else run.outputs.model_outputs
+
+
+def load(uri, *models, cwd):
+    """Where the library was loaded from, and what each model adds to the prompt."""
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, uri, PROMPT, json.dumps(DRAW), *models],
+        cwd=cwd,
+        env=inherited | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def generated(config, run_dir):
+    """What `infini generate` adds to the prompt."""
+    draw = {name: value for name, value in DRAW.items() if name != "seed"}
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"seed": DRAW["seed"]}),
+            "evaluation": config.evaluation.model_copy(update=draw),
+        }
+    )
+    return "".join(continue_text(config, run_dir, PROMPT))
+
+
+@pytest.mark.slow
+def test_a_logged_model_generates_what_the_command_does(tmp_path):
+    config, dataset, run_dir, result = evaluated(
+        tmp_path,
+        **{
+            "data.tokenizer": {"spec": "train", "vocab_size": 280},
+            "model.vocab_size": 280,
+            "tracking.registered_model": "text",
+        },
+    )
+    assert log_evaluation(run_dir, dataset, config, result)
+    record = read_mlflow_record(run_dir)
+    library, *texts = load(
+        config.tracking_uri,
+        f"runs:/{record['run_id']}/model",
+        "models:/text@best",
+        cwd=tmp_path,
+    )
+    expected = generated(config, run_dir)
+    assert len(expected) > 20
+    assert texts == [[expected], [expected]]
+    assert "code/infini_model" in library
+    stored = {path.suffix for path in (config.run.output_dir / "mlflow").rglob("*")}
+    assert ".safetensors" in stored
+    assert not stored & {".pkl", ".pickle", ".pt", ".bin"}
+
+
+@pytest.mark.slow
+def test_a_server_stores_and_gives_back_a_model_of_bytes(made, again, tmp_path):
+    config, _, first, _ = made
+    home = tmp_path / "server"
+    home.mkdir()
+    with mlflow_server(home) as server:
+        run_dir = again(tracking_uri=server.url, registered_model="text")
+        assert in_mlflow(run_dir).info.status == "FINISHED"
+        model = f"runs:/{read_mlflow_record(run_dir)['run_id']}/model"
+        _, *texts = load(server.url, model, "models:/text@best", cwd=tmp_path)
+    assert texts == [[generated(config, first)]] * 2
+    assert list((home / "artifacts").rglob("model.safetensors"))
+
+
+def test_a_model_is_logged_once_with_its_signature_and_scores(made, again):
+    config, _, _, result = made
+    for _ in range(2):
+        run_dir = again(registered_model="once")
+    (output,) = models_of(run_dir)
+    model = client(config).get_logged_model(output.model_id)
+    assert (model.name, model.status, output.step) == ("model", "READY", 40)
+    assert {m.key: m.value for m in model.metrics} == result.metrics
+    assert in_mlflow(run_dir).data.metrics["evaluation/test_loss"] == result.scores["test"].loss
+    assert len(client(config).search_model_versions("name = 'once'")) == 1
+
+    from mlflow.models import Model
+
+    signature = Model.load(model.artifact_location.removeprefix("file://")).signature
+    assert [(c.name, c.type.name) for c in signature.inputs] == [("prompt", "string")]
+    defaults = {p.name: p.default for p in signature.params}
+    assert defaults == {
+        "max_new_tokens": config.evaluation.max_new_tokens,
+        "temperature": config.evaluation.temperature,
+        "top_k": config.evaluation.top_k,
+        "top_p": config.evaluation.top_p,
+        "seed": config.run.seed,
+    }
+
+
+def test_the_version_with_the_lowest_loss_is_the_best(made, again):
+    config = made[0]
+    best = []
+    for name, loss in (("a", 2.0), ("b", 3.0), ("c", 1.5), ("a", 1.0)):
+        again(name, loss=loss, registered_model="ranked")
+        best.append(client(config).get_model_version_by_alias("ranked", "best").version)
+    # The last one was registered before, with the loss that it had then.
+    assert best == [1, 1, 3, 3]
+
+
+def test_a_model_is_neither_logged_nor_registered_where_nobody_asks_for_it(made, again):
+    run_dir = again(log_model=False)
+    assert models_of(run_dir) == []
+    assert in_mlflow(run_dir).info.status == "FINISHED"
+    with pytest.raises(ConfigError, match=r"registered_model needs mlflow and log_model"):
+        validate({"tracking": {"log_model": False, "registered_model": "text"}})
+
+
+def start(made, run_dir):
+    """The record of a training, which nobody has closed."""
+    config = made[0]
+    metrics = Metrics(run_dir, config, DATASET, None)
+    metrics.append(1, {"train/loss": 1.0})
+    return metrics
+
+
+@pytest.mark.parametrize("end", ["KILLED", "FAILED"])
+def test_an_evaluation_leaves_an_interrupted_run_as_it_ended(made, again, tmp_path, end):
+    start(made, tmp_path / "run").close(end)
+    run_dir = again(step=20)
+    assert in_mlflow(run_dir).info.status == end
+    assert models_of(run_dir) == []
+    # The scores are those of the checkpoint, not of the last step that was recorded.
+    history = client(made[0]).get_metric_history(in_mlflow(run_dir).info.run_id, SCORE)
+    assert [metric.step for metric in history] == [20]
+
+
+def test_an_evaluation_finds_that_a_run_was_killed(again):
+    # MLflow was down while it trained; an evaluation creates the record.
+    run_dir = again(step=20)
+    assert in_mlflow(run_dir).info.status == "KILLED"
+    assert not end_record(run_dir, "FAILED")
+
+
+def test_an_evaluation_leaves_a_training_that_goes_on_running(made, again, tmp_path):
+    metrics = start(made, tmp_path / "run")
+    with lock(tmp_path / "run" / "checkpoints" / ".lock"):
+        run_dir = again(step=20)
+        assert in_mlflow(run_dir).info.status == "RUNNING"
+    metrics.close("KILLED")
+
+
+def test_a_finished_run_stays_finished_however_often_it_is_evaluated(made, again, tmp_path):
+    start(made, tmp_path / "run").close("FINISHED")
+    ended = in_mlflow(tmp_path / "run").info.end_time
+    run_dir = again(log_model=False)
+    assert in_mlflow(run_dir).info.status == "FINISHED"
+    assert in_mlflow(run_dir).info.end_time == ended
+
+
+def test_results_are_kept_where_mlflow_is_down(made, caplog):
+    config, dataset, run_dir, result = made
+    # Port 9 (discard) of this machine: nobody listens there.
+    tracking = config.tracking.model_copy(update={"tracking_uri": "http://127.0.0.1:9"})
+    with caplog.at_level(logging.WARNING):
+        down = config.model_copy(update={"tracking": tracking})
+        assert not log_evaluation(run_dir, dataset, down, result)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(run_dir) in caplog.text
+    # It follows with the next evaluation.
+    assert log_evaluation(run_dir, dataset, config, result)
+    assert in_mlflow(run_dir).data.metrics[SCORE] == result.scores["test"].loss
+    run_id = in_mlflow(run_dir).info.run_id
+    history = client(config).get_metric_history(run_id, "train/loss")
+    assert [metric.step for metric in history] == list(range(41))
+    report = client(config).list_artifacts(run_id)
+    assert {"report.md", "plots"} <= {file.path for file in report}

@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from prefect.flows import Flow
+from prefect.runtime import flow_run
 from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 from pydantic_core import MISSING
 
 from flows.parameters import DEFAULT_PRESET, SETTINGS, Tree, resolve
+from flows.serving import engine
 from infini_model.config import Config, preset_names
 
 R = TypeVar("R")
@@ -110,6 +112,7 @@ def settings(*names: str) -> Callable[[Callable[[Config], R]], Callable[..., R]]
     def decorate(story: Callable[[Config], R]) -> Callable[..., R]:
         @functools.wraps(story)
         def flow_function(**parameters: Any) -> R:
+            engine.hold(flow_run.id)
             return story(resolve(**parameters))
 
         annotations = _annotations(names)

@@ -19,6 +19,8 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost")
 USER = "infini"
 # "user:password" that MLflow's server asks for; Prefect's has a setting of its own.
 MLFLOW_AUTH = "INFINI_MLFLOW_AUTH_STRING"
+# Name of the experiment that MLflow's page opens on.
+EXPERIMENT = "INFINI_EXPERIMENT"
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,10 @@ def living(folder: Path) -> dict[str, int]:
     return found
 
 
-def hold(flow_run_id: str) -> None:
+def hold(flow_run_id: str | None) -> None:
     """Mark this process as the engine of a flow run: a command in a terminal is its own engine."""
     folder = os.environ.get(ENGINES)
-    if folder is None or SERVE in os.environ:
+    if flow_run_id is None or folder is None or SERVE in os.environ:
         return
     descriptor = _open(_path(make_folder(Path(folder)), flow_run_id))
     # Left open on purpose: the kernel closes it when this process ends.

@@ -15,21 +15,19 @@ import base64
 import hmac
 import os
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 
-from flows.serving.access import LOOPBACK_NAMES, MLFLOW_AUTH
-from infini_model.training.mlflow_record import ensure_experiment
+from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
+from infini_model.config import load_config
+from infini_model.training.mlflow_record import open_tracking
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Name of the MLflow experiment of the runs.
-EXPERIMENT = "INFINI_EXPERIMENT"
 # The pages talk to their own server alone (Prefect's would ask a service that counts visits), and
 # no foreign page shows them in a frame, where a click could be borrowed.
 PAGES = "connect-src 'self' blob: data:; frame-ancestors 'self'"
@@ -102,7 +100,6 @@ def mlflow_app() -> ASGIApp:
     `mlflow server` would start uvicorn as a child, which outlives it when it is killed and keeps
     the port. Its options are read here under the names that it gives them in the environment.
     """
-    from mlflow import MlflowClient
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
 
@@ -119,10 +116,11 @@ def mlflow_app() -> ASGIApp:
         # Half a dozen workers for jobs that nobody here asks for.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
+    # Makes the tables complete or not at all, and the experiment before the first training, so that
+    # the address of its page can be printed.
+    tracking = {"tracking_uri": records, "experiment_name": os.environ[EXPERIMENT]}
+    open_tracking(load_config(overrides=[{"tracking": tracking}]))
     initialize_backend_stores(records, records, proxied)
-    # There before the first training, so that the address of its page can be told.
-    files = Path(os.environ["MLFLOW_ARTIFACTS_DESTINATION"]).as_uri()
-    ensure_experiment(MlflowClient(records), os.environ[EXPERIMENT], files)
     from mlflow.server.fastapi_app import app
 
     auth_string = os.environ.get(MLFLOW_AUTH)

@@ -30,6 +30,7 @@ from flows.serving.services import (
     Service,
     answers,
     check_port,
+    engines_dir,
     experiment_page,
     prefect_dir,
     prefect_environment,
@@ -92,7 +93,7 @@ def serve(config: Config, options: Options) -> None:
         check_port(options.port, "--port")
         check_port(options.mlflow_port, "--mlflow-port")
         access = choose_access(home, options.auth)
-        engines = make_folder(home / "engines")
+        engines = make_folder(engines_dir(config))
         env = _environment(config, engines, options.port, access)
         os.environ.update(env)
         kept: list[Supervised] = []
@@ -138,10 +139,8 @@ def _start_all(
     prefect = keep(
         Supervised(lambda: start_prefect(config, options.port, access, options.database))
     )
-    # A training that makes the same tables would take this lock too.
-    with lock(config.run.output_dir / "mlflow" / ".lock"):
-        mlflow = keep(Supervised(lambda: start_mlflow(config, options.mlflow_port, access)))
-        wait_until_up(mlflow.service, "/health")
+    mlflow = keep(Supervised(lambda: start_mlflow(config, options.mlflow_port, access)))
+    wait_until_up(mlflow.service, "/health")
     wait_until_up(prefect.service, "/api/health")
     deploy(os.environ["PREFECT_API_URL"])
     _reconcile_at_start(config, engines)

@@ -26,7 +26,8 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import quote
 
-from flows.serving.access import EVERYONE, LOOPBACK_NAMES, Access, stored_access
+from flows.serving.access import EVERYONE, EXPERIMENT, LOOPBACK_NAMES, Access, stored_access
+from flows.serving.engine import ENGINES
 from infini_model.config import Config
 from infini_model.errors import UserError
 from infini_model.processes import bound, end_tree
@@ -53,6 +54,11 @@ def prefect_dir(config: Config) -> Path:
     node = config.training.node_rank
     name = f"prefect-node-{node}" if node else "prefect"
     return config.run.output_dir.resolve() / name
+
+
+def engines_dir(config: Config) -> Path:
+    """Where each engine of a flow run has a locked file and its log."""
+    return prefect_dir(config) / "engines"
 
 
 def prefect_environment(config: Config) -> dict[str, str]:
@@ -267,6 +273,7 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     configured, served = configured_url(), served_url(config)
     if configured is None:
         os.environ.update(prefect_environment(config))
+        os.environ[ENGINES] = str(engines_dir(config))
     if configured in (None, served):
         os.environ.update(access.prefect_client())
     if configured:
@@ -309,7 +316,7 @@ def start_mlflow(config: Config, port: int, access: Access = EVERYONE) -> Servic
             **access.servers(),
             "MLFLOW_BACKEND_STORE_URI": config.tracking_uri,
             "MLFLOW_ARTIFACTS_DESTINATION": str(root / "artifacts"),
-            "INFINI_EXPERIMENT": config.tracking.experiment_name,
+            EXPERIMENT: config.tracking.experiment_name,
         },
         url=f"http://{HOST}:{port}",
     )

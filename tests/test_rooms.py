@@ -33,7 +33,8 @@ OPTIONAL = (
     *("datasets", "mlflow", "tensorboard", "torch.utils.tensorboard", "gigatoken", "flash_attn"),
     *("matplotlib", "transformers", "prefect"),
 )
-MAY_IMPORT_MLFLOW = ("infini_model.training.metrics", "tasks")
+# The guard is imported by the server's process alone, which is MLflow's own.
+MAY_IMPORT_MLFLOW = ("infini_model.training.metrics", "tasks", "flows.serving.guard")
 # An address is not a reason to listen on all of a machine's networks; the others run what a
 # stranger wrote.
 FORBIDDEN_CALLS = ("torch.load", "eval", "exec", "os.system")

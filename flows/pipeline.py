@@ -14,10 +14,13 @@ from flows.preprocess import prepare_dataset
 from flows.train import train_run
 from infini_model.config import Config
 from infini_model.runs import claim_run
+from tasks.failures import concluded
+from tasks.flow_run import FLOW
 
 
 @form
-@flow(name="pipeline")
+@flow(name="pipeline", **FLOW)
+@concluded
 @settings(
     "documents",
     "dataset",

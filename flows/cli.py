@@ -54,6 +54,8 @@ def _run_flow(name: str, config: Config) -> Any:
 
     choose_gpus(config.training.gpus)
     with prefect_api(config) as wait_until_up:
+        from prefect.exceptions import Abort, Pause
+
         from flows.parameters import parameters_of
 
         flow = getattr(importlib.import_module(f"flows.{name}"), name)
@@ -66,8 +68,11 @@ def _run_flow(name: str, config: Config) -> Any:
         try:
             return flow(**parameters_of(config, flow))
         except KeyboardInterrupt:
-            typer.echo("interrupted; the same command goes on where this one was", err=True)
+            typer.echo("interrupted; the same command resumes where this one stopped", err=True)
             raise
+        except (Abort, Pause) as end:
+            typer.echo("ended from the Prefect UI; the same command resumes", err=True)
+            raise typer.Exit(1) from end
 
 
 @app.command()

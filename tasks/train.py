@@ -10,6 +10,7 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from infini_model.config import Config
+from infini_model.run_status import saved_step
 from infini_model.training.failures import TrainingFailure
 from tasks import artifacts
 from tasks.artifacts import Updates
@@ -71,10 +72,9 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -
 
 
 def _saved(run_dir: Path) -> str:
-    """The newest checkpoint, in words; a checkpoint is a folder that was renamed when complete."""
-    folders = (run_dir / "checkpoints").glob("step-*")
-    steps = [int(folder.name.removeprefix("step-")) for folder in folders]
-    return f"step {max(steps)} is saved" if steps else ""
+    """The newest checkpoint, in words."""
+    step = saved_step(run_dir)
+    return "" if step is None else f"step {step} is saved"
 
 
 def _next(failure: TrainingFailure) -> str:

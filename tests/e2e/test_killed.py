@@ -117,7 +117,7 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     running.process.send_signal(signal.SIGINT)
     assert running.wait(seconds=60) == 130
     last_line = running.output.splitlines()[-1]
-    assert last_line == "interrupted; the same command goes on where this one was"
+    assert last_line == "interrupted; the same command resumes where this one stopped"
     assert "Traceback" not in running.output
     assert not alive(everyone)
     assert not processes_about(output)

@@ -37,8 +37,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
-    """One thread a process: sums over as many parts, equal to the bit."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    """No GPU."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import pytest
 
 from infini_model.config import Config, validate
 
-
 MakeConfig = Callable[..., Config]
 
 

@@ -27,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what starts processes: at the end no worker is left alone with a file of minutes."""
+    longest = {"e2e", "faults", "flows", "tasks", "training"}
+    items.sort(key=lambda item: item.path.parent.name not in longest)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many faults were tried and survived."""
     if not terminalreporter.config.getoption("--every-fault"):

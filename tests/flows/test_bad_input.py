@@ -221,10 +221,13 @@ def test_what_is_not_utf8_is_named_skipped_or_replaced_as_asked(
 
 @pytest.mark.parametrize("pattern", ["/nowhere/*.txt", "{stdlib}/nothing/*.py"])
 def test_a_glob_that_matches_nothing_is_named(
-    refused: Refused, settings: Path, pattern: str
+    tmp_path: Path, text_files: Path, output: Path, alone: Environment, pattern: str
 ) -> None:
-    message = refused("run", "--config", settings, f"data.source.paths=['{pattern}']")
-    assert f"data.source.paths: '{pattern}' matches no file" in message
+    source = {"source": {"paths": [pattern]}}
+    settings = write_settings(tmp_path / "s.yaml", tiny(text_files, output, data=source))
+    told = stage("download", settings, alone)
+    assert f"data.source.paths: '{pattern}' matches no file" in told["error"]
+    assert told["kind"] == "user"
 
 
 def test_an_unreachable_host_is_named_after_its_retries(refused: Refused, settings: Path) -> None:

@@ -102,7 +102,10 @@ def serve_process() -> str:
 def _serve_is_gone() -> bool:
     pid, created = os.environ[SERVE].split()
     try:
-        return psutil.Process(int(pid)).create_time() != float(created)
+        process = psutil.Process(int(pid))
+        # One that nobody has waited for is still listed.
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return is_zombie or process.create_time() != float(created)
     except psutil.NoSuchProcess:
         return True
 

@@ -8,9 +8,9 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelling, Paused, Pending, Running
+from prefect.states import Cancelling, Paused, Pending, Running, Suspended
 
-from flows.serving.reconcile import end_dead_runs
+from flows.serving.reconcile import end_dead_runs, keep_suspended_runs
 from infini_model.config import Config, load_config
 from infini_model.storage import lock
 
@@ -58,3 +58,18 @@ def test_dead_runs_end_in_the_state_that_is_true_and_all_others_are_left_alone(
         *("Crashed", "Running", "Running", "Cancelled", "Paused")
     ]
     assert "Retry continues from the newest checkpoint" in states[running].message
+
+
+def test_a_suspended_run_whose_engine_has_ended_waits_without_a_limit(
+    client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    ended, alive = (begin(client, Suspended(timeout_seconds=300)) for _ in range(2))
+    (tmp_path / f"{ended}.lock").touch()
+    with lock(tmp_path / f"{alive}.lock"):
+        keep_suspended_runs(client, tmp_path)
+    limits = {
+        number: client.read_flow_run(number).state.state_details.pause_timeout
+        for number in (ended, alive)
+    }
+    assert limits[ended] is None
+    assert limits[alive] is not None

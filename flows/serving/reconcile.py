@@ -23,8 +23,9 @@ from prefect.states import Cancelled, Crashed, Scheduled, Suspended
 from flows.serving.deploy import WORK_POOL
 from flows.serving.engine import is_alive
 from infini_model.config import Config
-from infini_model.runs import find_run
-from infini_model.training.mlflow_record import Status, end_record
+from infini_model.holders import holder_of
+from infini_model.runs import find_run, run_holder
+from infini_model.training.mlflow_record import Status, end_record, read_mlflow_record
 
 
 def _runs(client: SyncPrefectClient, *types: StateType, pool: str | None = None) -> list[FlowRun]:
@@ -66,6 +67,19 @@ def end_dead_runs(client: SyncPrefectClient, engines: Path, config: Config) -> l
             end_record(run_dir, status)
         ended.append(flow_run)
     return ended
+
+
+def end_dead_records(runs_dir: Path) -> None:
+    """Have MLflow show FAILED for runs that it shows as RUNNING and in which nothing works.
+
+    Prefect's worker says itself that an engine was killed, and knows nothing of MLflow.
+    """
+    for path in runs_dir.glob("*/logs/mlflow.json"):
+        run_dir = path.parents[1]
+        if run_dir.is_symlink() or read_mlflow_record(run_dir).get("status") != "RUNNING":
+            continue
+        if run_holder(run_dir) is None and holder_of(run_dir / "checkpoints" / ".lock") is None:
+            end_record(run_dir, "FAILED")
 
 
 def keep_suspended_runs(client: SyncPrefectClient, engines: Path) -> None:

@@ -208,18 +208,24 @@ def _reconcile_at_start(config: Config, engines: Path) -> None:
 
 
 def _reconcile(config: Config, engines: Path) -> None:
-    """Look for dead flow runs again and again; in a thread, since an API that is down blocks."""
+    """Look for dead runs again and again; in a thread, since an API that is down blocks."""
     from prefect.client.orchestration import get_client
 
-    from flows.serving.reconcile import end_dead_runs, keep_suspended_runs
+    from flows.serving.reconcile import end_dead_records, end_dead_runs, keep_suspended_runs
 
+    before: set[str] | None = None
     with get_client(sync_client=True) as client:
         while True:
-            time.sleep(RECONCILE_SECONDS)
             with contextlib.suppress(Exception):
-                keep_suspended_runs(client, engines)
                 for flow_run in end_dead_runs(client, engines, config):
                     say(f"Flow run {flow_run.name} has died; Retry continues it")
+                keep_suspended_runs(client, engines)
+                now = set(engine.living(engines))
+                # MLflow is asked only when an engine has ended.
+                if before is None or before - now:
+                    end_dead_records(config.run.runs_dir)
+                before = now
+            time.sleep(RECONCILE_SECONDS)
 
 
 def _stop_flow_runs(engines: Path, heard: list[int]) -> None:

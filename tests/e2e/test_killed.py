@@ -78,7 +78,7 @@ def test_sigkill_in_every_stage_and_the_same_command_ends_as_if_undisturbed(
     assert not (run_dir / "report.md").exists()
 
     running = start(*command, env=connected)
-    running.wait_for("evaluate | ")
+    running.wait_for("Task run 'evaluate")
     assert "Resuming from:" in running.output
     sigkill(running, output)
 
@@ -118,7 +118,7 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     running = start(*command)
     running.wait_for("Step [30/")
     trainer_of(running).kill()
-    running.wait_for("Retry 1/2 will start")
+    running.wait_for("retry 1 of 2 starts")
     running.wait_for("Going on after: crash at step ")
     running.wait_for("Resuming from:")
     running.wait_for("Step [60/")

@@ -33,7 +33,9 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
     ports = free_port(), free_port()
     options = ("--port", str(ports[0]), "--mlflow-port", str(ports[1]))
     serving = start("serve", "--output-dir", output, *options)
-    serving.wait_for("Ready: run the deployments from the UI. Ctrl-C ends all of it.")
+    serving.wait_for(
+        "Ready: run the deployments from the UI. Ctrl-C suspends what runs and ends all of it."
+    )
     url, page = f"http://{HOST}:{ports[0]}/api", f"http://{HOST}:{ports[1]}"
     assert f"Prefect UI  http://{HOST}:{ports[0]}" in serving.output
     assert f"MLflow      {page}" in serving.output

@@ -8,6 +8,7 @@ from serving import ENGINE, MLFLOW, PREFECT, TRAINER, WORKER, serve
 from trials import Make, Start
 
 from flows.serving.services import free_port
+from infini_model.training.mlflow_record import read_mlflow_record
 
 pytestmark = pytest.mark.slow
 # Never reached: the run is cancelled in the end.
@@ -18,6 +19,14 @@ def last_step(run_dir: Path) -> int:
     """The newest checkpoint's step."""
     steps = [int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-*")]
     return max(steps, default=0)
+
+
+def mlflow_status(run_dir: Path) -> str:
+    """What MLflow shows of a run."""
+    from mlflow import MlflowClient
+
+    record = read_mlflow_record(run_dir)
+    return str(MlflowClient(record["tracking_uri"]).get_run(record["run_id"]).info.status)
 
 
 def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was_told_to(
@@ -51,9 +60,9 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
     serving.resume(flow_run)
     serving.wait_for_log(flow_run, f"Resuming from: {run_dir}/checkpoints/step-{saved}")
     serving.kill(ENGINE)
-    crashed = serving.wait_for_state(flow_run, "Crashed", seconds=20)
-    assert "Retry" in crashed["message"]
+    serving.wait_for_state(flow_run, "Crashed", seconds=20)
     eventually(lambda: not serving.processes(TRAINER), "the end of the training")
+    eventually(lambda: mlflow_status(run_dir) == "FAILED", "MLflow's record", seconds=30)
 
     serving.retry(flow_run)
     serving.wait_for_log(flow_run, "Beginning flow run")

@@ -78,7 +78,7 @@ def test_sigkill_in_every_stage_and_the_same_command_ends_as_if_undisturbed(
     assert not (run_dir / "report.md").exists()
 
     running = start(*command, env=connected)
-    running.wait_for("evaluate | ")
+    running.wait_for("Task run 'evaluate-")
     assert "Resuming from:" in running.output
     sigkill(running, output)
 

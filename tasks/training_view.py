@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,7 @@ from prefect.artifacts import LinkArtifact, TableArtifact
 
 from infini_model.config import Config
 from infini_model.training.metrics_file import Line, whole_lines
-from infini_model.training.mlflow_record import run_url
+from infini_model.training.mlflow_record import PAGE, run_url
 from tasks.artifacts import LiveArtifact
 
 SECONDS = 5.0
@@ -26,9 +27,10 @@ class TrainingView:
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self._run_dir, self._max_steps = run_dir, config.training.max_steps
-        # A database has no page.
+        # A database has no page of its own.
         uri = config.tracking_uri
-        self._mlflow = uri if config.tracking.mlflow and uri.startswith("http") else None
+        page = uri if uri.startswith("http") else os.environ.get(PAGE)
+        self._mlflow = page if config.tracking.mlflow else None
         self._table, self._link = LiveArtifact("training"), LiveArtifact("mlflow")
         self._shown: list[Row] = []
         self._linked: str | None = None

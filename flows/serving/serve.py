@@ -44,6 +44,7 @@ from infini_model.config import Config
 from infini_model.errors import UserError
 from infini_model.processes import end_tree
 from infini_model.storage import lock, make_folder, write_json
+from infini_model.training.mlflow_record import PAGE
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.5
@@ -94,13 +95,12 @@ def serve(config: Config, options: Options) -> None:
         check_port(options.mlflow_port, "--mlflow-port")
         access = choose_access(home, options.auth)
         engines = make_folder(engines_dir(config))
-        env = _environment(config, engines, options.port, access)
+        env = _environment(config, engines, options, access)
         os.environ.update(env)
         kept: list[Supervised] = []
         with _ending(kept), contextlib.suppress(KeyboardInterrupt):
             _start_all(config, options, access, engines, kept)
-            mlflow_url = f"http://{HOST}:{options.mlflow_port}"
-            addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": mlflow_url}
+            addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": env[PAGE]}
             write_json(home / "serve.json", addresses)
             page = experiment_page(kept[1].service, config, access)
             _print_addresses(
@@ -113,13 +113,14 @@ def serve(config: Config, options: Options) -> None:
                     _stop_flow_runs(engines, heard)
 
 
-def _environment(config: Config, engines: Path, port: int, access: Access) -> dict[str, str]:
+def _environment(config: Config, engines: Path, options: Options, access: Access) -> dict[str, str]:
     """What the worker, its flow runs and this process have to know."""
     return {
         **prefect_environment(config),
         **access.prefect_client(),
         **access.mlflow_client(config.tracking_uri),
-        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
+        "PREFECT_API_URL": f"http://{HOST}:{options.port}/api",
+        PAGE: f"http://{HOST}:{options.mlflow_port}",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
         engine.ENGINES: str(engines),

@@ -32,6 +32,7 @@ from infini_model.config import Config
 from infini_model.errors import UserError
 from infini_model.processes import bound, end_tree
 from infini_model.storage import lock, make_folder
+from infini_model.training.mlflow_record import PAGE
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -274,6 +275,8 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     if configured is None:
         os.environ.update(prefect_environment(config))
         os.environ[ENGINES] = str(engines_dir(config))
+        if page := served_mlflow(config):
+            os.environ[PAGE] = page
     if configured in (None, served):
         os.environ.update(access.prefect_client())
     if configured:

@@ -26,6 +26,8 @@ PARAMS_AT_ONCE = 100
 # How long the end of a run waits for MLflow to hear of it, in seconds.
 END_SECONDS = 5.0
 SQLITE = "sqlite:///"
+# Environment variable with the address of a page that shows what is tracked in a database.
+PAGE = "INFINI_MLFLOW_PAGE"
 SOURCE = "infini_model.training"
 NOTE = "mlflow.note.content"
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from commands import eventually
-from serving import ENGINE, MLFLOW, PREFECT, TRAINER, WORKER, serve
+from commands import api, eventually
+from serving import ENGINE, MLFLOW, PREFECT, TRAINER, WORKER, Serving, serve
 from trials import Make, Start
 
 from flows.serving.services import free_port
@@ -29,6 +29,12 @@ def mlflow_status(run_dir: Path) -> str:
     return str(MlflowClient(record["tracking_uri"]).get_run(record["run_id"]).info.status)
 
 
+def link_to_mlflow(serving: Serving, flow_run: str) -> str:
+    """The artifact that leads from a flow run to its record."""
+    wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run]}, "key": {"any_": ["mlflow"]}}}
+    return "".join(str(found["data"]) for found in api(serving.url, "artifacts/filter", **wanted))
+
+
 def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was_told_to(
     start: Start, pipeline: Make, tmp_path: Path
 ) -> None:
@@ -39,6 +45,9 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
     flow_run = serving.create("pipeline", advanced=tree)
     serving.wait_for_log(flow_run, "Step [40/")
     (trainer,) = serving.processes(TRAINER)
+    eventually(
+        lambda: "/runs/" in link_to_mlflow(serving, flow_run), "a link to MLflow", seconds=30
+    )
 
     for name in (PREFECT, MLFLOW, WORKER):
         serving.kill(name)

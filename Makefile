@@ -36,7 +36,7 @@ run: install
 # tests run the kernels in Triton's interpreter, on Linux, the only system that it is made for.
 test: install
 	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.5'
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 faults: install
 	$(BIN)/python -m pytest --numprocesses 2 --every-fault tests/faults $(ARGS)

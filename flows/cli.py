@@ -24,12 +24,8 @@ from infini_model.errors import StageError, UserError
 
 MENDABLE = (UserError, ConnectionError)
 FORESEEN = (*MENDABLE, StageError, TimeoutError)
-# What Prefect says of a failure besides the failure itself.
-AFTERMATH = (
-    "Finished in state Failed",
-    "Finished in state TimedOut",
-    "Task run failed due to timeout",
-    "Flow run failed due to timeout",
+# What Prefect says of a Ctrl-C.
+INTERRUPTED = (
     "Crash detected! Execution was aborted by",
     "Finished in state Crashed('Execution was aborted by",
 )
@@ -42,15 +38,14 @@ app = typer.Typer(
 )
 
 
-class _SayItOnce(logging.Filter):
-    """Leave what failed to the last line of the command; its traceback would tell of Prefect.
+class _LastLine(logging.Filter):
+    """Leaves why the flow ended to the last line of the command.
 
-    A filter of the loggers: their handlers are replaced whenever Prefect enters a flow.
+    A filter of the loggers: Prefect replaces their handlers whenever it sets up logging.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        foreseen = record.exc_info and isinstance(record.exc_info[1], FORESEEN)
-        return not foreseen and not record.getMessage().startswith(AFTERMATH)
+        return not hasattr(record, "is_reason") and not record.getMessage().startswith(INTERRUPTED)
 
 
 def _run_flow(name: str, config: Config) -> Any:
@@ -59,20 +54,25 @@ def _run_flow(name: str, config: Config) -> Any:
 
     choose_gpus(config.training.gpus)
     with prefect_api(config) as wait_until_up:
+        from prefect.exceptions import Abort, Pause
+
         from flows.parameters import parameters_of
 
         flow = getattr(importlib.import_module(f"flows.{name}"), name)
         for logger in map(logging.getLogger, ("prefect.flow_runs", "prefect.task_runs")):
             logger.setLevel(config.run.log_level.upper())
-            logger.addFilter(_SayItOnce())
+            logger.addFilter(_LastLine())
         # That it still has events to send is said at the very end, after what matters.
         logging.getLogger("EventsWorker").setLevel(logging.ERROR)
         wait_until_up()
         try:
             return flow(**parameters_of(config, flow))
         except KeyboardInterrupt:
-            typer.echo("interrupted; the same command goes on where this one was", err=True)
+            typer.echo("interrupted; the same command resumes where this one stopped", err=True)
             raise
+        except (Abort, Pause) as end:
+            typer.echo("ended from the Prefect UI; the same command resumes", err=True)
+            raise typer.Exit(1) from end
 
 
 @app.command()

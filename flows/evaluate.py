@@ -11,14 +11,17 @@ from flows.form import form, settings
 from infini_model.config import Config
 from infini_model.runs import dataset_of, latest_run, read_run_config
 from tasks.evaluate import evaluate_model
+from tasks.failures import concluded
+from tasks.flow_run import FLOW, name_flow_run
 from tasks.shard import plan_dataset
-from tasks.stage import options
+from tasks.stage import perform
 
 
 def evaluate_run(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
     """Score a run and write its report."""
-    evaluate = evaluate_model.with_options(**options(config.stages.evaluate))
-    return evaluate(config, str(dataset_dir), str(run_dir))
+    stage = config.stages.evaluate
+    report: dict[str, Any] = perform(evaluate_model, stage, config, str(dataset_dir), str(run_dir))
+    return report
 
 
 def _as_trained(config: Config, run_dir: Path) -> Config:
@@ -39,7 +42,8 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
 
 
 @form
-@flow(name="evaluate")
+@flow(name="evaluate", **FLOW)
+@concluded
 @settings("run", "dataset", "batches", "devices")
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate the run of `run.name`, or the newest one, with the model it was trained as.
@@ -48,5 +52,6 @@ def evaluate(config: Config) -> dict[str, Any]:
     """
     run_dir = latest_run(config)
     config = _as_trained(config, run_dir)
-    dataset = plan_dataset.with_options(**options(config.stages.shard))(config, None)
+    name_flow_run(run_dir.name, f"run:{run_dir.name}")
+    dataset = perform(plan_dataset, config.stages.shard, config, None)
     return evaluate_run(config, Path(dataset["folder"]), run_dir)

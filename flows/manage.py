@@ -26,6 +26,7 @@ from infini_model.errors import StageError, UserError
 from infini_model.holders import Holder
 from infini_model.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 from infini_model.runs import is_finished, resume_config, run_holder
+from infini_model.training.mlflow_record import run_url
 
 POLL_SECONDS = 0.2
 PIPE_WIDTH = 10_000
@@ -77,8 +78,8 @@ def _urls(run: RunStatus, page: str | None) -> tuple[str, str]:
     record, flow_run = run.mlflow or {}, run.owner.url if run.owner else None
     if record.get("tracking_uri", "").startswith("http"):
         page = record["tracking_uri"]
-    mlflow = f"{page}/#/runs/{record['run_id']}" if page and "run_id" in record else ""
-    return flow_run or "", mlflow
+    mlflow = run_url(page, run.run_dir) if page else None
+    return flow_run or "", mlflow or ""
 
 
 def _link(url: str, *, short: bool) -> str:

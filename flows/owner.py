@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefect.runtime import deployment, flow_run
+from prefect.context import FlowRunContext
 from prefect.utilities.urls import url_for
 
 from infini_model.holders import Owner
@@ -14,7 +14,9 @@ def current_owner() -> tuple[Owner | None, bool]:
     A command in a terminal continues interrupted runs of the same settings. A flow run of a
     deployment does not: the other one may be suspended, and is resumed or retried by itself.
     """
-    number = flow_run.id
-    if number is None:
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
         return None, True
-    return Owner(number, url_for("flow-run", obj_id=number)), deployment.id is None
+    flow_run = context.flow_run
+    owner = Owner(str(flow_run.id), url_for("flow-run", obj_id=flow_run.id))
+    return owner, flow_run.deployment_id is None

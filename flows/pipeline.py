@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 
 from flows.evaluate import evaluate_run
 from flows.form import form, settings
@@ -13,11 +13,16 @@ from flows.owner import current_owner
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
 from infini_model.config import Config
-from infini_model.runs import claim_run
+from infini_model.errors import DataError
+from infini_model.holders import Owner
+from infini_model.runs import claim_run, dataset_of, find_run
+from tasks.failures import concluded
+from tasks.flow_run import FLOW
 
 
 @form
-@flow(name="pipeline")
+@flow(name="pipeline", **FLOW)
+@concluded
 @settings(
     "documents",
     "dataset",
@@ -31,16 +36,32 @@ from infini_model.runs import claim_run
     "seed",
 )
 def pipeline(config: Config) -> dict[str, Any]:
-    """Download, shard, train and evaluate; an interrupted run is gone on with.
+    """Download, shard, train and evaluate; an interrupted run is continued.
 
     Returns the report's path with the losses and perplexities of the splits; of several machines
     the first one writes the report.
     """
-    dataset = prepare_dataset(config)
-    folder = Path(dataset["folder"])
     owner, adopt = current_owner()
+    dataset = _own_dataset(config, owner) or prepare_dataset(config)
+    folder = Path(dataset["folder"])
     with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:
         train_run(config, folder, run_dir)
         if config.training.node_rank > 0:
             return {"report": str(run_dir / "report.md")}
         return evaluate_run(config, folder, run_dir)
+
+
+def _own_dataset(config: Config, owner: Owner | None) -> dict[str, Any] | None:
+    """The dataset that this flow run trains on already; None where it is made, or made again.
+
+    A run that is retried or resumed stays with its data, whatever documents have come since.
+    """
+    run_dir = None if owner is None else find_run(config.run.runs_dir, owner.id)
+    if run_dir is None:
+        return None
+    data = config.data.model_copy(update={"folder": dataset_of(run_dir)})
+    try:
+        return prepare_dataset(config.model_copy(update={"data": data}))
+    except DataError as error:
+        get_run_logger().warning("%s; making it again", error)
+        return None

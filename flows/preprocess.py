@@ -2,40 +2,52 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from flows.form import form, settings
 from infini_model.config import Config
 from tasks.download import download
+from tasks.failures import concluded
+from tasks.flow_run import FLOW, name_flow_run
 from tasks.shard import build_dataset, plan_dataset
-from tasks.stage import options
+from tasks.stage import perform
 
 
 def prepare_dataset(config: Config) -> dict[str, Any]:
-    """The dataset folder that the configuration asks for, reused if it stands intact."""
+    """The dataset folder that the configuration asks for, reused if it stands intact.
+
+    Returns its `folder`, its `key`, and whether it was `reused`.
+    """
     log = get_run_logger()
-    if config.data.folder is not None:
-        plan = plan_dataset.with_options(**options(config.stages.shard))(config, None)
-        log.info("Dataset %s is used as it is", plan["folder"])
-        return plan
-    corpus = download.with_options(**options(config.stages.download))(config)
-    plan = plan_dataset.with_options(**options(config.stages.shard))(config, corpus)
+    stage = config.stages.shard
+    corpus = None
+    if config.data.folder is None:
+        corpus = perform(download, config.stages.download, config)
+    plan = perform(plan_dataset, stage, config, corpus)
     if plan["fault"]:
         log.warning("%s; its partition is made again", plan["fault"])
-    build = build_dataset.with_options(
-        **options(config.stages.shard), refresh_cache=not plan["intact"]
-    )
-    # A result from the cache tells where the folder was; the plan, where it has been checked.
-    dataset = build(config, corpus, plan) | {"folder": plan["folder"]}
+    if corpus is None:
+        log.info("Dataset %s is used as it is", plan["folder"])
+        return {"folder": plan["folder"], "key": plan["key"], "reused": True}
+    dataset = perform(build_dataset, stage, config, corpus, plan) | {"reused": plan["intact"]}
     log.info("Dataset %s is %s", dataset["folder"], "reused" if plan["intact"] else "ready")
-    return dataset
+    return dict(dataset)
 
 
 @form
-@flow(name="preprocess")
+@flow(name="preprocess", **FLOW)
+@concluded
 @settings("documents", "dataset_name", "tokenizer")
-def preprocess(config: Config) -> dict[str, Any]:
-    """Download and shard. Returns the dataset's folder, key and size."""
-    return prepare_dataset(config)
+def preprocess(config: Config) -> State[dict[str, Any]]:
+    """Download and shard. Returns the dataset's folder and key, and whether it was reused."""
+    dataset = prepare_dataset(config)
+    name = Path(dataset["folder"]).name
+    name_flow_run(name, f"dataset:{name}")
+    message = f"nothing new: dataset {name} is reused" if dataset["reused"] else f"dataset {name}"
+    get_run_logger().info("%s", message)
+    return Completed(message=message, data=dataset)

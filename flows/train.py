@@ -10,8 +10,10 @@ from flows.form import form, settings
 from flows.owner import current_owner
 from infini_model.config import Config
 from infini_model.runs import claim_run, is_finished
+from tasks.failures import concluded
+from tasks.flow_run import FLOW, name_flow_run
 from tasks.shard import plan_dataset
-from tasks.stage import options
+from tasks.stage import perform
 from tasks.train import train_model
 
 
@@ -21,16 +23,17 @@ def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
     A run with its last checkpoint is gone on with too: its last scores may not have been written.
     """
     log = get_run_logger()
+    name_flow_run(run_dir.name, f"preset:{config.run.preset or 'custom'}", f"run:{run_dir.name}")
     if is_finished(run_dir):
         log.info("Run %s is finished already", run_dir)
         return
     log.info("Training in %s", run_dir)
-    train = train_model.with_options(**options(config.stages.train))
-    train(config, str(dataset_dir), str(run_dir))
+    perform(train_model, config.stages.train, config, str(dataset_dir), str(run_dir))
 
 
 @form
-@flow(name="train")
+@flow(name="train", **FLOW)
+@concluded
 @settings(
     "dataset",
     "steps",
@@ -44,7 +47,7 @@ def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
 )
 def train(config: Config) -> dict[str, str]:
     """Train on the folder of `data.folder`, or the newest dataset. Returns the run folder."""
-    dataset = plan_dataset.with_options(**options(config.stages.shard))(config, None)
+    dataset = perform(plan_dataset, config.stages.shard, config, None)
     folder = Path(dataset["folder"])
     owner, adopt = current_owner()
     with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:

@@ -62,12 +62,8 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
         datasets_dir=config.run.datasets_dir,
         progress=_progress,
     )
-    splits = [
-        {"split": name, "documents": split.documents, "tokens": split.tokens}
-        for name, split in manifest.splits.items()
-    ]
     folder = (config.run.datasets_dir / manifest.folder_name).resolve()
-    return {"folder": str(folder), "key": manifest.key, "splits": splits}
+    return {"folder": str(folder), "key": manifest.key}
 
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:

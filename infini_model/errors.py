@@ -5,6 +5,8 @@ the key or the file, the command line prints it without a traceback and exits 2,
 retried on it.
 """
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """Something that the user gave is wrong; the message is one line that names the culprit."""
@@ -38,4 +40,10 @@ class NonFiniteError(ArithmeticError):
 
 
 class StageError(RuntimeError):
-    """A stage ended without a result, through no fault of the user's; trying again may help."""
+    """A stage ended without a result, through no fault of the user's; trying again may help.
+
+    `last_lines` are the last that it printed; `advice` tells in a few words how it is continued.
+    """
+
+    advice: str = ""
+    last_lines: Sequence[str] = ()

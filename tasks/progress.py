@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from types import TracebackType
-from typing import cast
-from uuid import UUID
 
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.artifacts import ProgressArtifact
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
@@ -16,10 +14,10 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.theme import Theme
 
+from tasks.artifacts import LiveArtifact, Updates
+
 ARTIFACT_SECONDS = 1.0
 LOG_SECONDS = 5.0
-# After Prefect did not take it: this many times as long as the attempt took.
-PAUSE = 10.0
 
 
 def _terminal() -> Console | None:
@@ -49,14 +47,17 @@ class Progress:
         self._task = self._bar.add_task(name, total=None)
         self._logged = logged and console is None
         self._name, self._unit = name, unit
-        self._artifact: UUID | None = None
-        self._told = self._wrote = self._silent_until = float("-inf")
+        self._artifact = LiveArtifact(f"{name}-progress")
+        self._updates = Updates("progress", self._update, ARTIFACT_SECONDS)
+        self._percent = self._told = -1.0
+        self._wrote = float("-inf")
 
     def __enter__(self) -> Progress:
         if self._console is not None:
             # Prefect's console knows the styles of its log alone, none of a bar's.
             self._console.push_theme(Theme())
         self._bar.start()
+        self._updates.__enter__()
         return self
 
     def __exit__(
@@ -65,6 +66,7 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._updates.__exit__(kind, error, trace)
         self._bar.stop()
         if self._console is not None:
             self._console.pop_theme()
@@ -72,30 +74,17 @@ class Progress:
     def show(self, done: int, total: int) -> None:
         """Tell of `done` of `total`; the last one is always shown."""
         self._bar.update(self._task, completed=done, total=total)
-        now, last = time.monotonic(), done >= total
-        percent = 100.0 * done / total if total else 100.0
-        if now >= self._silent_until and (last or now - self._told >= ARTIFACT_SECONDS):
-            self._told = now
-            self._try_to_tell(percent)
-        if self._logged and (last or now - self._wrote >= LOG_SECONDS):
+        now = time.monotonic()
+        self._percent = 100.0 * done / total if total else 100.0
+        if self._logged and (done >= total or now - self._wrote >= LOG_SECONDS):
             self._wrote = now
-            get_run_logger().info("%.0f%% of %s %s", percent, f"{total:,}", self._unit)
+            get_run_logger().info("%.0f%% of %s %s", self._percent, f"{total:,}", self._unit)
 
-    def _try_to_tell(self, percent: float) -> None:
-        """Tell Prefect, if it listens: its server may be down for a while, the stage goes on."""
-        try:
-            self._tell(percent)
-        except Exception as error:  # noqa: BLE001 - no display may harm a stage
-            now = time.monotonic()
-            self._silent_until = now + PAUSE * (now - self._told)
-            get_run_logger().warning("Prefect takes no progress (%s); the stage goes on", error)
-
-    def _tell(self, percent: float) -> None:
-        if self._artifact is None:
-            key, description = f"{self._name}-progress", f"{self._name}, of {self._unit}"
-            # Typed as perhaps a coroutine; in a task that is not async it is none.
-            self._artifact = cast(
-                "UUID", create_progress_artifact(percent, key=key, description=description)
-            )
-        else:
-            update_progress_artifact(self._artifact, percent)
+    def _update(self) -> None:
+        """Tell Prefect, if there is something new to tell."""
+        percent = self._percent
+        if percent == self._told:
+            return
+        description = f"{self._name}, of {self._unit}"
+        self._artifact.show(ProgressArtifact(progress=percent, description=description))
+        self._told = percent

@@ -1,37 +1,27 @@
-"""The shard stage: tokenise and pack a corpus into a dataset folder, or reuse what stands."""
+"""The plan and shard stages: which dataset is asked for, and making what is missing of it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_table_artifact
-from prefect.cache_policies import CachePolicy
-from prefect.context import TaskRunContext
+from prefect.artifacts import TableArtifact
+from prefect.client.schemas.objects import State
+from prefect.events import emit_event
+from prefect.states import Completed
 
 from infini_model.config import Config
+from infini_model.data.manifest import SPLITS, Manifest, read_manifest
+from tasks import artifacts
+from tasks.failures import reported
 from tasks.stage import STAGE, run_stage
 
-
-class ContentKey(CachePolicy):
-    """Caches by the dataset's content key, across runs.
-
-    Prefect's default policy holds the run's id and would never hit. A hit is not compared with the
-    disk either, so the flow refreshes it unless the plan found the folder intact.
-    """
-
-    def compute_key(
-        self,
-        task_ctx: TaskRunContext,  # noqa: ARG002 - the signature is Prefect's
-        inputs: dict[str, Any],
-        flow_parameters: dict[str, Any],  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
-    ) -> str:
-        """The key under which the result is stored."""
-        return f"dataset-{inputs['plan']['key']}"
+NEW_DATASET = "infini.dataset.ready"
 
 
-@task(name="plan", **STAGE)
+@task(name="plan", task_run_name="plan {config.data.name}", **STAGE)
+@reported
 def plan_dataset(config: Config, corpus: dict[str, Any] | None) -> dict[str, Any]:
     """Tell which dataset is asked for, by its content key, and whether it stands intact.
 
@@ -39,19 +29,56 @@ def plan_dataset(config: Config, corpus: dict[str, Any] | None) -> dict[str, Any
     folder of `data.folder`, or the newest one. Every checksum of a folder that stands is compared.
     """
     arguments = [] if corpus is None else ["--corpus", corpus["corpus"]]
-    return run_stage("plan", config, config.stages.shard, *arguments)
+    plan = run_stage("plan", config, config.stages.shard, *arguments)
+    if plan["intact"]:
+        _show(Path(plan["folder"]))
+    return plan
 
 
-@task(name="shard", cache_policy=ContentKey(), **STAGE)
+@task(name="shard", task_run_name="shard {config.data.name}-{plan[key]:.16}", **STAGE)
+@reported
 def build_dataset(
-    config: Config,
-    corpus: dict[str, Any],
-    plan: dict[str, Any],  # noqa: ARG001 - it is what the result is cached by
-) -> dict[str, Any]:
+    config: Config, corpus: dict[str, Any], plan: dict[str, Any]
+) -> dict[str, Any] | State[dict[str, Any]]:
     """Make the partitions that are missing or damaged, and the dataset folder of all of them.
 
-    Two runs that ask for the same key at once do the work once. Returns the folder and its key.
+    Where the plan found the folder intact the task ends at once, in the state Reused. Two runs that
+    ask for the same key at once do the work once. Returns the folder and its key.
     """
+    if plan["intact"]:
+        dataset = {"folder": plan["folder"], "key": plan["key"]}
+        message = f"{plan['folder']} is intact"
+        return Completed(name="Reused", message=message, data=dataset)
     result = run_stage("shard", config, config.stages.shard, "--corpus", corpus["corpus"])
-    create_table_artifact(result["splits"], key="dataset", description=result["folder"])
-    return result
+    folder = Path(result["folder"])
+    manifest = _show(folder)
+    if plan["fault"] is None:
+        _announce(folder, manifest)
+    return {"folder": result["folder"], "key": result["key"]}
+
+
+def _show(folder: Path) -> Manifest:
+    """Show the size of each split, and the folder; returns what was read of it."""
+    manifest = read_manifest(folder)
+    rows = [
+        {"split": name, **manifest.splits[name].model_dump(include={"documents", "tokens"})}
+        for name in SPLITS
+    ]
+    artifacts.show("dataset", TableArtifact(table=rows, description=str(folder)))
+    artifacts.show_folder("dataset-folder", folder)
+    return manifest
+
+
+def _announce(folder: Path, manifest: Manifest) -> None:
+    """Tell Prefect's automations that there is a dataset that was not there before."""
+    resource = {
+        "prefect.resource.id": f"infini.dataset.{manifest.key}",
+        "prefect.resource.name": folder.name,
+    }
+    payload = {
+        "folder": str(folder),
+        "key": manifest.key,
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+    }
+    emit_event(NEW_DATASET, resource, payload=payload)

@@ -13,10 +13,12 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.logging import get_run_logger
+from prefect.runtime import task_run
 from prefect.tasks import Task, exponential_backoff
 
 from infini_model.__main__ import ERROR, PROGRESS, RESULT
@@ -29,6 +31,8 @@ from tasks.progress import Progress
 
 TAIL_LINES = 20
 
+P = ParamSpec("P")
+
 
 async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -> bool:
     """False for what the user has to mend, and where the training knows that it would not help."""
@@ -38,24 +42,32 @@ async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -
     return not isinstance(error, UserError)
 
 
-# What all stages have in common as Prefect tasks.
+# What all stages have in common as Prefect tasks. None is cached or stored by Prefect: each answer
+# depends on the disk, and the library reuses what stands there by content and checksum.
 STAGE: dict[str, Any] = {
-    "persist_result": True,
-    "result_serializer": "json",
+    "cache_policy": NO_CACHE,
+    "persist_result": False,
     "retry_condition_fn": is_worth_a_retry,
     "retry_jitter_factor": 0.5,
 }
 
 
-def options(stage: StageConfig) -> dict[str, Any]:
-    """The settings of a stage as options of its Prefect task: retries, each after twice the wait.
+def named_after_run() -> str:
+    """The stage and its run folder, as the name of a task run."""
+    folder = Path(task_run.get_parameters()["run_dir"])
+    return f"{task_run.get_task_name()} {folder.name}"
 
-    The timeout is not among them: Prefect's would leave the children running.
+
+def perform(task: Task[P, Any], stage: StageConfig, *args: P.args, **kwargs: P.kwargs) -> Any:
+    """Run the task of a stage, retried as its settings say, each time after twice the wait.
+
+    The timeout is the stage's own: Prefect's would leave the children running. Raises what the
+    stage failed with.
     """
-    return {
-        "retries": stage.retries,
-        "retry_delay_seconds": exponential_backoff(stage.retry_delay_seconds),
-    }
+    retried = task.with_options(
+        retries=stage.retries, retry_delay_seconds=exponential_backoff(stage.retry_delay_seconds)
+    )
+    return retried(*args, **kwargs, return_state=True).result()
 
 
 def run_stage(
@@ -65,7 +77,7 @@ def run_stage(
 
     Raises what the child reported: `UserError`, `ConnectionError`; `StageError` with its last
     lines if it ended without a word; `ProcessTimeoutError` past the stage's timeout, when nothing
-    of it is left running.
+    of it is left running. Where the flow run is suspended or cancelled, the child is ended.
     """
     told: dict[str, Any] = {}
     tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -94,7 +106,7 @@ def run_stage(
         except ProcessTimeoutError as error:
             message = f"{name}: not done after {stage.timeout_seconds:g} s"
             raise ProcessTimeoutError(message) from error
-    return _outcome(name, status, told, tail)
+    return _outcome(name, status, told, list(tail))
 
 
 def _outcome(name: str, status: int, told: dict[str, Any], tail: Sequence[str]) -> dict[str, Any]:
@@ -102,6 +114,8 @@ def _outcome(name: str, status: int, told: dict[str, Any], tail: Sequence[str]) 
         kind = {"user": UserError, "network": ConnectionError}[error["kind"]]
         raise kind(error["message"])
     if status != 0 or RESULT not in told:
-        raise StageError("\n".join([f"{name} ended with status {status}", *tail]))
+        failure = StageError(": ".join([f"{name} ended with status {status}", *tail[-1:]]))
+        failure.last_lines = tail
+        raise failure
     result: dict[str, Any] = told[RESULT]
     return result

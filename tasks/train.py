@@ -1,54 +1,81 @@
-"""The train stage: torchrun, retried from the newest checkpoint."""
+"""The train stage: torchrun, retried from the newest checkpoint, and shown while it runs."""
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from pathlib import Path
 
 from prefect import task
 from prefect.logging import get_run_logger
 
 from infini_model.config import Config
+from infini_model.run_status import saved_step
+from infini_model.training.failures import TrainingFailure
+from tasks import artifacts
+from tasks.artifacts import Updates
 from tasks.control import stopped_with_flow_run
+from tasks.failures import reported, resume_advice
 from tasks.progress import Progress
-from tasks.stage import STAGE
+from tasks.stage import STAGE, TAIL_LINES, named_after_run
+from tasks.training_view import SECONDS, TrainingView
 
 STEP = re.compile(r"^GPU0:.* Step \[(\d+)/(\d+)\]")
 
 
-@task(name="train", **STAGE)
+@task(name="train", task_run_name=named_after_run, **STAGE)
+@reported
 def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
-    """Train in `run_dir`, or go on from its newest checkpoint; a retry is just that.
+    """Train in `run_dir`, or resume from its newest checkpoint; a retry is just that.
 
     What a retry does differently, and whether there is one, follows from how the training failed
     (`infini_model.training.recovery`). The MLflow run stays the same across retries. Returns
     `run_dir`.
     """
+    folder = Path(run_dir)
+    artifacts.show_folder("run-folder", folder)
+    view = TrainingView(folder, config)
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    try:
+        with Updates("training table", view.update, SECONDS):
+            _train(config, Path(dataset_dir), folder, tail)
+    except TrainingFailure as failure:
+        failure.advice = "; ".join(filter(None, [_saved(folder), _next(failure)]))
+        failure.last_lines = list(tail)
+        raise
+    return run_dir
+
+
+def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -> None:
     from infini_model.training.launch import launch
 
     log = get_run_logger()
-    folder = Path(run_dir)
 
-    def saved() -> str:
-        steps = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
-        return f"step {max(steps)} is saved" if steps else ""
+    def on_line(line: str) -> None:
+        log.info(line)
+        tail.append(line)
+        if step := STEP.match(line):
+            progress.show(int(step[1]), int(step[2]))
 
     with (
         Progress("train", "steps", logged=False) as progress,
-        stopped_with_flow_run(saved) as stop,
+        stopped_with_flow_run(lambda: _saved(run_dir)) as stop,
     ):
-
-        def on_line(line: str) -> None:
-            log.info(line)
-            if step := STEP.match(line):
-                progress.show(int(step[1]), int(step[2]))
-
         launch(
             config,
-            Path(dataset_dir),
-            folder,
+            dataset_dir,
+            run_dir,
             timeout_seconds=config.stages.train.timeout_seconds,
             on_line=on_line,
             stop=stop,
         )
-    return run_dir
+
+
+def _saved(run_dir: Path) -> str:
+    """The newest checkpoint, in words."""
+    step = saved_step(run_dir)
+    return "" if step is None else f"step {step} is saved"
+
+
+def _next(failure: TrainingFailure) -> str:
+    return "" if failure.is_final else resume_advice()

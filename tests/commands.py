@@ -235,7 +235,7 @@ def flow_run(url: str, output: str) -> dict[str, Any]:
 def task_runs(url: str, output: str) -> dict[str, dict[str, Any]]:
     """The task runs of a command's flow run, by the name of the task."""
     wanted = {"flow_runs": {"id": {"any_": [flow_run(url, output)["id"]]}}}
-    return {run["name"].rsplit("-", 1)[0]: run for run in api(url, "task_runs/filter", **wanted)}
+    return {run["name"].split()[0]: run for run in api(url, "task_runs/filter", **wanted)}
 
 
 def artifacts(url: str, output: str) -> dict[str, dict[str, Any]]:

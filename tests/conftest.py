@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from commands import WORDS, Environment, answers, eventually, write_texts
 
 from flows.serving.services import free_port, start_prefect
@@ -14,8 +15,11 @@ from infini_model.data.shards import build_dataset
 from infini_model.data.sources import download
 from infini_model.processes import end_tree
 
-# One thread each: sums over as many parts in every process, equal to the bit.
-QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+# One thread each, here and in every process that a test starts: sums over as many parts, equal to
+# the bit, and workers that share the cores do not wait for each other's threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
     parser.addoption("--every-story", action="store_true", help="all stories in the browser")
     parser.addoption("--screenshots", type=Path, metavar="DIR", help="keep those of the browser")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what starts processes: at the end no worker is left alone with a file of minutes."""
+    longest = {"e2e", "faults", "flows", "tasks", "training"}
+    items.sort(key=lambda item: item.path.parent.name not in longest)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -65,7 +65,7 @@ def stored_access(home: Path) -> Access:
     """What the servers ask for. Raises `UserError` if the secret is another user's."""
     try:
         return Access(secret_file(home).read_text(encoding="utf-8").strip())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return EVERYONE
     except PermissionError as error:
         raise UserError(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import Environment, run
 
 from flows.serving.deploy import SILENCE
 from infini_model.config import Config, TrainingConfig
@@ -93,56 +91,14 @@ def test_the_slurm_script_is_one_and_sets_what_the_configuration_knows() -> None
     assert "training" in Config.model_fields
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A Prefect server on loopback; yields the environment of its clients."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    home = tmp_path_factory.mktemp("prefect")
-    environment = {
-        **os.environ,
-        "PREFECT_HOME": str(home),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
-        "PREFECT_API_URL": f"{url}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-    }
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
-    with (home / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--port", url.rpartition(":")[2]], env=environment, stdout=log, stderr=log
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while not answers(f"{url}/api/health"):
-            assert process.poll() is None, (home / "server.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        yield environment
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=2).close()
-    except OSError:
-        return False
-    return True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_server_takes_the_template(kind: str, server: dict[str, str]) -> None:
+def test_a_server_takes_the_template(kind: str, connected: Environment) -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "work-pool", "create", kind]
     options = ["--type", kind, "--base-job-template", str(FOLDER / f"{kind}.json")]
-    ended = subprocess.run(
-        [*command, *options], env=server, capture_output=True, text=True, check=False
-    )
+    ended = run([*command, *options], connected)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    with urllib.request.urlopen(f"{server['PREFECT_API_URL']}/work_pools/{kind}") as answer:
+    with urllib.request.urlopen(f"{connected['PREFECT_API_URL']}/work_pools/{kind}") as answer:
         pool = json.load(answer)
     assert pool["type"] == kind
     assert pool["base_job_template"] == load(kind)

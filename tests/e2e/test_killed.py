@@ -55,12 +55,17 @@ def sigkill(running: Running, output: Path) -> None:
 
 
 def test_sigkill_in_every_stage_and_the_same_command_ends_as_if_undisturbed(
-    undisturbed: Undisturbed, start: Start, pipeline: Make, tmp_path: Path
+    undisturbed: Undisturbed,
+    start: Start,
+    connected: Environment,
+    pipeline: Make,
+    tmp_path: Path,
 ) -> None:
+    """The command that is killed in training has a server of its own, which must end with it."""
     output = tmp_path / "output"
     command = ("run", "--config", write_settings(tmp_path / "settings.yaml", pipeline(output)))
     for stage in ("download", "shard"):
-        running = start(*command)
+        running = start(*command, env=connected)
         eventually(lambda: stage_of(running, stage) != [], stage, seconds=60)  # noqa: B023
         sigkill(running, output)
 
@@ -72,12 +77,12 @@ def test_sigkill_in_every_stage_and_the_same_command_ends_as_if_undisturbed(
     assert begun[-1]["step"] < STEPS
     assert not (run_dir / "report.md").exists()
 
-    running = start(*command)
+    running = start(*command, env=connected)
     running.wait_for("evaluate | ")
     assert "Resuming from:" in running.output
     sigkill(running, output)
 
-    running = start(*command)
+    running = start(*command, env=connected)
     assert running.wait() == 0, running.output
     assert f"Resuming from: {run_dir}/checkpoints/step-{STEPS}" in running.output
     assert [path.name for path in (output / "runs").glob("run-*")] == ["run-1"]
@@ -95,7 +100,11 @@ def scores(run_dir: Path) -> list[str]:
 
 
 def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_run(
-    undisturbed: Undisturbed, start: Start, pipeline: Make, tmp_path: Path
+    undisturbed: Undisturbed,
+    start: Start,
+    connected: Environment,
+    pipeline: Make,
+    tmp_path: Path,
 ) -> None:
     from mlflow import MlflowClient
 
@@ -117,7 +126,7 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     running.process.send_signal(signal.SIGINT)
     assert running.wait(seconds=60) == 130
     last_line = running.output.splitlines()[-1]
-    assert last_line == "interrupted; the same command goes on where this one was"
+    assert last_line == "interrupted; the same command resumes where this one stopped"
     assert "Traceback" not in running.output
     assert not alive(everyone)
     assert not processes_about(output)
@@ -126,7 +135,7 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     assert saved is not None
     assert saved.name == f"step-{last}"
 
-    running = start(*command)
+    running = start(*command, env=connected)
     assert running.wait() == 0, running.output
     assert f"Resuming from: {saved}" in running.output
     assert repeatable(run_dir) == repeatable(undisturbed.run_dir)

@@ -36,10 +36,10 @@ def test_a_run_from_nothing_ends_with_a_report_and_leaves_no_process(
 
 
 def test_a_second_run_says_that_the_dataset_is_reused(
-    undisturbed: Undisturbed, session_environment: dict[str, str]
+    undisturbed: Undisturbed, connected: dict[str, str]
 ) -> None:
     command = infini("run", "--config", undisturbed.settings, "--max-steps", "2")
-    done = run(command, session_environment)
+    done = run(command, connected)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is reused" in done.stderr
     assert f"Training in {undisturbed.output}/runs/run-2" in done.stderr

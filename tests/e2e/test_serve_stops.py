@@ -2,6 +2,7 @@
 
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -12,8 +13,16 @@ from serving import ENGINE, TRAINER, serve
 from trials import STEPS, Make, Start, Undisturbed
 
 from flows.serving.services import HOST, free_port
+from infini_model.training.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
+
+
+def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether a process that is stopped has been sent a signal."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    (mask,) = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the_same_bits(
@@ -21,13 +30,21 @@ def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the
 ) -> None:
     output, ports = tmp_path / "output", (free_port(), free_port())
     serving = serve(start, output, ports)
-    slow = {"eval_steps": 40, "eval_batches": 2}
-    flow_run = serving.create("pipeline", advanced=pipeline(output, training=slow))
-    serving.wait_for_log(flow_run, "Step [5/")
-    serving.stop()
+    tree = pipeline(output, training={"save_steps": 10 * STEPS})
+    flow_run = serving.create("pipeline", advanced=tree)
+    run_dir = output / "runs" / "quickstart-1"
+    eventually(lambda: len(read_metrics(run_dir)) > 5, "some steps", seconds=120)
+    # It would have ended before anyone asked it to.
+    (trainer,) = serving.processes(TRAINER)
+    trainer.suspend()
+    with ThreadPoolExecutor() as pool:
+        stopping = pool.submit(serving.stop)
+        eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM", seconds=60)
+        trainer.resume()
+        stopping.result()
     assert "Waiting for the flow runs to save their checkpoints" in serving.running.output
     assert not processes_about(output)
-    (saved,) = output.glob("runs/quickstart-1/checkpoints/step-*")
+    (saved,) = (run_dir / "checkpoints").glob("step-*")
 
     serving = serve(start, output, ports)
     state = serving.state(flow_run)
@@ -46,7 +63,7 @@ def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the
     assert serving.state(flow_run)["name"] == "Crashed"
     serving.retry(flow_run)
     serving.wait_for_state(flow_run, "Completed", seconds=120)
-    (run_dir,) = output.glob("runs/*-*")
+    assert [path.name for path in (output / "runs").glob("*-*")] == ["quickstart-1"]
     assert (run_dir / "checkpoints" / f"step-{STEPS}").is_dir()
     assert repeatable(run_dir) == repeatable(undisturbed.run_dir)
     serving.stop()

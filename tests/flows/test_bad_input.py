@@ -221,10 +221,13 @@ def test_what_is_not_utf8_is_named_skipped_or_replaced_as_asked(
 
 @pytest.mark.parametrize("pattern", ["/nowhere/*.txt", "{stdlib}/nothing/*.py"])
 def test_a_glob_that_matches_nothing_is_named(
-    refused: Refused, settings: Path, pattern: str
+    tmp_path: Path, text_files: Path, output: Path, alone: Environment, pattern: str
 ) -> None:
-    message = refused("run", "--config", settings, f"data.source.paths=['{pattern}']")
-    assert f"data.source.paths: '{pattern}' matches no file" in message
+    source = {"source": {"paths": [pattern]}}
+    settings = write_settings(tmp_path / "s.yaml", tiny(text_files, output, data=source))
+    told = stage("download", settings, alone)
+    assert f"data.source.paths: '{pattern}' matches no file" in told["error"]
+    assert told["kind"] == "user"
 
 
 def test_an_unreachable_host_is_named_after_its_retries(refused: Refused, settings: Path) -> None:
@@ -311,10 +314,7 @@ def test_training_names_a_dataset_that_does_not_fit(
 ) -> None:
     train = ("train", "--config", settings)
     assert "there is no finished dataset yet" in refused(*train)
-    folder = dataset_of(settings, alone)
-    message = refused(*train, "model.vocab_size=100")
-    assert "model.vocab_size: 100 is less than the vocabulary of the dataset" in message
-    assert str(folder) in message
+    dataset_of(settings, alone)
     message = refused(*train, "--batch-size", "5000")
     assert "too few tokens for one batch" in message
     assert "5000" in message

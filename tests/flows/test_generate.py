@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Environment, infini
+from typer.testing import CliRunner
 
+from flows.cli import app
 from infini_model.config import ModelConfig
 from infini_model.data.tokenizers import load_tokenizer, train_tokenizer
 from infini_model.generation import generate
@@ -51,19 +53,25 @@ def said(env: Environment, *arguments: object, stdin: bytes = b"") -> tuple[int,
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-@pytest.mark.parametrize("source", ["option", "file", "stdin"])
-def test_a_prompt_from_anywhere_is_gone_on_with(
-    alone: Environment, checkpoint: Path, continued: str, tmp_path: Path, source: str
+def test_a_prompt_from_stdin_is_gone_on_with(
+    alone: Environment, checkpoint: Path, continued: str
 ) -> None:
+    arguments = ("--checkpoint", checkpoint, *OPTIONS, "--prompt-file", "-")
+    assert said(alone, *arguments, stdin=PROMPT.encode()) == (0, continued + "\n", "")
+
+
+@pytest.mark.parametrize("source", ["option", "file"])
+def test_a_prompt_from_the_command_line_or_a_file_is_gone_on_with(
+    checkpoint: Path, continued: str, tmp_path: Path, source: str
+) -> None:
+    """In this process: how a command starts is what the others test."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(PROMPT.encode())
-    given = {"option": ["--prompt", PROMPT], "file": ["--prompt-file", file]}
-    arguments = given.get(source, ["--prompt-file", "-"])
-    status, out, error = said(
-        alone, "--checkpoint", checkpoint, *OPTIONS, *arguments, stdin=PROMPT.encode()
-    )
-    assert (status, error) == (0, "")
-    assert out == (PROMPT if source == "option" else "") + continued + "\n"
+    given = {"option": ["--prompt", PROMPT], "file": ["--prompt-file", str(file)]}
+    options = ["--no-gpu", "--checkpoint", str(checkpoint), *OPTIONS, *given[source]]
+    done = CliRunner().invoke(app, ["generate", *options], catch_exceptions=False)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == (PROMPT if source == "option" else "") + continued + "\n"
 
 
 @pytest.mark.parametrize(

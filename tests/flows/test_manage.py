@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from commands import (
@@ -17,8 +18,13 @@ from commands import (
     tiny,
     write_settings,
 )
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
 
+from flows import manage
+from flows.owner import current_owner
 from infini_model.config import load_config
+from infini_model.errors import UserError
 from infini_model.run_status import saved_step
 from infini_model.runs import claim_run, is_finished, owner_of, record_evaluation, run_holder
 from infini_model.training.metrics_file import read_newest
@@ -152,12 +158,28 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
     assert api(server, f"flow_runs/{flow_run}", "GET")["state_type"] == "CANCELLING"
 
 
-def test_what_is_not_there_is_named(told: Callable[..., tuple[int, str]], output: Path) -> None:
-    for command in (("cancel", "run-9"), ("logs", "run-9"), ("resume", "run-9")):
-        message = f"error: {output}/runs/run-9: there is no such run; infini runs lists them\n"
-        assert told(*command) == (2, message)
+def test_what_is_not_there_is_named(output: Path) -> None:
+    for named in ("run-9", None):
+        with pytest.raises(UserError, match="there is no such run; infini runs lists them"):
+            manage.find_run_folder(output, named)
     config = load_config("debug", overrides=[f"run.output_dir={output}"])
     with claim_run(config, "k1", Path("data")) as run_dir:
         record_evaluation(run_dir, config.training.max_steps, "k1", {})
-    assert told("logs") == (2, f"error: {run_dir}/logs: there are no logs of a rank yet\n")
-    assert "finished" in told("runs")[1]
+    assert manage.to_resume(output, [run_dir.name]) == (run_dir, None)
+    with pytest.raises(UserError, match="there is no interrupted run to resume"):
+        manage.to_resume(output, ["training.gpus=cpu"])
+    with pytest.raises(UserError, match="is not running"):
+        manage.cancel(run_dir)
+    with pytest.raises(UserError, match="there are no logs of a rank yet"):
+        manage.print_logs(manage.find_run_folder(output, None), follow=True)
+
+
+@pytest.mark.parametrize("deployment", [None, UUID(int=3)])
+def test_a_flow_run_of_a_deployment_continues_nobody_elses_run(deployment: UUID | None) -> None:
+    assert current_owner() == (None, True)
+    flow_run = FlowRun(id=UUID(int=1), flow_id=UUID(int=2), deployment_id=deployment)
+    with FlowRunContext.model_construct(flow_run=flow_run):
+        owner, adopt = current_owner()
+    assert owner is not None
+    assert owner.id == str(flow_run.id)
+    assert adopt is (deployment is None)

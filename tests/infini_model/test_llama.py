@@ -361,7 +361,7 @@ def test_layers_computed_again_give_the_same_bits_from_less(memory, carried):
 )
 def test_compiles_without_a_graph_break(monkeypatch, memory, recomputed):
     """Also with a loss in chunks and with layers computed again in the backward pass."""
-    model = build(dtype=torch.float32, memory=memory)
+    model = build(dtype=torch.float32, memory=memory, num_hidden_layers=1)
     if recomputed:
         monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", 17 * 5)
         model.model.gradient_checkpointing = True

@@ -18,9 +18,11 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(blocks, "PIECE_BYTES", 2000)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def threads():
+    """Pieces are shared among two threads, unless a test sets another number."""
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
@@ -119,14 +121,18 @@ def test_autocast_leaves_float32_exact():
         assert torch.equal(ours, theirs)
 
 
-def test_the_operators_are_what_they_say():
-    q, k, v, _ = draw(3, 4, 2, 9, transposed=True)
+def test_the_operators_are_what_they_say(monkeypatch, threads):
+    # Several passes for each element: few elements, in two tiles and four pieces, and no threads,
+    # which the test above compares with one.
+    monkeypatch.setattr(blocks, "PIECE_BYTES", 200)
+    threads(1)
+    q, k, v, _ = draw(2, 4, 2, 5, transposed=True)
     gate = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     kv, norm = (x.detach().requires_grad_() for x in key_value_sums(k, v))
-    share = torch.linspace(0, 1, 9, dtype=torch.float64).expand(3, 2, 9)
+    share = torch.linspace(0, 1, 5, dtype=torch.float64).expand(2, 2, 5)
     for operator, arguments in (
         (tiled_attention.tiled_attention, (q, k, v)),
-        (tiled_attention.tiled_attention, (q, k, v, *torch.rand(2, 9, 6, dtype=torch.float64))),
+        (tiled_attention.tiled_attention, (q, k, v, *torch.rand(2, 5, 6, dtype=torch.float64))),
         (shifted_keys, (k, share)),
         (key_value_sums, (k, v)),
         (gated_read, (q, q.detach() + 1, gate, kv, norm)),

@@ -1,4 +1,4 @@
-"""Stages as Prefect tasks: what is cached, retried, timed out, stored and shown.
+"""Stages as Prefect tasks: what is reused, retried, timed out, stored and shown.
 
 Each test runs the command line on a real server and asks that server what happened.
 """
@@ -56,14 +56,14 @@ def states(server: str, output: str) -> dict[str, str]:
     return {name: run["state_name"] for name, run in task_runs(server, output).items()}
 
 
-def test_a_second_run_takes_the_dataset_from_the_cache_and_a_lost_shard_is_made_again(
+def test_a_second_run_reuses_the_dataset_and_a_lost_shard_is_made_again(
     server: str, connected: Environment, settings: Path, tmp_path: Path
 ) -> None:
     preprocess = ("preprocess", "--config", settings)
     first = told(connected, *preprocess)
     assert states(server, first) == dict.fromkeys(("download", "plan", "shard"), "Completed")
     again = told(connected, *preprocess)
-    assert states(server, again)["shard"] == "Cached"
+    assert states(server, again)["shard"] == "Reused"
     assert "is reused" in again
 
     (shard,) = tmp_path.glob("output/datasets/tiny-*/train/*.arrow")
@@ -73,7 +73,7 @@ def test_a_second_run_takes_the_dataset_from_the_cache_and_a_lost_shard_is_made_
     assert f"{shard}: is missing; its partition is made again" in after_loss
     assert states(server, after_loss)["shard"] == "Completed"
     assert shard.read_bytes() == content
-    assert states(server, told(connected, *preprocess))["shard"] == "Cached"
+    assert states(server, told(connected, *preprocess))["shard"] == "Reused"
 
 
 def test_a_dataset_that_was_moved_is_reused_where_it_is_now(
@@ -83,7 +83,7 @@ def test_a_dataset_that_was_moved_is_reused_where_it_is_now(
     moved = tmp_path / "moved"
     shutil.move(tmp_path / "output", moved)
     output = told(connected, "preprocess", "--config", settings, "--output-dir", moved)
-    assert states(server, output)["shard"] == "Cached"
+    assert states(server, output)["shard"] == "Reused"
     assert f"Dataset: {moved}/datasets/tiny-" in output
 
 
@@ -164,7 +164,7 @@ def test_a_server_that_does_not_answer_is_named(connected: Environment, settings
     assert line.startswith(f"error: PREFECT_API_URL: {url} does not answer")
 
 
-def test_a_run_leaves_json_results_and_shows_progress_dataset_report_and_plots(
+def test_a_run_leaves_a_json_result_and_shows_progress_dataset_report_and_plots(
     server: str, connected: Environment, settings: Path, tmp_path: Path
 ) -> None:
     output = told(connected, "run", "--config", settings)
@@ -187,11 +187,8 @@ def test_a_run_leaves_json_results_and_shows_progress_dataset_report_and_plots(
         assert image["type"] == "image"
         assert image["data"].startswith("data:image/png;base64,iVBOR")
 
-    stored = list((tmp_path / "prefect-home" / "storage").iterdir())
-    assert len(stored) >= 5
-    for file in stored:
-        record = json.loads(file.read_text())
-        assert record["metadata"]["serializer"]["type"] == "json"
+    (result,) = (tmp_path / "prefect-home" / "storage").iterdir()
+    assert json.loads(result.read_text())["report"] == str(report)
 
 
 def test_a_training_goes_on_when_the_server_is_gone(

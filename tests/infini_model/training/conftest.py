@@ -1,21 +1,11 @@
 """A model that learns the dataset of a few documents in seconds."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from infini_model.config import Config, validate
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    """Sums over as many parts, here and in the processes that tests start: equal to the bit."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-
 
 MakeConfig = Callable[..., Config]
 

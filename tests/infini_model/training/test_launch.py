@@ -165,19 +165,6 @@ def start(tmp_path, dataset):
         process.communicate()
 
 
-def test_a_killed_training_goes_on_to_the_same_bits(dataset, make_config, tmp_path, start):
-    config = make_config(training=LONG)
-    train(config, dataset, tmp_path / "whole")
-    run_dir = tmp_path / "killed"
-    process = start(["-m", "infini_model.training"], config, run_dir)
-    wait_for(lambda: has_reached(run_dir, 45), "step 45")
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    train(config, dataset, run_dir)
-    assert repeatable(run_dir) == repeatable(tmp_path / "whole")
-    assert weights(run_dir) == weights(tmp_path / "whole")
-
-
 def test_sigterm_to_a_rank_saves_and_exits_143(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
     process = start(["-m", "infini_model.training"], make_config(training=LONG), run_dir)
@@ -187,23 +174,6 @@ def test_sigterm_to_a_rank_saves_and_exits_143(make_config, tmp_path, start):
     last = read_metrics(run_dir)[-1]["step"]
     assert newest_checkpoint(run_dir).name == f"step-{last}"
     assert last < 150
-
-
-@pytest.mark.slow
-def test_no_rank_outlives_the_launcher_and_two_ranks_resume_to_the_same_bits(
-    dataset, make_config, tmp_path, start
-):
-    config = make_config(training=LONG | {"processes": 2, "batch_size": 4})
-    launch(config, dataset, tmp_path / "whole", on_line=lambda _: None)
-    run_dir = tmp_path / "killed"
-    process = start(["-c", LAUNCH], config, run_dir)
-    wait_for(lambda: has_reached(run_dir, 45), "step 45")
-    assert len(ranks(run_dir)) == 2
-    process.kill()
-    wait_for(lambda: not trainers(run_dir), "the end of every process", seconds=10)
-    launch(config, dataset, run_dir, on_line=lambda _: None)
-    assert repeatable(run_dir) == repeatable(tmp_path / "whole")
-    assert weights(run_dir) == weights(tmp_path / "whole")
 
 
 @pytest.mark.slow

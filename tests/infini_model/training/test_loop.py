@@ -167,7 +167,7 @@ def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
     }
     alone, pairs = [], []
     for name, sections in cases.items():
-        training = {"batch_size": 4} | sections.get("training", {})
+        training = {"batch_size": 4, "max_steps": 6} | sections.get("training", {})
         pairs.append(make_config(**sections | {"training": training}))
         whole = training | {"batch_size": 2 * training["batch_size"]}
         alone.append(make_config(**sections | {"training": whole}))

@@ -1,0 +1,161 @@
+"""What a flow run tells in Prefect: names, artifacts, events, and why it ended; what Retry does.
+
+Each test runs Prefect's engine as a worker does and asks the server what it knows.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from commands import Environment, Running, api, eventually, tiny, write_texts
+from engines import FlowRun, create
+
+NO_RETRIES: dict[str, Any] = {"download": {"retries": 0}, "train": {"retries": 0}}
+
+
+def attempt(run: FlowRun, env: Environment, tmp_path: Path) -> dict[str, Any]:
+    """One attempt of a flow run to its end; returns the state that the server knows."""
+    running = run.start(env, tmp_path / "engine.log")
+    running.wait()
+    assert "Traceback" not in running.output
+    state: dict[str, Any] = run.read()["state"]
+    return state
+
+
+def keys(run: FlowRun) -> list[str]:
+    return sorted(artifact["key"] for artifact in run.artifacts())
+
+
+def ready_events(run: FlowRun) -> list[dict[str, Any]]:
+    """The events that tell of a new dataset of this run, by the documents' folder."""
+    wanted = {"event": {"name": ["infini.dataset.ready"]}}
+    found = api(run.server, "events/filter", filter=wanted)["events"]
+    return [event for event in found if event["payload"]["folder"] in str(run.artifacts())]
+
+
+def test_a_retry_mends_what_was_missing_and_a_reused_night_says_so(
+    server: str, connected: Environment, tmp_path: Path
+) -> None:
+    """A retry has no memory of its own: whatever it takes over, it has looked at on the disk."""
+    texts = tmp_path / "texts"
+    tree = tiny(texts, tmp_path / "output", stages=NO_RETRIES)
+    run = create(server, "flows/preprocess.py:preprocess", advanced=tree)
+
+    state = attempt(run, connected, tmp_path)
+    assert state["type"] == "FAILED"
+    assert state["message"].startswith("data.source.paths: '")
+    assert "\n" not in state["message"]
+    assert [line for line in run.logs() if "matches no file" in line] == [state["message"]]
+    (failure,) = [shown["data"] for shown in run.artifacts() if shown["key"] == "failure"]
+    assert state["message"] in failure
+
+    write_texts(texts, 40)
+    run.retry()
+    state = attempt(run, connected, tmp_path)
+    assert run.tasks() == dict.fromkeys(("download", "plan", "shard"), "Completed")
+    (folder,) = (tmp_path / "output" / "datasets").glob("tiny-*")
+    assert run.read()["name"] == f"preprocess {folder.name}"
+    assert f"dataset:{folder.name}" in run.read()["tags"]
+    shown = keys(run)
+    assert shown == ["dataset", "dataset-folder", "download-progress", "shard-progress"]
+    eventually(lambda: bool(ready_events(run)), "the event of the new dataset")
+    (event,) = ready_events(run)
+    assert event["resource"]["prefect.resource.id"] == f"infini.dataset.{event['payload']['key']}"
+    assert event["payload"]["folder"] == str(folder)
+    assert event["payload"]["documents"] == 40
+    assert event["payload"]["tokens"] > 0
+
+    (shard,) = folder.glob("train/*.arrow")
+    content = shard.read_bytes()
+    shard.unlink()
+    run.retry()
+    attempt(run, connected, tmp_path)
+    assert shard.read_bytes() == content
+    assert run.tasks()["shard"] == "Completed"
+
+    run.retry()
+    state = attempt(run, connected, tmp_path)
+    assert run.tasks()["shard"] == "Reused"
+    assert state["message"] == f"nothing new: dataset {folder.name} is reused"
+    assert state["message"] in run.logs()
+    assert keys(run) == shown
+    assert len(ready_events(run)) == 1
+
+
+def test_a_failed_training_says_why_and_where_it_stands_and_stores_no_pickle(
+    server: str, connected: Environment, text_files: Path, tmp_path: Path
+) -> None:
+    training = {"learning_rate": 1e30}
+    tree = tiny(text_files, tmp_path / "output", training=training, stages=NO_RETRIES)
+    run = create(server, "flows/pipeline.py:pipeline", advanced=tree)
+    state = attempt(run, connected, tmp_path)
+    assert state["type"] == "FAILED"
+    assert state["message"].startswith("training ended: non-finite [GPU 0]: ")
+    assert state["message"].endswith("; the same command resumes")
+    assert [line for line in run.logs() if line.startswith("training ended")] == [state["message"]]
+    shown = {artifact["key"]: artifact for artifact in run.artifacts()}
+    assert state["message"] in shown["failure"]["data"]
+    assert "GPU0:ERROR" in shown["failure"]["data"]
+    assert run.read()["name"] == "pipeline run-1"
+    assert "/output/runs/run-1" in shown["run-folder"]["data"]
+    (task,) = api(server, "task_runs/filter", task_runs={"name": {"any_": ["train run-1"]}})[:1]
+    assert task["state"]["message"] == state["message"]
+    stored = list((tmp_path / "prefect-home" / "storage").iterdir())
+    assert stored
+    for file in stored:
+        assert "NonFinite" in json.loads(file.read_text())["__exc_type__"]
+
+
+def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_cancelled(
+    server: str, connected: Environment, text_files: Path, tmp_path: Path
+) -> None:
+    training = {"max_steps": 100_000, "save_steps": 100_000, "eval_steps": 20, "logging_steps": 20}
+    tree = tiny(text_files, tmp_path / "output", training=training)
+    run = create(server, "flows/pipeline.py:pipeline", advanced=tree)
+    running: Running = run.start(connected, tmp_path / "engine.log")
+
+    def table() -> list[dict[str, str]]:
+        (data,) = [a["data"] for a in run.artifacts() if a["key"] == "training"] or ["[]"]
+        return list(json.loads(data))
+
+    try:
+        validated = "a row of the table with a validation loss"
+        eventually(lambda: any(row["validation loss"] for row in table()), validated, seconds=90)
+        newest = table()[0]
+        assert newest.keys() == {"step", "loss", "validation loss", "tokens/s", "ETA"}
+        assert newest["step"].endswith(" of 100000")
+        run.set_state("CANCELLING", "Cancelling")
+        running.wait()
+    finally:
+        running.end()
+    state = run.read()["state"]
+    checkpoints = (tmp_path / "output" / "runs" / "run-1" / "checkpoints").glob("step-*")
+    last = max(int(folder.name.removeprefix("step-")) for folder in checkpoints)
+    assert (state["type"], state["message"]) == ("CANCELLED", f"Cancelled; step {last} is saved")
+    assert any("Checkpoint saved: " in line and f"step-{last}" in line for line in run.logs())
+
+
+STORY = """
+from prefect import flow
+from tasks.failures import concluded
+from tasks.flow_run import FLOW
+
+@flow(**FLOW | {"flow_run_name": "story"})
+@concluded
+def story():
+    raise KeyError("nobody foresaw this")
+"""
+
+
+def test_what_nobody_foresaw_is_logged_with_its_traceback(
+    server: str, connected: Environment, tmp_path: Path
+) -> None:
+    (tmp_path / "story.py").write_text(STORY)
+    run = create(server, f"{tmp_path}/story.py:story")
+    run.start(connected, tmp_path / "log").wait()
+    (told,) = [line for line in run.logs() if "Traceback" in line]
+    assert "KeyError: 'nobody foresaw this'" in told
+    (failure,) = run.artifacts()
+    assert "KeyError: 'nobody foresaw this'" in failure["data"]
+    (file,) = (tmp_path / "prefect-home" / "storage").iterdir()
+    assert json.loads(file.read_text())["__exc_type__"] == "builtins.KeyError"

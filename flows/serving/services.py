@@ -331,4 +331,5 @@ def experiment_page(mlflow: Service, config: Config, access: Access) -> str:
             number = json.load(answer)["experiment"]["experiment_id"]
     except (OSError, ValueError, KeyError):
         return mlflow.url
-    return f"{mlflow.url}/#/experiments/{number}"
+    # Without the workflow it opens on pages for traces of language models, which stay empty.
+    return f"{mlflow.url}/#/experiments/{number}/runs?workflowType=machine_learning"

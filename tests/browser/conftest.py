@@ -4,13 +4,22 @@ import json
 import os
 import shutil
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Environment, Running, api, eventually, infini, processes_about, tiny, write_texts
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from commands import (
+    Environment,
+    Running,
+    api,
+    eventually,
+    infini,
+    processes_about,
+    tiny,
+    write_texts,
+)
+from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
 from serving import Serving, serve
 from ui import Prefect
 
@@ -30,6 +39,8 @@ PATIENCE_MS = 120_000
 # What takes under a minute together and is run by `make test` too.
 SELECTED = ("test_form.py",)
 
+Launch = Callable[[], Serving]
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """All stories with `--every-story`, else a selection."""
@@ -38,9 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
-def screenshots(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def screenshots(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that keeps the screenshots."""
     folder = request.config.getoption("--screenshots")
     if folder is None:
@@ -62,6 +71,12 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
+def _tell(response: Response) -> None:
+    """Print what the API refuses: pytest shows it with a failure."""
+    if response.status >= 400 and "/api/" in response.url:
+        print(response.status, response.request.method, response.url, response.text())
+
+
 @pytest.fixture
 def page(browser: Browser, request: pytest.FixtureRequest, screenshots: Path) -> Iterator[Page]:
     """A page of a person who has never been here; its last sight is kept."""
@@ -69,45 +84,48 @@ def page(browser: Browser, request: pytest.FixtureRequest, screenshots: Path) ->
     context.set_default_timeout(PATIENCE_MS)
     expect.set_options(timeout=PATIENCE_MS)
     opened = context.new_page()
-    opened.on("response", lambda r: r.status >= 400 and "/api/" in r.url and print(r.status, r.request.method, r.url, r.text(), flush=True))
-    opened.on("requestfailed", lambda r: "/api/" in r.url and print("FAILED", r.method, r.url, r.failure, flush=True))
-    opened.on("console", lambda m: m.type == "error" and print("CONSOLE", m.text[:200], flush=True))
+    opened.on("response", _tell)
     yield opened
     opened.screenshot(path=screenshots / f"{request.node.name}-end.png")
     context.close()
 
 
 @pytest.fixture(scope="module")
-def ports() -> tuple[int, int]:
-    """Of Prefect and MLflow."""
-    return free_port(), free_port()
-
-
-@pytest.fixture(scope="module")
-def serving(
-    tmp_path_factory: pytest.TempPathFactory,
-    session_environment: Environment,
-    ports: tuple[int, int],
-) -> Iterator[Serving]:
-    """`infini serve`, whose deployments were edited to train something tiny."""
+def launch(
+    tmp_path_factory: pytest.TempPathFactory, session_environment: Environment
+) -> Iterator[Launch]:
+    """Start `infini serve`, or another one after its end, for the same output folder."""
     folder = tmp_path_factory.mktemp("browser")
     env = {**session_environment, "PREFECT_HOME": str(folder / "home")}
-    started: list[Running] = []
+    ports = free_port(), free_port()
+    started: list[Serving] = []
+    commands: list[Running] = []
 
     def start(*arguments: str | Path) -> Running:
-        started.append(Running(infini(*arguments), folder / "serve.log", env))
+        log = folder / f"serve-{len(commands)}.log"
+        commands.append(Running(infini(*arguments), log, env))
+        return commands[-1]
+
+    def begin() -> Serving:
+        started.append(serve(start, folder / "output", ports))
         return started[-1]
 
     try:
-        serving = serve(start, folder / "output", ports)
-        texts = write_texts(folder / "texts", 60)
-        _edit(serving, small(texts, serving.output))
-        yield serving
-        serving.stop()
+        yield begin
+        started[-1].stop()
     finally:
-        for running in started:
-            running.end()
+        for command in commands:
+            command.end()
         eventually(lambda: not processes_about(folder), "the end of all processes", seconds=60)
+
+
+@pytest.fixture(scope="module")
+def serving(launch: Launch) -> Serving:
+    """`infini serve`, whose deployments were edited to train something tiny."""
+    serving = launch()
+    texts = write_texts(serving.output.parent / "texts", 60)
+    _edit(serving, small(texts, serving.output))
+    return serving
 
 
 def small(texts: Path, output: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ ENGINES = "INFINI_ENGINES"
 SERVE = "INFINI_SERVE_PROCESS"
 # What stands in a lock file before the process id: who was started by whom.
 ENGINE, COMMAND = "engine", "command"
+ENGINE_COMMAND = [sys.executable, "-m", "prefect.engine"]
 POLL_SECONDS = 0.5
 # From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute. Without children it
 # has nothing left to save, and waits for a server that is gone.
@@ -102,7 +103,10 @@ def serve_process() -> str:
 def _serve_is_gone() -> bool:
     pid, created = os.environ[SERVE].split()
     try:
-        return psutil.Process(int(pid)).create_time() != float(created)
+        process = psutil.Process(int(pid))
+        # One that nobody has waited for is still listed.
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return is_zombie or process.create_time() != float(created)
     except psutil.NoSuchProcess:
         return True
 
@@ -110,7 +114,7 @@ def _serve_is_gone() -> bool:
 def _start(folder: Path, flow_run_id: str, descriptor: int) -> subprocess.Popen[bytes]:
     with (folder / f"{flow_run_id}.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prefect.engine"],
+            ENGINE_COMMAND,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -124,6 +128,9 @@ def _start(folder: Path, flow_run_id: str, descriptor: int) -> subprocess.Popen[
 
 def main() -> int:
     """Run the engine of the flow run in PREFECT__FLOW_RUN_ID; returns its exit status."""
+    if SERVE not in os.environ:
+        # A worker that `infini serve` did not start looks after its engines itself.
+        os.execv(sys.executable, ENGINE_COMMAND)  # noqa: S606 - there is no shell
     flow_run_id = os.environ["PREFECT__FLOW_RUN_ID"]
     folder = make_folder(Path(os.environ[ENGINES]))
     stops: list[int] = []

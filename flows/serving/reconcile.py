@@ -18,7 +18,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.states import Cancelled, Crashed, Scheduled
+from prefect.states import Cancelled, Crashed, Scheduled, Suspended
 
 from flows.serving.deploy import WORK_POOL
 from flows.serving.engine import is_alive
@@ -66,6 +66,21 @@ def end_dead_runs(client: SyncPrefectClient, engines: Path, config: Config) -> l
             end_record(run_dir, status)
         ended.append(flow_run)
     return ended
+
+
+def keep_suspended_runs(client: SyncPrefectClient, engines: Path) -> None:
+    """Lift the time limit of runs that are suspended and whose engine has ended.
+
+    The page suspends for five minutes by default, after which Prefect would fail the run. A stage
+    that is suspended lifts it itself; between two stages nobody else does.
+    """
+    for flow_run in _runs(client, StateType.PAUSED):
+        state = flow_run.state
+        if state is None or state.state_details.pause_timeout is None:
+            continue
+        if is_alive(engines, str(flow_run.id)) is False:
+            suspended: State = Suspended(message=state.message)
+            client.set_flow_run_state(flow_run.id, suspended, force=True)
 
 
 def reschedule_lost_runs(client: SyncPrefectClient, engines: Path) -> list[FlowRun]:

@@ -211,12 +211,13 @@ def _reconcile(config: Config, engines: Path) -> None:
     """Look for dead flow runs again and again; in a thread, since an API that is down blocks."""
     from prefect.client.orchestration import get_client
 
-    from flows.serving.reconcile import end_dead_runs
+    from flows.serving.reconcile import end_dead_runs, keep_suspended_runs
 
     with get_client(sync_client=True) as client:
         while True:
             time.sleep(RECONCILE_SECONDS)
             with contextlib.suppress(Exception):
+                keep_suspended_runs(client, engines)
                 for flow_run in end_dead_runs(client, engines, config):
                     say(f"Flow run {flow_run.name} has died; Retry continues it")
 

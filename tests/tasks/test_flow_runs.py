@@ -96,10 +96,11 @@ def test_a_failed_training_says_why_and_where_it_stands_and_stores_no_pickle(
     shown = {artifact["key"]: artifact for artifact in run.artifacts()}
     assert state["message"] in shown["failure"]["data"]
     assert "GPU0:ERROR" in shown["failure"]["data"]
-    assert run.read()["name"] == "pipeline run-1"
-    assert "/output/runs/run-1" in shown["run-folder"]["data"]
-    (task,) = api(server, "task_runs/filter", task_runs={"name": {"any_": ["train run-1"]}})[:1]
-    assert task["state"]["message"] == state["message"]
+    assert run.read()["name"] == "pipeline quickstart-1"
+    assert "/output/runs/quickstart-1" in shown["run-folder"]["data"]
+    wanted = {"flow_runs": {"id": {"any_": [run.number]}}}
+    tasks = {task["name"]: task for task in api(server, "task_runs/filter", **wanted)}
+    assert tasks["train quickstart-1"]["state"]["message"] == state["message"]
     stored = list((tmp_path / "prefect-home" / "storage").iterdir())
     assert stored
     for file in stored:
@@ -129,7 +130,7 @@ def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_c
     finally:
         running.end()
     state = run.read()["state"]
-    checkpoints = (tmp_path / "output" / "runs" / "run-1" / "checkpoints").glob("step-*")
+    checkpoints = (tmp_path / "output" / "runs" / "quickstart-1" / "checkpoints").glob("step-*")
     last = max(int(folder.name.removeprefix("step-")) for folder in checkpoints)
     assert (state["type"], state["message"]) == ("CANCELLED", f"Cancelled; step {last} is saved")
     assert any("Checkpoint saved: " in line and f"step-{last}" in line for line in run.logs())

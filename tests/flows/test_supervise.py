@@ -1,0 +1,84 @@
+"""Services that die: started again after a while, and given up when they die again and again."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import eventually
+
+from flows.serving import supervise
+from flows.serving.services import Service, start
+from flows.serving.supervise import MOST_DEATHS, Supervised
+from infini_model.errors import UserError
+from infini_model.processes import end_tree
+
+
+class Services:
+    """Starts processes that run `code`; counts them."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        self._log, self._code = folder / "log", code
+        self.started: list[Service] = []
+
+    def __call__(self) -> Service:
+        command = [sys.executable, "-S", "-c", self._code]
+        self.started.append(start("the service", command, log=self._log, env={}))
+        return self.started[-1]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[Services]:
+    services = Services(tmp_path, "import time; time.sleep(600)")
+    yield services
+    for service in services.started:
+        end_tree(service.process, 0.0)
+
+
+def test_what_dies_is_started_again_when_its_delay_is_over_and_what_it_needs_is_up(
+    sleeper: Services, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "FIRST_DELAY_SECONDS", 0.2)
+    is_up = False
+    supervised = Supervised(sleeper, lambda: is_up)
+    supervised.look(said.append)
+    assert len(sleeper.started) == 1
+    supervised.service.process.kill()
+    supervised.service.process.wait()
+    died = time.monotonic()
+    supervised.look(said.append)
+    assert said == ["the service has ended (-9); restarting it in 0.2 s"]
+    while time.monotonic() < died + 0.5:
+        supervised.look(said.append)
+    assert len(sleeper.started) == 1
+    is_up = True
+    supervised.look(said.append)
+    assert len(sleeper.started) == 2
+    assert supervised.service.process.poll() is None
+    assert len(said) == 1
+
+
+def test_it_is_given_up_in_one_line_that_names_its_log(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "FIRST_DELAY_SECONDS", 0.001)
+    services = Services(tmp_path, "raise SystemExit(3)")
+    supervised = Supervised(services)
+
+    def is_given_up() -> bool:
+        try:
+            supervised.look(said.append)
+        except UserError as error:
+            said.append(str(error))
+            return True
+        return False
+
+    eventually(is_given_up, "giving up", seconds=30)
+    assert len(services.started) == MOST_DEATHS
+    assert said[-1] == f"the service has ended 5 times within 5 minutes; see {tmp_path}/log"

@@ -40,9 +40,13 @@ class Prefect:
         """The input under a title of the form."""
         return self.page.get_by_label(re.compile(rf"^(Select )?{title}( \(Optional\))?$"))
 
+    def press_submit(self) -> None:
+        """By the keyboard: the editor of *Advanced* grows late and may move the button away."""
+        self.page.get_by_role("button", name="Submit").press("Enter")
+
     def submit(self) -> str:
         """*Submit*, *View run*; the id of the flow run."""
-        self.page.get_by_role("button", name="Submit").click()
+        self.press_submit()
         return self.view_run()
 
     def view_run(self) -> str:
@@ -53,10 +57,10 @@ class Prefect:
         self.page.wait_for_url("**/runs/flow-run/*")
         return re.findall(r"flow-run/([0-9a-f-]{36})", self.page.url)[0]
 
-    def refusal(self) -> str:
-        """What the page says after a *Submit* that is refused."""
-        self.page.get_by_role("button", name="Submit").click()
-        return self.page.locator("[data-sonner-toast]").first.inner_text()
+    def refused(self) -> Locator:
+        """What the page says after a *Submit* that the server refuses."""
+        self.press_submit()
+        return self.page.locator("[data-sonner-toast]")
 
     def expect_state(self, name: str) -> None:
         """The badge below the name of the run comes to say this."""
@@ -75,6 +79,11 @@ class Prefect:
             order.click()
             self.page.get_by_role("option", name="Newest to oldest").click()
         return logs
+
+    def open_artifact(self, key: str) -> None:
+        """The newest artifact of a key, from the run's *Artifacts*."""
+        self.open_tab("Artifacts").get_by_role("link", name=re.compile(rf"\b{key}\b")).first.click()
+        self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
 
     def press(self, action: str, confirmed_by: str) -> None:
         """An action in the menu of a run, and the button of the dialog that asks again."""

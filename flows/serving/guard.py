@@ -116,7 +116,7 @@ def _wait_for_sqlite() -> None:
     ) -> AbstractAsyncContextManager[AsyncSessionTransaction]:
         return begin(self, session, with_for_update=True)
 
-    AioSqliteConfiguration.begin_transaction = begin_immediate  # type: ignore[method-assign]
+    AioSqliteConfiguration.begin_transaction = begin_immediate  # type: ignore[assignment, method-assign]
 
 
 def mlflow_app() -> ASGIApp:

@@ -74,6 +74,7 @@ def prefect_environment(config: Config) -> dict[str, str]:
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
             "prefect.server.concurrency.lease_storage.filesystem"
         ),
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_LOGGING_FORMATTERS_STANDARD_FLOW_RUN_FMT": (
             "%(asctime)s | %(flow_name)s | %(message)s"
         ),

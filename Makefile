@@ -5,12 +5,15 @@ BENCHMARKS ?= attention model train_step tokenize tokenize_device loader
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CHROMIUM ?= chromium
+export CHROMIUM
 
-.PHONY: help install run test faults lint serve bench clean lock
+.PHONY: help install run test e2e faults lint serve bench clean lock
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
 	@echo "make test     run the whole test suite"
+	@echo "make e2e      use the pages of Prefect and MLflow in a real browser, as people do"
 	@echo "make faults   kill, stop and starve small trainings at every step and see that all survive"
 	@echo "make lint     formatting, linting and types, as in CI"
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
@@ -37,6 +40,12 @@ run: install
 test: install
 	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.5'
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Debian's Chromium, or the program that CHROMIUM names; Playwright brings no browser of its own.
+e2e: install
+	@command -v "$(CHROMIUM)" >/dev/null || test "$$(id -u)" != 0 || { apt-get update && apt-get install -y --no-install-recommends chromium; }
+	@command -v "$(CHROMIUM)" >/dev/null || { echo "$(CHROMIUM) is missing: sudo apt-get install chromium, or make e2e CHROMIUM=PROGRAM" >&2; exit 1; }
+	$(BIN)/python -m pytest --every-story tests/browser $(ARGS)
 
 faults: install
 	$(BIN)/python -m pytest --numprocesses 2 --every-fault tests/faults $(ARGS)

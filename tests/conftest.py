@@ -23,8 +23,10 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For tests/faults; options are known from here alone."""
+    """For tests/faults and tests/browser; options are known from here alone."""
     parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
+    parser.addoption("--every-story", action="store_true", help="all stories in the browser")
+    parser.addoption("--screenshots", type=Path, metavar="DIR", help="keep those of the browser")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

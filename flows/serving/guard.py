@@ -26,6 +26,9 @@ from infini_model.config import load_config
 from infini_model.training.mlflow_record import open_tracking
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # The pages talk to their own server alone (Prefect's would ask a service that counts visits), and
@@ -91,7 +94,29 @@ def prefect_app() -> ASGIApp:
     """Prefect's API and UI; its own settings say whether it asks for a password."""
     from prefect.server.api.server import create_app
 
+    _wait_for_sqlite()
     return _guarded(create_app())
+
+
+def _wait_for_sqlite() -> None:
+    """Let each transaction of Prefect's server that may write take SQLite's lock when it begins.
+
+    Prefect begins most of them as readers. One that turns writer after another one has written
+    fails at once, however long it would be ready to wait: the API answers 503, which Prefect's
+    client tries again and its pages do not ("Unknown error" after *Submit*).
+    """
+    from prefect.server.database.configurations import AioSqliteConfiguration
+
+    begin = AioSqliteConfiguration.begin_transaction
+
+    def begin_immediate(
+        self: AioSqliteConfiguration,
+        session: AsyncSession,
+        with_for_update: bool = False,  # noqa: ARG001 - the signature is Prefect's
+    ) -> AbstractAsyncContextManager[AsyncSessionTransaction]:
+        return begin(self, session, with_for_update=True)
+
+    AioSqliteConfiguration.begin_transaction = begin_immediate  # type: ignore[assignment, method-assign]
 
 
 def mlflow_app() -> ASGIApp:

@@ -75,6 +75,7 @@ def prefect_environment(config: Config) -> dict[str, str]:
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
             "prefect.server.concurrency.lease_storage.filesystem"
         ),
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_LOGGING_FORMATTERS_STANDARD_FLOW_RUN_FMT": (
             "%(asctime)s | %(flow_name)s | %(message)s"
         ),
@@ -334,4 +335,5 @@ def experiment_page(mlflow: Service, config: Config, access: Access) -> str:
             number = json.load(answer)["experiment"]["experiment_id"]
     except (OSError, ValueError, KeyError):
         return mlflow.url
-    return f"{mlflow.url}/#/experiments/{number}"
+    # Without the workflow it opens on pages for traces of language models, which stay empty.
+    return f"{mlflow.url}/#/experiments/{number}/runs?workflowType=machine_learning"

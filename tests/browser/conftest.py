@@ -1,0 +1,159 @@
+"""Chromium in front of a real `infini serve`."""
+
+import json
+import os
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import (
+    Environment,
+    Running,
+    api,
+    eventually,
+    infini,
+    processes_about,
+    tiny,
+    write_texts,
+)
+from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
+from serving import Serving, serve
+from ui import Prefect
+
+from flows.serving.services import free_port
+
+CHROMIUM = os.environ.get("CHROMIUM", "chromium")
+OPTIONS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+# Two cores may be shared with much else; nothing here is waited for any longer than it takes.
+PATIENCE_MS = 120_000
+# What takes under a minute together and is run by `make test` too.
+SELECTED = ("test_form.py",)
+
+Launch = Callable[[], Serving]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """All stories with `--every-story`, else a selection."""
+    story = collection_path.name.startswith("test_") and collection_path.name not in SELECTED
+    return True if story and not config.getoption("--every-story") else None
+
+
+@pytest.fixture(scope="session")
+def screenshots(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that keeps the screenshots."""
+    folder = request.config.getoption("--screenshots")
+    if folder is None:
+        return tmp_path_factory.mktemp("screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
+# Not of the session: Playwright's event loop would be in the way of other tests of this process.
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium, or the binary that CHROMIUM names."""
+    program = shutil.which(CHROMIUM)
+    if program is None:
+        pytest.skip(f"{CHROMIUM} is not installed; make e2e installs it")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program, args=OPTIONS)
+        yield chromium
+        chromium.close()
+
+
+def _tell(response: Response) -> None:
+    """Print what the API refuses: pytest shows it with a failure."""
+    if response.status >= 400 and "/api/" in response.url:
+        print(response.status, response.request.method, response.url, response.text())
+
+
+@pytest.fixture
+def page(browser: Browser, request: pytest.FixtureRequest, screenshots: Path) -> Iterator[Page]:
+    """A page of a person who has never been here; its last sight is kept."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
+    opened = context.new_page()
+    opened.on("response", _tell)
+    yield opened
+    opened.screenshot(path=screenshots / f"{request.node.name}-end.png")
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def launch(
+    tmp_path_factory: pytest.TempPathFactory, session_environment: Environment
+) -> Iterator[Launch]:
+    """Start `infini serve`, or another one after its end, for the same output folder."""
+    folder = tmp_path_factory.mktemp("browser")
+    env = {**session_environment, "PREFECT_HOME": str(folder / "home")}
+    ports = free_port(), free_port()
+    started: list[Serving] = []
+    commands: list[Running] = []
+
+    def start(*arguments: str | Path) -> Running:
+        log = folder / f"serve-{len(commands)}.log"
+        commands.append(Running(infini(*arguments), log, env))
+        return commands[-1]
+
+    def begin() -> Serving:
+        started.append(serve(start, folder / "output", ports))
+        return started[-1]
+
+    try:
+        yield begin
+        started[-1].stop()
+    finally:
+        for command in commands:
+            command.end()
+        eventually(lambda: not processes_about(folder), "the end of all processes", seconds=60)
+
+
+@pytest.fixture(scope="module")
+def serving(launch: Launch) -> Serving:
+    """`infini serve`, whose deployments were edited to train something tiny."""
+    serving = launch()
+    texts = write_texts(serving.output.parent / "texts", 60)
+    _edit(serving, small(texts, serving.output))
+    return serving
+
+
+def small(texts: Path, output: Path) -> dict[str, Any]:
+    """What the deployments lay over their preset: 60 steps, and no second try."""
+    training = {"max_steps": 60, "batch_size": 4, "eval_steps": 20, "save_steps": 1000}
+    return tiny(
+        texts,
+        output,
+        training={"warmup_steps": 2, "logging_steps": 1, "gpus": "cpu", **training},
+        tracking={"mlflow": True},
+        stages={"train": {"retries": 0}},
+    )
+
+
+def _edit(serving: Serving, advanced: dict[str, Any]) -> None:
+    """Save *Advanced* in the two deployments that train."""
+    for name in ("pipeline", "train"):
+        deployment = api(serving.url, f"deployments/name/{name}/{name}", "GET")["id"]
+        request = urllib.request.Request(
+            f"{serving.url}/deployments/{deployment}",
+            json.dumps({"parameters": {"advanced": advanced}}).encode(),
+            {"Content-Type": "application/json"},
+            method="PATCH",
+        )
+        urllib.request.urlopen(request, timeout=60).close()
+
+
+@pytest.fixture
+def prefect(page: Page, serving: Serving, screenshots: Path) -> Prefect:
+    """Prefect's UI on that page."""
+    return Prefect(page, serving.url.removesuffix("/api") + "/v2", screenshots)

@@ -1,0 +1,80 @@
+"""Starting a training from the form of its deployment."""
+
+import json
+import re
+
+from playwright.sync_api import expect
+from serving import Serving
+from ui import Prefect
+
+
+def test_one_changed_field_gives_a_training_with_live_progress_and_a_report(
+    prefect: Prefect, serving: Serving
+) -> None:
+    prefect.open_form("pipeline")
+    inputs = "input, textarea, [role=combobox], [role=textbox]"
+    visible = prefect.page.locator("form").locator(inputs).filter(visible=True)
+    # Eleven settings, Advanced, the run's own name and the switch of the schema.
+    assert 10 <= visible.count() <= 15
+    prefect.keep("form")
+    prefect.field("Steps").fill("80")
+    flow_run = prefect.submit()
+
+    logs = prefect.newest_logs()
+    expect(logs.get_by_text(re.compile(r"Step \[\d+/80\]")).first).to_be_visible()
+    prefect.keep("run-live")
+    prefect.expect_state("Completed")
+    prefect.keep("run-completed")
+    assert serving.state(flow_run)["name"] == "Completed"
+    prefect.page.reload()
+    # Drawn anew, the chart is laid out for the whole run.
+    expect(prefect.page.locator("main canvas")).to_be_visible()
+    prefect.open_tab("Artifacts").get_by_text("report").first.wait_for()
+    prefect.keep("run-artifacts")
+    prefect.open_artifact("report")
+    expect(prefect.page.get_by_role("heading", name="Scores").first).to_be_visible()
+    prefect.keep("report")
+    (report,) = serving.output.glob("runs/*-1/report.md")
+    assert "after 80 steps" in report.read_text()
+
+
+def test_a_wrong_value_is_refused_at_its_field(prefect: Prefect) -> None:
+    prefect.open_form("train")
+    steps = prefect.field("Steps")
+    steps.fill("-3")
+    prefect.press_submit()
+    # By the browser, from the schema.
+    assert "1" in steps.evaluate("input => input.validationMessage")
+    prefect.keep("refused-by-the-browser")
+    steps.fill("20")
+    # By the server: a form of HTML knows no open interval.
+    prefect.field("Learning rate").fill("0")
+    expect(prefect.refused()).to_contain_text("'learning_rate'")
+    expect(prefect.page.get_by_text("0 is less than or equal to the minimum").first).to_be_visible()
+    prefect.keep("refused-by-the-server")
+
+
+def test_values_that_do_not_go_together_fail_the_run_in_one_line(
+    prefect: Prefect, serving: Serving
+) -> None:
+    prefect.open_form("train")
+    prefect.field("Context length").fill("100")
+    flow_run = prefect.submit()
+    prefect.expect_state("Failed")
+    prefect.keep("failed-at-once")
+    message = serving.state(flow_run)["message"]
+    assert "context_length" in message
+    assert "\n" not in message
+    # Shown where the run is, not in the state alone.
+    logs = prefect.newest_logs()
+    expect(logs.get_by_text("context_length").first).to_be_visible()
+
+
+def test_a_quick_run_shows_its_parameters(prefect: Prefect, serving: Serving) -> None:
+    prefect.open_deployment("evaluate")
+    prefect.page.get_by_role("button", name="Run", exact=True).click()
+    prefect.page.get_by_role("menuitem", name="Quick run").click()
+    prefect.view_run()
+    shown = prefect.open_tab("Parameters").locator(".cm-content")
+    expect(shown).to_contain_text("quickstart")
+    assert json.loads(shown.inner_text())["preset"] == "quickstart"

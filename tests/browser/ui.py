@@ -1,0 +1,94 @@
+"""Prefect's UI at /v2, used as a person uses it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from playwright.sync_api import Locator, Page, expect
+
+
+@dataclass(frozen=True)
+class Prefect:
+    """The page of a browser, and where the UI is."""
+
+    page: Page
+    url: str
+    screenshots: Path
+
+    def keep(self, name: str) -> None:
+        """Keep a screenshot."""
+        self.page.screenshot(path=self.screenshots / f"{name}.png")
+
+    def open_deployment(self, name: str) -> None:
+        """*Deployments*, then the one of this name."""
+        self.page.goto(f"{self.url}/deployments")
+        self.page.get_by_role("link", name=name, exact=True).first.click()
+        expect(self.page.get_by_role("button", name="Run", exact=True)).to_be_visible()
+
+    def open_form(self, deployment: str) -> None:
+        """*Run*, *Custom run* of a deployment."""
+        self.open_deployment(deployment)
+        self.page.get_by_role("button", name="Run", exact=True).click()
+        self.page.get_by_role("menuitem", name="Custom run").click()
+        expect(self.field("Preset")).to_be_visible()
+        # The editor of *Advanced* is loaded last.
+        expect(self.page.locator("form .cm-content").last).to_be_visible()
+
+    def field(self, title: str) -> Locator:
+        """The input under a title of the form."""
+        return self.page.get_by_label(re.compile(rf"^(Select )?{title}( \(Optional\))?$"))
+
+    def press_submit(self) -> None:
+        """By the keyboard: the editor of *Advanced* grows late and may move the button away."""
+        self.page.get_by_role("button", name="Submit").press("Enter")
+
+    def submit(self) -> str:
+        """*Submit*, *View run*; the id of the flow run."""
+        self.press_submit()
+        return self.view_run()
+
+    def view_run(self) -> str:
+        """*View run*, which the page offers for a moment; the id of the flow run."""
+        self.page.get_by_role("link", name="View run").or_(
+            self.page.get_by_role("button", name="View run")
+        ).first.click()
+        self.page.wait_for_url("**/runs/flow-run/*")
+        return re.findall(r"flow-run/([0-9a-f-]{36})", self.page.url)[0]
+
+    def refused(self) -> Locator:
+        """What the page says after a *Submit* that the server refuses."""
+        self.press_submit()
+        return self.page.locator("[data-sonner-toast]")
+
+    def expect_state(self, name: str) -> None:
+        """The badge below the name of the run comes to say this."""
+        expect(self.page.locator("main").get_by_text(name, exact=True).first).to_be_visible()
+
+    def open_tab(self, name: str) -> Locator:
+        """One of the tabs below the chart; by the keyboard, as the chart covers them at first."""
+        self.page.get_by_role("tab", name=name, exact=True).press("Enter")
+        return self.page.locator("[role=tabpanel][data-state=active]")
+
+    def newest_logs(self) -> Locator:
+        """The log, newest line first; only lines in sight are on the page."""
+        logs = self.open_tab("Logs")
+        order = logs.get_by_role("combobox", name="log sort order")
+        if "Newest" not in order.inner_text():
+            order.click()
+            self.page.get_by_role("option", name="Newest to oldest").click()
+        return logs
+
+    def open_artifact(self, key: str) -> None:
+        """The newest artifact of a key, from the run's *Artifacts*."""
+        self.open_tab("Artifacts").get_by_role("link", name=re.compile(rf"\b{key}\b")).first.click()
+        self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
+
+    def press(self, action: str, confirmed_by: str) -> None:
+        """An action in the menu of a run, and the button of the dialog that asks again."""
+        self.page.get_by_role("button", name="Open menu").first.click()
+        self.page.get_by_role("menuitem", name=action, exact=True).click()
+        dialog = self.page.get_by_role("dialog").or_(self.page.get_by_role("alertdialog"))
+        dialog.get_by_role("button", name=confirmed_by, exact=True).click()
+        expect(dialog).to_be_hidden()

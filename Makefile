@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 CHROMIUM ?= chromium
 export CHROMIUM
 
-.PHONY: help install run test e2e faults lint serve bench clean lock
+.PHONY: help install run test chromium e2e faults lint serve bench clean lock
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
@@ -42,9 +42,11 @@ test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Debian's Chromium, or the program that CHROMIUM names; Playwright brings no browser of its own.
-e2e: install
+chromium:
 	@command -v "$(CHROMIUM)" >/dev/null || test "$$(id -u)" != 0 || { apt-get update && apt-get install -y --no-install-recommends chromium; }
 	@command -v "$(CHROMIUM)" >/dev/null || { echo "$(CHROMIUM) is missing: sudo apt-get install chromium, or make e2e CHROMIUM=PROGRAM" >&2; exit 1; }
+
+e2e: install chromium
 	$(BIN)/python -m pytest --every-story tests/browser $(ARGS)
 
 faults: install

@@ -130,7 +130,7 @@ def serving(launch: Launch) -> Serving:
 
 def small(texts: Path, output: Path) -> dict[str, Any]:
     """What the deployments lay over their preset: 60 steps, and no second try."""
-    training = {"max_steps": 60, "batch_size": 4, "eval_steps": 20, "save_steps": 1000}
+    training = {"max_steps": 60, "batch_size": 4, "eval_steps": 50, "save_steps": 50}
     return tiny(
         texts,
         output,

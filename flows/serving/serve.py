@@ -214,18 +214,13 @@ def _reconcile(config: Config, engines: Path) -> None:
 
     from flows.serving.reconcile import end_dead_records, end_dead_runs, keep_suspended_runs
 
-    before: set[str] | None = None
     with get_client(sync_client=True) as client:
         while True:
             with contextlib.suppress(Exception):
                 for flow_run in end_dead_runs(client, engines, config):
                     say(f"Flow run {flow_run.name} has died; Retry continues it")
                 keep_suspended_runs(client, engines)
-                now = set(engine.living(engines))
-                # MLflow is asked only when an engine has ended.
-                if before is None or before - now:
-                    end_dead_records(config.run.runs_dir)
-                before = now
+                end_dead_records(config.run.runs_dir)
             time.sleep(RECONCILE_SECONDS)
 
 

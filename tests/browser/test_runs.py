@@ -12,6 +12,7 @@ from ui import Prefect
 
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.metrics_file import read_metrics
+from infini_model.training.mlflow_record import read_mlflow_record
 
 STEPS = 3000
 
@@ -28,7 +29,7 @@ def begin(prefect: Prefect, serving: Serving, name: str, steps: int = STEPS) -> 
 
 
 def saved_step(run_dir: Path) -> int:
-    """The step of the newest checkpoint: the last one that was trained, whatever `save_steps` is."""
+    """The step of the newest checkpoint: the last one that was trained, between two of the plan."""
     checkpoint = newest_checkpoint(run_dir)
     assert checkpoint is not None
     step = int(checkpoint.name.removeprefix("step-"))
@@ -60,7 +61,7 @@ def test_a_failed_training_is_retried_from_its_step_in_its_mlflow_run(
 ) -> None:
     flow_run, run_dir = begin(prefect, serving, "failed")
     eventually(lambda: newest_checkpoint(run_dir) is not None, "a checkpoint", seconds=240)
-    record = (run_dir / "logs" / "mlflow.json").read_text()
+    mlflow_run = read_mlflow_record(run_dir)["run_id"]
     serving.kill(TRAINER)
     prefect.expect_state("Failed")
     prefect.keep("run-failed")
@@ -68,7 +69,7 @@ def test_a_failed_training_is_retried_from_its_step_in_its_mlflow_run(
     prefect.press("Retry", confirmed_by="Retry")
     expect_resumed(prefect, serving, flow_run, run_dir)
     prefect.keep("run-retried")
-    assert (run_dir / "logs" / "mlflow.json").read_text() == record
+    assert read_mlflow_record(run_dir)["run_id"] == mlflow_run
 
 
 def test_cancel_leaves_a_checkpoint(prefect: Prefect, serving: Serving) -> None:

@@ -183,7 +183,7 @@ def test_a_killed_holder_blocks_nobody(two: Callable[[], list[Running]], tmp_pat
     working: list[Running] = []
 
     def one_works() -> bool:
-        working[:] = [running for running in pair if "'shard-" in running.output]
+        working[:] = [running for running in pair if "'shard " in running.output]
         return bool(working)
 
     eventually(one_works, "a worker", seconds=90)

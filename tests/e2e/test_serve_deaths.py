@@ -68,6 +68,7 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
 
     serving.resume(flow_run)
     serving.wait_for_log(flow_run, f"Resuming from: {run_dir}/checkpoints/step-{saved}")
+    eventually(lambda: mlflow_status(run_dir) == "RUNNING", "MLflow's record", seconds=60)
     serving.kill(ENGINE)
     serving.wait_for_state(flow_run, "Crashed", seconds=20)
     eventually(lambda: not serving.processes(TRAINER), "the end of the training")

@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.logging import get_run_logger
-from prefect.states import Cancelled, Suspended
+from prefect.states import Cancelled, Running, Suspended
 
 POLL_SECONDS = 2.0
 
@@ -48,9 +48,14 @@ class _Poll(threading.Thread):
             while not self._closed.wait(POLL_SECONDS):
                 with contextlib.suppress(Exception):
                     state = client.read_flow_run(self._flow_run_id).state
-                    if state is not None and not state.is_running():
-                        self._found = state
-                        return
+                    if state is None or state.is_running():
+                        continue
+                    if state.is_crashed():
+                        # Taken for dead, such as by an automation after the server was down.
+                        client.set_flow_run_state(self._flow_run_id, Running(), force=True)
+                        continue
+                    self._found = state
+                    return
 
     def stop(self) -> Exception | None:
         """The reason to end the stage, if there is one."""

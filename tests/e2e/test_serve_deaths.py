@@ -49,6 +49,10 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
         lambda: "/runs/" in link_to_mlflow(serving, flow_run), "a link to MLflow", seconds=30
     )
 
+    # Nobody may declare it dead while it trains.
+    serving.set_state(flow_run, "CRASHED", "Crashed")
+    serving.wait_for_state(flow_run, "Running", seconds=20)
+
     for name in (PREFECT, MLFLOW, WORKER):
         serving.kill(name)
     serving.running.wait_for("the Prefect server has ended (-9)")

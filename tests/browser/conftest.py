@@ -36,7 +36,7 @@ OPTIONS = (
 )
 # Two cores may be shared with much else; nothing here is waited for any longer than it takes.
 PATIENCE_MS = 120_000
-# What takes under a minute together and is run by `make test` too.
+# What takes under a minute together is run by `make test` too.
 SELECTED = ("test_form.py",)
 
 Launch = Callable[[], Serving]

@@ -103,9 +103,31 @@ def test_an_error_while_it_ends_does_not_leave_it_running() -> None:
         if line == "ending":
             raise RuntimeError("no more lines")
 
+    def stop() -> Exception | None:
+        return InterruptedError("enough") if lines else None
+
     with pytest.raises(RuntimeError, match="no more lines"):
-        run([sys.executable, "-c", code], on_line=refuse, timeout_seconds=1.0)
+        run([sys.executable, "-c", code], on_line=refuse, stop=stop)
     assert eventually(lambda: is_gone(int(lines[0])))
+
+
+def test_whoever_asks_it_to_stop_gets_the_reason_when_it_has_ended_in_order() -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved', flush=True)))\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(1)"
+    )
+    lines: list[str] = []
+    reason = InterruptedError("enough")
+    with pytest.raises(InterruptedError) as raised:
+        run(
+            [sys.executable, "-c", code],
+            on_line=lines.append,
+            stop=lambda: reason if lines else None,
+        )
+    assert raised.value is reason
+    assert lines == ["ready", "saved"]
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,10 @@ def hold(flow_run_id: str | None) -> None:
     if flow_run_id is None or folder is None or SERVE in os.environ:
         return
     descriptor = _open(_path(make_folder(Path(folder)), flow_run_id))
-    # Left open on purpose: the kernel closes it when this process ends.
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _sign(descriptor, COMMAND, os.getpid())
+    # Left open on purpose: the kernel closes it when this process ends. It waits at most for
+    # `is_alive`, which holds the lock for a moment.
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    _sign(descriptor, COMMAND, os.getpid())
 
 
 def _sign(descriptor: int, kind: str, pid: int) -> None:

@@ -2,12 +2,15 @@
 
 import os
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from commands import WORDS, Environment, answers, eventually, write_texts
+from shared import once
 
 from flows.serving.services import free_port, start_prefect
 from infini_model.config import load_config, validate
@@ -19,6 +22,7 @@ from infini_model.processes import end_tree
 # the bit, and workers that share the cores do not wait for each other's threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+WithTables = Callable[[Path], Path]
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
@@ -43,14 +47,43 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"{survived + fell} faults tried, {survived} survived")
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API of a Prefect server that all tests share."""
-    config = load_config(overrides=[f"run.output_dir={tmp_path_factory.mktemp('server')}"])
+@contextmanager
+def prefect_server(output: Path) -> Iterator[str]:
+    """The API of a Prefect server with its records in an output folder, while the block runs."""
+    config = load_config(overrides=[f"run.output_dir={output}"])
     service = start_prefect(config, free_port())
     eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server", seconds=120)
-    yield f"{service.url}/api"
-    end_tree(service.process, 10.0)
+    try:
+        yield f"{service.url}/api"
+    finally:
+        end_tree(service.process, 10.0)
+
+
+def _make_tables(output: Path) -> None:
+    with prefect_server(output):
+        pass
+
+
+@pytest.fixture(scope="session")
+def with_tables(tmp_path_factory: pytest.TempPathFactory) -> WithTables:
+    """Make an output folder in which Prefect's server finds its tables.
+
+    It takes the server ten seconds to make them, once in the life of an output folder.
+    """
+    made = once(tmp_path_factory, "tables", _make_tables)
+
+    def make(output: Path) -> Path:
+        shutil.copytree(made / "prefect", output / "prefect")
+        return output
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, with_tables: WithTables) -> Iterator[str]:
+    """The API of a Prefect server that all tests of a worker share."""
+    with prefect_server(with_tables(tmp_path_factory.mktemp("server"))) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -92,10 +92,13 @@ def page(browser: Browser, request: pytest.FixtureRequest, screenshots: Path) ->
 
 @pytest.fixture(scope="module")
 def launch(
-    tmp_path_factory: pytest.TempPathFactory, session_environment: Environment
+    tmp_path_factory: pytest.TempPathFactory,
+    session_environment: Environment,
+    with_tables: Callable[[Path], Path],
 ) -> Iterator[Launch]:
     """Start `infini serve`, or another one after its end, for the same output folder."""
     folder = tmp_path_factory.mktemp("browser")
+    output = with_tables(folder / "output")
     env = {**session_environment, "PREFECT_HOME": str(folder / "home")}
     ports = free_port(), free_port()
     started: list[Serving] = []
@@ -107,7 +110,7 @@ def launch(
         return commands[-1]
 
     def begin() -> Serving:
-        started.append(serve(start, folder / "output", ports))
+        started.append(serve(start, output, ports))
         return started[-1]
 
     try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from commands import Environment, Running, infini, run, tiny, write_settings, write_texts
+from shared import once
 from trials import TRAINING, Make, Start, Undisturbed
 
 
@@ -33,12 +34,18 @@ def undisturbed(
     session_environment: Environment,
 ) -> Undisturbed:
     """`infini run` from nothing, with a server of its own."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    output = root / "output"
-    settings = write_settings(root / "settings.yaml", pipeline(output))
-    done = run(infini("run", "--config", settings), session_environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Undisturbed(output, output / "runs" / "run-1", settings, done.stdout + done.stderr)
+
+    def make(root: Path) -> None:
+        settings = write_settings(root / "settings.yaml", pipeline(root / "output"))
+        done = run(infini("run", "--config", settings), session_environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (root / "printed").write_text(done.stdout + done.stderr)
+
+    root = once(tmp_path_factory, "undisturbed", make)
+    run_dir = root / "output" / "runs" / "run-1"
+    return Undisturbed(
+        root / "output", run_dir, root / "settings.yaml", (root / "printed").read_text()
+    )
 
 
 @pytest.fixture

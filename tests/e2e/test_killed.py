@@ -59,10 +59,11 @@ def test_sigkill_in_every_stage_and_the_same_command_ends_as_if_undisturbed(
     start: Start,
     connected: Environment,
     pipeline: Make,
+    with_tables: Callable[[Path], Path],
     tmp_path: Path,
 ) -> None:
     """The command that is killed in training has a server of its own, which must end with it."""
-    output = tmp_path / "output"
+    output = with_tables(tmp_path / "output")
     command = ("run", "--config", write_settings(tmp_path / "settings.yaml", pipeline(output)))
     for stage in ("download", "shard"):
         running = start(*command, env=connected)
@@ -104,11 +105,12 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     start: Start,
     connected: Environment,
     pipeline: Make,
+    with_tables: Callable[[Path], Path],
     tmp_path: Path,
 ) -> None:
     from mlflow import MlflowClient
 
-    output = tmp_path / "output"
+    output = with_tables(tmp_path / "output")
     tree = pipeline(
         output, tracking={"mlflow": True}, stages={"train": {"retry_delay_seconds": 0.0}}
     )

@@ -35,17 +35,6 @@ def test_a_run_from_nothing_ends_with_a_report_and_leaves_no_process(
     assert not processes_about(undisturbed.output)
 
 
-def test_a_second_run_says_that_the_dataset_is_reused(
-    undisturbed: Undisturbed, connected: dict[str, str]
-) -> None:
-    command = infini("run", "--config", undisturbed.settings, "--max-steps", "2")
-    done = run(command, connected)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "is reused" in done.stderr
-    assert f"Training in {undisturbed.output}/runs/run-2" in done.stderr
-    assert not processes_about(undisturbed.output)
-
-
 def test_the_dataset_opens_with_datasets_and_holds_each_document_once(
     undisturbed: Undisturbed, documents: Path
 ) -> None:
@@ -60,16 +49,19 @@ def test_the_dataset_opens_with_datasets_and_holds_each_document_once(
     assert found == Counter(path.read_text() for path in documents.iterdir())
 
 
-def test_two_processes_give_the_curve_of_one(
-    undisturbed: Undisturbed, connected: dict[str, str], tmp_path: Path
+def test_a_second_run_reuses_the_dataset_and_two_processes_give_the_curve_of_one(
+    undisturbed: Undisturbed, connected: dict[str, str]
 ) -> None:
     """The same global batch, as halves on two ranks."""
-    where = ("--data-dir", undisturbed.output / "datasets", "--output-dir", tmp_path / "output")
     halves = ("training.processes=2", "--batch-size", "2")
-    done = run(infini("train", "--config", undisturbed.settings, *where, *halves), connected)
+    done = run(infini("run", "--config", undisturbed.settings, *halves), connected)
     assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = undisturbed.output / "runs" / "run-2"
+    assert "is reused" in done.stderr
+    assert f"Training in {run_dir}" in done.stderr
     assert "Number of processes: 2" in done.stderr
-    one, two = repeatable(undisturbed.run_dir), repeatable(tmp_path / "output" / "runs" / "run-1")
+    assert not processes_about(undisturbed.output)
+    one, two = repeatable(undisturbed.run_dir), repeatable(run_dir)
     assert len(one) == len(two)
     for expected, got in zip(one, two, strict=True):
         assert got == pytest.approx(expected, abs=1e-4)

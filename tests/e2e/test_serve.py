@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,13 @@ DEPLOYMENTS = {"pipeline", "preprocess", "train", "evaluate"}
 
 
 def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
-    start: Start, pipeline: Make, alone: Environment, tmp_path: Path
+    start: Start,
+    pipeline: Make,
+    alone: Environment,
+    with_tables: Callable[[Path], Path],
+    tmp_path: Path,
 ) -> None:
-    output = tmp_path / "output"
+    output = with_tables(tmp_path / "output")
     ports = free_port(), free_port()
     options = ("--port", str(ports[0]), "--mlflow-port", str(ports[1]))
     serving = start("serve", "--output-dir", output, *options)
@@ -64,8 +69,7 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
 
     # A second terminal finds the server by the output folder.
     settings = write_settings(tmp_path / "settings.yaml", tree)
-    quickly = ("--max-steps", "1", "tracking.mlflow=false")
-    beside = run(infini("run", "--config", settings, *quickly), alone)
+    beside = run(infini("preprocess", "--config", settings), alone)
     assert beside.returncode == 0, beside.stdout + beside.stderr
     assert "Starting a Prefect server" not in beside.stdout
     assert flow_run(url, beside.stderr)["state_type"] == "COMPLETED"

@@ -1,5 +1,6 @@
 """What dies under `infini serve`: servers and worker come back, trainings go on or are retried."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,9 @@ def link_to_mlflow(serving: Serving, flow_run: str) -> str:
 
 
 def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was_told_to(
-    start: Start, pipeline: Make, tmp_path: Path
+    start: Start, pipeline: Make, with_tables: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    output = tmp_path / "output"
+    output = with_tables(tmp_path / "output")
     run_dir = output / "runs" / "quickstart-1"
     serving = serve(start, output, (free_port(), free_port()))
     tree = pipeline(output, training=LONG, tracking={"mlflow": True})

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,9 +27,13 @@ def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
 
 
 def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the_same_bits(
-    undisturbed: Undisturbed, start: Start, pipeline: Make, tmp_path: Path
+    undisturbed: Undisturbed,
+    start: Start,
+    pipeline: Make,
+    with_tables: Callable[[Path], Path],
+    tmp_path: Path,
 ) -> None:
-    output, ports = tmp_path / "output", (free_port(), free_port())
+    output, ports = with_tables(tmp_path / "output"), (free_port(), free_port())
     serving = serve(start, output, ports)
     # The rate of `undisturbed`, which has no preset.
     training = {"save_steps": 10 * STEPS, "learning_rate": 1e-3}

@@ -2,6 +2,7 @@
 
 import sqlite3
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ def test_a_secret_is_told_once_kept_for_its_owner_and_remembered(
 
 @pytest.mark.slow
 def test_a_command_of_a_folder_with_a_secret_reports_to_its_server_with_it(
-    tmp_path: Path, text_files: Path, alone: Environment
+    with_tables: Callable[[Path], Path], tmp_path: Path, text_files: Path, alone: Environment
 ) -> None:
-    home = tmp_path / "output" / "prefect"
+    home = with_tables(tmp_path / "output") / "prefect"
     create_access(home)
     settings = write_settings(tmp_path / "settings.yaml", tiny(text_files, tmp_path / "output"))
     done = run(infini("preprocess", "--config", settings), alone)

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +82,12 @@ def at(port: int, pattern: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Service]]:
+def closed(
+    tmp_path_factory: pytest.TempPathFactory, with_tables: Callable[[Path], Path]
+) -> Iterator[dict[str, Service]]:
     """Both servers, which ask for the secret."""
-    config = load_config(overrides=[f"run.output_dir={tmp_path_factory.mktemp('closed')}"])
+    output = with_tables(tmp_path_factory.mktemp("closed"))
+    config = load_config(overrides=[f"run.output_dir={output}"])
     access = Access(SECRET)
     services = {
         "prefect": start_prefect(config, free_port(), access),

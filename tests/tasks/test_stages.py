@@ -7,7 +7,7 @@ import json
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,11 @@ def test_a_run_leaves_a_json_result_and_shows_progress_dataset_report_and_plots(
 
 
 def test_a_training_goes_on_when_the_server_is_gone(
-    connected: Environment, settings: Path, tmp_path: Path, text_files: Path
+    connected: Environment,
+    settings: Path,
+    tmp_path: Path,
+    text_files: Path,
+    with_tables: Callable[[Path], Path],
 ) -> None:
     """What has been computed stays, though nobody is left to be told."""
     long = {"max_steps": 400, "logging_steps": 20, "save_steps": 100, "eval_steps": 400}
@@ -200,7 +204,7 @@ def test_a_training_goes_on_when_the_server_is_gone(
     tree["training"] |= long
     tree["stages"] = {"train": {"retries": 0}}
     dataset_of(write_settings(settings, tree), connected)
-    config = load_config(overrides=[f"run.output_dir={tmp_path / 'server'}"])
+    config = load_config(overrides=[f"run.output_dir={with_tables(tmp_path / 'server')}"])
     service = start_prefect(config, free_port())
     try:
         eventually(lambda: answers(f"{service.url}/api/health"), "the server", seconds=120)

@@ -1,0 +1,30 @@
+"""What takes long to make and is only read: made once for all workers of pytest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infini_model.storage import lock
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name`, as `make` has filled it in this process or another worker's.
+
+    A worker that finds it half made, by one that failed, makes it again in a new folder.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = factory.mktemp(name)
+        make(folder)
+        return folder
+    shared = factory.getbasetemp().parent
+    done = shared / f"{name}.done"
+    with lock(shared / f"{name}.lock"):
+        if not done.is_file():
+            folder = factory.mktemp(name)
+            make(folder)
+            done.write_text(str(folder))
+    return Path(done.read_text())

@@ -35,6 +35,7 @@ _CUDA_BACKENDS = ("auto", "flash_attn", *_KERNELS)
 _UNTILED_LENGTH = 128
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def resolve_backend(
     backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int
 ) -> str:
@@ -66,11 +67,6 @@ def resolve_backend(
     if device.type == "cuda" and _flash_attn_serves(device, dtype, head_dim):
         return "flash_attn"
     return "auto"
-
-
-# What `torch.compiler.assume_constant_result` does. That itself imports the compiler, which would
-# be more than a second of the start of every command and take 100 MB.
-resolve_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

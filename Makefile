@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHROMIUM ?= chromium
+WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export CHROMIUM
 
 .PHONY: help install run test chromium e2e faults lint serve bench clean lock
@@ -13,7 +14,7 @@ export CHROMIUM
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
 	@echo "make test     run the whole test suite"
-	@echo "make e2e      use the pages of Prefect and MLflow in a real browser, as people do"
+	@echo "make e2e      kill, stop and resume whole programs; use the pages of Prefect and MLflow in a browser"
 	@echo "make faults   kill, stop and starve small trainings at every step and see that all survive"
 	@echo "make lint     formatting, linting and types, as in CI"
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
@@ -39,7 +40,7 @@ run: install
 # tests run the kernels in Triton's interpreter, on Linux, the only system that it is made for.
 test: install
 	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.5'
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 # Debian's Chromium, or the program that CHROMIUM names; Playwright brings no browser of its own.
 chromium:
@@ -47,10 +48,10 @@ chromium:
 	@command -v "$(CHROMIUM)" >/dev/null || { echo "$(CHROMIUM) is missing: sudo apt-get install chromium, or make e2e CHROMIUM=PROGRAM" >&2; exit 1; }
 
 e2e: install chromium
-	$(BIN)/python -m pytest --every-story tests/browser $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --every-story tests/e2e tests/browser $(ARGS)
 
 faults: install
-	$(BIN)/python -m pytest --numprocesses 2 --every-fault tests/faults $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --every-fault tests/faults tests/infini_model/training/test_launch.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

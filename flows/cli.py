@@ -7,6 +7,7 @@ commands that need them, after the configuration has been checked.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -68,7 +69,8 @@ def _run_flow(name: str, config: Config) -> Any:
         try:
             return flow(**parameters_of(config, flow))
         except KeyboardInterrupt:
-            typer.echo("interrupted; the same command resumes where this one stopped", err=True)
+            with contextlib.suppress(OSError):  # The terminal may have been closed.
+                typer.echo("interrupted; the same command resumes where this one stopped", err=True)
             raise
         except (Abort, Pause) as end:
             typer.echo("ended from the Prefect UI; the same command resumes", err=True)
@@ -291,13 +293,15 @@ def doctor(config: Config) -> None:
 
 
 def _interrupt(_signal: int, _frame: object) -> None:
-    """End on SIGTERM as on Ctrl-C: the children first, a training with a checkpoint."""
+    """End on SIGTERM and SIGHUP as on Ctrl-C: children first, a training with a checkpoint."""
     raise KeyboardInterrupt
 
 
 def main() -> None:
     """Run the command line; every foreseeable mistake ends in one line and status 2."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except TyperException as error:

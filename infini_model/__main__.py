@@ -94,9 +94,9 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         config = load_config(file=arguments.config)
-        logging.basicConfig(
-            level=config.run.log_level.upper(), format="%(message)s", stream=sys.stdout
-        )
+        logging.basicConfig(format="%(message)s", stream=sys.stdout)
+        # Ours alone: at "debug" other libraries tell of every font that they try.
+        logging.getLogger("infini_model").setLevel(config.run.log_level.upper())
         result = STAGES[arguments.stage](config, arguments)
     except UserError as error:
         _tell(ERROR, {"kind": "user", "message": str(error)})

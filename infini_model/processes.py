@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-STOPS = (signal.SIGTERM, signal.SIGINT)
+# The last one comes when a terminal is closed.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
 # What is still in the pipe when the command has ended is read for this long, no longer: a
@@ -124,7 +125,7 @@ def oom_kills() -> int:
 
 @contextlib.contextmanager
 def _noted_stops() -> Iterator[list[int]]:
-    """Note SIGTERM and SIGINT in a list while the block runs; the first acts when it has ended.
+    """Note `STOPS` in a list while the block runs; the first acts when it has ended.
 
     A handler that raised would do so in the middle of any line, such as one that holds the lock of
     a `Popen`, which would then never tell that its process has ended. Other threads than the main
@@ -187,9 +188,9 @@ def run(
     """Run `command`, hand each line of its output to `on_line`, and return its exit status.
 
     It has a session of its own and no standard input. Its process tree is ended (SIGTERM, then
-    SIGKILL after `grace_seconds`) when `timeout_seconds` have passed, `on_line` raises, or SIGTERM
-    or SIGINT comes, which then acts on the caller as it would have without this function; where
-    SIGTERM would have killed it, it is `SystemExit`. `watch` is asked about the process id ten
+    SIGKILL after `grace_seconds`) when `timeout_seconds` have passed, `on_line` raises, or one of
+    `STOPS` comes, which then acts on the caller as it would have without this function; where it
+    would have killed the caller, it is `SystemExit`. `watch` is asked about the process id ten
     times a second: what it returns is raised, and all is killed at once. `stop` is asked as often:
     what it returns is raised after the process tree has been ended with its grace. A negative
     status is the signal that ended the command.

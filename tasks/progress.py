@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from types import TracebackType
@@ -56,7 +57,8 @@ class Progress:
         if self._console is not None:
             # Prefect's console knows the styles of its log alone, none of a bar's.
             self._console.push_theme(Theme())
-        self._bar.start()
+        with contextlib.suppress(OSError):  # The terminal may have been closed.
+            self._bar.start()
         self._updates.__enter__()
         return self
 
@@ -67,7 +69,8 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         self._updates.__exit__(kind, error, trace)
-        self._bar.stop()
+        with contextlib.suppress(OSError):
+            self._bar.stop()
         if self._console is not None:
             self._console.pop_theme()
 

@@ -29,12 +29,20 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 def pytest_addoption(parser: pytest.Parser) -> None:
     """For tests/faults and tests/browser; options are known from here alone."""
     parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
-    parser.addoption("--every-story", action="store_true", help="all stories in the browser")
+    parser.addoption("--every-story", action="store_true", help="also what takes minutes")
     parser.addoption("--screenshots", type=Path, metavar="DIR", help="keep those of the browser")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what starts processes: at the end no worker is left alone with a file of minutes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has a target of its own, and begin with what starts processes.
+
+    At the end no worker is then left alone with a file of minutes.
+    """
+    for marker, option in (("story", "--every-story"), ("fault", "--every-fault")):
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        if left_out and not config.getoption(option):
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in left_out]
     longest = {"e2e", "faults", "flows", "tasks", "training"}
     items.sort(key=lambda item: item.path.parent.name not in longest)
 

@@ -112,7 +112,10 @@ def join_world(gpus: str) -> Iterator[World]:
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGINT instead of dying of them, so that the work can be saved first."""
+    """Notes `STOPS` instead of dying of them, so that the work can be saved first.
+
+    One that is ignored, as SIGHUP is below `nohup`, stays so.
+    """
 
     def __init__(self) -> None:
         self._received: set[int] = set()
@@ -120,7 +123,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in STOPS:
-            self._previous[number] = signal.signal(number, self._note)  # type: ignore[assignment]
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._note)  # type: ignore[assignment]
         return self
 
     def __exit__(

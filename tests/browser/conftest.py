@@ -36,16 +36,8 @@ OPTIONS = (
 )
 # Two cores may be shared with much else; nothing here is waited for any longer than it takes.
 PATIENCE_MS = 120_000
-# What takes under a minute together is run by `make test` too.
-SELECTED = ("test_form.py",)
 
 Launch = Callable[[], Serving]
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """All stories with `--every-story`, else a selection."""
-    story = collection_path.name.startswith("test_") and collection_path.name not in SELECTED
-    return True if story and not config.getoption("--every-story") else None
 
 
 @pytest.fixture(scope="session")

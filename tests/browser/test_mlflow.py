@@ -3,8 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Page, expect
 from serving import Serving
+
+pytestmark = pytest.mark.story
 
 
 def test_the_page_shows_the_experiment_the_curves_and_the_model(

@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
 from playwright.sync_api import expect
 from serving import Serving
 from ui import Prefect
+
+pytestmark = pytest.mark.story
 
 
 def test_one_changed_field_gives_a_training_with_live_progress_and_a_report(

@@ -14,6 +14,8 @@ from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.metrics_file import read_metrics
 from infini_model.training.mlflow_record import read_mlflow_record
 
+pytestmark = pytest.mark.story
+
 STEPS = 3000
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 
+import pytest
 from playwright.sync_api import expect
 from serving import Serving
 from ui import Prefect
+
+pytestmark = pytest.mark.story
 
 
 def test_an_edited_schedule_survives_a_restart_of_serve(

@@ -1,5 +1,7 @@
 """Runs that are killed or interrupted anywhere: the same command brings them to the same end."""
 
+import os
+import pty
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,9 @@ from commands import (
     Environment,
     Running,
     alive,
+    dataset_of,
     eventually,
+    infini,
     kill,
     leftovers,
     processes_about,
@@ -23,7 +27,7 @@ from trials import STEPS, Make, Start, Undisturbed, shards
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.metrics_file import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 def stage_of(running: Running, name: str) -> list[psutil.Process]:
@@ -148,6 +152,31 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     assert record.info.status == "FINISHED"
     history = client.get_metric_history(record.info.run_id, "train/loss")
     assert sorted(metric.step for metric in history) == [*range(1, STEPS + 1)]
+
+
+def test_a_terminal_that_is_closed_leaves_a_checkpoint(
+    connected: Environment, pipeline: Make, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    settings = write_settings(tmp_path / "settings.yaml", pipeline(output))
+    dataset_of(settings, connected)
+    command = infini("train", "--config", settings)
+    child, terminal = pty.fork()
+    if child == 0:
+        # Whoever runs the tests in the background may ignore it.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.execve(command[0], command, connected)
+    run_dir = output / "runs" / "run-1"
+    with os.fdopen(terminal, "rb", buffering=0) as screen:
+        while b"Step [20/" not in screen.read(4096):
+            pass
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    last = read_metrics(run_dir)[-1]["step"]
+    assert last < STEPS
+    saved = newest_checkpoint(run_dir)
+    assert saved is not None
+    assert saved.name == f"step-{last}"
+    assert not processes_about(output)
 
 
 @pytest.fixture

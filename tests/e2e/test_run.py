@@ -5,8 +5,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from commands import infini, processes_about, run
-from curves import repeatable
+from commands import processes_about
 from trials import STEPS, Undisturbed
 
 from infini_model.data.manifest import SPLITS
@@ -47,21 +46,3 @@ def test_the_dataset_opens_with_datasets_and_holds_each_document_once(
             assert ids[-1] == 255
             found[bytes(ids[:-1]).decode()] += 1
     assert found == Counter(path.read_text() for path in documents.iterdir())
-
-
-def test_a_second_run_reuses_the_dataset_and_two_processes_give_the_curve_of_one(
-    undisturbed: Undisturbed, connected: dict[str, str]
-) -> None:
-    """The same global batch, as halves on two ranks."""
-    halves = ("training.processes=2", "--batch-size", "2")
-    done = run(infini("run", "--config", undisturbed.settings, *halves), connected)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run_dir = undisturbed.output / "runs" / "run-2"
-    assert "is reused" in done.stderr
-    assert f"Training in {run_dir}" in done.stderr
-    assert "Number of processes: 2" in done.stderr
-    assert not processes_about(undisturbed.output)
-    one, two = repeatable(undisturbed.run_dir), repeatable(run_dir)
-    assert len(one) == len(two)
-    for expected, got in zip(one, two, strict=True):
-        assert got == pytest.approx(expected, abs=1e-4)

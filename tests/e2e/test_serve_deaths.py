@@ -11,7 +11,7 @@ from trials import Make, Start
 from flows.serving.services import free_port
 from infini_model.training.mlflow_record import read_mlflow_record
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 # Never reached: the run is cancelled in the end.
 LONG = {"max_steps": 40_000, "logging_steps": 20, "save_steps": 40_000, "eval_steps": 40_000}
 

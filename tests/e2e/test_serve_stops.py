@@ -16,7 +16,7 @@ from trials import STEPS, Make, Start, Undisturbed
 from flows.serving.services import HOST, free_port
 from infini_model.training.metrics_file import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 def is_pending(process: psutil.Process, number: signal.Signals) -> bool:

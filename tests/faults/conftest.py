@@ -16,7 +16,6 @@ from harness import DAMAGES, KINDS, Kind, Strike, Trial, every_strike, settings
 FILES = ("manifest.json", "state.json", "optimizer.safetensors", "model/model.safetensors")
 # A killed agent and stopped processes are in tests/infini_model/training/test_launch.py.
 SELECTED = (
-    Strike(signal.SIGKILL, "launcher", 3, "two"),
     Strike(signal.SIGKILL, "rank 0", None, "one"),
     Strike(signal.SIGTERM, "rank 1", 2, "two sharded"),
 )

@@ -56,26 +56,6 @@ def states(server: str, output: str) -> dict[str, str]:
     return {name: run["state_name"] for name, run in task_runs(server, output).items()}
 
 
-def test_a_second_run_reuses_the_dataset_and_a_lost_shard_is_made_again(
-    server: str, connected: Environment, settings: Path, tmp_path: Path
-) -> None:
-    preprocess = ("preprocess", "--config", settings)
-    first = told(connected, *preprocess)
-    assert states(server, first) == dict.fromkeys(("download", "plan", "shard"), "Completed")
-    again = told(connected, *preprocess)
-    assert states(server, again)["shard"] == "Reused"
-    assert "is reused" in again
-
-    (shard,) = tmp_path.glob("output/datasets/tiny-*/train/*.arrow")
-    content = shard.read_bytes()
-    shard.unlink()
-    after_loss = told(connected, *preprocess)
-    assert f"{shard}: is missing; its partition is made again" in after_loss
-    assert states(server, after_loss)["shard"] == "Completed"
-    assert shard.read_bytes() == content
-    assert states(server, told(connected, *preprocess))["shard"] == "Reused"
-
-
 def test_a_dataset_that_was_moved_is_reused_where_it_is_now(
     server: str, connected: Environment, settings: Path, tmp_path: Path
 ) -> None:

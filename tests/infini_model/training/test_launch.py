@@ -229,13 +229,13 @@ def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faul
     assert "in _take_step" in log
 
 
-@pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_first(make_config, tmp_path, start):
+def test_a_terminal_that_is_closed_saves_first(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
-    process = start(["-c", LAUNCH], make_config(training=PAIR), run_dir)
+    config = make_config(training=LONG | {"max_steps": 5000})
+    process = start(["-c", LAUNCH], config, run_dir)
     wait_for(lambda: has_reached(run_dir, 5), "step 5")
-    process.terminate()
-    assert process.wait(timeout=30) == 143
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(timeout=30) == 128 + signal.SIGHUP
     assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
     assert not trainers(run_dir)
 
@@ -434,6 +434,7 @@ def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
 
 
 @pytest.mark.slow
+@pytest.mark.fault
 def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
     run_dir = tmp_path / "run"
     kill = Once("GPU0:INFO | [GPU 0] Step [20/", lambda: rank_of(run_dir, 1).kill())

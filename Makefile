@@ -48,10 +48,10 @@ chromium:
 	@command -v "$(CHROMIUM)" >/dev/null || { echo "$(CHROMIUM) is missing: sudo apt-get install chromium, or make e2e CHROMIUM=PROGRAM" >&2; exit 1; }
 
 e2e: install chromium
-	$(BIN)/python -m pytest $(WORKERS) --every-story tests/e2e tests/browser $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --every-story -m story $(ARGS)
 
 faults: install
-	$(BIN)/python -m pytest --numprocesses 2 --every-fault tests/faults tests/infini_model/training/test_launch.py $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --every-fault --every-story tests/faults $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

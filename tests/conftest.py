@@ -27,9 +27,9 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For tests/faults and tests/browser; options are known from here alone."""
+    """For all folders; options are known from here alone."""
     parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
-    parser.addoption("--every-story", action="store_true", help="also what takes minutes")
+    parser.addoption("--every-story", action="store_true", help="also what takes long")
     parser.addoption("--screenshots", type=Path, metavar="DIR", help="keep those of the browser")
 
 
@@ -38,11 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     At the end no worker is then left alone with a file of minutes.
     """
-    for marker, option in (("story", "--every-story"), ("fault", "--every-fault")):
-        left_out = [item for item in items if item.get_closest_marker(marker)]
-        if left_out and not config.getoption(option):
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in left_out]
+    stories = [item for item in items if item.get_closest_marker("story")]
+    if stories and not config.getoption("--every-story"):
+        config.hook.pytest_deselected(items=stories)
+        items[:] = [item for item in items if item not in stories]
     longest = {"e2e", "faults", "flows", "tasks", "training"}
     items.sort(key=lambda item: item.path.parent.name not in longest)
 

@@ -29,7 +29,8 @@ TINY = {
         *("--hidden-size", "64", "--layers", "1"),
     ],
     "train_step": [
-        *("--steps", "2", "--skip", "1", "--turns", "1", "training.batch_size=1"),
+        *("--steps", "2", "--skip", "1", "--turns", "1", "--processes", "1"),
+        "training.batch_size=1",
         *("packing.context_length=64", "model.segment_length=32", "model.num_hidden_layers=1"),
         *("data.source.paths=['{stdlib}/json/*.py']", "data.splits.validation=0"),
         *("data.splits.train=1", "data.splits.test=0"),

@@ -17,7 +17,8 @@ FILES = ("manifest.json", "state.json", "optimizer.safetensors", "model/model.sa
 # A killed agent and stopped processes are in tests/infini_model/training/test_launch.py.
 SELECTED = (
     Strike(signal.SIGKILL, "rank 0", None, "one"),
-    Strike(signal.SIGTERM, "rank 1", 2, "two sharded"),
+    pytest.param(Strike(signal.SIGKILL, "launcher", 3, "two"), marks=pytest.mark.story),
+    pytest.param(Strike(signal.SIGTERM, "rank 1", 2, "two sharded"), marks=pytest.mark.story),
 )
 
 

@@ -36,7 +36,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     small.close()
 
 
-@pytest.mark.fault
+@pytest.mark.story
 def test_a_full_disk_is_named_and_with_room_it_goes_on(
     begin: Begin, undisturbed: Undisturbed, disk: SmallDisk, kind: Kind
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert any(str(newest) in log.read_text() for log in trial.logs)
 
 
-@pytest.mark.fault
+@pytest.mark.story
 def test_a_tracking_server_that_is_killed_costs_the_training_nothing(
     begin: Begin, undisturbed: Undisturbed, mlflow_server: Callable[[int], Callable[[], None]]
 ) -> None:

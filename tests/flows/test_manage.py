@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID
 
+import psutil
 import pytest
 from commands import (
     Environment,
@@ -78,6 +79,13 @@ def told(output: Path, connected: Environment) -> Callable[..., tuple[int, str]]
     return tell
 
 
+def process_of(running: Running, module: str) -> psutil.Process:
+    """The process of a command that runs `module`."""
+    names = [(process, process.cmdline()) for process in running.tree()]
+    (found,) = [p for p, words in names if words[1:3] == ["-m", module]]
+    return found
+
+
 @pytest.mark.slow
 def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     start: Started,
@@ -96,6 +104,9 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     eventually(lambda: read_newest(run_dir, "step").get("step", 0) > 3, "step 3", seconds=90)
     followed = start(*infini("logs", "run-1", "--follow", "--output-dir", output))
     followed.wait_for("Step [5/600]")
+    # It would be at its end before all has been asked.
+    trainer = process_of(running, "infini_model.training")
+    trainer.suspend()
 
     holder = f"process {running.process.pid} (flow run "
     _, table = told("runs")
@@ -110,6 +121,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert f"{run_dir} is in use by {holder}" in line
     assert len(line.splitlines()) == 1
 
+    trainer.resume()
     status, line = told("cancel", "run-1")
     assert running.wait() == 130, running.output
     saved = saved_step(run_dir)

@@ -4,7 +4,6 @@ Each test runs the command line on a real server and asks that server what happe
 """
 
 import json
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -54,17 +53,6 @@ def told(env: Environment, *arguments: str | Path, status: int = 0) -> str:
 def states(server: str, output: str) -> dict[str, str]:
     """How the stages of a command ended."""
     return {name: run["state_name"] for name, run in task_runs(server, output).items()}
-
-
-def test_a_dataset_that_was_moved_is_reused_where_it_is_now(
-    server: str, connected: Environment, settings: Path, tmp_path: Path
-) -> None:
-    told(connected, "preprocess", "--config", settings)
-    moved = tmp_path / "moved"
-    shutil.move(tmp_path / "output", moved)
-    output = told(connected, "preprocess", "--config", settings, "--output-dir", moved)
-    assert states(server, output)["shard"] == "Reused"
-    assert f"Dataset: {moved}/datasets/tiny-" in output
 
 
 def test_a_users_mistake_is_not_retried_and_a_silent_host_is(

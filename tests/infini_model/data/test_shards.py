@@ -202,6 +202,16 @@ def test_a_new_file_remakes_one_partition_and_a_new_name_none(tmp_path):
     assert verify_dataset(larger)
 
 
+def test_an_output_folder_that_was_moved_is_reused_where_it_is_now(tmp_path):
+    config = files_config(write_files(tmp_path / "raw", ["a", "b"]) / "*")
+    _, folder = build(config, tmp_path / "output")
+    before = partitions_of(tmp_path / "output")
+    (tmp_path / "output").rename(tmp_path / "moved")
+    _, found = build(config, tmp_path / "moved")
+    assert found == tmp_path / "moved" / "datasets" / folder.name
+    assert partitions_of(tmp_path / "moved") == before
+
+
 def test_a_source_is_read_once(tmp_path):
     raw = write_files(tmp_path / "raw", make_texts(5))
     config = files_config(raw / "*.txt")

@@ -192,7 +192,7 @@ def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_p
         assert all(line.startswith(f"GPU{rank}:") for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"
     kill = Once("Step [20/", lambda: agent(run_dir).kill())
@@ -203,7 +203,9 @@ def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "rank"), [("rank", 1), ("agent", None)])
+@pytest.mark.parametrize(
+    ("victim", "rank"), [("rank", 1), pytest.param("agent", None, marks=pytest.mark.story)]
+)
 def test_a_stopped_process_is_a_hang_that_names_it(dataset, make_config, tmp_path, victim, rank):
     run_dir = tmp_path / "run"
     config = make_config(training=PAIR | {"hang_timeout_seconds": 3})
@@ -433,8 +435,7 @@ def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
     assert two == pytest.approx(one, abs=5e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.story
 def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
     run_dir = tmp_path / "run"
     kill = Once("GPU0:INFO | [GPU 0] Step [20/", lambda: rank_of(run_dir, 1).kill())

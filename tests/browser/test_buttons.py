@@ -63,6 +63,8 @@ def test_a_failed_training_is_retried_from_its_step_in_its_mlflow_run(
 ) -> None:
     flow_run, run_dir = begin(prefect, serving, "failed")
     eventually(lambda: newest_checkpoint(run_dir) is not None, "a checkpoint", seconds=240)
+    # MLflow is connected to while the training runs.
+    eventually(lambda: "run_id" in read_mlflow_record(run_dir), "MLflow's run", seconds=60)
     mlflow_run = read_mlflow_record(run_dir)["run_id"]
     serving.kill(TRAINER)
     prefect.expect_state("Failed")

@@ -20,7 +20,7 @@ from tasks.train import train_model
 def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
     """Train in a run folder that this process holds, unless it has been evaluated already.
 
-    A run with its last checkpoint is gone on with too: its last scores may not have been written.
+    A run that has its last checkpoint is resumed too: its last scores may not have been written.
     """
     log = get_run_logger()
     name_flow_run(run_dir.name, f"preset:{config.run.preset or 'custom'}", f"run:{run_dir.name}")

@@ -85,6 +85,14 @@ def prefect_environment(config: Config) -> dict[str, str]:
     }
 
 
+def own_server(url: str) -> dict[str, str]:
+    """Settings for those who use the server at `url`, which has both of Prefect's UIs.
+
+    Links lead to the newer one: the forms of the older cannot save small numbers.
+    """
+    return {"PREFECT_API_URL": f"{url}/api", "PREFECT_UI_URL": f"{url}/v2"}
+
+
 def free_port() -> int:
     """A port on loopback that nobody listens on now."""
     with socket.socket() as probe:
@@ -284,11 +292,13 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
         _check_answers(configured)
     if url := configured or served:
         os.environ["PREFECT_API_URL"] = url
+        if url == served:
+            os.environ.update(own_server(url.removesuffix("/api")))
         yield lambda: None
         return
     print("Starting a Prefect server for this command (infini serve keeps one up)", flush=True)
     service = start_prefect(config, free_port(), access)
-    os.environ["PREFECT_API_URL"] = f"{service.url}/api"
+    os.environ.update(own_server(service.url))
     with ending([service]):
         try:
             yield lambda: wait_until_up(service, "/api/health")

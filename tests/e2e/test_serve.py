@@ -22,6 +22,7 @@ from commands import (
 from trials import Make, Start
 
 from flows.serving.services import HOST, free_port
+from infini_model.runs import owner_of
 
 pytestmark = pytest.mark.slow
 DEPLOYMENTS = {"pipeline", "preprocess", "train", "evaluate"}
@@ -66,6 +67,9 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
     eventually(has_ended, "the flow run of the deployment", seconds=180)
     assert (output / "runs" / "quickstart-1" / "report.md").is_file()
     assert "quickstart-1" in mlflow_runs(page)
+    owner = owner_of(output / "runs" / "quickstart-1")
+    assert owner is not None
+    assert owner.url == f"http://{HOST}:{ports[0]}/v2/runs/flow-run/{number}"
 
     # A second terminal finds the server by the output folder.
     settings = write_settings(tmp_path / "settings.yaml", tree)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infini_model.training.checkpoint import newest_checkpoint
-from infini_model.training.metrics_file import Line, read_metrics
+from infini_model.runtime.metrics_file import Line, read_metrics
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 # What the clock and the machine decide.
 CLOCK = frozenset(

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from infini_model.config import validate
-from infini_model.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from infini_model.layers import DecoderLayer
-from infini_model.llama import InfiniLlama
-from infini_model.storage import sha256, write_json
-from infini_model.training.checkpoint import newest_checkpoint, read_position
+from infini_model.model.layers import DecoderLayer
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.storage import sha256, write_json
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
-from infini_model.training.metrics_file import read_metrics
 
 
 def curve(run_dir, name):

@@ -21,6 +21,11 @@ CLOCK = frozenset(
 MACHINE = "system/"
 
 
+def curve(run_dir: Path, name: str) -> dict[int, float]:
+    """A metric of a run by step."""
+    return {line["step"]: line[name] for line in read_metrics(run_dir) if name in line}
+
+
 def repeatable(run_dir: Path) -> list[Line]:
     """metrics.jsonl without what the clock and the machine decide."""
     lines = [

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from commands import eventually
-from test_launch import trainers
+from trainings import trainers
 
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.metrics import Metrics

@@ -8,10 +8,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
-from curves import repeatable, weights
-from test_loop import curve, free_ports
+from curves import curve, repeatable, weights
+from trainings import free_ports, trainers
 
 from infini_model.config import dump_config
 from infini_model.data.loading.loader import Loader, open_windows
@@ -68,16 +67,6 @@ def wait_for(condition, what, seconds=120.0):
 def has_reached(run_dir, step):
     lines = read_metrics(run_dir)
     return bool(lines) and lines[-1]["step"] >= step
-
-
-def trainers(run_dir):
-    """Every live process that has the run folder among its arguments."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline", "status"])
-        if str(run_dir) in (process.info["cmdline"] or [])
-        and process.info["status"] != psutil.STATUS_ZOMBIE
-    ]
 
 
 def ranks(run_dir):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from curves import repeatable, weights
-from test_loop import curve, free_ports
+from curves import curve, repeatable, weights
 from torch.profiler import ProfilerActivity, profile
+from trainings import free_ports
 
 from infini_model.config import Config, validate
 from infini_model.data.loading.loader import Batch

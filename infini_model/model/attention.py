@@ -3,7 +3,7 @@
 The function follows "Leave No Context Behind" (arXiv 2404.07143), equations 2 to 10. Every segment
 of a sequence is computed at once: `infini_model.model.memory` finds what the memory is before each
 segment without a loop over segments, and gradients reach the first segment as they would through
-the loop.
+the loop, which is written out in `infini_model.model.definition`.
 """
 
 from __future__ import annotations

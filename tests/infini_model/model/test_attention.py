@@ -1,4 +1,4 @@
-"""The function against the paper's equations, written out one segment and one head at a time."""
+"""The function against its definition, the paper's equations written out segment by segment."""
 
 import math
 
@@ -9,74 +9,15 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from infini_model.model.attention import infini_attention, segmented_local_attention
+from infini_model.model.definition import attention_by_segment
 from infini_model.model.kernels.local_attention import local_attention, resolve_backend
 from infini_model.model.layers import rope_tables
 from infini_model.model.memory import Memory, feature_map
+from infini_model.model.rotary import rotate
 from infini_model.runtime.errors import ConfigError
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 BOTH = pytest.mark.parametrize("update", ["linear", "delta"])
-
-
-def rotate_reference(x, rope):
-    """Rotary embedding of x [L, D] as complex numbers."""
-    half = x.size(-1) // 2
-    turn = torch.complex(rope[0][: len(x), :half], rope[1][: len(x), :half])
-    turned = torch.complex(x[:, :half], x[:, half:]) * turn
-    return torch.cat((turned.real, turned.imag), -1)
-
-
-def write_reference(m, z, sigma_k, value, update):
-    """Equations 8 and 9 for one segment, with the bound on what a key takes away."""
-    if update == "linear":
-        return m + sigma_k.T @ value, z + sigma_k.sum(0)
-    mass = torch.maximum(sigma_k @ z, sigma_k @ sigma_k.sum(0))
-    return m + sigma_k.T @ (value - (sigma_k @ m) / mass[:, None]), z + sigma_k.sum(0)
-
-
-def reference(
-    q, k, v, gate, length, rope=None, memory=None, update="linear", reset=None, memory_keys=None
-):
-    """Equations 2 to 10, sequentially, from no code of the project."""
-    keys = k if memory_keys is None else memory_keys
-    out, kv_out, norm_out = torch.empty_like(q), [], []
-    group = q.size(1) // k.size(1)
-    for b in range(q.size(0)):
-        for g in range(k.size(1)):
-            if memory is None:
-                m, z = q.new_zeros(q.size(3), q.size(3)), q.new_zeros(q.size(3))
-            else:
-                m, z = memory.kv[b, g], memory.norm[b, g]
-            for s, start in enumerate(range(0, q.size(2), length)):
-                here = slice(start, start + length)
-                if reset is not None and reset[b, s]:
-                    m, z = torch.zeros_like(m), torch.zeros_like(z)
-                for h in range(g * group, (g + 1) * group):
-                    query, key, value = q[b, h, here], k[b, g, here], v[b, g, here]
-                    turned = (
-                        [query, key]
-                        if rope is None
-                        else [rotate_reference(query, rope), rotate_reference(key, rope)]
-                    )
-                    scores = turned[0] @ turned[1].T / math.sqrt(q.size(3))
-                    future = torch.ones_like(scores).triu(1).bool()
-                    a_dot = scores.masked_fill(future, -math.inf).softmax(-1) @ value
-                    if (z == 0).all():
-                        out[b, h, here] = a_dot
-                        continue
-                    sigma_q = functional.elu(query) + 1
-                    a_mem = (sigma_q @ m) / (sigma_q @ z)[:, None]
-                    share = 1 / (1 + torch.exp(-gate[h]))
-                    out[b, h, here] = share * a_mem + (1 - share) * a_dot
-                if start + length <= q.size(2):
-                    sigma_k = functional.elu(keys[b, g, here]) + 1
-                    m, z = write_reference(m, z, sigma_k, v[b, g, here], update)
-            kv_out.append(m)
-            norm_out.append(z)
-    shape = (q.size(0), k.size(1))
-    return out, Memory(
-        torch.stack(kv_out).unflatten(0, shape), torch.stack(norm_out).unflatten(0, shape)
-    )
 
 
 def draw(batch, heads, kv_heads, tokens, dim, seed=0, dtype=torch.float64):
@@ -126,7 +67,7 @@ def outputs_and_gradients(function, case, dtype):
     keys = None if memory_keys is None else memory_keys.to(dtype).requires_grad_()
     out, after = function(
         *leaves,
-        **{"segment_length" if function is infini_attention else "length": length},
+        segment_length=length,
         rope=None if rope is None else tuple(table.to(dtype) for table in rope),
         memory=held,
         update=update,
@@ -143,10 +84,16 @@ def outputs_and_gradients(function, case, dtype):
     ]
 
 
+def test_rotates_as_complex_numbers_turn():
+    x, (cos, sin) = torch.randn(2, 3, 5, 8).double(), (t.double() for t in rope_tables(5, 8, 100.0))
+    turned = torch.complex(*x.chunk(2, -1)) * torch.complex(cos[:, :4], sin[:, :4])
+    torch.testing.assert_close(rotate(x, (cos, sin)), torch.cat((turned.real, turned.imag), -1))
+
+
 @given(cases())
 @settings(FEW, max_examples=60)
 def test_equals_the_paper_with_all_gradients(case):
-    exact = outputs_and_gradients(reference, case, torch.float64)
+    exact = outputs_and_gradients(attention_by_segment, case, torch.float64)
     for ours, theirs in zip(
         outputs_and_gradients(infini_attention, case, torch.float64), exact, strict=True
     ):
@@ -227,7 +174,8 @@ def test_many_segments_with_resets(update):
     q, k, v, gate, _, generator = draw(2, 1, 1, 600, 2, dtype=torch.float32)
     reset = torch.rand(2, 600, generator=generator) < 0.01
     out, _ = infini_attention(q, k, v, gate, segment_length=1, reset=reset, update=update)
-    exact, _ = reference(*(x.double() for x in (q, k, v, gate)), 1, reset=reset, update=update)
+    doubles = (x.double() for x in (q, k, v, gate))
+    exact, _ = attention_by_segment(*doubles, segment_length=1, reset=reset, update=update)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
 
 

@@ -22,6 +22,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from infini_model.model.kernels import memory_ops  # noqa: E402, F401 - defines the operators
 from infini_model.model.kernels import triton as triton_kernels  # noqa: E402
 from infini_model.model.kernels.triton import (  # noqa: E402
     gated_read_backward,

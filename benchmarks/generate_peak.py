@@ -11,8 +11,8 @@ import sys
 import torch
 
 from infini_model.config import ModelConfig
-from infini_model.generation import generate
-from infini_model.llama import InfiniLlama
+from infini_model.model.generation import generate
+from infini_model.model.llama import InfiniLlama
 
 NEW_TOKENS = 8
 

@@ -24,7 +24,7 @@ from benchmarks.corpus import write_corpus
 from benchmarks.report import Cell, Ratio, publish, speed_ratio, take_turns
 from benchmarks.shards_once import text_to_shards
 from infini_model.config import PackingConfig
-from infini_model.data.loader import Loader, open_windows
+from infini_model.data.loading.loader import Loader, open_windows
 
 OURS, PEER = "infini", "DataLoader"
 # The quickstart, whose batches are small, and batches of long windows.

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, stopwatch, take_turns
 from benchmarks.utilization import BILLION, Shape, Training, utilization
 from infini_model.config import ModelConfig
-from infini_model.llama import InfiniLlama
+from infini_model.model.llama import InfiniLlama
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from infini_model.config import load_config
-from infini_model.llama import InfiniLlama
+from infini_model.model.llama import InfiniLlama
 from infini_model.training.optimizer import make_optimizer
 
 # What is compiled, chosen or allocated once is not what is measured.

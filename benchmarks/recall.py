@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.report import Cell, publish
 from infini_model.config import ModelConfig, TrainingConfig
-from infini_model.llama import InfiniLlama
+from infini_model.model.llama import InfiniLlama
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 
 SEGMENT, PAIRS, KEYS, VALUES, FILLERS = 32, 8, 32, 32, 16

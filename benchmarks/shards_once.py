@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from infini_model.config import DataConfig
-from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.sources.download import download
 
 
 def text_to_shards(corpus: Path, spec: str, folder: Path) -> None:

@@ -37,8 +37,8 @@ from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, st
 from benchmarks.shards_once import text_to_shards
 from benchmarks.tokenize_peers import composite, datatrove, gigatoken_ids, tiktoken_of, usual
 from infini_model.data.manifest import SPLITS
-from infini_model.data.stream import open_split
-from infini_model.data.tokenizers import train_tokenizer
+from infini_model.data.shards.stream import open_split
+from infini_model.data.tokenizers.bpe import train_tokenizer
 
 OURS, USUAL, DATATROVE, COMPOSITE = "infini", "datasets.map", "datatrove", "composite"
 GIGATOKEN, TIKTOKEN = "gigatoken", "tiktoken"

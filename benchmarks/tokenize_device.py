@@ -23,9 +23,9 @@ import torch
 from benchmarks.corpus import write_corpus
 from benchmarks.report import Cell, publish, speed_ratio, stopwatch, take_turns
 from infini_model.config import PackingConfig
-from infini_model.data.device_tokenizer import DeviceTokenizer, close_documents
-from infini_model.data.gpu_dataloader import cut_windows
-from infini_model.data.tokenizers import BPETokenizer, train_tokenizer
+from infini_model.data.loading.gpu_dataloader import cut_windows
+from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
+from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer, close_documents
 
 ON_DEVICE, ON_HOST, PEER = "ids on the device", "ids on the host", "tokenizer on the CPU"
 WINDOWS, COPY = "windows", "copy"

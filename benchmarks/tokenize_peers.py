@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infini_model.data.tokenizers import END_OF_TEXT, LLAMA3_PATTERN
+from infini_model.data.tokenizers.bpe import END_OF_TEXT, LLAMA3_PATTERN
 
 BLOCK = 1024
 

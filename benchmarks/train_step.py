@@ -30,12 +30,12 @@ import torch
 
 from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, take_turns
 from infini_model.config import Config, dump_config, load_config
-from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
-from infini_model.llama import InfiniLlama
-from infini_model.training.flops import flops_per_token, peak_flops
-from infini_model.training.metrics_file import read_metrics
-from infini_model.training.spikes import SpikeDetector
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.sources.download import download
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.training.callbacks.flops import flops_per_token, peak_flops
+from infini_model.training.callbacks.spikes import SpikeDetector
 
 PRESET = "quickstart"
 OURS, PLAIN = "training", "plain loop"

@@ -1,4 +1,7 @@
-"""Model FLOPs utilization (MFU) of training steps, as `infini_model.training.flops` counts it."""
+"""Model FLOPs utilization (MFU) of training steps.
+
+It is counted as `infini_model.training.callbacks.flops` does.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.report import stopwatch, take_turns
 from infini_model.config import ModelConfig, TrainingConfig
-from infini_model.llama import InfiniLlama
-from infini_model.training.flops import flops_per_token
+from infini_model.model.llama import InfiniLlama
+from infini_model.training.callbacks.flops import flops_per_token
 from infini_model.training.optimizer import make_optimizer
 
 # 1.07 billion parameters without the embedding.

@@ -21,7 +21,7 @@ from typer.exceptions import TyperException
 
 from flows.options import configured
 from infini_model.config import Config, load_config
-from infini_model.errors import StageError, UserError
+from infini_model.runtime.errors import StageError, UserError
 
 MENDABLE = (UserError, ConnectionError)
 FORESEEN = (*MENDABLE, StageError, TimeoutError)
@@ -51,7 +51,7 @@ class _LastLine(logging.Filter):
 
 def _run_flow(name: str, config: Config) -> Any:
     from flows.serving.services import prefect_api
-    from infini_model.training.devices import choose_gpus
+    from infini_model.training.launch.devices import choose_gpus
 
     choose_gpus(config.training.gpus)
     with prefect_api(config) as wait_until_up:

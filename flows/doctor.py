@@ -24,9 +24,9 @@ from flows.serving.services import (
     status_of,
 )
 from infini_model.config import Config
-from infini_model.errors import DeviceError, UserError
-from infini_model.storage import atomic_file, make_folder
-from infini_model.training.devices import find_driver, list_gpus, torch_cuda
+from infini_model.runtime.errors import DeviceError, UserError
+from infini_model.runtime.storage import atomic_file, make_folder
+from infini_model.training.launch.devices import find_driver, list_gpus, torch_cuda
 
 GIB = 1 << 30
 NEEDED_DISK_GIB = 5

@@ -9,7 +9,7 @@ from prefect import flow
 
 from flows.form import form, settings
 from infini_model.config import Config
-from infini_model.runs import dataset_of, latest_run, read_run_config
+from infini_model.runtime.runs import dataset_of, latest_run, read_run_config
 from tasks.evaluate import evaluate_model
 from tasks.failures import concluded
 from tasks.flow_run import FLOW, name_flow_run

@@ -22,11 +22,11 @@ from flows.serving.services import (
     served_url,
 )
 from infini_model.config import Config, load_config
-from infini_model.errors import StageError, UserError
-from infini_model.holders import Holder
-from infini_model.run_status import RESUMABLE, RunStatus, list_runs, saved_step
-from infini_model.runs import is_finished, resume_config, run_holder
-from infini_model.training.mlflow_record import run_url
+from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.holders import Holder
+from infini_model.runtime.runs import is_finished, resume_config, run_holder
+from infini_model.training.callbacks.mlflow_record import run_url
+from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
 POLL_SECONDS = 0.2
 PIPE_WIDTH = 10_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect.context import FlowRunContext
 from prefect.utilities.urls import url_for
 
-from infini_model.holders import Owner
+from infini_model.runtime.holders import Owner
 
 
 def current_owner() -> tuple[Owner | None, bool]:

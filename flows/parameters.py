@@ -16,8 +16,8 @@ from typing import Any
 from prefect.flows import Flow
 
 from infini_model.config import Config, load_config, preset_names
-from infini_model.errors import ConfigError
-from infini_model.runs import resume_config
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.runs import resume_config
 
 Tree = dict[str, Any]
 DEFAULT_PRESET = "quickstart"

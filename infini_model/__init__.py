@@ -5,9 +5,40 @@ environment has them already: nothing phones home; the threads of torch's operat
 wait for each other, since spinning, which is the default, makes a training several times slower as
 soon as another process wants the same cores; and torch asks Linux for large pages, since attention
 over 16K tokens on a CPU spends a tenth of its time on having small ones mapped.
+
+What users import is `__all__`. Each name is loaded when it is first asked for, so that importing
+the package costs no torch.
 """
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infini_model.config import load_config
+    from infini_model.data.tokenizers.load import load_tokenizer
+    from infini_model.model.attention import infini_attention
+    from infini_model.model.generation import generate
+    from infini_model.model.llama import InfiniLlama
+    from infini_model.model.memory import Memory
+
+__all__ = [
+    "InfiniLlama",
+    "Memory",
+    "generate",
+    "infini_attention",
+    "load_config",
+    "load_tokenizer",
+]
+
+_MODULES = {
+    "InfiniLlama": "model.llama",
+    "Memory": "model.memory",
+    "generate": "model.generation",
+    "infini_attention": "model.attention",
+    "load_config": "config",
+    "load_tokenizer": "data.tokenizers.load",
+}
 
 for _variable, _value in {
     "DO_NOT_TRACK": "true",
@@ -18,3 +49,14 @@ for _variable, _value in {
     "THP_MEM_ALLOC_ENABLE": "1",
 }.items():
     os.environ.setdefault(_variable, _value)
+
+if not TYPE_CHECKING:  # a type checker would take every name to be there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, load_config
-from infini_model.errors import UserError
+from infini_model.runtime.errors import UserError
 
 PROGRESS, RESULT, ERROR = "::progress", "::result", "::error"
 
@@ -32,7 +32,7 @@ def _progress(done: int, total: int) -> None:
 
 def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.manifest import write_record
-    from infini_model.data.sources import download
+    from infini_model.data.sources.download import download
 
     corpus = download(config.data, config.run.output_dir, progress=_progress)
     path = config.run.datasets_dir / ".corpora" / f"corpus-{corpus.fingerprint[:16]}.json"
@@ -43,7 +43,7 @@ def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.manifest import Corpus, read_record
-    from infini_model.data.plan import finished_dataset, plan_dataset
+    from infini_model.data.shards.plan import finished_dataset, plan_dataset
 
     if arguments.corpus is None:
         return finished_dataset(config).model_dump(mode="json")
@@ -52,7 +52,7 @@ def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.manifest import Corpus, read_record
-    from infini_model.data.shards import build_dataset
+    from infini_model.data.shards.dataset import build_dataset
 
     corpus = read_record(arguments.corpus, Corpus)
     manifest = build_dataset(

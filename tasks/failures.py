@@ -21,7 +21,7 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Failed
 
-from infini_model.errors import StageError, UserError
+from infini_model.runtime.errors import StageError, UserError
 from tasks import artifacts
 
 FORESEEN = (UserError, ConnectionError, StageError, TimeoutError)

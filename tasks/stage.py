@@ -23,9 +23,9 @@ from prefect.tasks import Task, exponential_backoff
 
 from infini_model.__main__ import ERROR, PROGRESS, RESULT
 from infini_model.config import Config, StageConfig
-from infini_model.errors import StageError, UserError
-from infini_model.processes import ProcessTimeoutError, run
-from infini_model.training.failures import TrainingFailure
+from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.processes import ProcessTimeoutError, run
+from infini_model.training.launch.failures import TrainingFailure
 from tasks.control import stopped_with_flow_run
 from tasks.progress import Progress
 

@@ -10,8 +10,8 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from infini_model.config import Config
-from infini_model.run_status import saved_step
-from infini_model.training.failures import TrainingFailure
+from infini_model.training.launch.failures import TrainingFailure
+from infini_model.training.run_status import saved_step
 from tasks import artifacts
 from tasks.artifacts import Updates
 from tasks.control import stopped_with_flow_run
@@ -29,7 +29,7 @@ def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
     """Train in `run_dir`, or resume from its newest checkpoint; a retry is just that.
 
     What a retry does differently, and whether there is one, follows from how the training failed
-    (`infini_model.training.recovery`). The MLflow run stays the same across retries. Returns
+    (`infini_model.training.launch.recovery`). The MLflow run stays the same across retries. Returns
     `run_dir`.
     """
     folder = Path(run_dir)
@@ -47,7 +47,7 @@ def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
 
 
 def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -> None:
-    from infini_model.training.launch import launch
+    from infini_model.training.launch.launcher import launch
 
     log = get_run_logger()
 

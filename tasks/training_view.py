@@ -10,8 +10,8 @@ from pathlib import Path
 from prefect.artifacts import LinkArtifact, TableArtifact
 
 from infini_model.config import Config
-from infini_model.training.metrics_file import Line, whole_lines
-from infini_model.training.mlflow_record import PAGE, run_url
+from infini_model.runtime.metrics_file import Line, whole_lines
+from infini_model.training.callbacks.mlflow_record import PAGE, run_url
 from tasks.artifacts import LiveArtifact
 
 SECONDS = 5.0

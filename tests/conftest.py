@@ -14,9 +14,9 @@ from shared import once
 
 from flows.serving.services import free_port, start_prefect
 from infini_model.config import load_config, validate
-from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
-from infini_model.processes import end_tree
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.sources.download import download
+from infini_model.runtime.processes import end_tree
 
 # One thread each, here and in every process that a test starts: sums over as many parts, equal to
 # the bit, and workers that share the cores do not wait for each other's threads.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infini_model.training.checkpoint import newest_checkpoint
-from infini_model.training.metrics_file import Line, read_metrics
+from infini_model.runtime.metrics_file import Line, read_metrics
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 # What the clock and the machine decide.
 CLOCK = frozenset(
@@ -19,6 +19,11 @@ CLOCK = frozenset(
     }
 )
 MACHINE = "system/"
+
+
+def curve(run_dir: Path, name: str) -> dict[int, float]:
+    """A metric of a run by step."""
+    return {line["step"]: line[name] for line in read_metrics(run_dir) if name in line}
 
 
 def repeatable(run_dir: Path) -> list[Line]:

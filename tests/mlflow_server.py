@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from commands import eventually
 
-from infini_model.processes import bound
+from infini_model.runtime.processes import bound
 
 
 def free_port() -> int:

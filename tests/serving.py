@@ -36,7 +36,10 @@ class Serving:
                 home = process.environ().get("PREFECT_HOME", "")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            if home == str(self.output / "prefect") and "infini_model.processes" not in words:
+            if (
+                home == str(self.output / "prefect")
+                and "infini_model.runtime.processes" not in words
+            ):
                 found += [process] if word in words else []
         return alive(found)
 

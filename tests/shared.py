@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infini_model.storage import lock
+from infini_model.runtime.storage import lock
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

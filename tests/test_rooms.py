@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("infini_model", "tasks", "flows", "deployments", "benchmarks")
-MODEL = ("attention", "layers", "llama", "generation", "hf_checkpoint")
-NOT_FOR_THE_MODEL = ("infini_model.data", "infini_model.training", "infini_model.evaluation")
+# Of modules, beside __init__.py, that a folder of the library holds.
+A_DOZEN = 12
+
+
+def _rooms(names: str) -> tuple[str, ...]:
+    return tuple(f"infini_model.{name}" for name in names.split())
+
 
 # A room, and what may not be imported anywhere in it.
 CLOSED: list[tuple[str, tuple[str, ...]]] = [
@@ -24,9 +30,14 @@ CLOSED: list[tuple[str, tuple[str, ...]]] = [
     ("tasks", ("flows", "benchmarks")),
     ("flows", ("benchmarks",)),
     ("infini_model.config", ("torch",)),
-    ("infini_model.data", tuple(f"infini_model.{name}" for name in MODEL)),
-    ("infini_model.data", ("infini_model.training", "infini_model.evaluation")),
-    *((f"infini_model.{name}", NOT_FOR_THE_MODEL) for name in MODEL),
+    ("infini_model.config", _rooms("model data training evaluation")),
+    ("infini_model.runtime", _rooms("model data training evaluation")),
+    ("infini_model.model", _rooms("data training evaluation")),
+    ("infini_model.data", _rooms("model training evaluation")),
+    ("infini_model.data.sources", _rooms("data.tokenizers data.shards data.loading")),
+    ("infini_model.data.tokenizers", _rooms("data.shards data.loading")),
+    ("infini_model.data.shards", _rooms("data.loading")),
+    ("infini_model.training", _rooms("evaluation")),
 ]
 # Not on every machine, or slow to import: only where they are used.
 OPTIONAL = (
@@ -36,8 +47,8 @@ OPTIONAL = (
 # Its record of a run, what an evaluation adds to that, and the code that it stores with a model.
 MAY_IMPORT_MLFLOW = (
     "flows.serving.guard",  # stands in front of MLflow's own server
-    "infini_model.training.mlflow_record",
-    *(f"infini_model.evaluation.{name}" for name in ("tracking", "mlflow_model", "pyfunc")),
+    "infini_model.training.callbacks.mlflow_record",
+    *_rooms("evaluation.tracking evaluation.mlflow_model evaluation.pyfunc"),
 )
 # Run by MLflow as a file, when a logged model is loaded; nothing imports it.
 RUN_BY_MLFLOW = "infini_model.evaluation.pyfunc"
@@ -161,6 +172,28 @@ def mlflow_outside_its_place(root: Path) -> list[str]:
     ]
 
 
+def circles(root: Path) -> list[str]:
+    """Modules of the library that import each other, at once or later: the first such circle."""
+    edges: dict[str, set[str]] = {
+        name: set() for name in modules(root) if _within(name, ("infini_model",))
+    }
+    for each in all_imports(root):
+        if each.module in edges and each.name in edges and each.name != each.module:
+            edges[each.module].add(each.name)
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return [" is imported by ".join(error.args[1])]
+    return []
+
+
+def crowded(root: Path) -> list[str]:
+    """Folders of the library with more modules than a reader keeps in mind."""
+    folders = {path.parent for path in (root / "infini_model").rglob("*.py")}
+    counts = {path: len([*path.glob("*.py")]) - (path / "__init__.py").exists() for path in folders}
+    return [f"{path}: {count} modules" for path, count in counts.items() if count > A_DOZEN]
+
+
 def dangers(root: Path) -> list[str]:
     """What runs a stranger's code, or opens a port to strangers."""
     found = [str(each) for each in all_imports(root) if each.enters(PICKLES)]
@@ -182,9 +215,10 @@ def _dangers_of(call: ast.Call) -> Iterator[str]:
             yield f"passes {argument.arg}"
 
 
-@pytest.mark.parametrize(
-    "check", [closed_doors, needless_at_import, mlflow_outside_its_place, dangers]
-)
+RULES = (closed_doors, needless_at_import, mlflow_outside_its_place, circles, crowded, dangers)
+
+
+@pytest.mark.parametrize("check", RULES)
 def test_the_product_keeps_the_rule(check) -> None:
     assert check(ROOT) == []
 
@@ -223,12 +257,18 @@ def make_tree(root: Path, **sources: str) -> Path:
 @pytest.mark.parametrize(
     ("check", "module", "source"),
     [
-        (closed_doors, "infini_model__runs", "def f():\n    import prefect.client\n"),
-        (closed_doors, "infini_model__runs", "from flows import cli\n"),
-        (closed_doors, "infini_model__data__loader", "from infini_model import llama\n"),
-        (closed_doors, "infini_model__data__loader", "from ..llama import InfiniLlama\n"),
-        (closed_doors, "infini_model__llama", "from infini_model.data.loader import Batch\n"),
-        (closed_doors, "infini_model__layers", "from .data import loader\n"),
+        (closed_doors, "infini_model__runtime__runs", "def f():\n    import prefect.client\n"),
+        (closed_doors, "infini_model__runtime__runs", "from flows import cli\n"),
+        (closed_doors, "infini_model__data__loader", "from infini_model.model import llama\n"),
+        (closed_doors, "infini_model__data__loader", "from ..model.llama import InfiniLlama\n"),
+        (
+            closed_doors,
+            "infini_model__model__llama",
+            "from infini_model.data.loading import x\n",
+        ),
+        (closed_doors, "infini_model__model__layers", "from ..data import loader\n"),
+        (closed_doors, "infini_model__runtime__runs", "from infini_model.training import loop\n"),
+        (closed_doors, "infini_model__data__sources__hub", "from ..tokenizers import bpe\n"),
         (closed_doors, "infini_model__config", "def f():\n    import torch\n"),
         (
             closed_doors,
@@ -236,7 +276,11 @@ def make_tree(root: Path, **sources: str) -> Path:
             "import importlib\nimportlib.import_module('torch')",
         ),
         (closed_doors, "tasks__train", "from flows.train import train\n"),
-        (needless_at_import, "infini_model__llama", "try:\n    import flash_attn\nfinally: 0\n"),
+        (
+            needless_at_import,
+            "infini_model__model__llama",
+            "try:\n    import flash_attn\nfinally: 0\n",
+        ),
         (needless_at_import, "infini_model__a", "class A:\n    from datasets import load\n"),
         (needless_at_import, "infini_model__a", "from torch.utils import tensorboard\n"),
         (mlflow_outside_its_place, "flows__cli", "def f():\n    import mlflow\n"),
@@ -254,19 +298,39 @@ def test_a_broken_rule_is_found(tmp_path: Path, check, module: str, source: str)
     assert len(check(make_tree(tmp_path, **{module: source}))) >= 1
 
 
+def test_a_circle_is_found_even_through_functions(tmp_path: Path) -> None:
+    root = make_tree(
+        tmp_path,
+        infini_model__a="from infini_model.b import c\n",
+        infini_model__b="def c():\n    from infini_model import d\n",
+        infini_model__d="import infini_model.a\n",
+    )
+    (found,) = circles(root)
+    assert set(found.split(" is imported by ")) == {f"infini_model.{name}" for name in "abd"}
+
+
+def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
+    make_tree(tmp_path, **{f"infini_model__data__m{number}": "" for number in range(A_DOZEN)})
+    assert crowded(tmp_path) == []
+    (found,) = crowded(make_tree(tmp_path, infini_model__data__one_more=""))
+    assert found.endswith("data: 13 modules")
+
+
 def test_what_the_rules_allow_is_let_through(tmp_path: Path) -> None:
     root = make_tree(
         tmp_path,
         infini_model__data__hub="def f():\n    import datasets\n",
-        infini_model__hf_checkpoint=(
+        infini_model__model__hf_checkpoint=(
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers\n"
         ),
-        infini_model__training__loop="from infini_model import llama\nfrom ..data import loader\n",
-        infini_model__training__mlflow_record="def f():\n    import mlflow\n",
+        infini_model__training__loop=(
+            "from infini_model.model import llama\nfrom ..data import loader\n"
+        ),
+        infini_model__training__callbacks__mlflow_record="def f():\n    import mlflow\n",
         infini_model__evaluation__pyfunc="import mlflow\n",
         infini_model__prefecture="VERSION = '10.0.0.0'\nmodel.eval()\n",
         tasks__train="import prefect\nfrom infini_model.data import loader\n",
         flows__cli="from tasks import train\nrun(['ls'], shell=False)\n",
     )
-    for check in (closed_doors, needless_at_import, mlflow_outside_its_place, dangers):
+    for check in RULES:
         assert check(root) == []

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from infini_model.errors import UserError
-from infini_model.storage import atomic_file
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.storage import atomic_file
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost")
 USER = "infini"

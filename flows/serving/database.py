@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from infini_model.errors import UserError
+from infini_model.runtime.errors import UserError
 
 DRIVER = "postgresql+asyncpg"
 CONNECT_SECONDS = 10.0

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from infini_model.errors import UserError
+from infini_model.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from uuid import UUID

@@ -26,7 +26,7 @@ from types import FrameType
 
 import psutil
 
-from infini_model.storage import make_folder
+from infini_model.runtime.storage import make_folder
 
 # The folder of the lock files and logs, and the process of `infini serve` as "pid created".
 ENGINES = "INFINI_ENGINES"

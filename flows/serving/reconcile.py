@@ -23,9 +23,9 @@ from prefect.states import Cancelled, Crashed, Scheduled, Suspended
 from flows.serving.deploy import WORK_POOL
 from flows.serving.engine import is_alive
 from infini_model.config import Config
-from infini_model.holders import holder_of
-from infini_model.runs import find_run, run_holder
-from infini_model.training.mlflow_record import Status, end_record, read_mlflow_record
+from infini_model.runtime.holders import holder_of
+from infini_model.runtime.runs import find_run, run_holder
+from infini_model.training.callbacks.mlflow_record import Status, end_record, read_mlflow_record
 
 
 def _runs(client: SyncPrefectClient, *types: StateType, pool: str | None = None) -> list[FlowRun]:

@@ -42,10 +42,10 @@ from flows.serving.services import (
 )
 from flows.serving.supervise import Supervised
 from infini_model.config import Config
-from infini_model.errors import UserError
-from infini_model.processes import end_tree
-from infini_model.storage import lock, make_folder, write_json
-from infini_model.training.mlflow_record import PAGE
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.processes import end_tree
+from infini_model.runtime.storage import lock, make_folder, write_json
+from infini_model.training.callbacks.mlflow_record import PAGE
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.5

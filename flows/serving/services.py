@@ -29,10 +29,10 @@ from urllib.parse import quote
 from flows.serving.access import EVERYONE, EXPERIMENT, LOOPBACK_NAMES, Access, stored_access
 from flows.serving.engine import ENGINES
 from infini_model.config import Config
-from infini_model.errors import UserError
-from infini_model.processes import bound, end_tree
-from infini_model.storage import lock, make_folder
-from infini_model.training.mlflow_record import PAGE
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.processes import bound, end_tree
+from infini_model.runtime.storage import lock, make_folder
+from infini_model.training.callbacks.mlflow_record import PAGE
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0

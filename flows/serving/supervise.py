@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from flows.serving.services import Service
-from infini_model.errors import UserError
+from infini_model.runtime.errors import UserError
 
 FIRST_DELAY_SECONDS = 1.0
 LONGEST_DELAY_SECONDS = 30.0

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from infini_model.config.tree import Config, source_kind
-from infini_model.errors import ConfigError
+from infini_model.runtime.errors import ConfigError
 
 
 def _presets() -> Traversable:

@@ -14,8 +14,8 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from infini_model import storage
-from infini_model.errors import DataError
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError
 
 FORMAT_VERSION = 2
 Split = Literal["train", "validation", "test"]

@@ -12,9 +12,9 @@ from infini_model.config import Config
 from infini_model.data.manifest import Manifest
 from infini_model.evaluation.sample import Sample
 from infini_model.evaluation.score import Score
-from infini_model.llama import InfiniLlama
-from infini_model.training.checkpoint import Position
-from infini_model.training.metrics_file import Line
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.metrics_file import Line
+from infini_model.training.checkpoints.checkpoint import Position
 
 # The share of a step that may be waiting for data.
 MOST_WAITING = 0.01

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import EvaluationConfig
-from infini_model.data.tokenizers import load_dataset_tokenizer
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.report import EvaluationResult
-from infini_model.hf_checkpoint import CONFIG, INDEX
-from infini_model.storage import sha256
-from infini_model.training.checkpoint import MANIFEST, MODEL
-from infini_model.training.mlflow_record import MlflowSink
+from infini_model.model.hf_checkpoint import CONFIG, INDEX
+from infini_model.runtime.storage import sha256
+from infini_model.training.callbacks.mlflow_record import MlflowSink
+from infini_model.training.checkpoints.checkpoint import MANIFEST, MODEL
 
 ALIAS = "best"
 LOSS = "evaluation/validation_loss"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.evaluation.score import Score
-from infini_model.storage import atomic_file
-from infini_model.training.metrics_file import Line
+from infini_model.runtime.metrics_file import Line
+from infini_model.runtime.storage import atomic_file
 
 BLUE, ORANGE, GREEN = "#2563eb", "#ea580c", "#059669"
 Series = tuple[list[float], list[float]]

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from infini_model.config import Config
-from infini_model.data.tokenizers import Tokenizer, load_dataset_tokenizer, load_tokenizer
-from infini_model.errors import CheckpointError
-from infini_model.generation import stream
-from infini_model.llama import InfiniLlama
-from infini_model.runs import dataset_of, latest_run
-from infini_model.training.checkpoint import newest_checkpoint
-from infini_model.training.devices import first_device
+from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
+from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.model.generation import stream
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.runs import dataset_of, latest_run
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
+from infini_model.training.launch.devices import first_device
 
 CONTEXT = 8
 # What an incomplete UTF-8 sequence decodes to; the next token may complete it.
@@ -80,7 +81,7 @@ def continue_prompt(
 ) -> Iterator[str]:
     """Yield what the model adds to `prompt`, piece by piece, up to its end-of-text token.
 
-    The settings are those of `infini_model.generation.generate`, which says what it raises.
+    The settings are those of `infini_model.model.generation.generate`, which says what it raises.
     """
     ids = tokenizer.encode_batch([prompt]).ids.tolist()
     steps = stream(

@@ -13,10 +13,10 @@ import pandas as pd  # type: ignore[import-untyped]
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
-from infini_model.data.tokenizers import load_saved
+from infini_model.data.tokenizers.load import load_saved
 from infini_model.evaluation.prompt import continue_prompt
-from infini_model.llama import InfiniLlama
-from infini_model.training.devices import first_device
+from infini_model.model.llama import InfiniLlama
+from infini_model.training.launch.devices import first_device
 
 
 class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed

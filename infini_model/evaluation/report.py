@@ -10,18 +10,18 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config
-from infini_model.data.loader import open_windows, validation_batches
+from infini_model.data.loading.loader import open_windows, validation_batches
 from infini_model.data.manifest import Manifest, Split, read_manifest
-from infini_model.errors import CheckpointError
 from infini_model.evaluation import markdown, plots
 from infini_model.evaluation.sample import Sample, draw_sample
 from infini_model.evaluation.score import NOTHING, Score, score
-from infini_model.llama import InfiniLlama
-from infini_model.runs import record_evaluation
-from infini_model.storage import atomic_file
-from infini_model.training.checkpoint import Position, newest_checkpoint, read_position
-from infini_model.training.devices import first_device
-from infini_model.training.metrics_file import Line, read_metrics
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.metrics_file import Line, read_metrics
+from infini_model.runtime.runs import record_evaluation
+from infini_model.runtime.storage import atomic_file
+from infini_model.training.checkpoints.checkpoint import Position, newest_checkpoint, read_position
+from infini_model.training.launch.devices import first_device
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import EvaluationConfig
 from infini_model.data.manifest import Manifest
-from infini_model.data.stream import open_split
-from infini_model.data.tokenizers import load_dataset_tokenizer
-from infini_model.generation import generate
-from infini_model.llama import InfiniLlama
+from infini_model.data.shards.stream import open_split
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.model.generation import generate
+from infini_model.model.llama import InfiniLlama
 
 
 class Sample(BaseModel):

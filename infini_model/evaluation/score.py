@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, computed_field
 from torch import Tensor
 
-from infini_model.data.loader import IGNORED, Batch
-from infini_model.llama import InfiniLlama
+from infini_model.data.loading.loader import IGNORED, Batch
+from infini_model.model.llama import InfiniLlama
 
 
 class Score(BaseModel):

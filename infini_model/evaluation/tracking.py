@@ -10,10 +10,10 @@ from pathlib import Path
 from infini_model.config import Config
 from infini_model.evaluation.mlflow_model import log_model, register_model
 from infini_model.evaluation.report import EvaluationResult
-from infini_model.storage import lock
-from infini_model.training.checkpoint import checkpoints_dir
-from infini_model.training.metrics_file import read_metrics
-from infini_model.training.mlflow_record import MlflowSink, brief
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.storage import lock
+from infini_model.training.callbacks.mlflow_record import MlflowSink, brief
+from infini_model.training.checkpoints.checkpoint import checkpoints_dir
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infini_model.config import Config, load_config
-from infini_model.errors import DataError, NonFiniteError, UserError
-from infini_model.processes import die_with_parent
-from infini_model.training import AGENT, heartbeat
-from infini_model.training.failures import (
+from infini_model.runtime.errors import DataError, NonFiniteError, UserError
+from infini_model.runtime.processes import die_with_parent
+from infini_model.training import AGENT
+from infini_model.training.callbacks import heartbeat
+from infini_model.training.launch.failures import (
     EXIT_CRASH,
     EXIT_NON_FINITE,
     EXIT_USER_ERROR,

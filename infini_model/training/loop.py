@@ -23,14 +23,24 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from infini_model.config import Config
-from infini_model.data.loader import Batch, Loader, open_windows, validation_batches
+from infini_model.data.loading.loader import Batch, Loader, open_windows, validation_batches
 from infini_model.data.manifest import read_manifest
-from infini_model.errors import NonFiniteError, UserError
-from infini_model.storage import lock
-from infini_model.training import heartbeat
-from infini_model.training.attribution import Attribution
-from infini_model.training.background import HostCopy, Writer, set_generator_states
-from infini_model.training.checkpoint import (
+from infini_model.runtime.errors import NonFiniteError, UserError
+from infini_model.runtime.storage import lock
+from infini_model.training.callbacks import heartbeat
+from infini_model.training.callbacks.diagnostics import (
+    REMEDIES,
+    NonFinite,
+    report_non_finite,
+    report_spike,
+)
+from infini_model.training.callbacks.flops import Utilization
+from infini_model.training.callbacks.metrics import Metrics
+from infini_model.training.callbacks.mlflow_record import Status
+from infini_model.training.callbacks.provenance import Attribution
+from infini_model.training.callbacks.spikes import SpikeDetector, past_losses
+from infini_model.training.checkpoints.background import HostCopy, Writer, set_generator_states
+from infini_model.training.checkpoints.checkpoint import (
     Position,
     Snapshot,
     checkpoint_path,
@@ -42,24 +52,16 @@ from infini_model.training.checkpoint import (
     read_position,
     save_checkpoint,
 )
-from infini_model.training.diagnostics import (
-    REMEDIES,
-    NonFinite,
-    report_non_finite,
-    report_spike,
-)
-from infini_model.training.distributed import (
+from infini_model.training.launch.recovery import read_recovery
+from infini_model.training.optimizer import make_optimizer, set_learning_rate
+from infini_model.training.parallel.distributed import (
     StopSignals,
     World,
     add_up_in_order,
     join_world,
     stop_of,
 )
-from infini_model.training.flops import Utilization
-from infini_model.training.metrics import Metrics
-from infini_model.training.mlflow_record import Status
-from infini_model.training.optimizer import make_optimizer, set_learning_rate
-from infini_model.training.recovery import read_recovery
+from infini_model.training.parallel.sharding import whole
 from infini_model.training.replica import Replica
 from infini_model.training.setup import (
     check_same_run,
@@ -69,8 +71,6 @@ from infini_model.training.setup import (
     record_settings,
     with_vocabulary,
 )
-from infini_model.training.sharding import whole
-from infini_model.training.spikes import SpikeDetector, past_losses
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from infini_model.config import Config, TrainingConfig
-from infini_model.data.loader import IGNORED, Batch
-from infini_model.llama import InfiniLlama
-from infini_model.local_attention import describe_backend, resolve_backend
-from infini_model.training.distributed import World
-from infini_model.training.sharding import is_sharded
+from infini_model.data.loading.loader import IGNORED, Batch
+from infini_model.model.kernels.local_attention import describe_backend, resolve_backend
+from infini_model.model.llama import InfiniLlama
+from infini_model.training.parallel.distributed import World
+from infini_model.training.parallel.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

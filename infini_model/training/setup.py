@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 
 from infini_model.config import Config, TrainingConfig, dump_config
-from infini_model.errors import CheckpointError, ConfigError
-from infini_model.llama import InfiniLlama
-from infini_model.storage import atomic_file
-from infini_model.training.checkpoint import (
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import CheckpointError, ConfigError
+from infini_model.runtime.storage import atomic_file
+from infini_model.training.checkpoints.checkpoint import (
     MODEL,
     Position,
     checkpoint_path,
     clear_for_resume,
     newest_checkpoint,
 )
-from infini_model.training.distributed import World
+from infini_model.training.parallel.distributed import World
+from infini_model.training.parallel.sharding import is_sharded, shard_model
 from infini_model.training.replica import PRODUCTS, resolve_precision
-from infini_model.training.sharding import is_sharded, shard_model
 
 # How attention is computed may change between two halves of a run, what is computed may not.
 FREE_MODEL_SETTINGS = frozenset({"attention_backend"})

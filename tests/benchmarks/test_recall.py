@@ -28,7 +28,7 @@ from benchmarks.recall import (
     train,
     without_memory,
 )
-from infini_model.llama import InfiniLlama
+from infini_model.model.llama import InfiniLlama
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 64

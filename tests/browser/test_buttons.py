@@ -10,9 +10,9 @@ from playwright.sync_api import expect
 from serving import ENGINE, TRAINER, Serving
 from ui import Prefect
 
-from infini_model.training.checkpoint import newest_checkpoint
-from infini_model.training.metrics_file import read_metrics
-from infini_model.training.mlflow_record import read_mlflow_record
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.story
 

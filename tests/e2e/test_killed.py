@@ -24,8 +24,8 @@ from commands import (
 from curves import repeatable
 from trials import STEPS, Make, Start, Undisturbed, shards
 
-from infini_model.training.checkpoint import newest_checkpoint
-from infini_model.training.metrics_file import read_metrics
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.story
 
@@ -38,7 +38,7 @@ def stage_of(running: Running, name: str) -> list[psutil.Process]:
             words = process.cmdline()
         except psutil.NoSuchProcess:
             continue
-        if "infini_model.processes" not in words and name in words:
+        if "infini_model.runtime.processes" not in words and name in words:
             found.append(process)
     return found
 

@@ -9,7 +9,7 @@ from commands import processes_about
 from trials import STEPS, Undisturbed
 
 from infini_model.data.manifest import SPLITS
-from infini_model.training.metrics_file import read_metrics
+from infini_model.runtime.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from serving import ENGINE, MLFLOW, PREFECT, TRAINER, WORKER, Serving, serve
 from trials import Make, Start
 
 from flows.serving.services import free_port
-from infini_model.training.mlflow_record import read_mlflow_record
+from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 
 pytestmark = pytest.mark.story
 # Never reached: the run is cancelled in the end.

@@ -14,7 +14,7 @@ from serving import ENGINE, TRAINER, serve
 from trials import STEPS, Make, Start, Undisturbed
 
 from flows.serving.services import HOST, free_port
-from infini_model.training.metrics_file import read_metrics
+from infini_model.runtime.metrics_file import read_metrics
 
 pytestmark = pytest.mark.story
 

@@ -14,7 +14,7 @@ from commands import answers, eventually
 from harness import DAMAGES, KINDS, Kind, Strike, Trial, every_strike, settings
 
 FILES = ("manifest.json", "state.json", "optimizer.safetensors", "model/model.safetensors")
-# A killed agent and stopped processes are in tests/infini_model/training/test_launch.py.
+# A killed agent and stopped processes are in tests/infini_model/training/launch/test_launch.py.
 SELECTED = (
     Strike(signal.SIGKILL, "rank 0", None, "one"),
     pytest.param(Strike(signal.SIGKILL, "launcher", 3, "two"), marks=pytest.mark.story),

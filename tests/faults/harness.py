@@ -20,8 +20,8 @@ from commands import Running, alive, eventually, kill, leftovers
 from curves import repeatable, weights
 
 from infini_model.config import Config, dump_config, validate
-from infini_model.training.checkpoint import newest_checkpoint
-from infini_model.training.metrics_file import read_metrics
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 STEPS, SAVE_STEPS = 6, 2
 # Nothing may be left running after this many seconds.
@@ -32,7 +32,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from infini_model.config import load_config
-from infini_model.training.launch import launch
+from infini_model.training.launch.launcher import launch
 config, dataset, run_dir = map(Path, sys.argv[1:])
 launch(load_config(file=config), dataset, run_dir, on_line=lambda line: print(line, flush=True))
 """
@@ -148,7 +148,7 @@ class Trial:
                 words, variables = process.cmdline(), process.environ()
             except psutil.NoSuchProcess:
                 continue
-            is_agent = "infini_model.training.agent" in words
+            is_agent = "infini_model.training.launch.agent" in words
             is_rank = "infini_model.training" in words and not is_agent
             if target == "agent" and is_agent:
                 return process

@@ -11,9 +11,9 @@ from disks import SmallDisk, frozen
 from harness import DAMAGES, SAVE_STEPS, STEPS, Kind, Strike, Trial, strike, survives
 
 from flows.serving.services import free_port
-from infini_model.storage import TEMPORARY
-from infini_model.training.checkpoint import newest_checkpoint
-from infini_model.training.mlflow_record import read_mlflow_record
+from infini_model.runtime.storage import TEMPORARY
+from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ from commands import (
 )
 from disks import SmallDisk
 
-from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 Refused = Callable[..., str]
 # A port on which nobody listens, and that no server is given by chance.

@@ -13,7 +13,7 @@ from commands import api
 from flows.serving.database import check_database
 from flows.serving.services import HOST, ending, free_port, start_prefect, wait_until_up
 from infini_model.config import load_config
-from infini_model.errors import UserError
+from infini_model.runtime.errors import UserError
 
 PASSWORD = "pass-word"
 BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))

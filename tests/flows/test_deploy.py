@@ -33,7 +33,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 from flows.serving import deploy as module
 from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
 from flows.serving.services import free_port
-from infini_model.errors import UserError
+from infini_model.runtime.errors import UserError
 
 PREFECT_YAML = """
 deployments:

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from infini_model.config import ModelConfig
-from infini_model.data.tokenizers import load_tokenizer, train_tokenizer
-from infini_model.generation import generate
-from infini_model.llama import InfiniLlama
+from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.model.generation import generate
+from infini_model.model.llama import InfiniLlama
 
 PROMPT = "Grüße, 世界! " * 9
 DRAW = {"max_new_tokens": 60, "temperature": 0.7, "top_k": 40, "top_p": 0.95, "seed": 5}

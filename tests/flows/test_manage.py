@@ -25,10 +25,16 @@ from prefect.context import FlowRunContext
 from flows import manage
 from flows.owner import current_owner
 from infini_model.config import load_config
-from infini_model.errors import UserError
-from infini_model.run_status import saved_step
-from infini_model.runs import claim_run, is_finished, owner_of, record_evaluation, run_holder
-from infini_model.training.metrics_file import read_newest
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.metrics_file import read_newest
+from infini_model.runtime.runs import (
+    claim_run,
+    is_finished,
+    owner_of,
+    record_evaluation,
+    run_holder,
+)
+from infini_model.training.run_status import saved_step
 
 Started = Callable[..., Running]
 # A flow run at work, as long as its state allows.
@@ -37,7 +43,7 @@ import sys, time
 from pathlib import Path
 from prefect.client.orchestration import get_client
 from infini_model.config import load_config
-from infini_model.runs import Owner, claim_run
+from infini_model.runtime.runs import Owner, claim_run
 output, number = sys.argv[1:]
 config = load_config("debug", overrides=[f"run.output_dir={output}"])
 with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.options import configured
 from infini_model.config import Config, load_config
-from infini_model.errors import ConfigError
+from infini_model.runtime.errors import ConfigError
 
 FLOWS = ("run", "preprocess", "train", "evaluate")
 COMMANDS = (*FLOWS, "generate", "serve", "doctor")

@@ -19,8 +19,8 @@ from prefect.utilities.schema_tools.validation import ValidationError
 from flows.parameters import parameters_of, resolve
 from flows.serving.services import PROJECT
 from infini_model.config import Config, load_config, preset_names
-from infini_model.errors import ConfigError
-from infini_model.runs import claim_run
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.runs import claim_run
 
 FLOWS = ("pipeline", "preprocess", "train", "evaluate")
 

@@ -12,7 +12,7 @@ from prefect.states import Cancelling, Paused, Pending, Running, Suspended
 
 from flows.serving.reconcile import end_dead_runs, keep_suspended_runs
 from infini_model.config import Config, load_config
-from infini_model.storage import lock
+from infini_model.runtime.storage import lock
 
 
 @flow

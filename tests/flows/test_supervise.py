@@ -11,8 +11,8 @@ from commands import eventually
 from flows.serving import supervise
 from flows.serving.services import Service, start
 from flows.serving.supervise import MOST_DEATHS, Supervised
-from infini_model.errors import UserError
-from infini_model.processes import end_tree
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.processes import end_tree
 
 
 class Services:

@@ -16,7 +16,7 @@ from infini_model.config import (
     parse_override,
     preset_names,
 )
-from infini_model.errors import ConfigError
+from infini_model.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize("preset", preset_names())

@@ -31,7 +31,7 @@ from commands import (
 
 from flows.serving.services import free_port, start_prefect
 from infini_model.config import load_config
-from infini_model.processes import end_tree
+from infini_model.runtime.processes import end_tree
 
 NO_WAIT = ("stages.download.retry_delay_seconds=0", "stages.train.retry_delay_seconds=0")
 

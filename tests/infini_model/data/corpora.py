@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infini_model.config import DataConfig, FilesSource
-from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.sources.download import download
 
 WORDS = ["the", "quick", "brown", "fox's", "naïve", "Größe", "42", "日本", "emoji", "🦊"]
 WORDS += ["said:", "“hello”,", "don't!\n\t", ""]

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infini_model.data.tokenizers import ByteTokenizer, train_tokenizer
+from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.evaluation.prompt import decode_pieces
 
 BYTES = ByteTokenizer()

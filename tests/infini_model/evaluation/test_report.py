@@ -11,18 +11,22 @@ import torch
 from torch.nn import functional
 
 from infini_model.config import Config, load_config
-from infini_model.data.loader import open_windows, validation_batches
-from infini_model.data.shards import build_dataset
-from infini_model.data.sources import download
-from infini_model.errors import CheckpointError, DataError
+from infini_model.data.loading.loader import open_windows, validation_batches
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.sources.download import download
 from infini_model.evaluation.markdown import speed_section
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.score import score
-from infini_model.llama import InfiniLlama
-from infini_model.training.background import HostCopy
-from infini_model.training.checkpoint import Position, newest_checkpoint, save_checkpoint
-from infini_model.training.distributed import World
-from infini_model.training.metrics_file import MetricsFile
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import CheckpointError, DataError
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.training.checkpoints.background import HostCopy
+from infini_model.training.checkpoints.checkpoint import (
+    Position,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from infini_model.training.parallel.distributed import World
 
 WORLD = World(0, 1, torch.device("cpu"))
 TEXT = "the memory of a segment is what the next one reads and `more` ```of``` it"
@@ -276,7 +280,7 @@ def test_masked_tokens_do_not_count():
     ids = torch.randint(11, (2, 8))
     labels = ids.clone()
     labels[:, 4:] = -100
-    from infini_model.data.loader import Batch
+    from infini_model.data.loading.loader import Batch
 
     scored = score(model, [Batch(ids, labels, None)])
     assert (scored.windows, scored.tokens) == (2, 8)

@@ -12,13 +12,13 @@ from mlflow_server import mlflow_server
 from test_report import make_dataset, make_run, settings
 
 from infini_model.config import validate
-from infini_model.errors import ConfigError
 from infini_model.evaluation.prompt import continue_text
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.tracking import log_evaluation
-from infini_model.storage import lock, write_json
-from infini_model.training.metrics import Metrics
-from infini_model.training.mlflow_record import end_record, read_mlflow_record
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.storage import lock, write_json
+from infini_model.training.callbacks.metrics import Metrics
+from infini_model.training.callbacks.mlflow_record import end_record, read_mlflow_record
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 SCORE = "evaluation/test_loss"

@@ -6,26 +6,22 @@ import os
 import re
 import shutil
 import signal
-import socket
 
 import pytest
 import torch
-from curves import repeatable, weights
+from curves import curve, repeatable, weights
 from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
+from trainings import free_ports
 
 from infini_model.config import validate
-from infini_model.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from infini_model.layers import DecoderLayer
-from infini_model.llama import InfiniLlama
-from infini_model.storage import sha256, write_json
-from infini_model.training.checkpoint import newest_checkpoint, read_position
+from infini_model.model.layers import DecoderLayer
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.storage import sha256, write_json
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
-from infini_model.training.metrics_file import read_metrics
-
-
-def curve(run_dir, name):
-    return {line["step"]: line[name] for line in read_metrics(run_dir) if name in line}
 
 
 def stop_at(step, number=signal.SIGTERM):
@@ -138,14 +134,6 @@ def _rank(rank, ports, trees, dataset, run_dirs):
             "MASTER_PORT": str(port),
         }
         train(validate(tree), dataset, run_dir)
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @pytest.mark.slow

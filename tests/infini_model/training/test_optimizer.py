@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.config import ModelConfig, TrainingConfig
-from infini_model.llama import InfiniLlama
+from infini_model.model.llama import InfiniLlama
 from infini_model.training.optimizer import learning_rate_share, make_optimizer, set_learning_rate
 
 

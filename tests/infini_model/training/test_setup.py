@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.config import TrainingConfig
-from infini_model.errors import ConfigError
+from infini_model.runtime.errors import ConfigError
 from infini_model.training.setup import Division, divide
 
 small = st.integers(1, 12)

@@ -1,0 +1,1 @@
+"""From documents to a dataset folder of memory-mapped token shards."""

@@ -1,0 +1,275 @@
+"""One partition: the documents of one bucket as token shards, made once and kept by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from infini_model.config import SplitsConfig
+from infini_model.data.manifest import (
+    FORMAT_VERSION,
+    SPLITS,
+    Bucket,
+    Record,
+    Shard,
+    Split,
+    read_record,
+    shard_fault,
+    write_record,
+)
+from infini_model.data.sources.content import digest, hash_documents, in_order, splits_of
+from infini_model.data.sources.documents import LARGEST_DOCUMENT, string_buffers
+from infini_model.data.sources.spill import Spill, UnusableSpillError
+from infini_model.data.threads import Tell
+from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+# Text that is encoded at once, unless it is one document that is longer.
+ENCODE_BYTES = 16 << 20
+# Of so many documents of a shard one is compared with the reference, the first always.
+SAMPLE_EVERY = 1000
+RECORD = "partition.json"
+
+
+@dataclass(frozen=True)
+class PartitionTask:
+    """What a worker needs to know to make a partition of one bucket of so many."""
+
+    key: str
+    bucket: int
+    bucket_count: int
+    bytes: int
+    digest: str
+    partitions_dir: Path
+    splits: SplitsConfig
+    batch_size: int
+
+
+class PartitionRecord(Record):
+    """A finished partition: one shard a split."""
+
+    shards: dict[Split, Shard]
+
+
+class _OtherIdsError(Exception):
+    """The fast tokenizer and the reference disagree on a document."""
+
+
+def partition_key(bucket: Bucket, tokenizer: Tokenizer, splits: SplitsConfig) -> str:
+    """Hash of what decides the content of a partition, and of nothing else."""
+    ingredients = [
+        FORMAT_VERSION,
+        bucket.digest,
+        tokenizer.fingerprint,
+        tokenizer.eos_token_id,
+        splits.model_dump(),
+    ]
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The smallest of uint8, uint16 and int32 that holds every id."""
+    if vocab_size <= 1 << 8:
+        return np.dtype(np.uint8)
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
+def shard_path(partitions_dir: Path, key: str, split: Split) -> Path:
+    """The file of one split of a partition."""
+    return partitions_dir / key / f"{split}.arrow"
+
+
+def find_partition(partitions_dir: Path, key: str) -> PartitionRecord | None:
+    """The finished partition of this key, its shards checked byte for byte, or None."""
+    try:
+        record = read_record(partitions_dir / key / RECORD, PartitionRecord)
+    except DataError:
+        return None
+    for split, shard in record.shards.items():
+        path = shard_path(partitions_dir, key, split)
+        fault = shard_fault(path, shard.bytes, shard.sha256)
+        if fault:
+            logger.warning("%s: %s; it is made again", path, fault)
+            return None
+    return record
+
+
+def make_partition(
+    task: PartitionTask, spill: Spill, tokenizer: Tokenizer, tell: Tell
+) -> PartitionRecord:
+    """Tokenise the documents of a bucket into `<partitions_dir>/<key>/`.
+
+    Whoever asks for the same key meanwhile waits and takes what was made. `tell` is told the bytes
+    of text as they are tokenised.
+
+    Raises `UnusableSpillError` if the documents are not those that were scanned, `UserError` on a
+    full disk.
+    """
+    with storage.lock(task.partitions_dir / ".locks" / task.key):
+        found = find_partition(task.partitions_dir, task.key)
+        if found is not None:
+            tell(task.bytes)
+            return found
+        storage.remove_leftovers(task.partitions_dir, task.key)
+        documents = _documents(task, spill)
+        with storage.atomic_folder(task.partitions_dir / task.key) as folder:
+            try:
+                record = _write_shards(task, tokenizer, documents, folder, tell)
+            except _OtherIdsError:
+                logger.warning(
+                    "%s: the fast way and tokenizers disagree on a document; tokenizers makes "
+                    "partition %s",
+                    tokenizer.spec,
+                    task.key,
+                )
+                slow = tokenizer.reference()
+                record = _write_shards(task, slow, documents, folder, tell)
+            write_record(folder / RECORD, record)
+    return record
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """The documents of a bucket as they were read, and the rows of each split in their order."""
+
+    texts: pa.ChunkedArray
+    rows: dict[Split, np.ndarray]
+
+
+def _documents(task: PartitionTask, spill: Spill) -> _Documents:
+    """Read a bucket and compare its content. Raises `UnusableSpillError`."""
+    texts = spill.texts(task.bucket, task.bucket_count)
+    none = np.empty((0, 2), np.uint64)
+    hashes = np.concatenate([none, *map(hash_documents, texts.chunks)])
+    order = in_order(hashes)
+    if digest(hashes[order]) != task.digest:
+        raise UnusableSpillError("its text is not what was scanned")
+    split_of = splits_of(hashes[order], task.splits)
+    rows = {split: order[split_of == number] for number, split in enumerate(SPLITS)}
+    return _Documents(texts, rows)
+
+
+def _write_shards(
+    task: PartitionTask, tokenizer: Tokenizer, documents: _Documents, folder: Path, tell: Tell
+) -> PartitionRecord:
+    encoded = _encode(tokenizer, documents.texts, task.batch_size, tell)
+    shards: dict[Split, Shard] = {}
+    for split, rows in documents.rows.items():
+        closed = encoded.take(rows)
+        _check(tokenizer, documents.texts, rows, closed)
+        path = folder / f"{split}.arrow"
+        write_shard(path, closed)
+        shards[split] = Shard(
+            file=path.name,
+            partition=task.key,
+            documents=len(rows),
+            tokens=len(closed.ids),
+            bytes=path.stat().st_size,
+            sha256=storage.sha256(path),
+        )
+    return PartitionRecord(shards=shards)
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Documents of ids as they were read, the end-of-text token as one more document behind them.
+
+    `ids` uint8, uint16 or int32 [N + 1], `offsets` int64 [documents + 2].
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """The documents `rows` in this order, the end-of-text token behind each.
+
+        Arrow copies rows of bytes whole, rows of numbers one by one; hence bytes.
+        """
+        end_of_text = len(self.offsets) - 2
+        chosen = np.full(2 * len(rows), end_of_text)
+        chosen[::2] = rows
+        width = self.ids.itemsize
+        buffers = [None, pa.py_buffer(self.offsets * width), pa.py_buffer(self.ids)]
+        documents = pa.LargeBinaryArray.from_buffers(pa.large_binary(), end_of_text + 1, buffers)
+        taken = documents.take(pa.array(chosen))
+        if not len(taken):
+            return Ragged(self.ids[:0], np.zeros(1, np.int64))
+        _, ends, octets = taken.buffers()
+        offsets = np.frombuffer(ends, np.int64)[: len(taken) + 1 : 2] // width
+        return Ragged(np.frombuffer(octets, self.ids.dtype)[: offsets[-1]], offsets)
+
+
+def _encode(tokenizer: Tokenizer, texts: pa.ChunkedArray, batch_size: int, tell: Tell) -> _Encoded:
+    """The ids of all documents, which are encoded a batch at a time."""
+    dtype = id_dtype(tokenizer.vocab_size)
+    parts, sizes = [], []
+    for batch in _batches(texts, batch_size):
+        ragged = tokenizer.encode_batch(batch)
+        parts.append(ragged.ids)
+        sizes.append(np.diff(ragged.offsets))
+        tell(batch.nbytes)
+    end_of_text = np.array([tokenizer.eos_token_id], dtype)
+    ids = np.concatenate([*parts, end_of_text], dtype=dtype, casting="unsafe")
+    offsets = np.zeros(len(texts) + 2, np.int64)
+    np.cumsum(np.concatenate([*sizes, [1]]), out=offsets[1:])
+    return _Encoded(ids, offsets)
+
+
+def _batches(texts: pa.ChunkedArray, batch_size: int) -> Iterator[pa.StringArray]:
+    """All documents in their order, cut into arrays that are encoded at once."""
+    for chunk in texts.chunks:
+        offsets, _ = string_buffers(chunk)
+        start = 0
+        while start < len(chunk):
+            most = min(int(offsets[start]) + ENCODE_BYTES, LARGEST_DOCUMENT)
+            end = int(np.searchsorted(offsets, np.int32(most), "right")) - 1
+            end = min(max(end, start + 1), start + batch_size)
+            yield chunk.slice(start, end - start)
+            start = end
+
+
+def _check(
+    tokenizer: Tokenizer, texts: pa.ChunkedArray, rows: np.ndarray, documents: Ragged
+) -> None:
+    """Compare a sample of the documents with the reference. Raises `_OtherIdsError`."""
+    for index in range(0, len(rows), SAMPLE_EVERY):
+        ids = documents.ids[documents.offsets[index] : documents.offsets[index + 1] - 1]
+        text = memoryview(texts[int(rows[index])].as_buffer())
+        if not tokenizer.same_ids(text, ids):
+            raise _OtherIdsError
+
+
+def write_shard(path: Path, documents: Ragged) -> None:
+    """Write closed documents as an Arrow stream of one record batch.
+
+    Raises `DataError` where a shard would have more tokens than its 31-bit offsets address.
+    """
+    ids, offsets = documents
+    if len(ids) > LARGEST_DOCUMENT:
+        raise DataError(
+            f"data.partition_megabytes: a partition has {len(ids)} tokens, a shard holds "
+            f"{LARGEST_DOCUMENT} at most; take a smaller one"
+        )
+    rows = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids))
+    schema = pa.schema(
+        [pa.field("input_ids", rows.type)],
+        {"huggingface": json.dumps({"info": {"features": features(ids.dtype)}})},
+    )
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as out:
+        out.write_batch(pa.RecordBatch.from_arrays([rows], schema=schema))
+
+
+def features(dtype: np.dtype) -> dict[str, object]:
+    """The columns of a shard in the words of the `datasets` library."""
+    value = {"dtype": dtype.name, "_type": "Value"}
+    return {"input_ids": {"feature": value, "_type": "List"}}

@@ -1,0 +1,61 @@
+"""What a document is known by: a hash of its content, and nothing else.
+
+The hash is the first 16 bytes of the SHA-256 of the document's UTF-8, as two words, the first of
+them the high one. Its first bits choose the bucket and its last bits the split, so both depend on
+the document alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from infini_model.config import SplitsConfig
+from infini_model.data.sources.documents import string_buffers
+
+
+def hash_documents(texts: pa.StringArray) -> np.ndarray:
+    """The content hashes of documents: uint64 [n, 2], the high word and the low word."""
+    offsets, octets = string_buffers(texts)
+    data, sha256 = octets.data, hashlib.sha256
+    # Processors have instructions for it: twice as fast as the hashes made to be fast without.
+    digests = b"".join(
+        [sha256(data[start:end]).digest() for start, end in pairwise(offsets.tolist())]
+    )
+    return np.frombuffer(digests, ">u8").reshape(-1, 4)[:, :2].astype(np.uint64)
+
+
+def in_order(hashes: np.ndarray) -> np.ndarray:
+    """The rows of hashes, int64 [n], by the order of their bytes; equal ones as they stand."""
+    return np.lexsort((hashes[:, 1], hashes[:, 0]))
+
+
+def bucket_starts(bucket_count: int) -> np.ndarray:
+    """The least high word of each bucket, uint64 [bucket_count], which is a power of two."""
+    bits = bucket_count.bit_length() - 1
+    return np.arange(bucket_count, dtype=np.uint64) << np.uint64(64 - bits if bits else 0)
+
+
+def buckets_of(hashes: np.ndarray, bucket_count: int) -> np.ndarray:
+    """The bucket of each hash, int64 [n]: its first log2(bucket_count) bits."""
+    return np.searchsorted(bucket_starts(bucket_count), hashes[:, 0], "right") - 1
+
+
+def splits_of(hashes: np.ndarray, splits: SplitsConfig) -> np.ndarray:
+    """The split of each hash, int64 [n]: 0 train, 1 validation, 2 test, by its last bits."""
+    place = (hashes[:, 1] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    validation_ends = 1.0 if splits.test == 0.0 else splits.train + splits.validation
+    return (place >= splits.train).astype(np.int64) + (place >= validation_ends)
+
+
+def ordered_bytes(hashes: np.ndarray) -> bytes:
+    """The hashes as they came from SHA-256, on machines of either byte order."""
+    return hashes.astype(">u8").tobytes()
+
+
+def digest(hashes: np.ndarray) -> str:
+    """The SHA-256 of sorted hashes, [n, 2] in the order of their bytes."""
+    return hashlib.sha256(ordered_bytes(hashes)).hexdigest()

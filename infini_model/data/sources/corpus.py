@@ -1,0 +1,168 @@
+"""A corpus, known by the content of its documents.
+
+One pass over the files spills the documents (see `spill`), and from their hashes in order come the
+fingerprint of the corpus and the digest of every bucket. The spill is kept for whoever makes the
+dataset, so that the files need not be decoded again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from infini_model.data.manifest import (
+    FORMAT_VERSION,
+    Bucket,
+    Corpus,
+    RawFile,
+    read_record,
+    write_record,
+)
+from infini_model.data.sources import documents
+from infini_model.data.sources.content import digest, in_order, ordered_bytes
+from infini_model.data.sources.documents import Progress, Reading
+from infini_model.data.sources.spill import Spill, write_spill
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError
+
+# A corpus of less than many partitions of full size has smaller ones, down to this many bytes.
+MANY_PARTITIONS, SMALL_PARTITION = 64, 8 << 20
+SPILL = ".spill"
+
+
+def scan(
+    files: Sequence[RawFile],
+    reading: Reading,
+    partition_bytes: int,
+    corpora_dir: Path,
+    threads: int,
+    progress: Progress | None = None,
+) -> Corpus:
+    """Read every document once, in so many threads, and say what the corpus holds.
+
+    The answer is kept under `corpora_dir`, keyed by the contents of the files and by what decides
+    the documents: an unchanged source is not read again, wherever its files have moved. A source
+    that is read leaves its spill at `spill_folder`, in the place of any that was there.
+
+    Raises `DataError` in one line: a file that cannot be read, or no documents left.
+    """
+    key = _scan_key(files, reading, partition_bytes)
+    path = corpora_dir / f"{key}.json"
+    with storage.lock(corpora_dir / ".locks" / key):
+        known = None
+        with contextlib.suppress(DataError):  # a damaged answer is as good as none
+            known = read_record(path, Corpus).model_copy(update={"files": list(files)})
+        for kept in corpora_dir.glob(f"*{SPILL}"):
+            was_killed = not kept.with_suffix(".json").exists()
+            if known is None or was_killed:
+                drop_spill(kept)
+        if known is not None:
+            return known
+        storage.remove_leftovers(corpora_dir, path.name)
+        folder = corpora_dir / f"{key}{SPILL}"
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            corpus = _read(files, reading, partition_bytes, folder, threads, progress)
+            write_record(path, corpus.model_copy(update={"files": []}))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    return corpus
+
+
+def spill_folder(
+    files: Sequence[RawFile], reading: Reading, partition_bytes: int, corpora_dir: Path
+) -> Path:
+    """Where a scan with these arguments leaves the text for those who make datasets of it."""
+    return corpora_dir / f"{_scan_key(files, reading, partition_bytes)}{SPILL}"
+
+
+def drop_spill(folder: Path) -> None:
+    """Delete a spill that a scan has left, unless the scan is still at it."""
+    if not folder.is_dir():
+        return
+    with storage.lock(folder.parent / ".locks" / folder.stem, wait=False) as is_idle:
+        if is_idle:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _scan_key(files: Sequence[RawFile], reading: Reading, partition_bytes: int) -> str:
+    contents = sorted((documents.suffix(file.path), file.sha256) for file in files)
+    ingredients = [
+        FORMAT_VERSION,
+        contents,
+        reading.column,
+        reading.errors,
+        reading.min_characters,
+        reading.separator,
+        partition_bytes,
+    ]
+    return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
+
+
+def _bucket_count(total_bytes: int, partition_bytes: int) -> int:
+    """A power of two: no partition is larger than that, and little text still has several."""
+    count = 1
+    while total_bytes > count * partition_bytes or (
+        count < MANY_PARTITIONS and total_bytes > 2 * count * SMALL_PARTITION
+    ):
+        count *= 2
+    return count
+
+
+def _read(
+    files: Sequence[RawFile],
+    reading: Reading,
+    partition_bytes: int,
+    folder: Path,
+    threads: int,
+    progress: Progress | None,
+) -> Corpus:
+    """Spill every document; `progress` is told bytes of the files."""
+    total = sum(file.bytes for file in files)
+    done = 0
+
+    def count(read_bytes: int) -> None:
+        nonlocal done
+        done += read_bytes
+        if progress is not None and read_bytes:
+            progress(done, total)
+
+    with storage.named_os_errors(storage.make_folder(folder)):
+        parts = list(documents.parts_of(file.path for file in files))
+        written = write_spill(parts, reading, folder, threads, count)
+    if not written.documents:
+        raise DataError(_nothing_left(files, reading, written.skipped))
+    whole = hashlib.sha256()
+    buckets = []
+    bucket_count = _bucket_count(written.bytes, partition_bytes)
+    with Spill(folder) as spill:
+        for number in range(bucket_count):
+            hashes, sizes = spill.entries(number, bucket_count)
+            hashes = hashes[in_order(hashes)]
+            whole.update(ordered_bytes(hashes))
+            buckets.append(
+                Bucket(documents=len(sizes), bytes=int(sizes.sum()), digest=digest(hashes))
+            )
+    return Corpus(
+        files=list(files),
+        documents=written.documents,
+        bytes=written.bytes,
+        skipped=written.skipped,
+        fingerprint=whole.hexdigest(),
+        buckets=buckets,
+    )
+
+
+def _nothing_left(files: Sequence[RawFile], reading: Reading, skipped: int) -> str:
+    first = files[0].path if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
+    why = "empty"
+    if reading.min_characters:
+        why += f" or under data.source.min_characters {reading.min_characters}"
+    if reading.errors == "skip":
+        why += " or not UTF-8"
+    return f"{first}: no documents left: {skipped} of {skipped} are {why}"

@@ -1,0 +1,226 @@
+"""Datasets and tokenizers of the Hugging Face hub.
+
+A dataset is streamed into Parquet partitions of bounded size. Its revision is pinned to a commit
+first, and the folder is keyed by it and by everything else that decides the rows; a killed download
+goes on after its last complete partition, a complete one is never fetched again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from infini_model.config import HubSource
+from infini_model.data.manifest import Record, read_record, write_record
+from infini_model.data.sources.documents import Progress
+from infini_model.data.sources.remote import BUSY, SourceUnreachableError
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+PARTITION_BYTES = 64 << 20
+ROWS_AT_ONCE = 64
+COMPLETE = "complete.json"
+
+
+class HubDownload(Record):
+    """What a complete download holds; `commit` is the revision that was read."""
+
+    repository: str
+    configuration: str | None
+    split: str
+    column: str
+    limit: int | None
+    commit: str
+    rows: int
+    files: list[str]
+
+
+def fetch_dataset(source: HubSource, raw_dir: Path, progress: Progress | None = None) -> list[Path]:
+    """Stream a dataset's text column into Parquet files under `raw_dir`; returns them in order.
+
+    `source.repository` is a name on the hub or a local folder. No code of the repository is run.
+    Raises `DataError` for a name, configuration, split, revision or column that does not exist,
+    `SourceUnreachableError` where the hub does not answer, `UserError` on a full disk.
+    """
+    _no_telemetry()
+    commit = _pin(source)
+    decides = [
+        source.repository,
+        source.configuration,
+        source.split,
+        commit,
+        source.column,
+        source.limit,
+    ]
+    key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    folder = raw_dir / key
+    with storage.lock(raw_dir / ".locks" / key):
+        if not (folder / COMPLETE).is_file():
+            storage.remove_leftovers(storage.make_folder(folder))
+            rows = _stream(source, commit, folder, progress)
+            record = HubDownload(
+                **source.model_dump(include={"repository", "configuration", "split"}),
+                **source.model_dump(include={"column", "limit"}),
+                commit=commit,
+                rows=rows,
+                files=[path.name for path in _partitions(folder)],
+            )
+            write_record(folder / COMPLETE, record)
+            logger.info("%s: %d rows of commit %s", source.repository, rows, commit)
+        files = read_record(folder / COMPLETE, HubDownload).files
+    return [folder / name for name in files]
+
+
+def fetch_tokenizer(name: str) -> Path:
+    """The `tokenizer.json` of a model on the hub, from the hub's own cache once it is there.
+
+    Raises `DataError` for a name that does not exist or has none, `SourceUnreachableError` where
+    the hub does not answer.
+    """
+    _no_telemetry()
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(f"tokenizer {name}"):
+        return Path(hf_hub_download(repo_id=name, filename="tokenizer.json"))
+
+
+def _no_telemetry() -> None:
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+        os.environ.setdefault(name, "1")
+
+
+def _pin(source: HubSource) -> str:
+    """The commit that the revision stands for now; of a local folder, a hash of its files."""
+    folder = Path(source.repository)
+    if folder.is_dir():
+        whole = hashlib.sha256()
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            whole.update(f"{path.relative_to(folder)} {storage.sha256(path)}\n".encode())
+        return whole.hexdigest()
+    if source.revision and re.fullmatch(r"[0-9a-f]{40}", source.revision):
+        return source.revision
+    from huggingface_hub import HfApi
+
+    with _hub_errors(f"dataset {source.repository}"):
+        commit = HfApi().dataset_info(source.repository, revision=source.revision).sha
+    if commit is None:
+        raise DataError(f"dataset {source.repository}: the hub names no commit")
+    return commit
+
+
+@contextlib.contextmanager
+def _hub_errors(what: str) -> Iterator[None]:
+    """Tell what the hub refuses, which is final, from a hub that does not answer."""
+    try:
+        yield
+    except Exception as error:
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+
+        # The client below the hub's package has had several names; its base class is this one.
+        network_error = HfHubHTTPError.__bases__[0]
+        reason = next((line for line in str(error).splitlines() if line.strip()), "") or repr(error)
+        if isinstance(error, HfHubHTTPError):
+            status = error.response.status_code
+            final = 400 <= status < 500 and status not in BUSY
+        else:
+            final = isinstance(
+                error, HFValidationError | EntryNotFoundError | FileNotFoundError
+            ) and not isinstance(error, LocalEntryNotFoundError)
+        # A wrong split or configuration is a ValueError, a dataset that is a script RuntimeError.
+        if final or isinstance(error, ValueError | RuntimeError | KeyError):
+            raise DataError(f"{what}: {reason}") from error
+        if isinstance(error, (OSError, network_error)):
+            raise SourceUnreachableError(f"{what}: the hub cannot be reached: {reason}") from error
+        raise
+
+
+def _partitions(folder: Path) -> list[Path]:
+    return sorted(folder.glob("part-*.parquet"))
+
+
+def _stream(source: HubSource, commit: str, folder: Path, progress: Progress | None) -> int:
+    """Write the partitions that are still missing; returns the rows of all."""
+    import pyarrow.parquet as pq
+
+    parts = _partitions(folder)
+    rows: int = sum(pq.read_metadata(path).num_rows for path in parts)
+    done = sum(path.stat().st_size for path in parts)
+    waiting: list[pa.Array] = []
+    size = 0
+
+    def write() -> None:
+        nonlocal waiting, size
+        target = folder / f"part-{len(_partitions(folder)):05d}.parquet"
+        with storage.atomic_file(target) as temporary:
+            pq.write_table(
+                pa.table({source.column: pa.chunked_array(waiting)}), temporary, compression="zstd"
+            )
+        waiting, size = [], 0
+
+    for texts in _texts(source, commit, rows):
+        waiting.append(texts)
+        rows += len(texts)
+        size += texts.nbytes
+        done += texts.nbytes
+        if progress is not None:
+            progress(done, done)
+        if size >= PARTITION_BYTES:
+            write()
+    if waiting:
+        write()
+    if not rows:
+        raise DataError(f"dataset {source.repository}: split {source.split} has no rows")
+    return rows
+
+
+def _texts(source: HubSource, commit: str, skip: int) -> Iterator[pa.Array]:
+    """The column from row `skip` on, a few rows at a time, as large strings."""
+    what = f"dataset {source.repository}"
+    left = None if source.limit is None else source.limit - skip
+    if left == 0:
+        return
+    with _hub_errors(what):
+        rows = _open_stream(source, commit).skip(skip)
+        tables = (rows if left is None else rows.take(left)).with_format("arrow")
+        batches = iter(tables.iter(batch_size=ROWS_AT_ONCE))
+    while True:
+        with _hub_errors(what):
+            table = next(batches, None)
+        if table is None:
+            return
+        if source.column not in table.column_names:
+            names = ", ".join(table.column_names)
+            raise DataError(f"{what}: has no column {source.column!r}; there are: {names}")
+        column = table.column(source.column)
+        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+            raise DataError(f"{what}: column {source.column!r} is {column.type}, not text")
+        yield column.cast(pa.large_string()).combine_chunks()
+
+
+def _open_stream(source: HubSource, commit: str) -> Any:
+    import datasets
+
+    local = Path(source.repository).is_dir()
+    return datasets.load_dataset(
+        source.repository,
+        name=source.configuration,
+        split=source.split,
+        revision=None if local else commit,
+        streaming=True,
+    )

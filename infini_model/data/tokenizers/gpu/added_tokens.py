@@ -1,0 +1,135 @@
+"""Added and special tokens spelt out in text: found on a device, before anything else is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from infini_model.data.tokenizers.gpu.pretokens import Octets
+
+
+class Matches(NamedTuple):
+    """Tokens found in a text, none overlapping another, in their order.
+
+    `starts` and `lengths` in bytes and `ids`, each int64 [M].
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    ids: torch.Tensor
+
+
+class AddedTokens:
+    """Finds tokens as `tokenizers` does: from left to right the longest one.
+
+    `added` are the entries of a `tokenizer.json`. Those that a normalizer may not touch are looked
+    for first; the others in what is left, where no normalizer has changed it.
+    """
+
+    def __init__(self, added: Iterable[Mapping[str, Any]], device: torch.device) -> None:
+        raw: list[tuple[bytes, int]] = []
+        normalized: list[tuple[bytes, int]] = []
+        for token in added:
+            content = token["content"].encode()
+            if content:
+                (normalized if token["normalized"] else raw).append((content, token["id"]))
+        self._passes = [_Literals(group, device) for group in (raw, normalized) if group]
+
+    def find(self, text: Octets, bounds: torch.Tensor) -> Matches:
+        """The tokens in a text. `bounds` int64 [D + 1] begin at 0, ascend and end at `text.size`;
+        no token crosses one of them.
+        """
+        nothing = bounds.new_zeros(0)
+        found = Matches(nothing, nothing, nothing)
+        for literals in self._passes:
+            matches = literals.find(text, bounds)
+            if len(matches.starts):
+                taken = _outside(matches, found)
+                found = _merge(found, _leftmost(Matches(*(part[taken] for part in matches))))
+                ends = found.starts + found.lengths
+                bounds = torch.cat([bounds, found.starts, ends]).sort().values
+        return found
+
+
+class _Literals:
+    """Strings of bytes, each with an id, to be looked for all at once."""
+
+    def __init__(self, tokens: list[tuple[bytes, int]], device: torch.device) -> None:
+        # Which bytes begin one of them, and which pairs: few places of a text are looked at again.
+        begins = torch.zeros(256, 256, dtype=torch.bool)
+        by_length: dict[int, list[tuple[bytes, int]]] = {}
+        for content, number in tokens:
+            begins[content[0], content[1] if len(content) > 1 else slice(None)] = True
+            by_length.setdefault(len(content), []).append((content, number))
+        self._first, self._begins = begins.any(1).to(device), begins.to(device)
+        self._groups = [_Group(group, device) for _, group in sorted(by_length.items())]
+
+    def find(self, text: Octets, bounds: torch.Tensor) -> Matches:
+        """The longest at each place, overlapping or not, none across one of `bounds`."""
+        octets = text.padded[: text.size]
+        at = torch.nonzero(self._first.index_select(0, octets.int())).squeeze(1)
+        one, two = (text.padded[at + place].long() for place in (0, 1))
+        at = at[self._begins[one, two]]
+        room = bounds[torch.searchsorted(bounds, at, right=True)] - at
+        lengths, ids = torch.zeros_like(at), torch.zeros_like(at)
+        for group in self._groups:
+            here = torch.nonzero(room >= group.length).squeeze(1)
+            same, numbers = group.match(text, at[here])
+            lengths[here[same]], ids[here[same]] = group.length, numbers[same]
+        found = lengths > 0
+        return Matches(at[found], lengths[found], ids[found])
+
+
+class _Group:
+    """Strings of one length in bytes."""
+
+    def __init__(self, tokens: list[tuple[bytes, int]], device: torch.device) -> None:
+        self.length = len(tokens[0][0])
+        contents = torch.tensor([list(content) for content, _ in tokens], dtype=torch.uint8)
+        draw = torch.Generator().manual_seed(0)
+        distinct = 0
+        while distinct < len(tokens):  # in practice once
+            weights = torch.randint(-(1 << 62), 1 << 62, (self.length,), generator=draw)
+            hashes, order = (contents * weights).sum(1).sort()
+            distinct = len(set(hashes.tolist()))
+        numbers = torch.tensor([number for _, number in tokens])
+        self._weights, self._hashes = weights.to(device), hashes.to(device)
+        self._contents, self._numbers = contents[order].to(device), numbers[order].to(device)
+
+    def match(self, text: Octets, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether one of them stands at each of the places `at` int64 [n], and its id."""
+        read = text.padded[at[:, None] + torch.arange(self.length, device=at.device)]
+        place = torch.searchsorted(self._hashes, (read * self._weights).sum(1))
+        place = place.clamp(max=len(self._hashes) - 1)
+        return (read == self._contents[place]).all(1), self._numbers[place]
+
+
+def _outside(matches: Matches, others: Matches) -> torch.Tensor:
+    """Which matches begin in none of `others`: bool [M]."""
+    if not len(others.starts):
+        return torch.ones_like(matches.starts, dtype=torch.bool)
+    other = torch.searchsorted(others.starts, matches.starts, right=True) - 1
+    ends = (others.starts + others.lengths)[other.clamp(min=0)]
+    return (other < 0) | (matches.starts >= ends)
+
+
+def _leftmost(matches: Matches) -> Matches:
+    """Matches without those that overlap an earlier one that stays."""
+    ends = matches.starts + matches.lengths
+    if bool((matches.starts[1:] >= ends[:-1]).all()):
+        return matches
+    kept, free = [], 0
+    for index, (start, end) in enumerate(zip(matches.starts.tolist(), ends.tolist(), strict=True)):
+        if start >= free:
+            kept.append(index)
+            free = end
+    places = torch.tensor(kept, device=ends.device)
+    return Matches(*(part[places] for part in matches))
+
+
+def _merge(one: Matches, other: Matches) -> Matches:
+    both = Matches(*(torch.cat(parts) for parts in zip(one, other, strict=True)))
+    order = both.starts.argsort()
+    return Matches(*(part[order] for part in both))

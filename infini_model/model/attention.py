@@ -1,0 +1,194 @@
+"""Infini-attention: exact causal attention inside segments, a compressive memory for all before.
+
+The function follows "Leave No Context Behind" (arXiv 2404.07143), equations 2 to 10. Every segment
+of a sequence is computed at once: `infini_model.model.memory` finds what the memory is before each
+segment without a loop over segments, and gradients reach the first segment as they would through
+the loop, which is written out in `infini_model.model.definition`.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from infini_model.model.kernels.local_attention import local_attention
+from infini_model.model.kernels.memory_ops import gated_read
+from infini_model.model.kernels.numerics import memory_dtype
+from infini_model.model.memory import Memory, Update, memories
+from infini_model.model.rotary import Rope
+
+
+def _segments(x: Tensor, length: int) -> Tensor:
+    """[B, H, T, D] as [B, S, H, length, D], zeros behind the last token."""
+    missing = -x.size(2) % length
+    if missing:
+        x = functional.pad(x, (0, 0, 0, missing))
+    return x.reshape(*x.shape[:2], -1, length, x.size(3)).transpose(1, 2)
+
+
+def infini_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    *,
+    segment_length: int,
+    rope: Rope | None = None,
+    memory: Memory | None = None,
+    update: Update = "linear",
+    backend: str = "auto",
+    reset: Tensor | None = None,
+    memory_keys: Tensor | None = None,
+) -> tuple[Tensor, Memory]:
+    """Infini-attention over all segments at once (arXiv 2404.07143, equations 2 to 10).
+
+    Each segment first reads the memory of the segments before it, then is written to it. A
+    trailing partial segment reads but is not written. Where the memory is empty the result is the
+    local attention alone, exactly.
+
+    Args:
+        q: Queries [B, H, T, D]; query head h reads key-value head h // (H / H_kv).
+        k: Keys [B, H_kv, T, D], of the dtype of `q`.
+        v: Values [B, H_kv, T, D], of the dtype of `q`.
+        gate: [H], before the sigmoid; sigmoid(gate) is the share of the memory.
+        segment_length: Tokens of a segment, at least 1.
+        rope: (cos, sin), each [segment_length, D], by position inside the segment; used by the
+            local attention alone.
+        memory: What was written before, float32 (float64 for float64 inputs); None is empty.
+        update: The rule by which a segment is written: `linear` adds it, `delta` overwrites what
+            stands under the same keys; see `infini_model.model.memory`.
+        backend: Kernel of the local attention; one of `ModelConfig.attention_backend`.
+        reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document and
+            the memory is emptied before it.
+        memory_keys: Keys under which the values are written, of the shape of `k`; None is `k`.
+
+    Returns:
+        The attention [B, H, T, D] in the dtype of `q`, and the memory after the last full segment
+        (emptied, if a trailing partial segment is reset).
+
+    Raises:
+        ValueError: A shape, a head count, a device, `segment_length` or `update` does not fit.
+        TypeError: A dtype does not fit.
+        ConfigError: The backend is unknown, not installed, or not for this device.
+    """
+    keys = k if memory_keys is None else memory_keys
+    _check(q, k, v, gate, segment_length, rope, memory, update, reset, keys)
+    tokens = q.size(2)
+    length = min(segment_length, tokens)
+    full = tokens // segment_length
+    queries, local_keys, values = (_segments(x, length) for x in (q, k, v))
+
+    if memory is None:
+        memory = Memory.empty(k.size(0), k.size(1), k.size(3), dtype=k.dtype, device=k.device)
+    if reset is not None:
+        # The last column asks about the memory that comes out; a partial segment has its own.
+        reset = functional.pad(reset, (0, full + 1 - reset.size(1)))
+    states = memories(_segments(keys, length)[:, :full], values[:, :full], memory, reset, update)
+    before = (x[:, : queries.size(1)].flatten(0, 1) for x in states)
+
+    local = _local_segments(queries, local_keys, values, rope, backend)
+    out = gated_read(*(x.flatten(0, 1) for x in (queries, local)), gate, *before)
+    out = out.view_as(queries).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
+    return out, Memory(*(x[:, -1] for x in states))
+
+
+def _local_segments(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None, backend: str) -> Tensor:
+    """Local attention of segments [B, S, H, L, D], batched over B · S."""
+    shape = q.shape
+    if rope is not None:
+        cos, sin = (table[: q.size(3)] for table in rope)
+        rope = cos, sin
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out = local_attention(q, k, v, rope=rope, backend=backend)
+    return out.reshape(shape)
+
+
+def segmented_local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segment_length: int,
+    rope: Rope | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention inside each segment by itself: `infini_attention` of a model without memory.
+
+    Arguments, result and errors are those of `infini_attention`.
+    """
+    _check_qkv(q, k, v, k, segment_length)
+    _check_rope(rope, segment_length, q)
+    length = min(segment_length, q.size(2))
+    queries, keys, values = (_segments(x, length) for x in (q, k, v))
+    out = _local_segments(queries, keys, values, rope, backend)
+    return out.transpose(1, 2).flatten(2, 3)[:, :, : q.size(2)]
+
+
+def _expect(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Raise unless `x` has `shape` and the device of `like`."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} as q, got {x.device}")
+
+
+def _expect_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {x.dtype}")
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, segment_length: int) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions [B, heads, T, D], got {list(x.shape)}")
+    if not q.is_floating_point():
+        raise TypeError(f"q: expected a floating-point dtype, got {q.dtype}")
+    batch, heads, tokens, head_dim = q.shape
+    if tokens < 1:
+        raise ValueError("q: expected at least 1 token, got 0")
+    kv_heads = k.size(1)
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
+    for name, x in (("k", k), ("v", v), ("memory_keys", keys)):
+        _expect(name, x, (batch, kv_heads, tokens, head_dim), q)
+        _expect_dtype(name, x, q.dtype)
+    if segment_length < 1:
+        raise ValueError(f"segment_length: expected at least 1, got {segment_length}")
+
+
+def _check_rope(rope: Rope | None, segment_length: int, q: Tensor) -> None:
+    if rope is not None:
+        for name, table in zip(("rope cos", "rope sin"), rope, strict=True):
+            _expect(name, table, (segment_length, q.size(3)), q)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    segment_length: int,
+    rope: Rope | None,
+    memory: Memory | None,
+    update: Update,
+    reset: Tensor | None,
+    keys: Tensor,
+) -> None:
+    """Raise on the first argument of `infini_attention` that does not fit the others."""
+    _check_qkv(q, k, v, keys, segment_length)
+    _check_rope(rope, segment_length, q)
+    _expect("gate", gate, (q.size(1),), q)
+    if update not in get_args(Update):
+        raise ValueError(f"update: expected one of {', '.join(get_args(Update))}, got {update!r}")
+    if memory is not None:
+        batch, heads, _, head_dim = k.shape
+        _expect("memory.kv", memory.kv, (batch, heads, head_dim, head_dim), q)
+        _expect("memory.norm", memory.norm, (batch, heads, head_dim), q)
+        for name, x in zip(("memory.kv", "memory.norm"), memory, strict=True):
+            _expect_dtype(name, x, memory_dtype(q.dtype))
+    if reset is not None:
+        _expect("reset", reset, (q.size(0), -(-q.size(2) // segment_length)), q)
+        _expect_dtype("reset", reset, torch.bool)

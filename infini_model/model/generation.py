@@ -1,0 +1,185 @@
+"""Text from a model, token by token, in memory that does not grow with the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infini_model.model.llama import InfiniLlama, State
+from infini_model.runtime.errors import UserError
+
+# Tokens of all prompts together that are taken in at once, in whole segments.
+TOKENS_AT_ONCE = 4096
+
+Prompts = Tensor | Sequence[Sequence[int]]
+
+
+def generate(
+    model: InfiniLlama,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos_token_id: int | None = None,
+) -> list[list[int]]:
+    """Continue each prompt.
+
+    Args:
+        model: The model; it is read as it is, on its own device.
+        prompts: Token ids, [B, T] or one list a prompt; lengths may differ, and no row depends on
+            the others (bar rounding).
+        max_new_tokens: Tokens to add at most.
+        temperature: 0 takes the likeliest token; above it, logits are divided by it.
+        top_k: Draw from the k likeliest tokens only.
+        top_p: Draw from the fewest likeliest tokens whose probabilities reach p.
+        seed: Of the draw; each row has one of its own, which (seed, number of the row) decides on
+            every device.
+        eos_token_id: Token that ends a row; it is the row's last.
+
+    Returns:
+        The new tokens of each row, without the prompt.
+
+    Raises:
+        UserError: An empty prompt, a token outside the vocabulary, or a setting out of its range.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_token_id=eos_token_id,
+    ):
+        for row, token in zip(rows, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
+
+
+def stream(
+    model: InfiniLlama,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos_token_id: int | None = None,
+) -> Iterator[list[int | None]]:
+    """As `generate`, but give back each step's tokens as soon as they are drawn.
+
+    Yields:
+        One token a row; None for a row that has ended. Stops when all have.
+    """
+    _check_settings(max_new_tokens, temperature, top_k, top_p, seed)
+    ids, lengths = _pad(prompts, model.lm_head.out_features)
+    chances = [np.random.default_rng((seed, row)) for row in range(len(lengths))]
+    logits, state = _read_prompts(model, ids, lengths)
+    ended = [False] * len(lengths)
+    for number in range(1, max_new_tokens + 1):
+        tokens = _draw(logits, temperature, top_k, top_p, chances)
+        drawn: list[int] = tokens.tolist()
+        yield [None if end else token for token, end in zip(drawn, ended, strict=True)]
+        ended = [end or token == eos_token_id for token, end in zip(drawn, ended, strict=True)]
+        if all(ended) or number == max_new_tokens:
+            return
+        logits, state = _next_logits(model, tokens, state)
+
+
+def _check_settings(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
+) -> None:
+    if max_new_tokens < 0:
+        raise UserError(f"max_new_tokens: got {max_new_tokens}, needs 0 or more")
+    if not 0.0 <= temperature < float("inf"):
+        raise UserError(f"temperature: got {temperature}, needs 0 or more")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k: got {top_k}, needs 1 or more")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise UserError(f"top_p: got {top_p}, needs more than 0 and at most 1")
+    if seed < 0:
+        raise UserError(f"seed: got {seed}, needs 0 or more")
+
+
+def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Prompts as [B, longest] with zeros behind, and their lengths [B], both on the CPU."""
+    rows = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in prompts]
+    if not rows:
+        raise UserError("prompts: there is none")
+    for number, row in enumerate(rows):
+        if row.dim() != 1 or len(row) == 0:
+            raise UserError(f"prompt {number}: is empty")
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if len(outside):
+            raise UserError(
+                f"prompt {number}: token {int(outside[0])} is outside the vocabulary of "
+                f"{vocab_size}"
+            )
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths
+
+
+@torch.inference_mode()
+def _read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Tensor, State]:
+    """Take in the prompts piece by piece: the next logits [B, V] and the state after them.
+
+    As far as every prompt fills its segments, several are computed at once; after that rows stand
+    at different places, and a piece is one segment.
+    """
+    length, device = model.config.segment_length, model.lm_head.weight.device
+    filled = int(lengths.min()) // length * length
+    at_once = max(1, TOKENS_AT_ONCE // (len(lengths) * length)) * length
+    state = model.empty_state(len(lengths))
+    last = model.lm_head.weight.new_zeros(len(lengths), model.config.hidden_size)
+    start = 0
+    while start < ids.size(1):
+        width = min(at_once, filled - start) if start < filled else length
+        piece = ids[:, start : start + width].to(device)
+        counts = (lengths - start).clamp(0, width)
+        if start < filled:
+            hidden, state = model.extend(piece, state)
+        else:
+            hidden, state = model.advance(piece, state, counts, in_place=True)
+        newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
+        last = torch.where((counts > 0).to(device)[:, None], newest, last)
+        start += width
+    return model.lm_head(last), state
+
+
+@torch.inference_mode()
+def _next_logits(model: InfiniLlama, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+    hidden, state = model.advance(tokens[:, None], state, in_place=True)
+    return model.lm_head(hidden[:, -1]), state
+
+
+def _draw(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    chances: Sequence[np.random.Generator],
+) -> Tensor:
+    """One token a row, [B] int64, from logits [B, V] and the row's own chance."""
+    logits = logits.float()
+    if temperature == 0.0:
+        return logits.argmax(dim=-1)
+    ordered, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
+    # Subtracting the largest first keeps a small temperature from overflowing.
+    weights = ((ordered - ordered[:, :1]) / temperature).softmax(dim=-1, dtype=torch.float64)
+    if top_p is not None:
+        before = weights.cumsum(dim=-1) - weights
+        weights = weights.masked_fill(before >= top_p, 0.0)
+    reached = weights.cumsum(dim=-1)
+    drawn = torch.tensor([[chance.random()] for chance in chances], dtype=reached.dtype)
+    choice = (reached / reached[:, -1:] <= drawn.to(reached.device)).sum(dim=-1, keepdim=True)
+    return tokens.gather(1, choice).squeeze(1)

@@ -1,0 +1,1 @@
+"""Files, processes and run folders: what every other room may use."""

@@ -1,0 +1,120 @@
+"""`metrics.jsonl`, the record of a run: one JSON object a line, each step once.
+
+A line holds `step`, `time` (seconds since the epoch) and any of the names that design.md lists.
+When a training resumes the file is cut back to the checkpoint, so that what was undone is not told
+twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from infini_model.runtime.storage import atomic_file, make_folder, named_os_errors
+
+Line = dict[str, float]
+# What is read of the end of a file first.
+TAIL_BYTES = 1 << 16
+NOT_METRICS = ("step", "time")
+
+
+def metrics_of(line: Line) -> Iterator[tuple[str, float]]:
+    """The names and values of a line."""
+    return ((name, value) for name, value in line.items() if name not in NOT_METRICS)
+
+
+def whole_lines(data: bytes) -> list[Line]:
+    """The lines of `data` that end in a newline; a killed writer may leave one that does not."""
+    return [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def read_metrics(run_dir: Path) -> list[Line]:
+    """The lines of a run's `metrics.jsonl` in order; empty where there is none."""
+    try:
+        return whole_lines((run_dir / "metrics.jsonl").read_bytes())
+    except FileNotFoundError:
+        return []
+
+
+def read_newest(run_dir: Path, *names: str) -> Line:
+    """The newest value of each of `names` that a run has recorded.
+
+    Read from the end of the file, so that a long run takes no longer than a short one. Raises
+    `ValueError` if a line is damaged.
+    """
+    try:
+        file = (run_dir / "metrics.jsonl").open("rb")
+    except FileNotFoundError:
+        return {}
+    found: Line = {}
+    with file:
+        size, part = file.seek(0, os.SEEK_END), TAIL_BYTES
+        while len(found) < len(names):
+            file.seek(max(0, size - part))
+            lines = file.read().splitlines(keepends=True)[int(part < size) :]
+            for line in reversed(lines):
+                missing = [n for n in names if n not in found and f'"{n}"'.encode() in line]
+                for values in whole_lines(line) if missing else ():
+                    found |= {name: values[name] for name in missing}
+            if part >= size:
+                break
+            part *= 8
+    return found
+
+
+def read_validation_losses(run_dir: Path) -> dict[int, float]:
+    """The validation loss of every step that has one; the other lines are not even parsed."""
+    name = "validation/loss"
+    try:
+        data = (run_dir / "metrics.jsonl").read_bytes()
+    except FileNotFoundError:
+        return {}
+    wanted = [line for line in data.splitlines(keepends=True) if f'"{name}"'.encode() in line]
+    return {int(line["step"]): line[name] for line in whole_lines(b"".join(wanted))}
+
+
+class MetricsFile:
+    """`metrics.jsonl`, open for appending.
+
+    `resumed_step` is the step of the checkpoint that training goes on from: lines of later steps
+    are cut. None begins anew.
+    """
+
+    def __init__(self, run_dir: Path, resumed_step: int | None) -> None:
+        path = make_folder(run_dir) / "metrics.jsonl"
+        kept = [
+            line
+            for line in read_metrics(run_dir)
+            if resumed_step is not None and line["step"] <= resumed_step
+        ]
+        with atomic_file(path) as temporary:
+            temporary.write_text("".join(map(_dumps, kept)), encoding="utf-8")
+        self._path = path
+        self._last_step = {name: line["step"] for line in kept for name in line}
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether `name` was recorded at `step`, the step where training stands."""
+        return self._last_step.get(name) == step
+
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        """Record `values` at `step`. Raises `UserError` if the disk is full."""
+        line = {"step": step, "time": time.time(), **values}
+        with named_os_errors(self._path):
+            self._file.write(_dumps(line))
+        self._last_step.update(dict.fromkeys(line, step))
+
+    def sync(self) -> None:
+        """Have all lines on the disk, so that a checkpoint is never ahead of them."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _dumps(line: Mapping[str, float]) -> str:
+    return json.dumps(line, allow_nan=False) + "\n"

@@ -1,0 +1,1 @@
+"""What watches a training: metrics, records, diagnostics, signs of life."""

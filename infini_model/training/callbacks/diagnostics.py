@@ -1,0 +1,279 @@
+"""What to look at when a number goes wrong: the tensors at fault, and the text that was read.
+
+The report of a loss or a gradient that is not finite names every parameter and gradient with a NaN
+or an infinity in it. It is printed, and saved with those tensors, the batch and its text, as
+safetensors and JSON that open without running code. A loss that leaps is told with its text alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from infini_model.data.loading.loader import Batch
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.storage import atomic_folder, write_json
+from infini_model.training.callbacks.provenance import WindowRead, describe_windows
+from infini_model.training.callbacks.spikes import Spike
+
+WIDE, NARROW = "=" * 80, "=" * 40
+VALUES_SHOWN = 5
+# Of each kind; of the rest the names are printed.
+TENSORS_SHOWN = 10
+# Tensors at fault are saved up to this; a checkpoint with all parameters is saved beside them.
+SAVED_BYTES = 1 << 30
+REMEDIES = (
+    "What helps: a lower training.learning_rate, a longer training.warmup_steps, a smaller "
+    "training.max_grad_norm, training.precision=fp32, or --preset stable"
+)
+KINDS = ("parameters", "gradients")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A tensor with values that are not finite.
+
+    Attributes:
+        kind: `parameters` or `gradients`.
+        name: The parameter's name.
+        shape: Of what this process holds.
+        whole_shape: Of the whole tensor: another one where FSDP shards it.
+        size: Values that this process holds.
+        nan: How many of them are NaN.
+        infinite: How many of them are infinite.
+        first: Where in `shape` the first such value stands.
+        values: It and those that follow it.
+    """
+
+    kind: str
+    name: str
+    shape: list[int]
+    whole_shape: list[int]
+    size: int
+    nan: int
+    infinite: int
+    first: list[int]
+    values: list[str]
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The step that went wrong, as one rank saw it.
+
+    Attributes:
+        step: The step that was not taken.
+        rank: Number of this process.
+        loss: Mean loss over the global batch.
+        rank_loss: Sum of the losses of this rank's own share of it.
+        grad_norm: Norm of all gradients before clipping.
+    """
+
+    step: int
+    rank: int
+    loss: float
+    rank_loss: float
+    grad_norm: float
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the loss itself is not finite; else the gradients alone are not."""
+        return not math.isfinite(self.loss)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints the report: its own loss is at fault, or none is and it is 0."""
+        return not math.isfinite(self.rank_loss) if self.is_loss else self.rank == 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that FSDP may have sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Every parameter, then every gradient, in model order: kind, name, tensor."""
+    for name, parameter in model.named_parameters():
+        yield "parameters", name, parameter.detach()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield "gradients", name, parameter.grad
+
+
+def _fault(kind: str, name: str, tensor: Tensor) -> Fault | None:
+    local = _local(tensor)
+    finite = torch.isfinite(local)
+    if bool(finite.all()):
+        return None
+    flat = local.flatten()
+    first = int((~finite).flatten().nonzero()[0])
+    place = torch.unravel_index(torch.tensor(first), local.shape)
+    return Fault(
+        kind=kind,
+        name=name,
+        shape=list(local.shape),
+        whole_shape=list(tensor.shape),
+        size=local.numel(),
+        nan=int(local.isnan().sum()),
+        infinite=int(local.isinf().sum()),
+        first=[int(index) for index in place],
+        values=[f"{value:g}" for value in flat[first : first + VALUES_SHOWN].tolist()],
+    )
+
+
+def find_faults(model: nn.Module) -> list[Fault]:
+    """Every parameter, then every gradient, that holds a NaN or an infinity, in model order.
+
+    Under FSDP: in the part that this process holds.
+    """
+    return [fault for entry in _tensors(model) if (fault := _fault(*entry))]
+
+
+def _describe_tensors(faults: Sequence[Fault]) -> list[str]:
+    lines = []
+    for kind in KINDS:
+        of_kind = [fault for fault in faults if fault.kind == kind]
+        for what, members in (
+            ("NaN", [fault for fault in of_kind if fault.nan]),
+            ("infinity", [fault for fault in of_kind if not fault.nan]),
+        ):
+            if members:
+                lines.append(f"⚠️  {kind.capitalize()} with {what} ({len(members)} layers):")
+                lines += [line for each in members[:TENSORS_SHOWN] for line in _describe(each)]
+                lines += ["", f"Total layers with {what} {kind}: {len(members)}"]
+                lines += [f"Affected layers: {[fault.name for fault in members]}", ""]
+    return lines or ["None: every value is finite, but the norm of all is not.", ""]
+
+
+def _describe(fault: Fault) -> list[str]:
+    part = "" if fault.shape == fault.whole_shape else f", of {fault.whole_shape} in all processes"
+    word = "Param" if fault.kind == "parameters" else "Grad"
+    return [
+        f"  • {fault.name} (shape: {fault.shape}{part})",
+        f"    {word} values from {fault.first} on: [{', '.join(fault.values)}, ...]",
+        f"    NaN count: {fault.nan}/{fault.size}",
+        f"    Infinity count: {fault.infinite}/{fault.size}",
+    ]
+
+
+def describe(event: NonFinite, faults: Sequence[Fault], reads: Sequence[WindowRead]) -> str:
+    """The report as text."""
+    value = event.loss if event.is_loss else event.grad_norm
+    what = "LOSS" if event.is_loss else "GRADIENT"
+    kind = "NaN" if math.isnan(value) else "INFINITE"
+    lines = [WIDE, f"{kind} {what} DETECTED [GPU {event.rank}]"]
+    lines += [WIDE, f"Step: {event.step}", f"Loss: {event.loss:.4f}"]
+    lines += [f"Gradient Norm: {event.grad_norm:.4f}", ""]
+    lines += [NARROW, "PROBLEMATIC TENSORS:", NARROW, *_describe_tensors(faults)]
+    bad = sum(not math.isfinite(read.loss) for read in reads)
+    lines += [NARROW, "WINDOWS OF THE STEP, THE LARGEST LOSS FIRST:", NARROW]
+    lines += [f"{bad} of the {len(reads)} windows of this process have a loss that is not finite."]
+    return "\n".join([*lines, *describe_windows(reads), NARROW, REMEDIES])
+
+
+def report_non_finite(
+    run_dir: Path,
+    event: NonFinite,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    reads: Sequence[WindowRead],
+) -> Path:
+    """Save the report of this process in `<run>/debug/step-N`, print it if it is to; the folder.
+
+    A disk that takes no report is told in the log: it is not what went wrong.
+    """
+    folder = run_dir / "debug" / f"step-{event.step}"
+    try:
+        text = save_report(folder, event, model, batches, reads)
+    except UserError as error:
+        log.error("the report is not saved: %s", error)  # noqa: TRY400
+        text = describe(event, find_faults(model), reads)
+    if event.speaks:
+        log.error("%s", text)
+    log.error("[GPU %d] Debug tensors saved: %s", event.rank, folder / f"gpu-{event.rank}")
+    return folder
+
+
+def report_spike(
+    run_dir: Path, step: int, rank: int, spike: Spike, reads: Sequence[WindowRead]
+) -> None:
+    """Warn of the spike at `step` with what this process read, all of it in `<run>/debug`."""
+    path = run_dir / "debug" / f"spike-{step}" / f"gpu-{rank}.json"
+    lines = [
+        f"[GPU {rank}] Loss spike at step {step}: {spike.loss:.4f}; the {spike.steps} steps before "
+        f"had a median of {spike.median:.4f}, so that {spike.limit:.4f} is out of the ordinary.",
+        f"Windows of this process, the largest loss first (all {len(reads)} in {path}):",
+        *describe_windows(reads),
+        REMEDIES,
+    ]
+    log.warning("%s", "\n".join(lines))
+    tree = {"step": step, "spike": asdict(spike), "windows": [read.as_json() for read in reads]}
+    try:
+        write_json(path, tree)
+    except UserError as error:
+        log.warning("the windows of the spike are not saved: %s", error)
+
+
+def save_report(
+    folder: Path,
+    event: NonFinite,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    reads: Sequence[WindowRead],
+) -> str:
+    """Write the report of this process into `folder`/gpu-R and return it as text.
+
+    There are `report.txt`; `report.json`; `windows.json`, what was read, with its text; and
+    `tensors.safetensors`: those at fault as `parameters/NAME` and `gradients/NAME`, and the
+    micro-batches as `batch/I/input_ids` and `batch/I/labels`.
+
+    Raises `UserError` if the folder cannot be written.
+    """
+    faults = find_faults(model)
+    text = describe(event, faults, reads)
+    tensors = _tensors_to_save(model, faults)
+    for index, batch in enumerate(batches):
+        tensors[f"batch/{index}/input_ids"] = batch.input_ids
+        tensors[f"batch/{index}/labels"] = batch.labels
+    tree = {
+        # As text: JSON has no NaN.
+        "event": {name: str(value) for name, value in asdict(event).items()},
+        "faults": [asdict(fault) for fault in faults],
+    }
+    with atomic_folder(folder / f"gpu-{event.rank}") as target:
+        (target / "report.txt").write_text(text + "\n", encoding="utf-8")
+        _write_tree(target / "report.json", tree)
+        _write_tree(target / "windows.json", [read.as_json() for read in reads])
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            target / "tensors.safetensors",
+        )
+    return text
+
+
+def _write_tree(path: Path, tree: object) -> None:
+    text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _tensors_to_save(model: nn.Module, faults: Sequence[Fault]) -> dict[str, Tensor]:
+    """The tensors at fault by kind and name, as many as are allowed."""
+    wanted = {f"{fault.kind}/{fault.name}" for fault in faults}
+    found: dict[str, Tensor] = {}
+    left = SAVED_BYTES
+    for kind, name, tensor in _tensors(model):
+        local = _local(tensor)
+        if f"{kind}/{name}" in wanted and local.nbytes <= left:
+            found[f"{kind}/{name}"] = local
+            left -= local.nbytes
+    return found

@@ -1,0 +1,91 @@
+"""The arithmetic that a training step needs, and what GPUs are capable of: together the MFU.
+
+Model FLOPs utilization is the share of a device's peak that goes into what the model needs; what is
+computed twice, as under activation checkpointing, counts once.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from infini_model.model.llama import InfiniLlama
+
+# Dense bfloat16 products of a GPU, in 10^12 operations a second, by words of its name; of two that
+# fit, the first. From the makers' data sheets.
+PEAK_TERAFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.0,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Operations a second that a GPU is capable of in bfloat16; None if it is not known."""
+    for words, tera in PEAK_TERAFLOPS.items():
+        if re.search(rf"\b{words}\b", device_name):
+            return tera * 1e12
+    return None
+
+
+def flops_per_token(model: InfiniLlama, length: int) -> float:
+    """Floating-point operations of forward and backward for each token of rows of `length`.
+
+    - 6 a parameter of every matrix but the embedding, which is looked up: a multiplication and an
+      addition forward, twice that backward (Kaplan et al., arXiv 2001.08361, section 2.1).
+    - Local attention, of width W = heads · D: a query meets L/2 of the L keys of its segment in the
+      mean, for 2W each in the scores and in the sum of values; 3 · 4W · L/2 = 12 · W · L/2 with the
+      backward. PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) counts twice that, as if
+      nothing were masked.
+    - The memory: a query reads D rows of D for each head, 2W · D; a key-value pair is written for
+      2W_kv · D (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all
+      segments but one: the first reads nothing, and what the last writes nobody reads.
+    """
+    config = model.config
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    if not config.tie_word_embeddings:
+        matrices -= model.model.embed_tokens.weight.numel()
+    segment = min(config.segment_length, length)
+    width = config.num_attention_heads * config.head_dim
+    kv_width = config.key_value_heads * config.head_dim
+    local = 12 * width * segment / 2
+    older = 1 - segment / length if config.memory != "none" else 0.0
+    memory = 6 * config.head_dim * (width + kv_width) * older
+    return 6 * matrices + config.num_hidden_layers * (local + memory)
+
+
+class Utilization:
+    """The MFU of a training on `devices` devices like `device`, for `model` in rows of `length`.
+
+    Peaks are those of 16-bit products: in fp32, on a CPU and on a GPU that is not known there is no
+    MFU.
+    """
+
+    def __init__(
+        self, model: InfiniLlama, length: int, device: torch.device, precision: str, devices: int
+    ) -> None:
+        peak = None
+        if device.type == "cuda" and precision in ("bf16", "fp16"):
+            peak = peak_flops(torch.cuda.get_device_name(device))
+        self._share = None if peak is None else flops_per_token(model, length) / (devices * peak)
+
+    def metrics(self, tokens_per_second: float) -> dict[str, float]:
+        """`train/mfu` at that speed, or nothing."""
+        return {} if self._share is None else {"train/mfu": tokens_per_second * self._share}

@@ -1,0 +1,185 @@
+"""Where the numbers of a run go from `metrics.jsonl`: TensorBoard and MLflow.
+
+Both are sinks that follow the file, each in a thread of its own: one that is slow or down costs the
+training nothing, and gets what it missed when it is back, at the end, or when the run is next
+resumed or evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from infini_model.config import Config
+from infini_model.runtime.metrics_file import Line, MetricsFile, metrics_of, whole_lines
+from infini_model.training.callbacks.mlflow_record import (
+    MlflowSink,
+    Status,
+    brief,
+    read_mlflow_record,
+)
+from infini_model.training.callbacks.system_metrics import SystemMetrics
+
+POLL_SECONDS = 0.5
+# Between two tries of a sink that fails: doubled each time up to this.
+LONGEST_DELAY_SECONDS = 60.0
+# How long the end of a training waits for the sinks.
+PATIENCE_SECONDS = 15.0
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Something that shows the metrics; anything it raises is survived and tried again."""
+
+    name: str
+
+    def deliver(self, lines: Sequence[Line]) -> None:
+        """Take in lines that follow those of the last call that did not raise; maybe none."""
+
+    def finish(self, status: Status) -> None:
+        """Close the record of the run, which ended as `status`."""
+
+
+class Follower(threading.Thread):
+    """Reads `metrics.jsonl` behind the training and delivers it to one sink."""
+
+    def __init__(self, run_dir: Path, sink: Sink) -> None:
+        super().__init__(name=f"follower of {sink.name}", daemon=True)
+        self._path = run_dir / "metrics.jsonl"
+        self._sink = sink
+        self._offset = 0
+        self._warned = False
+        self._ending = threading.Event()
+        self._deadline = float("inf")
+        self._status: Status = "FINISHED"
+        self.sink_name = sink.name
+        self.done = False
+
+    def end(self, status: Status, deadline: float) -> None:
+        """Have it deliver the rest and finish, or give up at `deadline` (of time.monotonic)."""
+        self._status, self._deadline = status, deadline
+        self._ending.set()
+
+    def run(self) -> None:
+        """Deliver until ended; a failing sink is tried again after longer and longer delays."""
+        delay, failed = 0.0, False
+        while time.monotonic() < self._deadline:
+            if self._ending.wait(delay) and failed:
+                time.sleep(POLL_SECONDS)
+            # Asked before reading: what is written before the end is set is then delivered.
+            ending = self._ending.is_set()
+            try:
+                self._deliver_new()
+                if ending:
+                    self._sink.finish(self._status)
+                    self.done = True
+                    return
+                delay, failed = POLL_SECONDS, False
+            except Exception as error:  # noqa: BLE001 - no sink may harm the training
+                self._warn(error)
+                if ending and failed:
+                    # It was down before the end already: nobody is kept waiting for it.
+                    return
+                delay, failed = min(LONGEST_DELAY_SECONDS, max(2 * delay, POLL_SECONDS)), True
+
+    def _deliver_new(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._sink.deliver(whole_lines(data[:end]))
+        self._offset += end
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            log.warning(
+                "%s takes no metrics (%s); the training goes on, and they follow later",
+                self._sink.name,
+                brief(error),
+            )
+        self._warned = True
+
+
+class TensorBoardSink:
+    """Writes event files that are made anew from the first line at each start, hence complete."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def deliver(self, lines: Sequence[Line]) -> None:
+        """Add `lines` to the event file."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            for old in self._folder.glob("events.out.tfevents.*"):
+                old.unlink()
+            # A TensorBoard that has read the old files forgets them from step 0 on.
+            self._writer = SummaryWriter(str(self._folder), purge_step=0)
+        for line in lines:
+            for name, value in metrics_of(line):
+                self._writer.add_scalar(name, value, int(line["step"]), walltime=line["time"])
+        self._writer.flush()
+
+    def finish(self, status: Status) -> None:  # noqa: ARG002 - it has no place for it
+        """Close the event file."""
+        self._writer.close()
+
+
+class Metrics:
+    """The record of a training: the file, and the sinks that follow it."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        dataset: Mapping[str, str],
+        resumed_step: int | None,
+    ) -> None:
+        """`dataset` is its `name`, `key` and `path`; `resumed_step` as for `MetricsFile`."""
+        self._run_dir = run_dir
+        self._file = MetricsFile(run_dir, resumed_step)
+        sinks: list[Sink] = []
+        if config.tracking.tensorboard:
+            base = config.training.tensorboard_dir
+            folder = base / run_dir.name if base else run_dir / "logs" / "tensorboard"
+            sinks.append(TensorBoardSink(folder))
+        if config.tracking.mlflow:
+            sinks.append(MlflowSink(run_dir, config, dataset))
+        self.has, self.append, self.sync = self._file.has, self._file.append, self._file.sync
+        self._system = SystemMetrics()
+        self._followers = [Follower(run_dir, sink) for sink in sinks]
+        for follower in self._followers:
+            follower.start()
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        """The run's record in MLflow, if it has one already."""
+        return read_mlflow_record(self._run_dir).get("run_id")
+
+    @property
+    def system(self) -> dict[str, float]:
+        """The last sample of this machine's load."""
+        return self._system.latest
+
+    def close(self, status: Status) -> None:
+        """Wait a bounded time until the sinks have everything."""
+        self._system.close()
+        self._file.close()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        for follower in self._followers:
+            follower.end(status, deadline)
+        for follower in self._followers:
+            follower.join(max(0.0, deadline - time.monotonic()) + POLL_SECONDS)
+            if not follower.done:
+                log.warning(
+                    "%s has not got everything; it follows when the run is resumed or evaluated",
+                    follower.sink_name,
+                )

@@ -1,0 +1,151 @@
+"""Which text a training step read: every window with its loss, its shards, its documents.
+
+Worked out when something went wrong, and only then: the windows of the step are scored again one by
+one, with the weights that it began with.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infini_model.data.loading.loader import Batch, Loader
+from infini_model.data.manifest import Split, read_manifest
+from infini_model.data.shards.stream import Span
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.runtime.errors import DataError
+from infini_model.training.replica import Replica
+
+SPLIT: Split = "train"
+# What is printed; all of it is saved.
+WINDOWS_SHOWN = 3
+PASSAGES_SHOWN = 4
+CHARACTERS_SHOWN = 160
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What a window reads of one document.
+
+    Attributes:
+        shard: File inside the dataset folder.
+        row: The document's row in that file.
+        document: Its number in the split, as `datasets.load_from_disk` counts.
+        first_token: Where the passage begins in the document.
+        tokens: How many tokens are read, the label of the window's last position among them.
+        text: These tokens as text.
+    """
+
+    shard: str
+    row: int
+    document: int
+    first_token: int
+    tokens: int
+    text: str
+
+    def __str__(self) -> str:
+        shown = repr(self.text[:CHARACTERS_SHOWN])
+        more = "…" if len(self.text) > CHARACTERS_SHOWN else ""
+        place = f"tokens {self.first_token} to {self.first_token + self.tokens - 1}"
+        return f"{self.shard}, row {self.row}, {place}: {shown}{more}"
+
+
+@dataclass(frozen=True)
+class WindowRead:
+    """A window of a step.
+
+    Attributes:
+        window: Its number in the split.
+        micro_batch: The micro-batch of this process that held it.
+        row: Its row there.
+        loss: Its mean loss, before the step.
+        passages: What it reads, in its order.
+    """
+
+    window: int
+    micro_batch: int
+    row: int
+    loss: float
+    passages: list[Passage]
+
+    def as_json(self) -> dict[str, Any]:
+        """As a tree for JSON, which has no NaN: then the loss is text."""
+        return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else str(self.loss)}
+
+
+class Attribution:
+    """Tells of the batch that `loader` gave last what it is made of; `replica` scores it."""
+
+    def __init__(self, dataset_dir: Path, loader: Loader, replica: Replica) -> None:
+        self._dataset_dir = dataset_dir
+        self._loader = loader
+        self._replica = replica
+
+    def read_back(self, batches: Sequence[Batch]) -> list[WindowRead]:
+        """The windows of `batches`, this rank's share of the step, the largest loss first.
+
+        Scoring runs the model, so that under FSDP all ranks must call this together.
+        """
+        losses = [self._losses(batch) for batch in batches]
+        numbers = self._loader.numbers(self._loader.consumed - self._loader.global_batch)
+        shards = read_manifest(self._dataset_dir).splits[SPLIT].shards
+        files = [f"{SPLIT}/{shard.file}" for shard in shards]
+        tokenizer = self._tokenizer()
+        reads = [
+            WindowRead(number, micro_batch, row, loss, self._passages(number, files, tokenizer))
+            for micro_batch, share in enumerate(numbers.tolist())
+            for row, (number, loss) in enumerate(zip(share, losses[micro_batch], strict=True))
+        ]
+        return sorted(reads, key=lambda read: -read.loss if math.isfinite(read.loss) else -math.inf)
+
+    def _losses(self, batch: Batch) -> list[float]:
+        """The mean loss of each window of `batch`."""
+        rows = (batch.rows(index, index + 1) for index in range(len(batch.labels)))
+        scores = [self._replica.score(row).tolist() for row in rows]
+        return [total / max(1.0, targets) for total, targets in scores]
+
+    def _tokenizer(self) -> Tokenizer | None:
+        try:
+            return load_dataset_tokenizer(self._dataset_dir)
+        except DataError as error:
+            log.warning("%s; the windows are told without their text", error)
+            return None
+
+    def _passages(
+        self, window: int, files: Sequence[str], tokenizer: Tokenizer | None
+    ) -> list[Passage]:
+        stream = self._loader.windows.stream
+
+        def passage(span: Span) -> Passage:
+            tokens = stream.values[span.shard][span.first : span.last]
+            return Passage(
+                shard=files[span.shard],
+                row=span.row,
+                document=span.document,
+                first_token=span.first - int(stream.offsets[span.shard][span.row]),
+                tokens=span.last - span.first,
+                text="" if tokenizer is None else tokenizer.decode(tokens),
+            )
+
+        return [passage(span) for span in self._loader.windows.spans(window)]
+
+
+def describe_windows(reads: Sequence[WindowRead]) -> list[str]:
+    """The first of `reads` as lines of text."""
+    lines = []
+    for read in reads[:WINDOWS_SHOWN]:
+        place = f"micro-batch {read.micro_batch}, row {read.row}"
+        lines.append(f"  • window {read.window} ({place}): loss {read.loss:.4f}")
+        lines += [f"    {passage}" for passage in read.passages[:PASSAGES_SHOWN]]
+        if more := len(read.passages[PASSAGES_SHOWN:]):
+            lines.append(f"    … and {more} more documents")
+    if more := len(reads[WINDOWS_SHOWN:]):
+        lines.append(f"  … and {more} more windows")
+    return lines

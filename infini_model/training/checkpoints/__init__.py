@@ -1,0 +1,1 @@
+"""Checkpoints: their files, and the thread that writes them."""

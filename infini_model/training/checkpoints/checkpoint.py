@@ -1,0 +1,275 @@
+"""A training's position on disk, complete or absent, and checked before it is believed.
+
+`<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
+from_pretrained` and, without memory, `transformers` open), `optimizer.safetensors` (AdamW's moments
+by parameter name), `generators.safetensors` (random states, a row for each rank), `state.json`
+(`Position`) and `manifest.json`, the SHA-256 of all these files. Tensors are whole, however the
+ranks had shared them out. Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from infini_model.config import ModelConfig
+from infini_model.model.hf_checkpoint import save_tensors, write_files
+from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.metrics_file import read_validation_losses
+from infini_model.runtime.storage import (
+    TEMPORARY,
+    atomic_folder,
+    dump_json,
+    remove_leftovers,
+    sha256,
+)
+from infini_model.training.parallel.sharding import own_part
+
+MODEL = "model"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+GENERATORS = "generators.safetensors"
+SEPARATOR = "/"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a training stands, besides its tensors: a few numbers, and what they refer to.
+
+    Attributes:
+        step: Optimizer steps taken.
+        consumed: Windows of the training split read, by all ranks together.
+        seed: Of the first weights and of the windows' order; nothing else is random.
+        world_size: Ranks that trained it.
+        dataset_key: Content key of the dataset.
+        mlflow_run_id: The run's record, or None if it had none yet.
+        config: The whole configuration.
+        precision: Type of the matrix products; empty where an older checkpoint does not say.
+        global_batch: Windows of one step; None where an older checkpoint does not say.
+        scaler: State of fp16's loss scale; None in another precision.
+    """
+
+    step: int
+    consumed: int
+    seed: int
+    world_size: int
+    dataset_key: str
+    mlflow_run_id: str | None
+    config: dict[str, Any]
+    precision: str = ""
+    global_batch: int | None = None
+    scaler: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The tensors of a training at one moment, on the CPU; nobody changes them meanwhile.
+
+    Attributes:
+        config: The model's shape.
+        parameters: By name, without the output layer if it is tied.
+        moments: AdamW's state as `parameter name/exp_avg` and so on.
+        generators: Random states as `cpu` and `cuda`, [ranks, bytes] uint8.
+    """
+
+    config: ModelConfig
+    parameters: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    generators: dict[str, Tensor]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("infini-llama", "torch", "safetensors"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            # The library also runs from a plain checkout.
+            found[package] = "not installed"
+    return found
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
+    return checkpoints_dir(run_dir) / f"step-{step}"
+
+
+def save_checkpoint(run_dir: Path, snapshot: Snapshot, position: Position, keep: int) -> Path:
+    """Write `checkpoints/step-N`, then delete those that `prune_checkpoints` does not keep.
+
+    Raises `UserError` that names the checkpoint if the disk is full or the folder cannot be
+    written; what stood there stays.
+    """
+    target = checkpoint_path(run_dir, position.step)
+    with atomic_folder(target) as folder:
+        (folder / MODEL).mkdir()
+        write_files(folder / MODEL, snapshot.config, snapshot.parameters)
+        save_tensors(snapshot.moments, folder / OPTIMIZER)
+        save_tensors(snapshot.generators, folder / GENERATORS)
+        dump_json(folder / STATE, asdict(position) | {"versions": _versions()})
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+        dump_json(folder / MANIFEST, {"sha256": sums})
+    prune_checkpoints(run_dir, keep)
+    return target
+
+
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Delete all but the `keep` newest and the best: that of the lowest validation loss."""
+    listed = _listed(run_dir)
+    losses = read_validation_losses(run_dir)
+    best = min((step for step, _ in listed if step in losses), key=losses.__getitem__, default=None)
+    for step, old in listed[keep:]:
+        if step != best:
+            _remove(old)
+
+
+def export_model(checkpoint: Path, target: Path) -> None:
+    """Copy the model of `checkpoint` to `target`, complete or not at all.
+
+    Raises `UserError` if the disk is full or the folder cannot be written.
+    """
+    with atomic_folder(target) as folder:
+        shutil.copytree(checkpoint / MODEL, folder, dirs_exist_ok=True)
+
+
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give `optimizer`, made for `model`, the state it had when `checkpoint` was written.
+
+    Call it on all ranks; of a sharded model each gets its part, and rank 0 alone reads.
+
+    Raises `CheckpointError` if the file is missing, broken, or of another model.
+    """
+    path = checkpoint / OPTIMIZER
+    states: dict[str, dict[str, Tensor]] = {}
+    parameters = dict(model.named_parameters())
+    try:
+        with safe_open(path, framework="pt") as file:
+            for full_name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                name, _, key = full_name.rpartition(SEPARATOR)
+                if name not in parameters:
+                    raise CheckpointError(f"{path}: holds {name}, which the model does not have")
+                read = partial(file.get_tensor, full_name)
+                is_number = not file.get_slice(full_name).get_shape()
+                value = read() if is_number else own_part(read, parameters[name])
+                states.setdefault(name, {})[key] = value
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    names = {parameter: name for name, parameter in parameters.items()}
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    # Through the optimizer's own loader, which puts each tensor on its parameter's device.
+    state = {i: states[names[p]] for i, p in enumerate(ordered) if names[p] in states}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def load_generators(checkpoint: Path) -> dict[str, Tensor]:
+    """The random states of all ranks; empty where an older checkpoint has none.
+
+    Raises `CheckpointError` if the file is broken.
+    """
+    path = checkpoint / GENERATORS
+    if not path.exists():
+        return {}
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def read_position(checkpoint: Path) -> Position:
+    """The `Position` in a checkpoint that has been verified."""
+    tree = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    known = {name: tree[name] for name in Position.__dataclass_fields__ if name in tree}
+    return Position(**known)
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Check every file against the manifest. Raises `CheckpointError` that names the first bad one.
+
+    Reads the whole checkpoint once.
+    """
+    manifest = checkpoint / MANIFEST
+    try:
+        sums: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest}: is missing or damaged") from error
+    for name, expected in sums.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing")
+        if sha256(path) != expected:
+            raise CheckpointError(f"{path}: is damaged: its bytes are not those that were written")
+
+
+def _listed(run_dir: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, newest first, unverified."""
+    found = [
+        (int(match[1]), path)
+        for path in checkpoints_dir(run_dir).glob("step-*")
+        if (match := re.fullmatch(r"step-(\d+)", path.name))
+    ]
+    return sorted(found, reverse=True)
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run whose files are what was written, or None.
+
+    A damaged one is named in a warning, and the one before it is tried. Nothing is changed.
+    """
+    for _, path in _listed(run_dir):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            log.warning("%s; the checkpoint before it is tried", error)
+        else:
+            return path
+    return None
+
+
+def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
+    """Set aside what is newer than `checkpoint`, hence damaged; drop what killed writers left.
+
+    Call it where no other process writes in the run. A damaged `step-N` becomes `damaged-step-N`:
+    it no longer counts among those to keep, and can still be looked at.
+    """
+    folder = checkpoints_dir(run_dir)
+    for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").glob("*")):
+        remove_leftovers(place)
+    for _, path in _listed(run_dir):
+        if path == checkpoint:
+            break
+        aside = folder / f"damaged-{path.name}"
+        if aside.exists():
+            _remove(aside)
+        os.rename(path, aside)
+
+
+def _remove(folder: Path) -> None:
+    """Delete so that a kill half-way leaves no folder of a checkpoint's name."""
+    retired = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
+    os.rename(folder, retired / "retired")
+    shutil.rmtree(retired, ignore_errors=True)

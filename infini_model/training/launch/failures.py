@@ -1,0 +1,194 @@
+"""Why a training ended, as it passes from a rank through torchrun to the caller of the launcher.
+
+A rank that fails leaves `logs/failures/rank-N.json`; torchrun leaves beside it how its ranks ended,
+so that one killed by a signal, which can write nothing, is known too. The launcher picks the cause
+from what it finds and raises one `TrainingFailure`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from infini_model.runtime import processes
+from infini_model.runtime.errors import DataError, StageError, UserError
+from infini_model.runtime.storage import write_json
+
+EXIT_CRASH = 1
+EXIT_USER_ERROR = 2
+EXIT_NON_FINITE = 3
+STOPS = processes.STOPS
+
+Kind = Literal[
+    "user error",
+    "data",
+    "non-finite",
+    "preempted",
+    "out of memory",
+    "hang",
+    "timeout",
+    "crash",
+]
+
+
+class TrainingFailure(StageError):  # noqa: N818 - it tells of an end, also one by request
+    """A training ended early; `kind` says how, `rank` who was first (None if nobody knows).
+
+    `is_final` where trying again would not help; the launcher sets it.
+    """
+
+    kind: ClassVar[Kind] = "crash"
+    is_final = False
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message, rank)
+        self.message = message
+        self.rank = rank
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f" [GPU {self.rank}]"
+        return f"training ended: {self.kind}{where}: {self.message}"
+
+
+class Crashed(TrainingFailure):
+    """An error of the program or a signal; the newest checkpoint can be resumed."""
+
+
+class NonFinite(TrainingFailure):
+    """The loss or a gradient was NaN or infinite; the newest checkpoint is from before it.
+
+    `consumed` counts the windows read before the global batch that did it, None if none did.
+    """
+
+    kind: ClassVar[Kind] = "non-finite"
+    consumed: int | None = None
+
+
+class Preempted(TrainingFailure):
+    """SIGTERM or SIGINT came; a checkpoint was saved first if the training had begun."""
+
+    kind: ClassVar[Kind] = "preempted"
+
+
+class OutOfMemory(TrainingFailure):
+    """A device or the machine had not enough memory for the batch."""
+
+    kind: ClassVar[Kind] = "out of memory"
+
+
+class Hung(TrainingFailure):
+    """A process was stopped, or no step came for much longer than steps take."""
+
+    kind: ClassVar[Kind] = "hang"
+
+
+class TimedOut(TrainingFailure):
+    """The time that the launcher was given ran out."""
+
+    kind: ClassVar[Kind] = "timeout"
+
+
+_TYPES: dict[Kind, type[TrainingFailure]] = {
+    failure.kind: failure
+    for failure in (Crashed, NonFinite, Preempted, OutOfMemory, Hung, TimedOut)
+}
+_MENDABLE: dict[Kind, type[UserError]] = {"user error": UserError, "data": DataError}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank left behind: the kind and the message of its error, and when it happened.
+
+    `consumed` is that of `NonFinite`.
+    """
+
+    kind: Kind
+    message: str
+    rank: int
+    time: float
+    consumed: int | None = None
+
+    @classmethod
+    def now(cls, kind: Kind, message: str, rank: int, consumed: int | None = None) -> Report:
+        """A report of this moment."""
+        return cls(kind, message, rank, time.time(), consumed)
+
+    def save(self, run_dir: Path) -> None:
+        """Leave it in the run folder, if that can be written at all."""
+        with contextlib.suppress(OSError, UserError):
+            write_json(_folder(run_dir) / f"rank-{self.rank}.json", asdict(self))
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "logs" / "failures"
+
+
+def save_exit_codes(run_dir: Path, codes: Mapping[int, int]) -> None:
+    """Leave how the first ranks of a machine ended: rank to exit code, negative for a signal."""
+    with contextlib.suppress(OSError, UserError):
+        write_json(_folder(run_dir) / f"exit-codes-of-{min(codes)}.json", dict(codes))
+
+
+def clear(run_dir: Path) -> None:
+    """Forget the failures of an earlier launch, half-written ones too."""
+    for path in _folder(run_dir).glob("*"):
+        path.unlink(missing_ok=True)
+
+
+def _killed_rank(run_dir: Path, by_kernel: bool) -> Report | None:
+    """A rank that a signal ended, other than those that ask for an end."""
+    for path in _folder(run_dir).glob("exit-codes-*.json"):
+        for rank, code in json.loads(path.read_text(encoding="utf-8")).items():
+            if code < 0 and -code not in STOPS:
+                return Report.now(*_signal(-code, by_kernel), int(rank))
+    return None
+
+
+def _signal(number: int, by_kernel: bool) -> tuple[Kind, str]:
+    """The kind and the message of an end by a signal."""
+    if number == signal.SIGKILL and by_kernel:
+        return "out of memory", "killed by the kernel: the machine's memory ran out"
+    return "crash", f"killed by {signal.Signals(number).name}"
+
+
+def explain(
+    run_dir: Path, exit_code: int, *, by_kernel: bool = False
+) -> TrainingFailure | UserError:
+    """The one failure behind `exit_code`, not 0, of the process that the launcher started.
+
+    `by_kernel` says that the kernel has killed processes meanwhile for want of memory.
+    A rank that was killed goes before what the others report, since their connections break before
+    anyone can see the death; otherwise the earliest report of a rank is the cause.
+    """
+    reports = [
+        Report(**json.loads(path.read_text(encoding="utf-8")))
+        for path in _folder(run_dir).glob("rank-*.json")
+    ]
+    cause = _killed_rank(run_dir, by_kernel) or min(
+        reports, key=lambda report: report.time, default=None
+    )
+    if cause is None:
+        return _explain_code(exit_code, by_kernel)
+    if cause.kind in _MENDABLE:
+        return _MENDABLE[cause.kind](cause.message)
+    failure = _TYPES[cause.kind](cause.message, cause.rank)
+    if isinstance(failure, NonFinite):
+        failure.consumed = cause.consumed
+    return failure
+
+
+def _explain_code(code: int, by_kernel: bool) -> TrainingFailure:
+    """Nobody left a report: the process died before it could, or of a signal."""
+    number = -code if code < 0 else code - 128
+    if number in STOPS:
+        return Preempted(f"{signal.Signals(number).name} came before the training had begun")
+    if code < 0:
+        kind, message = _signal(-code, by_kernel)
+        return _TYPES[kind](message)
+    return Crashed(f"exit code {code}; see the logs folder of the run")

@@ -1,0 +1,70 @@
+"""What is replaced of torchelastic, under names that it keeps to itself: all of it is here.
+
+torchrun starts ranks through `torch.distributed.elastic.multiprocessing.SubprocessContext` and
+takes no other class for it, so `install` puts `Ranks` in its place. `Ranks` overrides
+
+- `_start`, which starts the ranks: from here on a signal is passed on to them, where torchrun's own
+  handlers would raise an exception at whatever line they interrupt;
+- `_close`, which ends the ranks that remain: here the first exit codes are known and none of the
+  others has been killed yet, and how long these are waited for depends on those codes, where
+  torchrun always waits 30 s;
+
+and reads `_failures`, `envs` and `subprocess_handlers`: exit codes, ranks and processes.
+tests/infini_model/training/launch/test_launch.py fails where another torch has other names.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import ClassVar
+
+from torch.distributed.elastic import multiprocessing
+
+from infini_model.runtime.processes import STOPS
+from infini_model.training.launch.failures import EXIT_NON_FINITE, save_exit_codes
+
+# From the end of one rank to SIGKILL for the others, which may be stuck waiting for it; but where
+# all end for the same reason, they may have a checkpoint or a report to write.
+DEATH_SECONDS = 5
+SAVE_SECONDS = 50
+TOGETHER = frozenset({EXIT_NON_FINITE, *(128 + number for number in STOPS)})
+
+
+class Ranks(multiprocessing.SubprocessContext):
+    """The processes of torchrun's ranks, and how they come to their end."""
+
+    run_dir: ClassVar[Path]
+    stopped_by: ClassVar[int | None] = None
+    _patience: int | None = None
+
+    def _start(self) -> None:
+        for number in STOPS:
+            signal.signal(number, self._pass_on)
+        super()._start()  # type: ignore[no-untyped-call]
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        Ranks.stopped_by = number
+        if not self.subprocess_handlers:
+            # Some are being started and have nothing to save; they die with this process.
+            os._exit(128 + number)
+        for handler in self.subprocess_handlers.values():
+            handler.proc.send_signal(signal.SIGTERM)
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:  # noqa: ARG002
+        """End those that still run, as torchrun asks when the first has failed, and again later."""
+        if self._patience is None:
+            codes = {int(self.envs[i]["RANK"]): end.exitcode for i, end in self._failures.items()}
+            if codes:
+                save_exit_codes(self.run_dir, codes)
+            together = bool(codes) and TOGETHER.issuperset(codes.values())
+            self._patience = SAVE_SECONDS if together else DEATH_SECONDS
+        super()._close(death_sig, self._patience)
+
+
+def install(run_dir: Path) -> None:
+    """Let torchrun start its ranks as `Ranks`, which leave their exit codes in `run_dir`."""
+    Ranks.run_dir = run_dir
+    multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""Several processes training one model: groups, and sharded parameters."""

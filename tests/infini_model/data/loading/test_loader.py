@@ -1,0 +1,199 @@
+"""The order of the windows is two integers, and the same for any number of processes."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from corpora import build, files_config, write_files
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infini_model.config import PackingConfig
+from infini_model.data.loading import loader as loader_module
+from infini_model.data.loading.loader import IGNORED, Loader, open_windows, validation_batches
+from infini_model.data.loading.permutation import permute
+from infini_model.runtime.errors import DataError
+
+PACKING = PackingConfig(context_length=64)
+
+
+@pytest.fixture(scope="module")
+def windows(byte_dataset):
+    return open_windows(byte_dataset, "train", PACKING, 16)
+
+
+def joined(batches):
+    return torch.cat([batch.input_ids for batch in batches])
+
+
+@given(st.integers(1, 300), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
+def test_the_order_of_an_epoch_is_a_permutation(size, seed, epoch):
+    order = permute(np.arange(size), size, seed, np.full(size, epoch))
+    assert sorted(order.tolist()) == list(range(size))
+
+
+def test_epochs_and_seeds_differ_and_windows_are_mixed():
+    size = 1000
+    orders = [
+        permute(np.arange(size), size, seed, np.full(size, epoch))
+        for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    ]
+    for order in orders:
+        assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.15
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert np.count_nonzero(orders[one] == orders[other]) < 10
+
+
+def test_the_order_never_changes():
+    # A checkpoint of today must go on with the same windows tomorrow.
+    order = permute(np.arange(10), 10, 7, np.zeros(10, np.int64))
+    assert order.tolist() == [9, 3, 2, 8, 4, 6, 7, 1, 5, 0]
+
+
+def test_an_epoch_holds_each_window_once(windows):
+    count = len(windows)
+    with Loader(windows, batch_size=1, seed=3) as loader:
+        seen = joined([next(loader)[0] for _ in range(count)])
+        again = joined([next(loader)[0] for _ in range(count)])
+    everything = windows.gather(np.arange(count)).input_ids
+    for epoch in (seen, again):
+        assert sorted(epoch.tolist()) == sorted(everything.tolist())
+    assert not torch.equal(seen, again)
+
+
+def test_resuming_at_every_position_gives_the_remaining_batches(byte_dataset):
+    few = open_windows(byte_dataset, "test", PackingConfig(context_length=1024), 16)
+    options = {"batch_size": 4, "gradient_accumulation_steps": 2, "seed": 1}
+    steps = len(few) // 8 + 3
+    with Loader(few, **options) as loader:
+        whole = [joined(batches) for batches in islice(loader, steps)]
+        assert loader.consumed == steps * 8
+    for done in range(steps):
+        with Loader(few, **options, consumed=done * 8) as loader:
+            assert torch.equal(joined(next(loader)), whole[done])
+            assert loader.consumed == (done + 1) * 8
+
+
+def test_batches_do_not_depend_on_how_many_are_gathered_at_once(windows, monkeypatch):
+    options = {"batch_size": 3, "gradient_accumulation_steps": 2, "world_size": 2, "rank": 1}
+    steps = 2 * len(windows) // 12
+    seen = []
+    for tokens in (1, 5 * 6 * 64, 1 << 20):
+        monkeypatch.setattr(loader_module, "TOKENS_AT_ONCE", tokens)
+        with Loader(windows, **options, consumed=7) as loader:
+            seen.append([batch for _ in range(steps) for batch in next(loader)])
+            assert loader.consumed == 7 + steps * 12
+    for batches in seen[1:]:
+        assert all(map(torch.equal, joined(seen[0]), joined(batches)))
+        assert all(batch.input_ids.shape == batch.labels.shape == (3, 64) for batch in batches)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2]), st.integers(0, 500))
+def test_any_number_of_processes_sees_the_same_global_batches(
+    windows, world_size, accumulation, consumed
+):
+    with Loader(windows, batch_size=24, seed=5, consumed=consumed) as loader:
+        whole = [joined(next(loader)) for _ in range(2)]
+    parts = []
+    for rank in range(world_size):
+        with Loader(
+            windows,
+            batch_size=24 // world_size // accumulation,
+            gradient_accumulation_steps=accumulation,
+            rank=rank,
+            world_size=world_size,
+            seed=5,
+            consumed=consumed,
+        ) as loader:
+            parts.append([next(loader) for _ in range(2)])
+    for step in range(2):
+        assert all(len(part[step]) == accumulation for part in parts)
+        together = torch.cat([joined(part[step]) for part in parts])
+        assert torch.equal(together, whole[step])
+
+
+def test_consumed_counts_what_was_handed_over_not_what_was_gathered(windows):
+    loader = Loader(windows, batch_size=2)
+    assert loader.consumed == 0
+    next(loader)
+    assert loader.consumed == 2
+    assert loader.wait_seconds > 0
+    loader.close()
+    loader.close()
+    assert loader.consumed == 2
+
+
+def test_too_few_tokens_for_one_batch_is_one_line(windows):
+    with pytest.raises(
+        DataError, match=r"too few tokens for one batch: .*split train has"
+    ) as caught:
+        Loader(windows, batch_size=len(windows), world_size=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_batches_are_int64_and_the_labels_are_the_next_tokens(windows):
+    batch = windows.gather(np.arange(3)).to("cpu")
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.input_ids.is_contiguous()
+    assert batch.labels.is_contiguous()
+    assert torch.equal(batch.input_ids[:, 1:], batch.labels[:, :-1])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(1, 30))
+def test_validation_covers_each_window_once_at_any_world_size(
+    byte_dataset, batch_size, world_size, max_windows
+):
+    few = open_windows(byte_dataset, "validation", PackingConfig(context_length=2048), 16)
+    ranks = [
+        list(validation_batches(few, batch_size, rank, world_size, max_windows))
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    rows = [
+        row
+        for step in zip(*ranks, strict=True)
+        for batch in step
+        for row, labels in zip(batch.input_ids, batch.labels, strict=True)
+        if not (labels == IGNORED).all()
+    ]
+    count = len(few)
+    if max_windows is not None:
+        count = min(count, max_windows)
+    assert torch.equal(torch.stack(rows), few.gather(np.arange(count)).input_ids)
+
+
+def test_a_folder_that_is_no_dataset_is_named(tmp_path, byte_dataset):
+    with pytest.raises(DataError, match="gone: is no dataset folder"):
+        open_windows(tmp_path / "gone", "train", PACKING, 16)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(DataError, match=r"other: is no complete dataset folder"):
+        open_windows(tmp_path / "other", "train", PACKING, 16)
+    with pytest.raises(DataError, match="split 'dev' is unknown"):
+        open_windows(byte_dataset, "dev", PACKING, 16)
+
+
+def test_a_split_without_documents_has_no_windows(tmp_path):
+    config = files_config(
+        write_files(tmp_path / "raw", ["one", "two"]) / "*",
+        splits={"train": 1.0, "validation": 0.0, "test": 0.0},
+    )
+    _, folder = build(config, tmp_path)
+    for mode in ("packed", "document", "aligned"):
+        packing = PackingConfig(mode=mode, context_length=2)
+        assert len(open_windows(folder, "train", packing, 2)) > 0
+        empty = open_windows(folder, "validation", packing, 2)
+        assert len(empty) == 0
+        assert list(validation_batches(empty, 2)) == []
+
+
+def test_the_numbers_of_a_batch_are_its_windows(windows):
+    options = {"batch_size": 2, "gradient_accumulation_steps": 3, "world_size": 2, "rank": 1}
+    with Loader(windows, **options, seed=5) as loader:
+        for _ in range(3):
+            batches = next(loader)
+            numbers = loader.numbers(loader.consumed - loader.global_batch)
+            for batch, part in zip(batches, numbers, strict=True):
+                assert torch.equal(batch.input_ids, windows.gather(part).input_ids)

@@ -1,0 +1,214 @@
+"""Exact ids, whoever computes them, and the text back."""
+
+import hashlib
+import json
+import logging
+import random
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from corpora import build, files_config, make_texts, write_parquet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Reference
+
+from infini_model.data.shards import dataset
+from infini_model.data.tokenizers.bpe import END_BYTES, BPETokenizer, train_tokenizer
+from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer
+from infini_model.runtime.errors import DataError, DeviceError
+
+TEXTS = make_texts(200)
+# Pieces at which patterns decide: apostrophes, digits, blanks, line ends, marks, other scripts.
+PIECES = ["'s", "'LL", "ſ", "a", "É", "ß", "1", "23", " ", "  ", "\n", "\r\n", "\t", "\u00a0", "."]
+PIECES += ["!?", "…", "日本", "🦊", "e\u0301", "\u200d", "\0", "<|end_of_text|>", "Ⅷ", "٣"]
+adversarial = st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(max_size=20)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer([TEXTS], 400)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory, trained):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    trained.save(folder)
+    return folder / "tokenizer.json"
+
+
+@given(st.lists(st.text(), max_size=5))
+def test_bytes_are_the_bytes(texts):
+    tokenizer = ByteTokenizer()
+    ids, offsets = tokenizer.encode_batch(texts)
+    assert ids.dtype == np.uint8
+    assert offsets.dtype == np.int64
+    assert ids.astype(np.uint8).tobytes() == "".join(texts).encode()
+    for index, text in enumerate(texts):
+        row = ids[offsets[index] : offsets[index + 1]]
+        assert tokenizer.same_ids(text.encode(), row)
+        assert tokenizer.decode([*row, tokenizer.eos_token_id]) == text
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_arrow_slices_are_encoded_like_lists(trained):
+    array = pa.array(["before", *TEXTS[:5], "after"]).slice(1, 5)
+    for tokenizer in (ByteTokenizer(), trained, trained.reference()):
+        for one, other in zip(
+            tokenizer.encode_batch(array), tokenizer.encode_batch(TEXTS[:5]), strict=True
+        ):
+            assert np.array_equal(one, other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(adversarial, max_size=5))
+def test_ids_are_those_of_tokenizers(tokenizer_file, texts):
+    tokenizer = load_tokenizer(str(tokenizer_file))
+    expected = [
+        Reference.from_file(str(tokenizer_file)).encode(text, add_special_tokens=False).ids
+        for text in texts
+    ]
+    for implementation in (tokenizer, tokenizer.reference()):
+        ids, offsets = implementation.encode_batch(texts)
+        assert np.split(ids, offsets[1:])[: len(texts)] == [pytest.approx(row) for row in expected]
+    for text, row in zip(texts, expected, strict=True):
+        assert tokenizer.decode([*row, tokenizer.eos_token_id]) == text
+
+
+def test_training_depends_on_the_documents_alone(trained):
+    shuffled = TEXTS.copy()
+    random.Random(1).shuffle(shuffled)
+    again = train_tokenizer([shuffled[:50], pa.array(shuffled[50:])], 400)
+    assert again.fingerprint == trained.fingerprint
+    assert trained.vocab_size == 400
+    assert train_tokenizer([TEXTS], 300).fingerprint != trained.fingerprint
+    assert trained.decode(trained.encode_batch(["naïve 日本"]).ids) == "naïve 日本"
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused():
+    with pytest.raises(DataError, match="vocab_size: got 200: takes 257 or more"):
+        train_tokenizer([TEXTS], 200)
+
+
+def test_a_file_keeps_its_fingerprint_wherever_it_lies(tokenizer_file, tmp_path, trained):
+    (tmp_path / "renamed.json").write_text(tokenizer_file.read_text())
+    for spec in (tokenizer_file, tokenizer_file.parent, tmp_path / "renamed.json"):
+        assert load_tokenizer(str(spec)).fingerprint == trained.fingerprint
+
+
+def test_cutting_and_padding_in_the_file_are_undone(tokenizer_file, tmp_path, trained):
+    reference = Reference.from_file(str(tokenizer_file))
+    reference.enable_truncation(3)
+    reference.enable_padding(length=50)
+    reference.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.fingerprint == trained.fingerprint
+    for one in (tokenizer, tokenizer.reference()):
+        assert np.array_equal(one.encode_batch(TEXTS[:3]).ids, trained.encode_batch(TEXTS[:3]).ids)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b"{}", "is no tokenizer.json"), (b"no json", "is no tokenizer.json"), (b"\xff", "not UTF-8")],
+)
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content, complaint):
+    path = tmp_path / "broken.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"broken\.json: .*{complaint}") as caught:
+        load_tokenizer(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    for spec in (str(tmp_path / "gone.json"), "gone.json", "./gone"):
+        with pytest.raises(DataError, match=r"gone.*: there is no such tokenizer file"):
+            load_tokenizer(spec)
+
+
+def test_a_tokenizer_without_end_of_text_is_named(tokenizer_file, tmp_path):
+    tree = json.loads(tokenizer_file.read_text().replace("<|end_of_text|>", "<|stop|>"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"has no end-of-text token; .* <\|end_of_text\|> "):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(
+        tokenizer_file.read_text().replace("<|end_of_text|>", "</s>")
+    )
+    assert load_tokenizer(str(tmp_path)).eos_token_id == 0
+
+
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(DeviceError, match=r"data\.device: got 'cuda:99'"):
+        load_tokenizer("bytes", "cuda:99")
+
+
+def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(
+    tmp_path, tokenizer_file, caplog, monkeypatch
+):
+    gigatoken = pytest.importorskip("gigatoken")
+    text = tokenizer_file.read_text()
+    other = train_tokenizer([["something else entirely"] * 9], 280)
+    other.save(tmp_path)
+    wrong = BPETokenizer("x", text, fast=gigatoken.Tokenizer(str(tmp_path / "tokenizer.json")))
+    assert not wrong.same_ids(TEXTS[0].encode(), wrong.encode_batch(TEXTS[:1]).ids)
+
+    raw = write_parquet(tmp_path / "a.parquet", TEXTS[:50])
+    config = files_config(raw, batch_size=7)
+    made = []
+    for tokenizer in (wrong, BPETokenizer("x", text)):
+        monkeypatch.setattr(dataset, "corpus_tokenizer", lambda *_, it=tokenizer: it)
+        with caplog.at_level(logging.WARNING):
+            made.append(build(config, tmp_path / str(len(made)))[0])
+    assert caplog.text.count("the fast way and tokenizers disagree") == 1
+    assert made[0].splits == made[1].splits
+
+
+@pytest.mark.parametrize("place", ["start", "end"])
+def test_a_long_document_is_compared_at_both_ends(trained, place):
+    text = "".join(TEXTS) * 2
+    assert len(text) > 4 * END_BYTES
+    ids = trained.reference().encode_batch([text]).ids.copy()
+    assert trained.same_ids(text.encode(), ids)
+    assert not trained.same_ids(text.encode(), ids[:-1])
+    assert not trained.same_ids(text.encode(), ids[1:])
+    ids[2 if place == "start" else -2] += 1
+    assert not trained.same_ids(text.encode(), ids)
+
+
+def test_a_text_whose_ends_cannot_tell_is_compared_as_a_whole():
+    eights = train_tokenizer([["aaaaaaaa"] * 9], 260)
+    # What is left over in the end is another remainder than that of the last characters alone.
+    text = "a" * (4 * END_BYTES + 3)
+    whole = eights.reference().encode_batch([text]).ids
+    assert len(whole) < len(text) / 7
+    assert eights.same_ids(text.encode(), whole)
+    assert not eights.same_ids(text.encode(), whole[:-1])
+
+
+def test_a_dataset_keeps_its_tokenizer(tmp_path, tokenizer_file):
+    raw = write_parquet(tmp_path / "a.parquet", TEXTS)
+    for spec in ("bytes", "train", str(tokenizer_file)):
+        config = files_config(raw, tokenizer={"spec": spec, "vocab_size": 300})
+        manifest, folder = build(config, tmp_path)
+        tokenizer = load_dataset_tokenizer(folder)
+        assert tokenizer.fingerprint == manifest.tokenizer.fingerprint
+        assert tokenizer.vocab_size == manifest.tokenizer.vocab_size
+    kept = folder / "tokenizer.json"
+    assert hashlib.sha256(kept.read_bytes()).digest() == (
+        hashlib.sha256(tokenizer_file.read_bytes()).digest()
+    )
+    train_tokenizer([TEXTS], 290).save(folder)
+    with pytest.raises(DataError, match=r"tokenizer\.json: is not the tokenizer of its manifest"):
+        load_dataset_tokenizer(folder)
+    with pytest.raises(DataError, match="is no dataset folder"):
+        load_dataset_tokenizer(tmp_path / "gone")
+
+
+def test_a_trained_tokenizer_is_trained_once(tmp_path):
+    raw = write_parquet(tmp_path / "a.parquet", TEXTS)
+    config = files_config(raw, tokenizer={"spec": "train", "vocab_size": 300})
+    build(config, tmp_path)
+    (file,) = (tmp_path / "datasets" / ".tokenizers").glob("*/tokenizer.json")
+    stamp = file.stat().st_mtime_ns
+    build(config.model_copy(update={"splits": config.splits, "name": "other"}), tmp_path)
+    assert file.stat().st_mtime_ns == stamp

@@ -1,0 +1,382 @@
+"""The function against its definition, the paper's equations written out segment by segment."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from infini_model.model.attention import infini_attention, segmented_local_attention
+from infini_model.model.definition import attention_by_segment
+from infini_model.model.kernels.local_attention import local_attention, resolve_backend
+from infini_model.model.layers import rope_tables
+from infini_model.model.memory import Memory, feature_map
+from infini_model.model.rotary import rotate
+from infini_model.runtime.errors import ConfigError
+
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+BOTH = pytest.mark.parametrize("update", ["linear", "delta"])
+
+
+def draw(batch, heads, kv_heads, tokens, dim, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q = normal(batch, heads, tokens, dim)
+    k, v, keys = (normal(batch, kv_heads, tokens, dim) for _ in range(3))
+    return q, k, v, normal(heads), keys, generator
+
+
+@st.composite
+def cases(draw_one):
+    kv_heads = draw_one(st.integers(1, 2))
+    length = draw_one(st.integers(1, 5))
+    tokens = draw_one(st.integers(1, 4 * length + 2))
+    q, k, v, gate, keys, generator = draw(
+        draw_one(st.integers(1, 2)),
+        kv_heads * draw_one(st.integers(1, 3)),
+        kv_heads,
+        tokens,
+        4,
+        seed=draw_one(st.integers(0, 1000)),
+    )
+    memory = reset = rope = memory_keys = None
+    if draw_one(st.booleans()):
+        held = functional.elu(torch.randn(q.size(0), kv_heads, 7, 4, generator=generator).double())
+        memory = Memory((held + 1).mT @ held, (held + 1).sum(2))
+    if draw_one(st.booleans()):
+        shape = (q.size(0), -(-tokens // length))
+        reset = torch.rand(shape, generator=generator) < draw_one(st.sampled_from([0.2, 0.7]))
+    if draw_one(st.booleans()):
+        rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
+    if draw_one(st.booleans()):
+        memory_keys = keys
+    update = draw_one(st.sampled_from(["linear", "delta"]))
+    return (q, k, v, gate), length, rope, memory, update, reset, memory_keys
+
+
+def outputs_and_gradients(function, case, dtype):
+    """What `function` gives for a case, and the gradients of a loss over all of it."""
+    tensors, length, rope, memory, update, reset, memory_keys = case
+    leaves = [x.to(dtype).requires_grad_() for x in tensors]
+    held = None if memory is None else Memory(*(x.to(dtype).requires_grad_() for x in memory))
+    keys = None if memory_keys is None else memory_keys.to(dtype).requires_grad_()
+    out, after = function(
+        *leaves,
+        segment_length=length,
+        rope=None if rope is None else tuple(table.to(dtype) for table in rope),
+        memory=held,
+        update=update,
+        reset=reset,
+        memory_keys=keys,
+    )
+    everything = [out, *after]
+    weights = [torch.linspace(-1, 1, x.numel()).to(dtype).view_as(x) for x in everything]
+    loss = sum((x * w).sum() for x, w in zip(everything, weights, strict=True))
+    inputs = [*leaves, *(held or ()), *([] if keys is None else [keys])]
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return everything + [
+        torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True)
+    ]
+
+
+def test_rotates_as_complex_numbers_turn():
+    x, (cos, sin) = torch.randn(2, 3, 5, 8).double(), (t.double() for t in rope_tables(5, 8, 100.0))
+    turned = torch.complex(*x.chunk(2, -1)) * torch.complex(cos[:, :4], sin[:, :4])
+    torch.testing.assert_close(rotate(x, (cos, sin)), torch.cat((turned.real, turned.imag), -1))
+
+
+@given(cases())
+@settings(FEW, max_examples=60)
+def test_equals_the_paper_with_all_gradients(case):
+    exact = outputs_and_gradients(attention_by_segment, case, torch.float64)
+    for ours, theirs in zip(
+        outputs_and_gradients(infini_attention, case, torch.float64), exact, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(
+        outputs_and_gradients(infini_attention, case, torch.float32), exact, strict=True
+    ):
+        assert (ours - theirs).abs().max() < 1e-5 * (1.0 + theirs.abs().max())
+
+
+@BOTH
+def test_no_token_sees_a_later_one(update):
+    q, k, v, gate, keys, _ = draw(1, 2, 1, 14, 4)
+    base, _ = infini_attention(q, k, v, gate, segment_length=4, memory_keys=keys, update=update)
+    for t in range(14):
+        changed = [x.clone() for x in (q, k, v, keys)]
+        for x in changed:
+            x[:, :, t] += 1.0
+        q2, k2, v2, keys2 = changed
+        out, _ = infini_attention(
+            q2, k2, v2, gate, segment_length=4, memory_keys=keys2, update=update
+        )
+        assert torch.equal(out[:, :, :t], base[:, :, :t])
+        assert not torch.equal(out[:, :, t], base[:, :, t])
+
+
+@BOTH
+def test_the_last_segment_reaches_the_first(update):
+    q, k, v, gate, *_ = draw(1, 2, 2, 16, 4)
+    k.requires_grad_()
+    v.requires_grad_()
+    out, _ = infini_attention(q, k, v, gate, segment_length=4, update=update)
+    for gradient in torch.autograd.grad(out[:, :, -4:].sum() + out[:, :, -1].pow(2).sum(), (k, v)):
+        assert (gradient[:, :, :4].abs().amax(-1) > 1e-6).all()
+
+
+@BOTH
+@given(st.integers(0, 1000), st.lists(st.integers(1, 3), min_size=2, max_size=4))
+@FEW
+def test_in_pieces_with_the_memory_carried(update, seed, pieces):
+    q, k, v, gate, *_ = draw(2, 4, 2, 3 * sum(pieces), 4, seed)
+    whole, after = infini_attention(q, k, v, gate, segment_length=3, update=update)
+    memory, parts, start = None, [], 0
+    for count in pieces:
+        piece = (x[:, :, start : start + 3 * count] for x in (q, k, v))
+        out, memory = infini_attention(*piece, gate, segment_length=3, memory=memory, update=update)
+        parts.append(out)
+        start += 3 * count
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(memory, after, rtol=1e-10, atol=1e-10)
+
+
+def test_one_segment_is_local_attention_exactly():
+    q, k, v, gate, *_ = draw(2, 4, 2, 8, 4, dtype=torch.float32)
+    out, _ = infini_attention(q, k, v, gate, segment_length=8)
+    assert torch.equal(out, local_attention(q, k, v))
+    longer, _ = infini_attention(q, k, v, gate, segment_length=20)
+    assert torch.equal(out, longer)
+
+
+@BOTH
+def test_what_follows_a_reset_is_as_if_alone(update):
+    q, k, v, gate, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
+    k[:, :, :12] = float("inf")  # what precedes may be anything
+    v[:, :, :12] = float("nan")
+    reset = torch.zeros(2, 6, dtype=torch.bool)
+    reset[:, 3] = True
+    out, memory = infini_attention(q, k, v, gate, segment_length=4, reset=reset, update=update)
+    alone, memory_alone = infini_attention(
+        *(x[:, :, 12:] for x in (q, k, v)), gate, segment_length=4, update=update
+    )
+    torch.testing.assert_close(out[:, :, 12:], alone)
+    torch.testing.assert_close(memory, memory_alone)
+
+
+@BOTH
+def test_many_segments_with_resets(update):
+    q, k, v, gate, _, generator = draw(2, 1, 1, 600, 2, dtype=torch.float32)
+    reset = torch.rand(2, 600, generator=generator) < 0.01
+    out, _ = infini_attention(q, k, v, gate, segment_length=1, reset=reset, update=update)
+    doubles = (x.double() for x in (q, k, v, gate))
+    exact, _ = attention_by_segment(*doubles, segment_length=1, reset=reset, update=update)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# Both at 1e4 would make scores of 1e8, whose rounding alone is beyond any softmax in float32.
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        (0.0, 1e4),
+        (0.0, -1e4),
+        (1e4, 0.0),
+        (-1e4, 0.0),
+        (300.0, -300.0),
+        (-300.0, -300.0),
+        (-50.0, -50.0),
+        (-1e4, -50.0),
+        (-50.0, -30.0),
+        (-20.0, -20.0),
+        (-22.0, -20.0),
+        (-18.0, -20.0),
+    ],
+)
+def test_finite_whatever_the_magnitude(dtype, key, query, update):
+    q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=dtype)
+    leaves = [(x + shift).requires_grad_() for x, shift in ((q, query), (k, key), (v, 0))]
+    out, memory = infini_attention(*leaves, gate, segment_length=4, update=update)
+    assert out.dtype == dtype
+    assert {x.dtype for x in memory} == {torch.float32}
+    gradients = torch.autograd.grad(out.float().sum(), leaves)
+    assert all(x.isfinite().all() for x in (out, *memory, *gradients))
+
+
+@BOTH
+def test_autocast_keeps_the_memory_exact(update):
+    q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=torch.bfloat16)
+    plain = infini_attention(q, k, v, gate, segment_length=4, update=update)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = infini_attention(q, k, v, gate, segment_length=4, update=update)
+    torch.testing.assert_close(under, plain, rtol=0, atol=0)
+
+
+def test_delta_overwrites_what_linear_adds_to():
+    keys = 20.0 * torch.eye(4).sub(0.5)[None, None]  # σ of it is nearly a multiple of one axis
+    first, second = torch.randn(2, 1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    k, v = torch.cat((keys, keys, keys), 2), torch.cat((first, second, second), 2)
+    always = torch.full((1,), 100.0)
+    read = {}
+    for update in ("linear", "delta"):
+        out, _ = infini_attention(k, k, v, always, segment_length=4, update=update)
+        read[update] = out[:, :, 8:]
+    torch.testing.assert_close(read["linear"], (first + second) / 2, rtol=0, atol=1e-3)
+    torch.testing.assert_close(2 * read["delta"], second, rtol=0, atol=2e-3)
+
+
+def test_delta_grows_by_no_more_than_is_added_where_the_papers_rule_explodes():
+    generator = torch.Generator().manual_seed(0)
+    memory, paper, bound = Memory(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)), None, 0.0
+    memory = Memory(*(x.double() for x in memory))
+    for length in (1, 8, 64, 512, 4096):
+        k, v = (torch.randn(1, 1, length, 4, generator=generator).double() for _ in range(2))
+        before = memory.kv[0, 0]
+        _, memory = infini_attention(
+            k, k, v, k.new_zeros(1), segment_length=length, memory=memory, update="delta"
+        )
+        sigma = functional.elu(k[0, 0]) + 1
+        added = torch.linalg.matrix_norm(sigma.T @ v[0, 0], 2)
+        after = torch.linalg.matrix_norm(memory.kv[0, 0], 2)
+        assert after <= torch.linalg.matrix_norm(before, 2) + added
+        bound += added
+        m, z = paper or (torch.zeros(4, 4).double(), sigma[0])
+        m = m + sigma.T @ (v[0, 0] - sigma @ m / (sigma @ z)[:, None])
+        paper = m, z + sigma.sum(0)
+    assert torch.linalg.matrix_norm(paper[0], 2) > 3 * bound
+
+
+def test_delta_is_the_papers_where_the_memory_outweighs_the_segment():
+    q, k, v, gate, *_ = draw(1, 1, 1, 6, 4)
+    held = Memory(torch.linspace(-1, 1, 16).double().view(1, 1, 4, 4), q.new_full((1, 1, 4), 99.0))
+    _, after = infini_attention(q, k, v, gate, segment_length=3, memory=held, update="delta")
+    m, z = held.kv[0, 0], held.norm[0, 0]
+    for here in (slice(0, 3), slice(3, 6)):
+        sigma = functional.elu(k[0, 0, here]) + 1
+        m = m + sigma.T @ (v[0, 0, here] - sigma @ m / (sigma @ z)[:, None])
+        z = z + sigma.sum(0)
+    torch.testing.assert_close(after.kv[0, 0], m, rtol=1e-12, atol=1e-12)
+
+
+def test_feature_map_keeps_its_digits_and_its_slope():
+    x = torch.tensor([-30.0, -1.0, 0.0, 2.0], requires_grad=True)
+    y = feature_map(x)
+    expected = [math.exp(-30), math.exp(-1), 1.0, 3.0]
+    torch.testing.assert_close(y.double(), torch.tensor(expected).double(), rtol=1e-6, atol=0)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(slope, torch.tensor([*expected[:3], 1.0]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["math", "flash", "tiled"])
+def test_backends_agree(backend):
+    q, k, v, gate, *_ = draw(1, 4, 2, 16, 8, dtype=torch.float32)
+    ours, _ = infini_attention(q, k, v, gate, segment_length=4, backend=backend)
+    auto, _ = infini_attention(q, k, v, gate, segment_length=4)
+    torch.testing.assert_close(ours, auto)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "kernel"),
+    [
+        (torch.float32, 128, "auto"),
+        (torch.float32, 129, "tiled"),
+        (torch.float64, 2048, "tiled"),
+        (torch.bfloat16, 2048, "auto"),
+    ],
+)
+def test_auto_on_a_cpu(dtype, length, kernel):
+    assert resolve_backend("auto", torch.device("cpu"), dtype, 64, length) == kernel
+
+
+@pytest.mark.parametrize("update", ["linear", "delta"])
+def test_a_million_tokens_drift_less_than_a_thousandth(update):
+    length, piece, pieces = 64, 1 << 15, 32
+    generator = torch.Generator().manual_seed(0)
+    gate, memory, exact = torch.zeros(2), None, None
+    for _ in range(pieces):
+        q, k, v = (torch.randn(1, 2, piece, 4, generator=generator) for _ in range(3))
+        out, memory = infini_attention(
+            q, k, v, gate, segment_length=length, memory=memory, update=update
+        )
+        wide = (x.double() for x in (q, k, v, gate))
+        expected, exact = infini_attention(
+            *wide, segment_length=length, memory=exact, update=update
+        )
+        assert (out - expected).abs().max() < 1e-3 * expected.abs().max()
+        assert (memory.kv - exact.kv).abs().max() < 1e-3 * exact.kv.abs().max()
+    assert piece * pieces >= 1_000_000
+
+
+@BOTH
+def test_compiles_without_a_graph_break(update):
+    q, k, v, gate, keys, _ = draw(1, 2, 1, 16, 4, dtype=torch.float32)
+    reset = torch.tensor([[True, False, True, False]])
+
+    def function(q, k, v, gate, keys, reset):
+        return infini_attention(
+            q, k, v, gate, segment_length=4, memory_keys=keys, reset=reset, update=update
+        )
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    inputs = (q, k, v, gate, keys, reset)
+    torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+Q, K, V, GATE = draw(2, 4, 2, 6, 8, dtype=torch.float32)[:4]
+EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (ValueError, "q: expected 4 dimensions", {"q": Q[0]}),
+        (ValueError, "k: expected a number of heads that divides q's 4, got 3", {"k": Q[:, :3]}),
+        (ValueError, r"k: expected shape \[2, 2, 6, 8\], got \[2, 2, 5, 8\]", {"k": K[:, :, :5]}),
+        (ValueError, r"v: expected shape \[2, 2, 6, 8\], got \[2, 2, 6, 4\]", {"v": V[..., :4]}),
+        (TypeError, "v: expected dtype torch.float32, got torch.float16", {"v": V.half()}),
+        (TypeError, "q: expected a floating-point dtype, got torch.int64", {"q": Q.long()}),
+        (ValueError, "v: expected device cpu as q, got meta", {"v": V.to("meta")}),
+        (ValueError, r"gate: expected shape \[4\], got \[2\]", {"gate": GATE[:2]}),
+        (ValueError, "memory_keys: expected shape", {"memory_keys": K[..., :2]}),
+        (ValueError, "segment_length: expected at least 1, got 0", {"segment_length": 0}),
+        (ValueError, "update: expected one of linear, delta, got 'none'", {"update": "none"}),
+        (ValueError, "rope cos: expected shape", {"rope": rope_tables(3, 8, 1e4)}),
+        (
+            ValueError,
+            r"memory.kv: expected shape \[2, 2, 8, 8\], got \[2, 4, 8, 8\]",
+            {"memory": Memory(torch.zeros(2, 4, 8, 8), torch.zeros(2, 4, 8))},
+        ),
+        (
+            TypeError,
+            "memory.kv: expected dtype torch.float32, got torch.bfloat16",
+            {"memory": Memory(*(x.bfloat16() for x in EMPTY))},
+        ),
+        (ValueError, r"reset: expected shape \[2, 2\]", {"reset": torch.zeros(2, 3).bool()}),
+        (TypeError, "reset: expected dtype torch.bool", {"reset": torch.zeros(2, 2)}),
+        (ConfigError, "attention_backend: got 'cudnn': on cpu it takes", {"backend": "cudnn"}),
+        (ConfigError, "attention_backend: got 'best'", {"backend": "best"}),
+        (
+            ConfigError,
+            "got 'tiled': it takes float32 or float64, not torch.float16",
+            {"backend": "tiled", "q": Q.half(), "k": K.half(), "v": V.half()},
+        ),
+    ],
+)
+def test_bad_input_is_named(error, message, change):
+    arguments = {"q": Q, "k": K, "v": V, "gate": GATE, "segment_length": 4} | change
+    with pytest.raises(error, match=message):
+        infini_attention(**arguments)
+
+
+def test_without_memory_each_segment_is_by_itself():
+    q, k, v, *_ = draw(2, 4, 2, 10, 4, dtype=torch.float32)
+    out = segmented_local_attention(q, k, v, segment_length=4)
+    for start in (0, 4, 8):
+        piece = (x[:, :, start : start + 4] for x in (q, k, v))
+        torch.testing.assert_close(out[:, :, start : start + 4], local_attention(*piece))

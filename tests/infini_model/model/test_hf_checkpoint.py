@@ -1,0 +1,338 @@
+"""Folders in and out, judged by `transformers` and by what is done to them."""
+
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from infini_model.config import ModelConfig
+from infini_model.model.hf_checkpoint import read_config, write_checkpoint
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import CheckpointError
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+TOKENS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def theirs(**changes):
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 24,
+        "rope_theta": 5000.0,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
+
+
+def ours(**changes):
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "segment_length": 24,
+        "rope_theta": 5000.0,
+        "initializer_range": 0.2,
+    }
+    return InfiniLlama(ModelConfig(**(fields | changes)))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits.float()
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    tree = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in tree.items() if v != "drop"}))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard):
+    llama = theirs(tie_word_embeddings=tie)
+    llama.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() is (shard == "20KB")
+    model = InfiniLlama.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}: has no gate; each starts at 0",
+        f"{tmp_path}: has no memory_key_shift; each starts at 0",
+    ]
+    assert model.config.segment_length == 24
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tie
+
+
+def test_overrides(tmp_path, caplog):
+    theirs().save_pretrained(tmp_path)
+    model = InfiniLlama.from_pretrained(
+        tmp_path, segment_length=8, memory="none", dtype=torch.bfloat16
+    )
+    assert not caplog.records
+    assert (model.config.segment_length, model.config.memory) == (8, "none")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_transformers_opens_what_ours_writes(tmp_path, tie):
+    model = ours(memory="none", tie_word_embeddings=tie)
+    model.save_pretrained(tmp_path / "model")
+    llama, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", output_loading_info=True
+    )
+    assert type(llama) is LlamaForCausalLM
+    assert not any(report.values())
+    torch.testing.assert_close(logits(llama), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_there_and_back_through_transformers(tmp_path):
+    model = ours(memory="none")
+    model.save_pretrained(tmp_path / "a")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    again = InfiniLlama.from_pretrained(tmp_path / "b")
+    assert again.config == model.config
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta"])
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("tie", [True, False])
+def test_there_and_back_with_memory(tmp_path, caplog, memory, shift, tie):
+    model = ours(segment_length=5, memory=memory, memory_key_shift=shift, tie_word_embeddings=tie)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate", "memory_key_shift")):
+            torch.nn.init.normal_(parameter)
+    folder = tmp_path / "model"
+    write_checkpoint(folder, model.config, dict(model.named_parameters()), shard_bytes=20_000)
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    model.save_pretrained(folder)  # replaces the shards
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    again = InfiniLlama.from_pretrained(folder)
+    assert again.config == model.config
+    assert torch.equal(logits(again), logits(model))
+    assert not caplog.records
+    plain = InfiniLlama.from_pretrained(folder, memory="none")
+    assert not any(name.endswith("gate") for name, _ in plain.named_parameters())
+
+
+def test_sharded_folders_come_back(tmp_path):
+    model = ours()
+    write_checkpoint(tmp_path / "m", model.config, dict(model.named_parameters()), shard_bytes=9000)
+    assert torch.equal(logits(InfiniLlama.from_pretrained(tmp_path / "m")), logits(model))
+
+
+def test_old_fields_and_frequencies_are_understood(tmp_path):
+    llama = theirs()
+    llama.save_pretrained(tmp_path)
+    edit(tmp_path, rope_parameters="drop", rope_theta=5000.0, rope_scaling=None)
+    weights = tmp_path / "model.safetensors"
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    save_file(load_file(weights) | frequencies, weights)
+    model = InfiniLlama.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+
+
+YESTERDAY = {"rope_parameters": "drop", "rope_theta": 5000.0, "rope_scaling": LLAMA3}
+
+
+@pytest.mark.parametrize("changes", [{}, YESTERDAY], ids=["today", "yesterday"])
+def test_llama3_scaling_is_read(tmp_path, changes):
+    llama = theirs(rope_parameters=LLAMA3 | {"rope_theta": 5000.0})
+    llama.save_pretrained(tmp_path)
+    edit(tmp_path, **changes)
+    model = InfiniLlama.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    # It is the scaling that makes them equal: low, middle and high frequencies all occur.
+    plain = InfiniLlama.from_pretrained(tmp_path, rope_scaling=None)
+    assert (logits(plain) - logits(llama)).abs().max() > 1e-3
+    shares = model.model.sin[1, :4].arcsin() / plain.model.sin[1, :4].arcsin()
+    assert shares[0] > 0.999
+    assert shares[3] < 0.13
+    assert ((shares > 0.13) & (shares < 0.99)).any()
+
+
+@pytest.mark.parametrize("dropped", [("rope_parameters",), ("rope_scaling", "rope_theta")])
+def test_llama3_scaling_is_written(tmp_path, dropped):
+    """In the form of yesterday and in that of today, each enough by itself."""
+    model = ours(memory="none", rope_scaling=LLAMA3)
+    model.save_pretrained(tmp_path / "a")
+    edit(tmp_path / "a", **dict.fromkeys(dropped, "drop"))
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    torch.testing.assert_close(logits(llama), logits(model), rtol=1e-5, atol=1e-5)
+    llama.save_pretrained(tmp_path / "b")
+    again = InfiniLlama.from_pretrained(tmp_path / "b")
+    assert again.config == model.config
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("head_dim", [4, 16])
+def test_heads_of_another_width_than_their_share(tmp_path, head_dim):
+    llama = theirs(head_dim=head_dim)
+    llama.save_pretrained(tmp_path / "a")
+    model = InfiniLlama.from_pretrained(tmp_path / "a", memory="none")
+    assert model.config.head_dim == head_dim
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "b")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    torch.testing.assert_close(logits(back), logits(llama), rtol=1e-5, atol=1e-5)
+
+
+def test_fields_left_out_are_hugging_faces(tmp_path):
+    """The norm's epsilon weighs only where activations are small, so these are."""
+    theirs(initializer_range=1e-3).save_pretrained(tmp_path)
+    left_out = ("rms_norm_eps", "head_dim", "initializer_range", "tie_word_embeddings")
+    edit(tmp_path, **dict.fromkeys(left_out, "drop"))
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = InfiniLlama.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-7)
+
+
+def test_bf16_stays_bf16(tmp_path):
+    model = ours(memory="none").bfloat16()
+    tensors = dict(model.named_parameters())
+    for folder, size in (("whole", 1 << 30), ("shards", 9000)):
+        write_checkpoint(tmp_path / folder, model.config, tensors, shard_bytes=size)
+        files = sorted((tmp_path / folder).glob("*.safetensors"))
+        assert (len(files) > 1) is (folder == "shards")
+        assert {t.dtype for file in files for t in load_file(file).values()} == {torch.bfloat16}
+        llama = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        again = InfiniLlama.from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
+        for name, parameter in llama.named_parameters():
+            assert parameter.dtype == torch.bfloat16
+            assert torch.equal(parameter, tensors[name])
+            assert torch.equal(again.get_parameter(name), tensors[name])
+    wide = InfiniLlama.from_pretrained(tmp_path / "shards")
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+    assert torch.equal(wide.lm_head.weight.bfloat16(), model.lm_head.weight)
+
+
+def test_reads_the_bf16_that_transformers_writes(tmp_path):
+    theirs().bfloat16().save_pretrained(tmp_path, max_shard_size="10KB")
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = InfiniLlama.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+
+
+def test_other_files_are_not_swept_away(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds notes\.txt, which would be lost"):
+        ours().save_pretrained(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', needs 'llama'"),
+        ({"hidden_size": "drop"}, "hidden_size is missing"),
+        ({"hidden_size": -1}, "hidden_size: Input should be greater than 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
+        ({"head_dim": 7}, "head_dim must be even for the rotary embedding, not 7"),
+        ({"attention_bias": True}, "attention_bias is True, only False"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling of type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+        ({"rope_scaling": "twice"}, "rope_parameters holds 'twice', needs a mapping"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_scaling\.factor: Field required"),
+        (
+            {"rope_scaling": LLAMA3 | {"partial_rotary_factor": 0.5}},
+            r"rope_scaling\.partial_rotary_factor: Extra inputs are not permitted",
+        ),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor 4 must be below"),
+        ({"infini_attention": {"segment_length": 0}}, "segment_length: Input should be greater"),
+        ({"infini_attention": 3}, "infini_attention holds 3, needs a mapping"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_named(tmp_path, changes, message):
+    ours().save_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path / "m", {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight is missing"),
+        (
+            lambda t: t.pop("model.layers.1.self_attn.gate"),
+            r"tensor model\.layers\.1\.self_attn\.gate is missing",
+        ),
+        (lambda t: t.update(extra=torch.zeros(1)), "tensor extra is not of this model"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(31)}),
+            r"tensor model\.norm\.weight: expected shape \[32\], got \[31\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
+            r"tensor model\.norm\.weight: expected dtype F64, F32, F16, BF16, got I8",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.float8_e4m3fn)}),
+            r"tensor model\.norm\.weight: expected dtype F64, F32, F16, BF16, got F8_E4M3",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
+    ours().save_pretrained(tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(weights)
+    change(tensors)
+    save_file(tensors, weights)
+    with pytest.raises(CheckpointError, match=message):
+        InfiniLlama.from_pretrained(tmp_path / "m")
+
+
+def test_damage_is_named(tmp_path):
+    folder = tmp_path / "m"
+    with pytest.raises(CheckpointError, match=r"m/config\.json: there is no such file"):
+        InfiniLlama.from_pretrained(folder)
+    ours().save_pretrained(folder)
+    with pytest.raises(CheckpointError, match="segment_length: Input should be a valid integer"):
+        InfiniLlama.from_pretrained(folder, segment_length="long")
+    with pytest.raises(CheckpointError, match="segments: Extra inputs are not permitted"):
+        InfiniLlama.from_pretrained(folder, segments=1)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[:1000], whole[:-8], b"", b"\x80\x04pickle" * 9):
+        weights.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: is no readable") as caught:
+            InfiniLlama.from_pretrained(folder)
+        assert "\n" not in str(caught.value)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: there is no such file"):
+        InfiniLlama.from_pretrained(folder)
+    index = folder / "model.safetensors.index.json"
+    for tree, message in (
+        ({}, "weight_map is missing"),
+        ({"weight_map": {"a": "../a.safetensors"}}, "is no plain file name"),
+        ({"weight_map": {"a": "b.safetensors"}}, r"b\.safetensors: there is no such file"),
+    ):
+        index.write_text(json.dumps(tree))
+        with pytest.raises(CheckpointError, match=message):
+            InfiniLlama.from_pretrained(folder)
+    for text, message in (("{", "is no JSON"), ("[]", "holds list, needs a mapping")):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            InfiniLlama.from_pretrained(folder)

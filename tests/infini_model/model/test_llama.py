@@ -1,0 +1,402 @@
+"""The model: what one pass, pieces of it and single tokens give must be the same."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from infini_model.config import ModelConfig
+from infini_model.model import loss as loss_module
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import ConfigError
+
+FEW = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+def config(**changes):
+    fields = {
+        "vocab_size": 17,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+        "segment_length": 4,
+        "initializer_range": 0.3,
+    }
+    return ModelConfig(**(fields | changes))
+
+
+def build(seed=0, dtype=torch.float64, **changes):
+    """A small model whose gates and key shifts are drawn as well."""
+    torch.manual_seed(seed)
+    model = InfiniLlama(config(**changes)).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate", "memory_key_shift")):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def ids(batch, tokens, seed=0):
+    return torch.randint(17, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours, theirs, tolerance=1e-10):
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_parameters_are_llamas_and_the_memorys():
+    names = dict(build().named_parameters())
+    own = {name for name in names if name.endswith(("gate", "memory_key_shift"))}
+    attention = "model.layers.1.self_attn."
+    assert {attention + "gate", attention + "memory_key_shift"} <= own
+    assert len(own) == 4
+    assert names[attention + "gate"].shape == (4,)
+    assert names[attention + "memory_key_shift"].shape == (2,)
+    plain = dict(build(memory="none").named_parameters())
+    assert set(plain) == set(names) - own
+
+
+def test_gates_start_in_the_middle_and_keys_half_way():
+    model = InfiniLlama(config())
+    assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
+    assert model.get_parameter("model.layers.0.self_attn.memory_key_shift").tolist() == [0.5, 0.5]
+    assert InfiniLlama(config(memory="none")).gate_statistics() == []
+
+
+@given(
+    st.integers(0, 100),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from(["linear", "delta", "none"]),
+    st.booleans(),
+)
+@FEW
+def test_one_pass_is_any_pieces(seed, pieces, memory, shift):
+    model = build(seed, memory=memory, memory_key_shift=shift)
+    tokens = ids(2, sum(pieces), seed)
+    with torch.no_grad():
+        whole = model(tokens)
+        state, parts = None, []
+        for piece in tokens.split(pieces, dim=1):
+            out = model(piece, memory=state)
+            state = out.memory
+            parts.append(out.logits)
+        close(torch.cat(parts, 1), whole.logits)
+        # The state must be worth the same too: what comes next is equal.
+        after = ids(2, 6, seed + 1)
+        close(model(after, memory=state).logits, model(after, memory=whole.memory).logits)
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+@pytest.mark.parametrize("shift", [True, False])
+def test_one_pass_is_token_by_token(memory, shift):
+    model = build(memory=memory, memory_key_shift=shift)
+    tokens = ids(2, 14)
+    with torch.no_grad():
+        state = model.empty_state(2)
+        sizes = {x.shape for x in state.layers[0].memory} | {state.layers[0].keys.shape}
+        hidden = []
+        for t in range(14):
+            out, state = model.advance(tokens[:, t : t + 1], state)
+            hidden.append(out)
+            layer = state.layers[0]
+            assert {x.shape for x in layer.memory} | {layer.keys.shape} == sizes
+        close(model.lm_head(torch.cat(hidden, 1)), model(tokens).logits)
+    assert state.position.tolist() == [14, 14]
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+def test_an_empty_state_is_no_state(memory):
+    """Also for the one row of two that begins while the other goes on."""
+    model = build(memory=memory)
+    tokens, after = ids(2, 10), ids(2, 6, seed=1)
+    with torch.no_grad():
+        fresh = model(tokens)
+        begun = model(tokens, memory=model.empty_state(2))
+        close(begun.logits, fresh.logits)
+        close(model(after, memory=begun.memory).logits, model(after, memory=fresh.memory).logits)
+        _, state = model.advance(tokens[:, :4], model.empty_state(2), torch.tensor([4, 0]))
+        mixed = model(tokens, memory=state).logits
+        close(mixed[0], model(torch.cat((tokens[:1, :4], tokens[:1]), 1)).logits[0, 4:])
+        close(mixed[1], fresh.logits[1])
+
+
+def test_rows_may_stand_at_different_places():
+    model = build()
+    tokens, counts = ids(3, 4), torch.tensor([4, 1, 0])
+    with torch.no_grad():
+        _, state = model.advance(tokens, model.empty_state(3), counts)
+        assert state.position.tolist() == [4, 1, 0]
+        hidden, _ = model.advance(tokens[:, :3], state)
+        for row, count in enumerate(counts.tolist()):
+            alone = torch.cat((tokens[row, :count], tokens[row, :3]))[None]
+            close(model.lm_head(hidden[row]), model(alone).logits[0, -3:])
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+@pytest.mark.parametrize("begun", [0, 2, 4, 6])
+def test_a_state_may_be_continued_twice(memory, begun):
+    """From anywhere in a segment, both ways by turns: neither sees what the other took in."""
+    model, ways = build(memory=memory), (ids(2, 7, seed=1), ids(2, 7, seed=2))
+    with torch.no_grad():
+        state = model.empty_state(2)
+        for t in range(begun):
+            _, state = model.advance(ids(2, begun)[:, t : t + 1], state)
+        expected = [model(way, memory=state).logits for way in ways]
+        states, found = [state, state], ([], [])
+        for t in range(7):
+            for way, tokens in enumerate(ways):
+                hidden, states[way] = model.advance(tokens[:, t : t + 1], states[way])
+                found[way].append(model.lm_head(hidden))
+        close([torch.cat(parts, 1) for parts in found], expected)
+        assert torch.equal(model(ways[0], memory=state).logits, expected[0])
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+def test_in_place_is_the_same_without_a_copy(memory):
+    model, tokens = build(memory=memory), ids(3, 11)
+    with torch.no_grad():
+        copied, spent = model.empty_state(3), model.empty_state(3)
+        held = [layer.keys.data_ptr() for layer in spent.layers]
+        for counts in ([3, 0, 2], [1, 3, 2], [4, 1, 1], [0, 2, 3]):
+            counts = torch.tensor(counts)
+            expected, copied = model.advance(tokens[:, :4], copied, counts)
+            hidden, spent = model.advance(tokens[:, :4], spent, counts, in_place=True)
+            real = torch.arange(4) < counts[:, None]
+            assert torch.equal(hidden[real], expected[real])
+        assert [layer.keys.data_ptr() for layer in spent.layers] == held
+        assert copied.layers[0].keys.data_ptr() not in held
+        after = [model(tokens, memory=state).logits for state in (copied, spent)]
+        assert torch.equal(*after)
+
+
+def test_a_state_keeps_nothing_but_itself():
+    """However long the sequence before it: no view holds all of it."""
+    model, sizes = build(), []
+    for length in (7, 4 * 16 + 3):
+        with torch.no_grad():
+            layers = model(ids(2, length)).memory.layers
+        tensors = [x for layer in layers for x in (*layer.memory, *vars(layer).values())]
+        sizes.append(sum(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x)))
+    assert sizes[0] == sizes[1]
+
+
+def test_causal_around_every_border():
+    model = build()
+    tokens = ids(1, 13)
+    with torch.no_grad():
+        base = model(tokens).logits
+        for t in range(13):
+            changed = tokens.clone()
+            changed[0, t] = (changed[0, t] + 1) % 17
+            logits = model(changed).logits
+            assert torch.equal(logits[:, :t], base[:, :t])
+            assert not torch.equal(logits[:, t:], base[:, t:])
+
+
+def test_the_memory_is_what_reaches_across_segments():
+    tokens = ids(1, 12)
+    changed = tokens.clone()
+    changed[0, 0] = (changed[0, 0] + 1) % 17
+    for memory, reaches in (("linear", True), ("none", False)):
+        model = build(memory=memory)
+        with torch.no_grad():
+            difference = (model(tokens).logits - model(changed).logits).abs()[:, 4:]
+        assert bool(difference.max() > 0) is reaches
+
+
+def test_without_memory_each_segment_is_by_itself():
+    model = build(memory="none")
+    tokens = ids(2, 10)
+    with torch.no_grad():
+        alone = torch.cat([model(piece).logits for piece in tokens.split(4, 1)], 1)
+        close(model(tokens).logits, alone)
+
+
+def test_a_reset_forgets_all_that_precedes():
+    model = build()
+    tokens = ids(2, 16)
+    reset = torch.tensor([[False, False, True, False], [True, False, False, True]])
+    with torch.no_grad():
+        logits = model(tokens, reset=reset).logits
+        close(logits[0, 8:], model(tokens[:1, 8:]).logits[0])
+        close(logits[1, 12:], model(tokens[1:, 12:]).logits[0])
+        before = model(ids(2, 8, seed=5)).memory
+        carried = model(tokens, memory=before, reset=reset).logits
+        close(carried[1], logits[1])
+        assert (carried[0, :8] - logits[0, :8]).abs().max() > 1e-6
+
+
+def test_labels_are_aligned_and_masked():
+    model = build()
+    tokens, labels = ids(2, 8), ids(2, 8, seed=1)
+    labels[0, :3] = -100
+    logits = model(tokens).logits
+    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    out = model(tokens, labels=labels)
+    assert out.logits is None
+    close(out.loss, expected)
+    close(model(tokens, labels=labels, reduction="sum").loss, expected * 13)
+    each = model(tokens, labels=labels, reduction="none").loss
+    assert each.shape == (2, 8)
+    assert each[0, :3].tolist() == [0, 0, 0]
+    close(each.sum(), expected * 13)
+    assert model(tokens, labels=torch.full((2, 8), -100)).loss == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("at_once", [loss_module.LOGITS_AT_ONCE, 17 * 5])
+def test_the_loss_is_that_of_the_logits(monkeypatch, tied, at_once):
+    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", at_once)
+    model, tokens, labels = build(tie_word_embeddings=tied), ids(2, 8), ids(2, 8, seed=1)
+    labels[0, 3:] = -100
+    logits = model(tokens).logits.flatten(0, 1)
+    losses = model(tokens, labels=labels).loss, functional.cross_entropy(logits, labels.flatten())
+    results = [(x, *torch.autograd.grad(x, list(model.parameters()))) for x in losses]
+    close(*results)
+
+
+def test_every_parameter_learns():
+    model = build()
+    loss = model(ids(2, 12), labels=ids(2, 12, seed=1)).loss
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+    one_segment = build()
+    one_segment(ids(2, 4), labels=ids(2, 4, seed=1)).loss.backward()
+    assert all(parameter.grad is not None for parameter in one_segment.parameters())
+
+
+def test_bf16_under_autocast_and_by_itself():
+    tokens, labels = ids(2, 12), ids(2, 12, seed=1)
+    exact = build(dtype=torch.float32, initializer_range=0.05)
+    reference = exact(tokens, labels=labels).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        out = exact(tokens, labels=labels)
+        hidden, _ = exact.advance(tokens[:, :4], exact.empty_state(2))
+    out.loss.backward()
+    assert hidden.isfinite().all()
+    assert out.memory.layers[0].memory.kv.dtype == torch.float32
+    assert all(p.grad.isfinite().all() for p in exact.parameters())
+    rounded = build(dtype=torch.bfloat16, initializer_range=0.05)(tokens, labels=labels).loss
+    for loss in (out.loss, rounded):
+        close(loss, reference, 0.02)
+
+
+def largest_allocation(run):
+    """What `run` gives back, and the bytes of the largest tensor that an operation made."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        out = run()
+    return out, max(event.self_cpu_memory_usage for event in profile.events())
+
+
+def kept_bytes(forward):
+    """What `forward` gives back, and the bytes that autograd keeps for the backward pass."""
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = forward()
+    return out, sum(storages.values())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_logits_are_never_held_whole(monkeypatch, autocast, training):
+    model = build(dtype=torch.float32, vocab_size=997, num_hidden_layers=1)
+    tokens, labels = ids(2, 256), ids(2, 256, seed=1)
+    whole, seen = 2 * 256 * 997 * 4, {}
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, kept = kept_bytes(lambda: model(tokens, labels=labels))
+        if training:
+            out.loss.backward()
+        return kept
+
+    for logits_at_once in (2 * 256 * 997, 997 * 16):
+        monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", logits_at_once)
+        with torch.set_grad_enabled(training):
+            kept, largest = largest_allocation(loss)
+        seen[logits_at_once] = largest
+        assert kept < whole
+    most, most_in_chunks = seen.values()
+    assert most == whole
+    assert most_in_chunks < whole / 10
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+@pytest.mark.parametrize("carried", [False, True])
+def test_layers_computed_again_give_the_same_bits_from_less(memory, carried):
+    model = build(memory=memory, num_hidden_layers=4)
+    tokens, labels = ids(2, 32), ids(2, 32, seed=1)
+    reset = torch.zeros(2, 8, dtype=torch.bool)
+    reset[0, 3] = reset[1, 6] = True
+    with torch.no_grad():
+        state = model(ids(2, 8, seed=2)).memory if carried else None
+    results = []
+    for again in (False, True):
+        model.model.gradient_checkpointing = again
+        out, kept = kept_bytes(lambda: model(tokens, state, labels, reset))
+        gradients = torch.autograd.grad(out.loss, list(model.parameters()), allow_unused=True)
+        results.append((out.loss, gradients, out.memory.layers[3].memory.kv, kept))
+    (*plain, plain_bytes), (*ours, our_bytes) = results
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    entering = 4 * 2 * 32 * 16 * 8  # what enters each layer is kept, too
+    assert our_bytes + entering < plain_bytes / 4
+    model.eval()
+    assert kept_bytes(lambda: model(tokens, state, labels, reset))[1] > plain_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("memory", "recomputed"),
+    [("linear", False), ("delta", False), ("none", False), ("linear", True)],
+)
+def test_compiles_without_a_graph_break(monkeypatch, memory, recomputed):
+    """Also with a loss in chunks and with layers computed again in the backward pass."""
+    model = build(dtype=torch.float32, memory=memory, num_hidden_layers=1)
+    if recomputed:
+        monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 17 * 5)
+        model.model.gradient_checkpointing = True
+    tokens, labels = ids(2, 12), ids(2, 12, seed=1)
+    reset = torch.tensor([[False, True, False], [False, False, False]])
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    losses = []
+    for run in (model, compiled):
+        loss = run(tokens, labels=labels, reset=reset).loss
+        losses.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_seed_decides_the_weights():
+    first, second, other = build(1), build(1), build(2)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_bad_input_is_named():
+    model = build()
+    with pytest.raises(ConfigError, match=r"model\.vocab_size"):
+        InfiniLlama(config(vocab_size=None))
+    with pytest.raises(ValueError, match=r"input_ids: expected \[B, T\], got \[3\]"):
+        model(ids(1, 3)[0])
+    with pytest.raises(ValueError, match=r"labels: expected shape \[1, 3\], got \[1, 2\]"):
+        model(ids(1, 3), labels=ids(1, 2))
+    with pytest.raises(ValueError, match=r"reset: expected shape \[1, 2\]"):
+        model(ids(1, 8), reset=torch.zeros(1, 3, dtype=torch.bool))
+    inside = model(ids(1, 3)).memory
+    with pytest.raises(ValueError, match="reset: expected a memory that ends on a segment border"):
+        model(ids(1, 4), memory=inside, reset=torch.zeros(1, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="memory: expected 2 rows"):
+        model(ids(2, 4), memory=inside)
+    with pytest.raises(ValueError, match="1 tokens beyond the segment"):
+        model.advance(ids(1, 2), inside)

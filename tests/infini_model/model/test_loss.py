@@ -1,0 +1,135 @@
+"""The chunked loss against PyTorch's cross entropy on the whole logits."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+
+from infini_model.model import loss as loss_module
+from infini_model.model.loss import summed_loss, token_losses
+
+ROWS, WIDTH, VOCABULARY = 23, 6, 17
+CHUNKS = pytest.mark.parametrize("rows_at_once", [1, 5, 8, ROWS])
+
+
+def inputs(dtype=torch.float64, masked=True, scale=1.0, rows=ROWS):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, WIDTH, generator=draw, dtype=dtype) * scale
+    weight = torch.randn(VOCABULARY, WIDTH, generator=draw, dtype=dtype)
+    targets = torch.randint(VOCABULARY, (rows,), generator=draw)
+    if masked:
+        targets[[0, 3, 4, 5, 6, 7, 22]] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def whole(hidden, weight, targets):
+    logits = functional.linear(hidden, weight)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return functional.cross_entropy(logits.to(exact), targets, reduction="sum")
+
+
+def loss_and_gradients(function, hidden, weight, targets, factor=1.0):
+    loss = function(hidden, weight, targets)
+    return loss, *torch.autograd.grad(loss * factor, (hidden, weight))
+
+
+def in_chunks(monkeypatch, rows):
+    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", rows * VOCABULARY)
+
+
+@CHUNKS
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_equals_the_loss_of_the_whole(monkeypatch, rows_at_once, masked, scale):
+    """Also of logits so far apart that shares underflow, and times what comes from above."""
+    in_chunks(monkeypatch, rows_at_once)
+    given = inputs(masked=masked, scale=scale)
+    ours = loss_and_gradients(summed_loss, *given, factor=-0.37)
+    theirs = loss_and_gradients(whole, *given, factor=-0.37)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    hidden, weight, targets = given
+    each = functional.cross_entropy(functional.linear(hidden, weight), targets, reduction="none")
+    torch.testing.assert_close(token_losses(*given), each, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        torch.testing.assert_close(summed_loss(*given), theirs[0], rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_are_those_of_the_loss(monkeypatch):
+    in_chunks(monkeypatch, 5)
+    hidden, weight, targets = inputs()
+    loss = partial(summed_loss, targets=targets)
+    assert torch.autograd.gradcheck(loss, (hidden, weight), check_undefined_grad=False)
+
+
+@CHUNKS
+def test_nothing_comes_of_targets_that_are_all_masked(monkeypatch, rows_at_once):
+    in_chunks(monkeypatch, rows_at_once)
+    hidden, weight, targets = inputs()
+    results = loss_and_gradients(summed_loss, hidden, weight, torch.full_like(targets, -100))
+    assert all(bool((x == 0).all()) for x in results)
+
+
+def test_what_is_masked_may_be_anything(monkeypatch):
+    """As large as it likes: it reaches no gradient."""
+    in_chunks(monkeypatch, 5)
+    hidden, weight, targets = inputs(torch.float32)
+    with torch.no_grad():
+        hidden[3] = 1e30
+    ours = loss_and_gradients(summed_loss, hidden, weight, targets)
+    assert all(bool(x.isfinite().all()) for x in ours)
+    assert bool((ours[1][3] == 0).all())
+
+
+@CHUNKS
+@pytest.mark.parametrize("autocast", [True, False])
+def test_bf16_by_autocast_and_by_itself(monkeypatch, rows_at_once, autocast):
+    """No farther from the exact gradients than the loss of the whole is, by a factor of two."""
+    in_chunks(monkeypatch, rows_at_once)
+    exact = inputs(rows=20 * ROWS)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    given = [x.detach().to(dtype).requires_grad_() for x in exact[:2]] + [exact[2]]
+    errors = []
+    for function in (summed_loss, whole):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = function(*given)
+        results = loss, *torch.autograd.grad(loss, given[:2])
+        assert loss.dtype == torch.float32
+        assert [x.dtype for x in results[1:]] == [dtype] * 2
+        references = loss_and_gradients(whole, *exact)
+        errors.append([(a - b).norm() for a, b in zip(results, references, strict=True)])
+    for ours, theirs, reference in zip(*errors, references, strict=True):
+        assert ours <= 2 * theirs + 1e-3 * reference.norm()
+    assert errors[0][1] > 1e-4 * references[1].norm()  # the products were in bf16
+
+
+def test_a_target_outside_the_vocabulary_is_an_error():
+    hidden, weight, targets = inputs()
+    for wrong in (VOCABULARY, -5):
+        targets[1] = wrong
+        with pytest.raises((RuntimeError, IndexError)):
+            summed_loss(hidden, weight, targets)
+        with torch.no_grad(), pytest.raises((RuntimeError, IndexError)):
+            summed_loss(hidden, weight, targets)
+
+
+def test_a_second_derivative_is_refused():
+    hidden, weight, targets = inputs()
+    loss = summed_loss(hidden, weight, targets)
+    first = torch.autograd.grad(loss, hidden, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once, not twice"):
+        torch.autograd.grad(first.square().sum(), hidden)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_compiles_without_a_graph_break(monkeypatch, autocast):
+    in_chunks(monkeypatch, 5)
+    given = inputs(torch.float32)
+    torch.compiler.reset()
+    compiled = torch.compile(summed_loss, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (compiled, summed_loss):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = function(*given)
+        results.append((loss, *torch.autograd.grad(loss * 0.3, given[:2])))
+    torch.testing.assert_close(*results, rtol=0, atol=0)

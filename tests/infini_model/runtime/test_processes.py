@@ -1,0 +1,220 @@
+"""Child processes end: at their deadline, with their parent, with all that came of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infini_model.runtime.processes import ProcessTimeoutError, run
+
+# A child that starts a grandchild in a session of its own, as torchrun does, and says its number.
+GRANDCHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                         start_new_session=True)
+print(child.pid, flush=True)
+time.sleep({seconds})
+"""
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_lines_arrive_whole_and_in_order() -> None:
+    code = "import sys; sys.stdout.write('a\\nb'); sys.stdout.flush(); print('c'); print('é'); 1/0"
+    lines: list[str] = []
+    assert run([sys.executable, "-c", code], on_line=lines.append) == 1
+    assert lines[:3] == ["a", "bc", "é"]
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_a_million_lines_are_all_read() -> None:
+    lines: list[str] = []
+    code = "print('\\n'.join(map(str, range(100_000))))"
+    assert run([sys.executable, "-c", code], on_line=lines.append) == 0
+    assert lines == [str(number) for number in range(100_000)]
+
+
+def test_a_deadline_ends_grandchildren_in_other_sessions_too() -> None:
+    lines: list[str] = []
+    code = GRANDCHILD.format(seconds=600)
+    with pytest.raises(ProcessTimeoutError):
+        run([sys.executable, "-c", code], on_line=lines.append, timeout_seconds=1.5)
+    assert eventually(lambda: is_gone(int(lines[0])))
+
+
+def test_a_child_that_ignores_sigterm_is_killed() -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    began = time.monotonic()
+    with pytest.raises(ProcessTimeoutError):
+        run(
+            [sys.executable, "-c", code],
+            on_line=lambda _: None,
+            timeout_seconds=0.5,
+            grace_seconds=0.5,
+        )
+    assert time.monotonic() - began < 10
+
+
+def test_what_is_said_while_it_ends_is_read_however_much() -> None:
+    """More than a pipe holds: unread, it would block the child until it is killed."""
+    code = (
+        "import signal, sys, time\n"
+        "def leave(*_):\n"
+        "    print('x' * 300_000); print('saved', flush=True); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, leave); print('ready', flush=True); time.sleep(600)"
+    )
+    lines: list[str] = []
+    with pytest.raises(ProcessTimeoutError):
+        run([sys.executable, "-c", code], on_line=lines.append, timeout_seconds=1.0)
+    assert lines == ["ready", "x" * 300_000, "saved"]
+
+
+def test_an_error_while_it_ends_does_not_leave_it_running() -> None:
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('ending', flush=True))\n"
+        "print(os.getpid(), flush=True)\n"
+        "while True: time.sleep(1)"
+    )
+    lines: list[str] = []
+
+    def refuse(line: str) -> None:
+        lines.append(line)
+        if line == "ending":
+            raise RuntimeError("no more lines")
+
+    def stop() -> Exception | None:
+        return InterruptedError("enough") if lines else None
+
+    with pytest.raises(RuntimeError, match="no more lines"):
+        run([sys.executable, "-c", code], on_line=refuse, stop=stop)
+    assert eventually(lambda: is_gone(int(lines[0])))
+
+
+def test_whoever_asks_it_to_stop_gets_the_reason_when_it_has_ended_in_order() -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved', flush=True)))\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(1)"
+    )
+    lines: list[str] = []
+    reason = InterruptedError("enough")
+    with pytest.raises(InterruptedError) as raised:
+        run(
+            [sys.executable, "-c", code],
+            on_line=lines.append,
+            stop=lambda: reason if lines else None,
+        )
+    assert raised.value is reason
+    assert lines == ["ready", "saved"]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_a_signal_that_comes_again_and_again_ends_both_and_no_line_is_lost(
+    number: signal.Signals, status: int
+) -> None:
+    """Also where it comes while the caller looks whether the command has ended."""
+    child = (
+        "import signal, sys, time\n"
+        "def leave(*_):\n"
+        "    time.sleep(1.5); print('saved', flush=True); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, leave); print('ready', flush=True); time.sleep(600)"
+    )
+    caller = (
+        "import sys; from infini_model.runtime.processes import run; "
+        f"run([sys.executable, '-c', {child!r}], on_line=lambda line: print(line, flush=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", caller], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert output.readline() == "ready\n"
+        for _ in range(20):
+            process.send_signal(number)
+            time.sleep(0.01)
+        assert output.read() == "saved\n"
+    assert process.wait() == status
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As the shell has it for what runs in the background."""
+    child = "import time; print('ready', flush=True); time.sleep(1); print('done')"
+    caller = (
+        "import signal, sys; from infini_model.runtime.processes import run; "
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"run([sys.executable, '-c', {child!r}], on_line=lambda line: print(line, flush=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", caller], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert output.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert output.read() == "done\n"
+    assert process.wait() == 0
+
+
+def test_what_the_watch_finds_ends_it_at_once() -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    seen: list[int] = []
+
+    def watch(pid: int) -> Exception | None:
+        seen.append(pid)
+        return LookupError("hung") if len(seen) == 5 else None
+
+    began = time.monotonic()
+    with pytest.raises(LookupError, match="hung"):
+        run([sys.executable, "-c", code], on_line=lambda _: None, watch=watch)
+    assert time.monotonic() - began < 10
+    assert is_gone(seen[0])
+
+
+def test_an_inherited_pipe_does_not_keep_a_dead_command_running() -> None:
+    """The grandchild holds the pipe open long after the command has ended."""
+    lines: list[str] = []
+    began = time.monotonic()
+    assert run([sys.executable, "-c", GRANDCHILD.format(seconds=0)], on_line=lines.append) == 0
+    assert time.monotonic() - began < 10
+    os.kill(int(lines[0]), signal.SIGKILL)
+
+
+def test_the_status_tells_the_signal() -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert run([sys.executable, "-c", code], on_line=lambda _: None) == -signal.SIGKILL
+
+
+def test_sigkill_to_the_caller_ends_the_command(tmp_path: Path) -> None:
+    number = tmp_path / "pid"
+    sleeper = (
+        f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    caller = (
+        "import sys; from infini_model.runtime.processes import run; "
+        f"run([sys.executable, '-c', {sleeper!r}], on_line=print)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", caller])
+    assert eventually(lambda: number.exists() and number.read_text() != "")
+    process.kill()
+    process.wait()
+    assert eventually(lambda: is_gone(int(number.read_text())))

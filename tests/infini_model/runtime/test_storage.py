@@ -1,0 +1,144 @@
+"""Files are complete or absent, and a lock dies with its holder."""
+
+import hashlib
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infini_model.runtime import storage
+from infini_model.runtime.errors import UserError
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)], text=True, capture_output=True
+    )
+
+
+class InterruptionError(Exception):
+    pass
+
+
+def interrupt(opened, name):
+    """Begin to write, and fail."""
+    with opened as temporary:
+        (temporary / name if name else temporary).write_text("half")
+        raise InterruptionError
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "below" / "file.txt"
+    with pytest.raises(InterruptionError):
+        interrupt(storage.atomic_file(target), None)
+    assert list(target.parent.iterdir()) == []
+    with storage.atomic_file(target) as temporary:
+        temporary.write_text("whole")
+        assert not target.exists()
+    assert target.read_text() == "whole"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_folder_is_replaced_whole_or_stays(tmp_path):
+    target = tmp_path / "folder"
+    with storage.atomic_folder(target) as temporary:
+        (temporary / "old").write_text("old")
+    with pytest.raises(InterruptionError):
+        interrupt(storage.atomic_folder(target), "new")
+    assert [path.name for path in target.iterdir()] == ["old"]
+    with storage.atomic_folder(target) as temporary:
+        (temporary / "new").write_text("new")
+    assert [path.name for path in target.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_a_killed_writer_left_is_cleared_by_name(tmp_path):
+    script = """
+import os, signal, sys
+from pathlib import Path
+from infini_model.runtime import storage
+with storage.atomic_folder(Path(sys.argv[1])) as temporary:
+    (temporary / "half").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert run(script, tmp_path / "a").returncode == -signal.SIGKILL
+    assert run(script, tmp_path / "b").returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    storage.remove_leftovers(tmp_path, "a")
+    assert len(list(tmp_path.iterdir())) == 1
+    storage.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    target = tmp_path / "big"
+    script = """
+import resource, sys
+from pathlib import Path
+from infini_model.runtime import storage
+from infini_model.runtime.errors import UserError
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    with storage.atomic_file(Path(sys.argv[1])) as temporary:
+        temporary.write_bytes(bytes(100_000))
+except UserError as error:
+    print(error)
+"""
+    line = run(script, target).stdout
+    assert line.startswith(f"{target}: cannot be written")
+    assert line.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        storage.make_folder(tmp_path / "file" / "below")
+
+
+def test_a_killed_holder_blocks_nobody(tmp_path):
+    script = """
+import os, signal, sys
+from pathlib import Path
+from infini_model.runtime import storage
+with storage.lock(Path(sys.argv[1])) as held:
+    print(held, flush=True)
+    sys.stdin.read()
+"""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline() == b"True\n"
+    with storage.lock(tmp_path / "lock", wait=False) as held:
+        assert not held
+    holder.kill()
+    holder.communicate()
+    with storage.lock(tmp_path / "lock", wait=False) as held:
+        assert held
+
+
+def test_latest_points_at_the_newest(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        storage.point_latest(tmp_path / name)
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+        assert (tmp_path / "latest").readlink() == Path(name)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_sha256_is_that_of_the_bytes(tmp_path_factory, data):
+    path = Path(tmp_path_factory.mktemp("sha") / "file")
+    path.write_bytes(data)
+    assert storage.sha256(path) == hashlib.sha256(data).hexdigest()
+    long = data + bytes(storage.SMALL_BYTES - len(data) // 2)
+    path.write_bytes(long)
+    assert storage.sha256(path) == hashlib.sha256(long).hexdigest()

@@ -1,0 +1,36 @@
+"""What users import from `infini_model` itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+import infini_model
+
+
+def test_each_name_is_there():
+    from infini_model import (
+        InfiniLlama,
+        Memory,
+        generate,
+        infini_attention,
+        load_config,
+        load_tokenizer,
+    )
+
+    names = (InfiniLlama, Memory, generate, infini_attention, load_config, load_tokenizer)
+    assert [name.__name__ for name in names] == infini_model.__all__
+    assert set(infini_model.__all__) <= set(dir(infini_model))
+
+
+def test_another_name_is_not():
+    with pytest.raises(AttributeError, match="no attribute 'Llama'"):
+        _ = infini_model.Llama
+
+
+@pytest.mark.parametrize(
+    "statement", ["import infini_model", "from infini_model import load_config, load_tokenizer"]
+)
+def test_importing_costs_no_torch(statement):
+    code = f"import sys; {statement}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

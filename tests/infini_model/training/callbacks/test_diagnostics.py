@@ -1,0 +1,305 @@
+"""A document that poisons a training is named, with its text, and so is what it did."""
+
+import dataclasses
+import json
+import logging
+import os
+import random
+import re
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from infini_model.config import validate
+from infini_model.data.manifest import read_manifest
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.shards.stream import map_shard
+from infini_model.data.sources.download import download
+from infini_model.runtime.errors import NonFiniteError
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.storage import sha256
+from infini_model.training.callbacks.diagnostics import find_faults
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
+from infini_model.training.loop import train
+
+# The byte that no other document has.
+POISON = "@"
+CONTEXT = 64
+NUMBERS = Path(__file__).parents[4] / "docs" / "numbers.md"
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    """60 documents, one of which has the byte, four times and far apart."""
+    folder = tmp_path_factory.mktemp("corpus")
+    chance = random.Random(11)
+    for number in range(60):
+        words = [f"word{chance.randrange(100)}" for _ in range(chance.randrange(20, 120))]
+        if number == 33:
+            words = [*words, POISON] * 4
+        (folder / f"{number}.txt").write_text(f"{number}. " + " ".join(words) + " Größe")
+    data = {
+        "source": {"paths": [str(folder / "*.txt")]},
+        "splits": {"train": 1, "validation": 0, "test": 0},
+        "workers": 1,
+    }
+    config = validate({"data": data})
+    output = tmp_path_factory.mktemp("output")
+    manifest = build_dataset(download(config.data, output), config.data, output)
+    return output / "datasets" / manifest.folder_name
+
+
+def settings(make_config, mode="packed", **training):
+    remainder = "pad" if mode == "document" else "drop"
+    packing = {"context_length": CONTEXT, "mode": mode, "remainder": remainder}
+    return make_config(packing=packing, training={"debug": True, "max_steps": 60} | training)
+
+
+def poison(checkpoint):
+    """Make infinite what the embedding gives for the byte, as if the training had come to it."""
+    path = checkpoint / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][ord(POISON)] = torch.inf
+    save_file(tensors, path, {"format": "pt"})
+    manifest = checkpoint / "manifest.json"
+    tree = json.loads(manifest.read_text())
+    tree["sha256"]["model/model.safetensors"] = sha256(path)
+    manifest.write_text(json.dumps(tree))
+
+
+def tokens_of(dataset, passage):
+    """The tokens that a passage tells of, read from the shard by themselves."""
+    values, offsets = map_shard(dataset / passage["shard"])
+    first = offsets[passage["row"]] + passage["first_token"]
+    assert first + passage["tokens"] <= offsets[passage["row"] + 1]
+    return values[first : first + passage["tokens"]]
+
+
+@pytest.mark.parametrize("mode", ["packed", "document", "aligned"])
+def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_path, mode, caplog):
+    run_dir = tmp_path / "run"
+    config = settings(make_config, mode, save_steps=1, batch_size=4, gradient_accumulation_steps=2)
+    train(
+        settings(make_config, mode, max_steps=1, batch_size=4, gradient_accumulation_steps=2),
+        poisoned,
+        run_dir,
+    )
+    poison(newest_checkpoint(run_dir))
+    with pytest.raises(NonFiniteError) as caught:
+        train(config, poisoned, run_dir)
+    step = int(str(caught.value).split(":")[0].removeprefix("step "))
+    report = run_dir / "debug" / f"step-{step}" / "gpu-0"
+
+    windows = json.loads((report / "windows.json").read_text())
+    saved = load_file(report / "tensors.safetensors")
+    assert len(windows) == 8
+    for window in windows:
+        # What is told is what the model was given, and the text is the text of that.
+        inputs = saved[f"batch/{window['micro_batch']}/input_ids"][window["row"]]
+        labels = saved[f"batch/{window['micro_batch']}/labels"][window["row"]]
+        told = [tokens_of(poisoned, passage) for passage in window["passages"]]
+        given_ = set(inputs[labels >= 0].tolist()) | set(labels[labels >= 0].tolist())
+        assert set(np.concatenate(told).tolist()) == given_
+        for passage, tokens in zip(window["passages"], told, strict=True):
+            whole = tokens[:-1] if tokens[-1] == 255 else tokens
+            assert passage["text"] == whole.tobytes().decode("utf-8", "replace")
+        read = (inputs[labels >= 0] == ord(POISON)).any()
+        assert isinstance(window["loss"], str) == bool(read)
+    assert isinstance(windows[0]["loss"], str)
+    culprit = next(p for p in windows[0]["passages"] if POISON in p["text"])
+    (text,) = {(report / "report.txt").read_text()}
+    assert f"{culprit['shard']}, row {culprit['row']}" in text
+    assert repr(culprit["text"][:20])[1:-1] in text
+    assert text.strip() in caplog.text
+    # The document is the one that `load_from_disk` gives under that number.
+    shards = read_manifest(poisoned).splits["train"].shards
+    before = 0
+    for shard in shards:
+        if f"train/{shard.file}" == culprit["shard"]:
+            assert before + culprit["row"] == culprit["document"]
+        before += shard.documents
+
+
+def test_the_report_is_that_of_the_guide_and_its_checkpoint_stands_before_the_step(
+    poisoned, make_config, tmp_path, caplog
+):
+    run_dir = tmp_path / "run"
+    train(settings(make_config, max_steps=2), poisoned, run_dir)
+    poison(newest_checkpoint(run_dir))
+    with pytest.raises(NonFiniteError) as caught:
+        train(settings(make_config), poisoned, run_dir)
+    step = int(str(caught.value).split(":")[0].removeprefix("step "))
+    folder = run_dir / "debug" / f"step-{step}"
+    text = (folder / "gpu-0" / "report.txt").read_text()
+    tree = json.loads((folder / "gpu-0" / "report.json").read_text())
+    gradients = [fault["name"] for fault in tree["faults"] if fault["kind"] == "gradients"]
+    for line in (
+        "NaN LOSS DETECTED [GPU 0]",
+        f"Step: {step}",
+        "Loss: nan",
+        "Gradient Norm: nan",
+        "PROBLEMATIC TENSORS:",
+        "⚠️  Parameters with infinity (1 layers):",
+        "  • model.embed_tokens.weight (shape: [256, 32])",
+        f"    Param values from [{ord(POISON)}, 0] on: [inf, inf, inf, inf, inf, ...]",
+        f"    Infinity count: 32/{256 * 32}",
+        f"⚠️  Gradients with NaN ({len(gradients)} layers):",
+        f"Total layers with NaN gradients: {len(gradients)}",
+        f"Affected layers: {gradients}",
+    ):
+        assert line in text.splitlines()
+    assert "--preset stable" in text
+    saved = load_file(folder / "gpu-0" / "tensors.safetensors")
+    assert set(saved) - {"batch/0/input_ids", "batch/0/labels"} == {
+        f"{fault['kind']}/{fault['name']}" for fault in tree["faults"]
+    }
+    # The folder goes on as a run of its own: at the same step, into the same trouble.
+    checkpoint = newest_checkpoint(folder)
+    assert f"Checkpoint saved: {checkpoint}" in caplog.text
+    position = read_position(checkpoint)
+    assert (position.step, position.consumed) == (step - 1, (step - 1) * 8)
+    with pytest.raises(NonFiniteError, match=f"step {step}: "):
+        train(settings(make_config), poisoned, folder)
+    again = json.loads((folder / "debug" / f"step-{step}" / "gpu-0" / "report.json").read_text())
+    assert again == tree
+
+
+def test_a_spike_is_warned_of_once_with_what_was_read(poisoned, make_config, tmp_path, caplog):
+    """One document whose bytes the model comes to know least: it is made to lose much on them."""
+    run_dir = tmp_path / "run"
+    config = settings(make_config, max_steps=40, learning_rate=1e-5)
+    train(settings(make_config, max_steps=20, learning_rate=1e-5), poisoned, run_dir)
+    checkpoint = newest_checkpoint(run_dir)
+    path = checkpoint / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] *= 400
+    save_file(tensors, path, {"format": "pt"})
+    manifest = checkpoint / "manifest.json"
+    tree = json.loads(manifest.read_text())
+    tree["sha256"]["model/model.safetensors"] = sha256(path)
+    manifest.write_text(json.dumps(tree))
+    with caplog.at_level(logging.WARNING):
+        train(config, poisoned, run_dir)
+    warnings = [r.getMessage() for r in caplog.records if "Loss spike" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "[GPU 0] Loss spike at step 21: " in warnings[0]
+    tree = json.loads((run_dir / "debug" / "spike-21" / "gpu-0.json").read_text())
+    losses = [window["loss"] for window in tree["windows"]]
+    assert losses == sorted(losses, reverse=True)
+    assert np.mean(losses) == pytest.approx(tree["spike"]["loss"], rel=1e-4)
+    worst = tree["windows"][0]["passages"][0]
+    assert f"{worst['shard']}, row {worst['row']}" in warnings[0]
+    assert (
+        tokens_of(poisoned, worst)
+        .tobytes()
+        .decode("utf-8", "replace")
+        .startswith(worst["text"][:10])
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 11), st.sampled_from([np.nan, np.inf, -np.inf]))))
+def test_faults_are_counted_and_located(places):
+    model = nn.Linear(4, 3, bias=False)
+    model.weight.grad = torch.zeros(3, 4)
+    for place, value in places:
+        model.weight.grad.view(-1)[place] = value
+    final = dict(places)
+    faults = find_faults(model)
+    assert len(faults) == (1 if final else 0)
+    for fault in faults:
+        assert (fault.kind, fault.name, fault.shape, fault.size) == (
+            "gradients",
+            "weight",
+            [3, 4],
+            12,
+        )
+        assert fault.nan == sum(np.isnan(value) for value in final.values())
+        assert fault.infinite == len(final) - fault.nan
+        assert fault.first == [min(final) // 4, min(final) % 4]
+        assert len(fault.values) == min(5, 12 - min(final))
+
+
+def _rank(rank, port, tree, dataset, run_dir):
+    """Train until it goes wrong; then look for faults in a layer that both ranks share."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    log = logging.getLogger("infini_model")
+    log.addHandler(logging.FileHandler(f"{run_dir}-{rank}.log"))
+    with pytest.raises(NonFiniteError):
+        train(validate(tree), dataset, run_dir)
+    model = nn.Linear(3, 4, bias=False)
+    nn.init.ones_(model.weight)
+    with torch.no_grad():
+        model.weight[2, 1] = torch.nan
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    faults = [dataclasses.asdict(fault) for fault in find_faults(model)]
+    Path(f"{run_dir}-{rank}.json").write_text(json.dumps(faults))
+
+
+@pytest.mark.slow
+def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    train(settings(make_config, max_steps=1), poisoned, run_dir)
+    poison(newest_checkpoint(run_dir))
+    tree = settings(make_config, batch_size=4).model_dump(mode="json")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, args=(port, tree, poisoned, run_dir), nprocs=2)
+    (folder,) = (run_dir / "debug").glob("step-*")
+    step = int(folder.name.removeprefix("step-"))
+    logs = [Path(f"{run_dir}-{rank}.log").read_text() for rank in range(2)]
+    shares = []
+    for rank, told in enumerate(logs):
+        report = folder / f"gpu-{rank}"
+        windows = json.loads((report / "windows.json").read_text())
+        shares.append({window["window"] for window in windows})
+        assert len(windows) == 4
+        read = (load_file(report / "tensors.safetensors")["batch/0/input_ids"] == ord(POISON)).any()
+        assert isinstance(windows[0]["loss"], str) == bool(read)
+        # The process that read the poison speaks, and each tells where its report is.
+        assert (f"NaN LOSS DETECTED [GPU {rank}]" in told) == bool(read)
+        assert str(report) in told
+    assert not shares[0] & shares[1]
+    assert any("LOSS DETECTED" in told for told in logs)
+    assert newest_checkpoint(folder).name == f"step-{step - 1}"
+
+    faults = [json.loads(Path(f"{run_dir}-{rank}.json").read_text()) for rank in range(2)]
+    assert faults[0] == []
+    (fault,) = faults[1]
+    assert (fault["shape"], fault["whole_shape"]) == ([2, 3], [4, 3])
+    assert (fault["first"], fault["nan"], fault["size"]) == ([0, 1], 1, 6)
+
+
+def test_the_metrics_that_the_guide_names_are_there(dataset, make_config, tmp_path):
+    rows = re.findall(r"^\| `(.+?)` \|.*\| (.+) \|$", NUMBERS.read_text(), re.MULTILINE)
+    elsewhere = ("on GPUs", "such a step")
+    here = {name.replace("N", "1") for name, when in rows if not any(e in when for e in elsewhere)}
+    train(make_config(), dataset, tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
+    train(make_config(training={"precision": "fp16"}), dataset, tmp_path / "fp16")
+    found = {name for line in [*lines, *read_metrics(tmp_path / "fp16")] for name in line}
+    assert len(here) > 10
+    assert here <= found
+    named = {name.replace("N", "1") for name, _ in rows} | {"step", "time"}
+    assert {n for n in found if not n.startswith("memory/")} <= named
+    at_each_step = {name for name, when in rows if when == "each step"}
+    for line in lines:
+        if "train/loss" in line:
+            assert at_each_step <= line.keys()
+            assert ("system/cpu_utilization_percentage" in line) == (line["step"] % 2 == 0)

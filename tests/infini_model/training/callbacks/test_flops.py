@@ -1,0 +1,73 @@
+"""What is counted is what runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from infini_model.config import ModelConfig
+from infini_model.model.llama import InfiniLlama
+from infini_model.training.callbacks.flops import flops_per_token, peak_flops
+
+LENGTH = 8
+CONFIG = ModelConfig(
+    vocab_size=11,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
+    segment_length=LENGTH,
+)
+
+
+def matrix_flops(model: InfiniLlama, tokens: torch.Tensor) -> int:
+    """Of the products of activations with parameters, as PyTorch counts them while they run.
+
+    It does not see into the operator that computes the loss, whose products are those of logits.
+    """
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).logits.sum().backward()
+    return counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_flops_of_the_matrices_are_those_that_run(tied: bool) -> None:
+    config = CONFIG.model_copy(update={"memory": "none", "tie_word_embeddings": tied})
+    model, tokens = InfiniLlama(config), torch.zeros(3, 2 * LENGTH, dtype=torch.int64)
+    # A query sees LENGTH / 2 keys in the mean, in scores and in values, three times with backward.
+    local = 3 * 2 * 2 * config.hidden_size * (LENGTH / 2) * config.num_hidden_layers
+    expected = (flops_per_token(model, 2 * LENGTH) - local) * tokens.numel()
+    assert matrix_flops(model, tokens) == expected
+
+
+def test_the_flops_of_the_memory_are_those_of_all_segments_but_one() -> None:
+    with_memory = InfiniLlama(CONFIG)
+    without = InfiniLlama(CONFIG.model_copy(update={"memory": "none"}))
+    head_dim = CONFIG.hidden_size // 4
+    # Four heads read, two are written; a multiplication and an addition; three times with backward.
+    a_token = 3 * 2 * head_dim * head_dim * (4 + 2) * CONFIG.num_hidden_layers
+    for segments in (1, 2, 5):
+        length = segments * LENGTH
+        more = flops_per_token(with_memory, length) - flops_per_token(without, length)
+        assert more * length == pytest.approx(a_token * (segments - 1) * LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA RTX A4000", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, tera: float | None) -> None:
+    peak = peak_flops(name)
+    assert (peak and peak / 1e12) == tera

@@ -1,0 +1,133 @@
+"""Signs of life, judged by a clock that the test moves."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from infini_model.training.callbacks import heartbeat
+from infini_model.training.callbacks.heartbeat import LEAST_SECONDS, LONG_SECONDS, Heart, Watch
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def silence(clock):
+    """Look every half second until something hangs, at most so long; returns the time it took."""
+
+    def wait(watch, seconds):
+        began = clock.now
+        while clock.now - began < seconds:
+            clock.now += 0.5
+            if hung := watch(os.getpid()):
+                return clock.now - began, hung
+        return None
+
+    return wait
+
+
+@pytest.fixture
+def hearts(tmp_path, clock, monkeypatch):
+    """A watch over the hearts of two ranks, both of this process; stacks are not asked for."""
+    monkeypatch.setattr(Watch, "_ask_for_stacks", lambda self: None)
+
+    def make(timeout=None):
+        watch = Watch(tmp_path, range(2), timeout)
+        return watch, [Heart(tmp_path, rank, timeout) for rank in range(2)]
+
+    return make
+
+
+def steps(clock, hearts, count, seconds):
+    for _ in range(count):
+        clock.now += seconds
+        for heart in hearts:
+            heart.beat()
+
+
+def test_what_a_step_may_take_follows_what_steps_took(clock, hearts, silence):
+    watch, ranks = hearts()
+    steps(clock, ranks, 10, seconds=7.0)
+    assert silence(watch, 20 * 7.0) is None
+    took, _ = silence(watch, 10.0)
+    assert took < 2.0
+
+
+def test_short_steps_get_a_minute_and_a_timeout_is_what_the_user_says(clock, hearts, silence):
+    watch, ranks = hearts()
+    steps(clock, ranks, 10, seconds=0.01)
+    took, hung = silence(watch, 1000.0)
+    assert LEAST_SECONDS < took < LEAST_SECONDS + 2
+    assert hung.rank is None
+    watch, ranks = hearts(timeout=5.0)
+    steps(clock, ranks, 10, seconds=0.01)
+    ranks[0].beat()
+    took, hung = silence(watch, 1000.0)
+    assert 5.0 < took < 7.0
+    assert hung.rank == 1
+
+
+def test_the_start_and_what_takes_long_are_waited_for(clock, hearts, silence):
+    watch, ranks = hearts(timeout=5.0)
+    assert silence(watch, LONG_SECONDS) is None
+    steps(clock, ranks, 10, seconds=0.01)
+    for heart in ranks:
+        heart.rest()
+    assert silence(watch, LONG_SECONDS) is None
+    # How long that took says nothing of a step.
+    steps(clock, ranks, 2, seconds=0.01)
+    took, _ = silence(watch, 1000.0)
+    assert took < 7.0
+
+
+def test_a_pause_of_the_launcher_is_no_silence_of_the_ranks(clock, hearts, silence):
+    watch, ranks = hearts()
+    steps(clock, ranks, 10, seconds=0.01)
+    assert silence(watch, 5.0) is None
+    clock.now += 10_000.0
+    assert watch(os.getpid()) is None
+    assert silence(watch, 5.0) is None
+
+
+def test_a_rank_that_is_done_is_not_waited_for(clock, hearts, silence):
+    watch, ranks = hearts()
+    steps(clock, ranks, 10, seconds=0.01)
+    assert silence(watch, 5.0) is None
+    ranks[1].stop()
+    for _ in range(200):
+        steps(clock, ranks[:1], 1, seconds=0.01)
+        assert silence(watch, 5.0) is None
+
+
+def test_a_stopped_process_is_named_also_while_much_time_is_allowed(clock, hearts, silence):
+    watch, _ = hearts(timeout=5.0)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        hung = None
+        while hung is None and clock.now < 100.0:
+            clock.now += 0.5
+            hung = watch(sleeper.pid)
+        assert 5.0 < clock.now < 7.0
+        assert f"agent {sleeper.pid} has been stopped" in str(hung)
+    finally:
+        sleeper.kill()
+        sleeper.wait()

@@ -1,0 +1,168 @@
+import json
+import logging
+import sqlite3
+import threading
+import time
+
+import pytest
+
+from infini_model.runtime.metrics_file import MetricsFile, read_metrics, read_newest
+from infini_model.training.callbacks.metrics import Follower, Metrics, TensorBoardSink
+from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+
+DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
+
+
+def write(run_dir, steps, resumed_step=None):
+    file = MetricsFile(run_dir, resumed_step)
+    for step in steps:
+        file.append(step, {"train/loss": 10.0 - step})
+    file.close()
+
+
+def test_lines_after_the_checkpoint_are_cut_and_each_step_is_there_once(tmp_path):
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(5, 10), resumed_step=4)
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 10))
+
+
+def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path):
+    write(tmp_path, range(1, 4))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/lo')
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+    write(tmp_path, [4], resumed_step=3)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_training_from_the_start_begins_the_file_anew(tmp_path):
+    write(tmp_path, [0, 1, 2])
+    write(tmp_path, [0])
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0]
+
+
+def test_what_was_recorded_at_this_step_is_known_after_a_restart(tmp_path):
+    file = MetricsFile(tmp_path, None)
+    file.append(5, {"train/loss": 1.0})
+    file.append(5, {"validation/loss": 2.0})
+    file.append(6, {"train/loss": 1.0})
+    file.close()
+    again = MetricsFile(tmp_path, 5)
+    assert again.has(5, "validation/loss")
+    assert not again.has(5, "test/loss")
+    again.close()
+
+
+def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
+    assert read_newest(tmp_path, "step") == {}
+    lines = [{"step": 1, "validation/loss": 7.5}]
+    lines += [{"step": step, "train/loss": 1 / step} for step in range(2, 20_001)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 20001, "trai')
+    newest = read_newest(tmp_path, "step", "train/loss", "validation/loss", "test/loss")
+    assert newest == {"step": 20_000, "train/loss": 1 / 20_000, "validation/loss": 7.5}
+
+
+class Unreliable:
+    """A sink that is down for its first calls."""
+
+    name = "Unreliable"
+
+    def __init__(self, failures):
+        self.failures = failures
+        self.taken = []
+        self.status = None
+        self.tried = threading.Event()
+
+    def deliver(self, lines):
+        self.tried.set()
+        if self.failures > 0:
+            self.failures -= 1
+            raise ConnectionError("nobody is there")
+        self.taken += [line["step"] for line in lines]
+
+    def finish(self, status):
+        self.status = status
+
+
+def follow(run_dir, sink, patience):
+    follower = Follower(run_dir, sink)
+    follower.start()
+    assert sink.tried.wait(10)
+    follower.end("FINISHED", time.monotonic() + patience)
+    follower.join(patience + 5)
+    assert not follower.is_alive()
+    return follower
+
+
+def test_a_sink_that_comes_back_gets_what_it_missed_once(tmp_path):
+    write(tmp_path, range(1, 6))
+    sink = Unreliable(failures=1)
+    assert follow(tmp_path, sink, patience=10).done
+    assert sink.taken == [1, 2, 3, 4, 5]
+    assert sink.status == "FINISHED"
+
+
+def test_a_sink_that_stays_down_is_warned_of_once_and_given_up_at_the_end(tmp_path, caplog):
+    write(tmp_path, range(1, 6))
+    sink = Unreliable(failures=10**9)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert not follow(tmp_path, sink, patience=60).done
+    assert time.monotonic() - began < 10
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_tensorboard_has_each_step_once_across_a_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "tensorboard"
+    write(tmp_path, range(1, 8))
+    for resumed_step, steps in ((None, range(1, 8)), (4, range(5, 10))):
+        write(tmp_path, steps, resumed_step)
+        sink = TensorBoardSink(folder)
+        sink.deliver(read_metrics(tmp_path))
+        sink.finish("FINISHED")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (step, 10.0 - step) for step in range(1, 10)
+    ]
+
+
+def history(run_dir, name):
+    """(step, value) of a metric, as MLflow's database has it."""
+    record = read_mlflow_record(run_dir)
+    database = sqlite3.connect(record["tracking_uri"].removeprefix("sqlite:///"))
+    rows = database.execute(
+        "SELECT step, value FROM metrics WHERE run_uuid = ? AND key = ? ORDER BY step",
+        (record["run_id"], name),
+    ).fetchall()
+    database.close()
+    return rows
+
+
+@pytest.mark.slow
+def test_mlflow_has_each_step_once_across_a_resume_and_a_lost_cursor(tmp_path, make_config):
+    config = make_config(tracking={"mlflow": True, "tensorboard": False})
+    run_dir = tmp_path / "run"
+    for resumed_step, steps in ((None, range(1, 8)), (4, range(5, 10))):
+        metrics = Metrics(run_dir, config, DATASET, resumed_step)
+        for step in steps:
+            metrics.append(step, {"train/loss": 10.0 - step})
+        metrics.close("FINISHED" if resumed_step else "KILLED")
+        record = read_mlflow_record(run_dir)
+        assert record["delivered_step"] == steps[-1]
+        # As after a kill between MLflow's taking them and our noting it.
+        (run_dir / "logs" / "mlflow.json").write_text(json.dumps(record | {"delivered_step": 0}))
+    assert history(run_dir, "train/loss") == [(step, 10.0 - step) for step in range(1, 10)]
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(config.tracking_uri)
+    run = client.get_run(record["run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["training.max_steps"] == "12"
+    assert run.data.tags["dataset.key"] == DATASET["key"]
+    (dataset_input,) = run.inputs.dataset_inputs
+    assert dataset_input.dataset.digest == DATASET["key"][:36]

@@ -1,0 +1,212 @@
+"""What MLflow says of a run: how it ended, whoever reported it, and where it comes from."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from commands import eventually
+from trainings import trainers
+
+from infini_model.runtime.storage import write_json
+from infini_model.training.callbacks.metrics import Metrics
+from infini_model.training.callbacks.mlflow_record import (
+    NOTE,
+    end_record,
+    open_tracking,
+    read_mlflow_record,
+    run_url,
+)
+from infini_model.training.launch.failures import Crashed
+from infini_model.training.launch.launcher import launch
+
+DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """An output folder that all runs share: making MLflow's tables takes seconds."""
+    return tmp_path_factory.mktemp("output")
+
+
+@pytest.fixture
+def config(make_config, output):
+    return make_config(
+        run={"preset": "debug", "output_dir": str(output)},
+        tracking={"mlflow": True, "tensorboard": False},
+    )
+
+
+def in_mlflow(run_dir):
+    """The run as anybody sees it in MLflow."""
+    from mlflow import MlflowClient
+
+    record = read_mlflow_record(run_dir)
+    return MlflowClient(record["tracking_uri"]).get_run(record["run_id"])
+
+
+def status(run_dir):
+    return in_mlflow(run_dir).info.status
+
+
+def begin(run_dir, config, resumed_step=None):
+    """The record of a training that has taken a step, as MLflow has it already."""
+    metrics = Metrics(run_dir, config, DATASET, resumed_step)
+    metrics.append((resumed_step or 0) + 1, {"train/loss": 1.0})
+    eventually(lambda: delivered(run_dir) == (resumed_step or 0) + 1, "the metrics", seconds=120)
+    return metrics
+
+
+def delivered(run_dir):
+    return read_mlflow_record(run_dir).get("delivered_step")
+
+
+def test_the_status_follows_a_run_through_stop_resume_and_end(tmp_path, config):
+    metrics = begin(tmp_path, config)
+    assert status(tmp_path) == "RUNNING"
+    metrics.close("KILLED")
+    assert status(tmp_path) == "KILLED"
+    again = begin(tmp_path, config, resumed_step=1)
+    assert status(tmp_path) == "RUNNING"
+    again.close("FINISHED")
+    assert status(tmp_path) == "FINISHED"
+    assert not end_record(tmp_path, "FAILED")
+    assert status(tmp_path) == "FINISHED"
+
+
+def test_an_end_that_the_training_could_not_report_is_reported_once(tmp_path, config):
+    begin(tmp_path, config)
+    assert end_record(tmp_path, "FAILED")
+    assert status(tmp_path) == "FAILED"
+    assert not end_record(tmp_path, "KILLED")
+    assert status(tmp_path) == "FAILED"
+
+
+def test_what_mlflow_knows_better_stays(tmp_path, config):
+    metrics = begin(tmp_path, config)
+    record = read_mlflow_record(tmp_path)
+    metrics.close("FINISHED")
+    # As if the training had been killed between telling MLflow and noting it.
+    write_json(tmp_path / "logs" / "mlflow.json", record)
+    assert not end_record(tmp_path, "FAILED")
+    assert status(tmp_path) == "FINISHED"
+
+
+def test_an_end_without_a_record_is_nobodys(tmp_path):
+    assert not end_record(tmp_path, "FAILED")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["hangs", "down"])
+def test_a_server_that_does_not_answer_keeps_no_end_waiting(tmp_path, listens):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        if not listens:
+            silent.close()
+        record = {"run_id": "r" * 32, "tracking_uri": f"http://127.0.0.1:{port}"}
+        write_json(tmp_path / "logs" / "mlflow.json", record | {"status": "RUNNING"})
+        import mlflow  # noqa: F401 - its import is not what is timed
+
+        began = time.monotonic()
+        assert not end_record(tmp_path, "FAILED", timeout_seconds=1.0)
+        assert time.monotonic() - began < 4.0
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_is_failed_in_mlflow_before_the_launcher_returns(
+    dataset, make_config, output, tmp_path
+):
+    run_dir = tmp_path / "run"
+    config = make_config(
+        run={"output_dir": str(output)},
+        training={"max_steps": 100_000, "save_steps": 50_000, "eval_steps": 50_000},
+        tracking={"mlflow": True, "tensorboard": False},
+    )
+
+    def kill():
+        eventually(lambda: delivered(run_dir) is not None, "the record", seconds=120)
+        for process in trainers(run_dir):
+            process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(Crashed):
+        launch(config, dataset, run_dir, on_line=lambda _: None)
+    killer.join()
+    assert status(run_dir) == "FAILED"
+
+
+def test_a_run_says_where_it_comes_from(tmp_path, config):
+    flow_run = {"id": "0198c0de", "url": "http://127.0.0.1:4200/runs/flow-run/0198c0de"}
+    write_json(tmp_path / "run.json", {"owner": flow_run})
+    begin(tmp_path, config).close("KILLED")
+    tags = in_mlflow(tmp_path).data.tags
+    assert tags["prefect.flow_run_id"] == flow_run["id"]
+    assert tags["prefect.flow_run_url"] == flow_run["url"]
+    assert tags["run.folder"] == str(tmp_path)
+    assert tags["run.preset"] == "debug"
+    assert (tags["dataset.key"], tags["dataset.folder"]) == (DATASET["key"], DATASET["path"])
+    assert {"mlflow.user", "mlflow.source.name", "mlflow.source.type"} <= set(tags)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    assert tags.get("mlflow.source.git.commit", "") == head
+    assert f"]({flow_run['url']})" in tags[NOTE]
+    assert str(tmp_path) in tags[NOTE]
+
+
+def test_the_links_follow_a_resume_and_a_persons_description_stays(tmp_path, config):
+    from mlflow import MlflowClient
+
+    urls = [f"http://127.0.0.1:4200/runs/flow-run/{number}" for number in range(3)]
+    for step, url in enumerate(urls[:2]):
+        write_json(tmp_path / "run.json", {"owner": {"id": url[-1], "url": url}})
+        begin(tmp_path, config, step or None).close("KILLED")
+        tags = in_mlflow(tmp_path).data.tags
+        assert tags["prefect.flow_run_url"] == url
+        assert f"]({url})" in tags[NOTE]
+    record = read_mlflow_record(tmp_path)
+    MlflowClient(record["tracking_uri"]).set_tag(record["run_id"], NOTE, "The one to keep.")
+    write_json(tmp_path / "run.json", {"owner": {"id": "2", "url": urls[2]}})
+    begin(tmp_path, config, 2).close("FINISHED")
+    tags = in_mlflow(tmp_path).data.tags
+    assert tags["prefect.flow_run_url"] == urls[2]
+    assert tags[NOTE] == "The one to keep."
+
+
+def test_the_page_of_a_run_and_of_its_experiment(tmp_path, config):
+    assert run_url("http://127.0.0.1:5000", tmp_path) is None
+    number = open_tracking(config)[1]
+    assert open_tracking(config)[1] == number
+    begin(tmp_path, config).close("FINISHED")
+    run = in_mlflow(tmp_path).info
+    assert run.experiment_id == number
+    page = f"http://127.0.0.1:5000/#/experiments/{number}/runs/{run.run_id}"
+    assert run_url("http://127.0.0.1:5000/", tmp_path) == page
+
+
+def test_a_kill_while_the_tables_are_made_does_no_lasting_harm(make_config):
+    config = make_config()
+    folder = config.run.output_dir / "mlflow"
+    program = """
+import json, sys
+from infini_model.config import validate
+from infini_model.training.callbacks.mlflow_record import open_tracking
+open_tracking(validate(json.loads(sys.argv[1])))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program, config.model_dump_json()])
+    # Some of the tables are there, not all of them.
+    eventually(
+        lambda: any(path.stat().st_size > 50_000 for path in folder.glob(".tmp-*[!l]")),
+        "the tables",
+        seconds=120,
+    )
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (folder / "mlflow.db").exists()
+    assert int(open_tracking(config)[1]) > 0
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".tmp-")] == []

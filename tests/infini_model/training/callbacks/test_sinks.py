@@ -1,0 +1,234 @@
+"""An MLflow server that is slow, down, or dies: the training goes on, and each point arrives once.
+
+The server is a real one, behind a door that can be closed or made to wait.
+"""
+
+import http.client
+import http.server
+import threading
+import time
+
+import pytest
+from mlflow_server import free_port, mlflow_server
+
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.training.callbacks import metrics as metrics_module
+from infini_model.training.callbacks.metrics import Metrics
+from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+
+pytestmark = pytest.mark.slow
+
+DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
+NAMES = ("train/loss", "train/grad_norm", *(f"memory/layer_{i}/gate_mean" for i in range(10)))
+
+# A step that takes as long has waited for a request: the door waits longer, and on a machine with
+# other work a line of metrics.jsonl takes a moment, too.
+BLOCKED = 0.45
+
+
+@pytest.fixture(scope="module")
+def mlflow(tmp_path_factory):
+    """An MLflow server."""
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(mlflow):
+    """The port of that server."""
+    return mlflow.port
+
+
+class Door:
+    """Hands requests on to the server: after `delay` seconds; without an answer if `dumb`."""
+
+    def __init__(self, server_port):
+        self.delay, self.dumb, self.requests = 0.0, False, 0
+        self.port = free_port()
+        self._server_port = server_port
+        self._listener = None
+
+    def open(self):
+        door = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def hand_on(self):
+                door.requests += 1
+                time.sleep(door.delay)
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                inner = http.client.HTTPConnection("127.0.0.1", door._server_port, timeout=60)
+                inner.request(self.command, self.path, body, dict(self.headers))
+                answer = inner.getresponse()
+                told = answer.read()
+                inner.close()
+                self.close_connection = True
+                if door.dumb or door._listener is None:
+                    # It did what was asked, and nobody learns of it.
+                    self.connection.close()
+                    return
+                self.send_response(answer.status)
+                self.send_header("Content-Type", answer.headers["Content-Type"])
+                self.send_header("Content-Length", str(len(told)))
+                self.end_headers()
+                self.wfile.write(told)
+
+            do_GET = do_POST = do_PATCH = hand_on  # noqa: N815
+
+        self._listener = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._listener.daemon_threads = True
+        self._listener.handle_error = lambda *_: None
+        threading.Thread(target=self._listener.serve_forever, daemon=True).start()
+
+    def close(self):
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.shutdown()
+            listener.server_close()
+
+
+@pytest.fixture
+def door(server):
+    door = Door(server)
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def record(door, make_config, tmp_path, monkeypatch):
+    """Starts the record of a run in tmp_path/run, tracked behind the door."""
+    # A machine with other work needs longer to import MLflow; a closed door is tried sooner.
+    monkeypatch.setattr(metrics_module, "PATIENCE_SECONDS", 120.0)
+    monkeypatch.setattr(metrics_module, "LONGEST_DELAY_SECONDS", 1.0)
+    uri = f"http://127.0.0.1:{door.port}"
+    config = make_config(tracking={"mlflow": True, "tensorboard": False, "tracking_uri": uri})
+    return lambda resumed_step=None: Metrics(tmp_path / "run", config, DATASET, resumed_step)
+
+
+def take_steps(metrics, steps, pause=0.0):
+    """Record steps, and return the seconds of the longest one without its pause."""
+    longest = 0.0
+    for step in steps:
+        began = time.monotonic()
+        metrics.append(step, dict.fromkeys(NAMES, step + 0.5))
+        longest = max(longest, time.monotonic() - began)
+        time.sleep(pause)
+    return longest
+
+
+def histories(server, run_dir):
+    """Steps of each metric, as the server tells them to anyone."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"http://127.0.0.1:{server}")
+    run_id = read_mlflow_record(run_dir)["run_id"]
+    status = client.get_run(run_id).info.status
+    return status, {
+        name: sorted(m.step for m in client.get_metric_history(run_id, name)) for name in NAMES
+    }
+
+
+def complete(steps):
+    return {name: list(steps) for name in NAMES}
+
+
+def eventually(condition, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_slow_server_keeps_no_step_waiting(door, record, server, tmp_path):
+    door.delay = 0.5
+    door.open()
+    metrics = record()
+    assert take_steps(metrics, range(1, 301), pause=0.005) < BLOCKED
+    metrics.close("FINISHED")
+    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 301)))
+
+
+def test_a_server_that_never_answers_keeps_no_training_from_its_end(
+    door, record, server, tmp_path, monkeypatch
+):
+    door.delay = 3600.0
+    door.open()
+    metrics = record()
+    assert take_steps(metrics, range(1, 51), pause=0.005) < BLOCKED
+    eventually(lambda: door.requests > 0)
+    began = time.monotonic()
+    with monkeypatch.context() as patience:
+        patience.setattr(metrics_module, "PATIENCE_SECONDS", 2.0)
+        metrics.close("FINISHED")
+    assert time.monotonic() - began < 5.0
+    door.delay = 0.0
+    again = record(resumed_step=50)
+    again.close("FINISHED")
+    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 51)))
+
+
+def test_a_server_that_is_down_from_the_start_gets_all_when_it_comes(
+    door, record, server, tmp_path
+):
+    metrics = record()
+    assert take_steps(metrics, range(1, 51), pause=0.02) < BLOCKED
+    door.open()
+    metrics.close("FINISHED")
+    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 51)))
+
+
+def test_a_server_that_dies_half_way_gets_each_point_once_when_it_is_back(
+    door, record, server, tmp_path
+):
+    door.open()
+    metrics = record()
+    take_steps(metrics, range(1, 101))
+    eventually(lambda: read_mlflow_record(tmp_path / "run").get("delivered_step") == 100)
+    # First it takes what it is sent and does not say so, then it is gone, then it is back.
+    door.dumb, asked = True, door.requests
+    assert take_steps(metrics, range(101, 201)) < BLOCKED
+    eventually(lambda: door.requests > asked)
+    door.close()
+    assert take_steps(metrics, range(201, 301), pause=0.01) < BLOCKED
+    door.dumb = False
+    door.open()
+    assert take_steps(metrics, range(301, 401)) < BLOCKED
+    metrics.close("FINISHED")
+    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 401)))
+
+
+def test_a_server_that_is_killed_and_started_again_gets_each_point_once(
+    mlflow, door, record, server, tmp_path
+):
+    door.open()
+    metrics = record()
+    take_steps(metrics, range(1, 101))
+    eventually(lambda: read_mlflow_record(tmp_path / "run").get("delivered_step") == 100)
+    mlflow.kill()
+    asked = door.requests
+    assert take_steps(metrics, range(101, 201), pause=0.01) < BLOCKED
+    eventually(lambda: door.requests > asked)
+    mlflow.start()
+    assert take_steps(metrics, range(201, 301)) < BLOCKED
+    metrics.close("FINISHED")
+    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 301)))
+
+
+def test_a_record_that_a_kill_left_running_is_put_right_by_the_resume(
+    door, record, server, tmp_path
+):
+    door.open()
+    metrics = record()
+    take_steps(metrics, range(1, 51))
+    eventually(lambda: read_mlflow_record(tmp_path / "run").get("delivered_step") == 50)
+    # Nobody closes it: as after SIGKILL. The steps after the checkpoint are taken again.
+    assert histories(server, tmp_path / "run")[0] == "RUNNING"
+    again = record(resumed_step=40)
+    take_steps(again, range(41, 81))
+    again.close("FINISHED")
+    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 81)))
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 81))

@@ -1,0 +1,160 @@
+"""Checkpoints in the background: what is written is what was, whatever happens meanwhile."""
+
+import contextlib
+import logging
+import resource
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from curves import repeatable, weights
+
+from infini_model.config import ModelConfig, TrainingConfig
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import UserError
+from infini_model.training.checkpoints.background import HostCopy, Writer
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint, verify_checkpoint
+from infini_model.training.loop import train
+from infini_model.training.optimizer import make_optimizer
+from infini_model.training.parallel.distributed import World
+
+WRITE_FOREVER = """
+import sys
+from itertools import count
+from pathlib import Path
+import torch
+from infini_model.config import ModelConfig, TrainingConfig
+from infini_model.model.llama import InfiniLlama
+from infini_model.training.checkpoints.background import HostCopy
+from infini_model.training.checkpoints.checkpoint import Position, save_checkpoint
+from infini_model.training.parallel.distributed import World
+from infini_model.training.optimizer import make_optimizer
+model = InfiniLlama(ModelConfig(vocab_size=256, hidden_size=256))
+optimizer = make_optimizer(model, TrainingConfig())
+snapshot = HostCopy(World(0, 1, torch.device("cpu"))).take(model, optimizer)
+for step in count(1):
+    save_checkpoint(Path(sys.argv[1]), snapshot, Position(step, 0, 0, 1, "", None, {}), keep=2)
+"""
+
+
+@pytest.fixture
+def writer():
+    writer = Writer()
+    yield writer
+    writer.close()
+
+
+def test_the_caller_goes_on_while_a_job_runs_and_the_next_job_waits_for_it(writer):
+    may_end, done = threading.Event(), []
+
+    def job():
+        may_end.wait()
+        done.append("first")
+
+    writer.start(job)
+    writer.check()
+    assert done == []
+    threading.Timer(0.1, may_end.set).start()
+    writer.start(lambda: done.append("second"))
+    assert done[0] == "first"
+    writer.wait()
+    assert done == ["first", "second"]
+
+
+def test_an_error_is_raised_once_to_who_asks_next(writer):
+    failed = threading.Event()
+
+    def fail():
+        failed.set()
+        raise UserError("step-3: the disk is full")
+
+    writer.start(fail)
+    failed.wait()
+    with pytest.raises(UserError, match="step-3"):
+        writer.wait()
+    writer.check()
+    writer.wait()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_snapshot_is_of_its_moment(ahead):
+    torch.manual_seed(0)
+    model = InfiniLlama(ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2))
+    optimizer = make_optimizer(model, TrainingConfig())
+    ids = torch.randint(0, 11, (2, 128))
+
+    def step():
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    step()
+    copy = HostCopy(World(0, 1, torch.device("cpu")))
+    if ahead:
+        copy.make_room(model, optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    snapshot = copy.take(model, optimizer)
+    step()
+    assert snapshot.parameters.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(snapshot.parameters[name], value)
+        assert snapshot.moments[f"{name}/step"].item() == 1.0
+
+
+@contextlib.contextmanager
+def files_of_at_most(size, step):
+    """As soon as `step` is logged this process can write no longer files, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Fill(logging.Handler):
+        def emit(self, record):
+            if f"[GPU 0] Step [{step}/" in record.getMessage():
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    handler, logger = Fill(), logging.getLogger("infini_model.training.loop")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_names_the_checkpoint_and_the_one_before_goes_on_to_the_same_bits(
+    dataset, make_config, tmp_path
+):
+    train(make_config(), dataset, tmp_path / "whole")
+    run_dir = tmp_path / "run"
+    with (
+        pytest.raises(UserError, match="step-8: cannot be written: File too large") as caught,
+        files_of_at_most(1 << 16, step=6),
+    ):
+        train(make_config(), dataset, run_dir)
+    assert ".tmp-" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert [p.name for p in (run_dir / "checkpoints").glob("*step*")] == ["step-4"]
+    train(make_config(), dataset, run_dir)
+    assert repeatable(run_dir) == repeatable(tmp_path / "whole")
+    assert weights(run_dir) == weights(tmp_path / "whole")
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_complete_checkpoints_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 60
+        # The third one, so that an old one is being deleted as well at times.
+        while not ((folder / "step-2").exists() and list(folder.glob(".tmp-step-*/model/*"))):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+    finally:
+        process.kill()
+        process.wait()
+    complete = list(folder.glob("step-*"))
+    assert complete
+    for checkpoint in complete:
+        verify_checkpoint(checkpoint)
+    assert newest_checkpoint(tmp_path) in complete

@@ -1,0 +1,445 @@
+"""Trainings in processes of their own, started as users start them and killed as life does."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from curves import curve, repeatable, weights
+from trainings import free_ports, trainers
+
+from infini_model.config import dump_config
+from infini_model.data.loading.loader import Loader, open_windows
+from infini_model.runtime import processes
+from infini_model.runtime.errors import DataError, DeviceError, UserError
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.storage import write_json
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
+from infini_model.training.launch.devices import choose_gpus, waiting_note
+from infini_model.training.launch.failures import (
+    Crashed,
+    Hung,
+    NonFinite,
+    OutOfMemory,
+    Preempted,
+    TimedOut,
+    explain,
+)
+from infini_model.training.launch.launcher import launch
+from infini_model.training.loop import train
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from infini_model.config import load_config
+from infini_model.training.launch.launcher import launch
+config, dataset, run_dir = map(Path, sys.argv[1:])
+launch(load_config(file=config), dataset, run_dir)
+"""
+LONG = {"max_steps": 150, "save_steps": 20, "eval_steps": 50}
+PAIR = LONG | {"max_steps": 5000, "processes": 2, "batch_size": 4}
+# Python reads it at its start; a rank then runs `fault` after every forward pass.
+SITE = """
+import sys
+if "infini_model.training" in sys.orig_argv and not {{
+    "infini_model.runtime.processes", "infini_model.training.launch.agent"
+}} & set(sys.orig_argv):
+    import time, torch
+    def fault(batch, loss):
+        {fault}
+    def hook(module, args, output):
+        return fault(args[0], output) if type(module).__name__ == "_TokenLoss" else None
+    torch.nn.modules.module.register_module_forward_hook(hook)
+"""
+
+
+def wait_for(condition, what, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
+        time.sleep(0.01)
+
+
+def has_reached(run_dir, step):
+    lines = read_metrics(run_dir)
+    return bool(lines) and lines[-1]["step"] >= step
+
+
+def ranks(run_dir):
+    agents = "infini_model.training.launch.agent"
+    everyone = [p for p in trainers(run_dir) if agents not in p.cmdline()]
+    return [p for p in everyone if "infini_model.training" in p.cmdline()]
+
+
+def agent(run_dir):
+    (found,) = [p for p in trainers(run_dir) if "infini_model.training.launch.agent" in p.cmdline()]
+    return found
+
+
+def rank_of(run_dir, number):
+    (found,) = [p for p in ranks(run_dir) if p.environ()["RANK"] == str(number)]
+    return found
+
+
+class Once:
+    """Does something as soon as a line with `text` is printed, and notes when."""
+
+    def __init__(self, text, act):
+        self.text, self.act, self.at = text, act, None
+
+    def __call__(self, line):
+        if self.text in line and self.at is None:
+            self.act()
+            self.at = time.monotonic()
+
+    @property
+    def seconds(self):
+        return time.monotonic() - self.at
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """Have every rank run a statement of Python on each of its batches."""
+
+    def make(fault):
+        folder = tmp_path / "site"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(SITE.format(fault=fault))
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return make
+
+
+def sum_of_ids(config, dataset, consumed):
+    """By which the first process knows its part of the global batch after so many windows."""
+    windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
+    training = config.training
+    with Loader(
+        windows, batch_size=training.batch_size, seed=config.run.seed, consumed=consumed
+    ) as loader:
+        return int(next(loader)[0].input_ids.sum())
+
+
+@pytest.fixture
+def start(tmp_path, dataset):
+    """Start a command on a configuration in the background; it is killed at the end of the test."""
+    started = []
+
+    def begin(command, config, run_dir):
+        file = tmp_path / "config.yaml"
+        file.write_text(dump_config(config))
+        arguments = [str(file), str(dataset), str(run_dir)]
+        if command != ["-c", LAUNCH]:
+            flags = ("--config", "--dataset", "--run-dir")
+            arguments = [x for pair in zip(flags, arguments, strict=True) for x in pair]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *command, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                # As a shell does it: what a terminal sends goes to all of the group.
+                process_group=0,
+            )
+        )
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_to_a_rank_saves_and_exits_143(make_config, tmp_path, start):
+    run_dir = tmp_path / "run"
+    process = start(["-m", "infini_model.training"], make_config(training=LONG), run_dir)
+    wait_for(lambda: has_reached(run_dir, 5), "step 5")
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    last = read_metrics(run_dir)[-1]["step"]
+    assert newest_checkpoint(run_dir).name == f"step-{last}"
+    assert last < 150
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill())
+    with pytest.raises(Crashed, match="killed by SIGKILL") as caught:
+        launch(make_config(training=PAIR), dataset, run_dir, on_line=kill)
+    assert kill.seconds < 10
+    assert caught.value.rank == 1
+    assert not caught.value.is_final
+    assert not trainers(run_dir)
+    for rank in (0, 1):
+        lines = (run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert any(f"[GPU {rank}] Step [2/5000]" in line for line in lines)
+        assert all(line.startswith(f"GPU{rank}:") for line in lines)
+
+
+@pytest.mark.story
+def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    kill = Once("Step [20/", lambda: agent(run_dir).kill())
+    with pytest.raises(Crashed, match="killed by SIGKILL"):
+        launch(make_config(training=PAIR), dataset, run_dir, on_line=kill)
+    assert kill.seconds < 10
+    wait_for(lambda: not trainers(run_dir), "the end of every process", seconds=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "rank"), [("rank", 1), pytest.param("agent", None, marks=pytest.mark.story)]
+)
+def test_a_stopped_process_is_a_hang_that_names_it(dataset, make_config, tmp_path, victim, rank):
+    run_dir = tmp_path / "run"
+    config = make_config(training=PAIR | {"hang_timeout_seconds": 3})
+    find = (lambda: rank_of(run_dir, 1)) if victim == "rank" else (lambda: agent(run_dir))
+    stop = Once("Step [10/", lambda: find().suspend())
+    with pytest.raises(Hung, match="has been stopped for 3 s") as caught:
+        launch(config, dataset, run_dir, on_line=stop)
+    assert stop.seconds < 3 + 10
+    assert caught.value.rank == rank
+    assert not trainers(run_dir)
+
+
+def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faulty):
+    run_dir = tmp_path / "run"
+    config = make_config(training=LONG | {"hang_timeout_seconds": 3})
+    faulty(f"batch.input_ids.sum() == {sum_of_ids(config, dataset, 10 * 8)} and time.sleep(600)")
+    with pytest.raises(Hung, match="no step within 3 s") as caught:
+        launch(config, dataset, run_dir, on_line=lambda _: None)
+    assert caught.value.rank == 0
+    assert not trainers(run_dir)
+    log = (run_dir / "logs" / "rank-0.log").read_text()
+    assert "in fault" in log
+    assert "in _take_step" in log
+
+
+def test_a_terminal_that_is_closed_saves_first(make_config, tmp_path, start):
+    run_dir = tmp_path / "run"
+    config = make_config(training=LONG | {"max_steps": 5000})
+    process = start(["-c", LAUNCH], config, run_dir)
+    wait_for(lambda: has_reached(run_dir, 5), "step 5")
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(timeout=30) == 128 + signal.SIGHUP
+    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
+    assert not trainers(run_dir)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_saves_first_however_often(make_config, tmp_path, start):
+    run_dir = tmp_path / "run"
+    process = start(["-c", LAUNCH], make_config(training=PAIR), run_dir)
+    wait_for(lambda: has_reached(run_dir, 5), "step 5")
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == -signal.SIGINT
+    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
+    assert not trainers(run_dir)
+
+
+def test_a_training_that_takes_too_long_is_ended(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+    config = make_config(training=LONG | {"max_steps": 100_000})
+    with pytest.raises(TimedOut, match="not done after 6 s"):
+        launch(config, dataset, run_dir, timeout_seconds=6, on_line=lambda _: None)
+    assert not trainers(run_dir)
+
+
+def test_an_error_in_the_caller_ends_the_training(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+
+    def leave(line):
+        if "Step [10/" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(make_config(training=LONG | {"max_steps": 5000}), dataset, run_dir, on_line=leave)
+    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
+    assert not trainers(run_dir)
+
+
+def test_a_preempted_training_is_told_as_such(dataset, make_config, tmp_path):
+    run_dir = tmp_path / "run"
+
+    def preempt(line):
+        if "Step [10/" in line:
+            for process in ranks(run_dir):
+                process.terminate()
+
+    with pytest.raises(Preempted, match=r"step \d+ is saved"):
+        launch(make_config(training=LONG | {"max_steps": 5000}), dataset, run_dir, on_line=preempt)
+
+
+def test_numbers_that_are_not_finite_are_told_as_such(make_config, tmp_path, start):
+    config = make_config(training={"learning_rate": 1e30})
+    process = start(["-m", "infini_model.training"], config, tmp_path / "run")
+    _, errors = process.communicate()
+    assert process.returncode == 3
+    assert len(errors.splitlines()) == 1
+    failure = explain(tmp_path / "run", 3)
+    assert isinstance(failure, NonFinite)
+    assert failure.rank == 0
+    assert "the step was not taken" in str(failure)
+
+
+def test_memory_that_is_not_there_is_told_as_such(dataset, make_config, tmp_path):
+    config = make_config(model={"vocab_size": 1 << 44})
+    with pytest.raises(OutOfMemory, match="allocate"):
+        launch(config, dataset, tmp_path / "run", on_line=lambda _: None)
+
+
+def test_what_the_kernel_kills_for_want_of_memory_is_out_of_memory(
+    dataset, make_config, tmp_path, monkeypatch
+):
+    counts = iter([3, 4])
+    monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
+    run_dir = tmp_path / "run"
+    kill = Once("Step [2/", lambda: ranks(run_dir)[0].kill())
+    with pytest.raises(OutOfMemory, match="killed by the kernel"):
+        launch(make_config(training=LONG), dataset, run_dir, on_line=kill)
+
+
+def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
+    dataset, make_config, tmp_path, faulty
+):
+    config = make_config(training={"eval_batches": 1})
+    train(config, dataset, tmp_path / "whole")
+    faulty("if len(batch.input_ids) > 2: raise torch.OutOfMemoryError('CUDA out of memory')")
+    run_dir, lines = tmp_path / "run", []
+    for _ in range(2):
+        with pytest.raises(OutOfMemory) as caught:
+            launch(config, dataset, run_dir, on_line=lambda _: None)
+        assert not caught.value.is_final
+    launch(config, dataset, run_dir, on_line=lines.append)
+    assert lines[0] == (
+        "Going on after: out of memory at step 1; batch_size 2, gradient_accumulation_steps 4, "
+        "the same global batch"
+    )
+    positions = [read_position(newest_checkpoint(tmp_path / name)) for name in ("whole", "run")]
+    assert positions[0].consumed == positions[1].consumed
+    for name in ("train/loss", "validation/loss"):
+        whole, parts = (curve(tmp_path / folder, name) for folder in ("whole", "run"))
+        assert parts == pytest.approx(whole, abs=5e-5)
+
+
+def test_a_batch_that_is_not_finite_is_passed_over_as_if_it_had_never_been_there(
+    dataset, make_config, tmp_path, faulty
+):
+    config = make_config(training={"skip_non_finite": True})
+    consumed = 6 * 8
+    told = {"attempts": [], "micro_batch_divisor": 1, "skipped": [consumed]}
+    write_json(tmp_path / "told" / "recovery.json", told)
+    train(config, dataset, tmp_path / "told")
+    culprit = sum_of_ids(config, dataset, consumed)
+    faulty(f"return loss * float('nan') if batch.input_ids.sum() == {culprit} else None")
+    run_dir = tmp_path / "run"
+    with pytest.raises(NonFinite, match="step 7") as caught:
+        launch(config, dataset, run_dir, on_line=lambda _: None)
+    assert caught.value.consumed == consumed
+    assert not caught.value.is_final
+    launch(config, dataset, run_dir, on_line=lambda _: None)
+    assert repeatable(run_dir) == repeatable(tmp_path / "told")
+    assert weights(run_dir) == weights(tmp_path / "told")
+    assert read_position(newest_checkpoint(run_dir)).consumed == (12 + 1) * 8
+
+
+def test_damaged_data_are_the_users_to_mend(dataset, make_config, tmp_path):
+    damaged = tmp_path / dataset.name
+    shutil.copytree(dataset, damaged)
+    next((damaged / "train").glob("*.arrow")).write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        launch(make_config(), damaged, tmp_path / "run", on_line=lambda _: None)
+    assert str(damaged) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_users_mistake_is_one_line_and_exit_2(make_config, tmp_path, start):
+    config = make_config(model={"vocab_size": 100})
+    process = start(["-m", "infini_model.training"], config, tmp_path / "run")
+    _, errors = process.communicate()
+    assert process.returncode == 2
+    assert len(errors.splitlines()) == 1
+    failure = explain(tmp_path / "run", 2)
+    assert isinstance(failure, UserError)
+    assert str(failure).startswith("model.vocab_size: 100 is less")
+    assert str(failure) in errors
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_users_mistake(dataset, make_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/run"):
+        launch(make_config(), dataset, tmp_path / "file" / "run", on_line=lambda _: None)
+
+
+def test_a_second_training_waits_for_the_devices_until_the_first_is_killed(
+    make_config, tmp_path, start, monkeypatch
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    config = make_config(training=LONG | {"max_steps": 100_000})
+    one, two = tmp_path / "one", tmp_path / "two"
+    first = start(["-c", LAUNCH], config, one)
+    wait_for(lambda: has_reached(one, 5), "step 5")
+    second = start(["-c", LAUNCH], config, two)
+    line = second.stdout.readline()
+    held = f"the CPU is held by process {first.pid}, which trains {one}"
+    assert line == f"Waiting for the CPU: {held}\n"
+    assert waiting_note(two).read_text() == line.strip()
+    assert not ranks(two)
+    first.kill()
+    wait_for(lambda: ranks(two), "the second training", seconds=2)
+    assert not waiting_note(two).exists()
+
+
+@pytest.fixture
+def two_nodes(dataset, make_config, tmp_path):
+    """Two launchers on one machine, as on two that share the run folder; returns how they end."""
+
+    def run(run_dir, on_line, **training):
+        endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+
+        def node(rank):
+            where = {"num_nodes": 2, "node_rank": rank, "rdzv_endpoint": endpoint}
+            settings = {"batch_size": 4, "processes": 1} | where | training
+            config = make_config(run={"name": "two"}, training=settings)
+            launch(config, dataset, run_dir, timeout_seconds=300, on_line=on_line)
+
+        with ThreadPoolExecutor(2) as pool:
+            return [end.exception() for end in [pool.submit(node, rank) for rank in (0, 1)]]
+
+    return run
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
+    train(make_config(), dataset, tmp_path / "one")
+    assert two_nodes(tmp_path / "two", lambda _: None) == [None, None]
+    one, two = (curve(tmp_path / name, "train/loss") for name in ("one", "two"))
+    assert two == pytest.approx(one, abs=5e-5)
+
+
+@pytest.mark.story
+def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
+    run_dir = tmp_path / "run"
+    kill = Once("GPU0:INFO | [GPU 0] Step [20/", lambda: rank_of(run_dir, 1).kill())
+    ends = two_nodes(run_dir, kill, **LONG | {"max_steps": 5000})
+    assert kill.seconds < 10
+    assert all(isinstance(end, Crashed) for end in ends)
+    assert ends[1].rank == 1
+    assert not trainers(run_dir)
+
+
+def test_a_gpu_that_does_not_exist_is_named(monkeypatch, dataset, make_config, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_gpus("auto") == []
+    with pytest.raises(DeviceError, match="GPU 3 does not exist; this machine has none"):
+        choose_gpus("3")
+    with pytest.raises(DeviceError, match=r"training\.gpus=all: no GPU"):
+        launch(make_config(training={"gpus": "all"}), dataset, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

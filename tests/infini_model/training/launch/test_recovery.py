@@ -1,0 +1,84 @@
+"""What a training learns from its failures: which are tried again, and what is then different."""
+
+import itertools
+
+import pytest
+
+from infini_model.runtime.errors import CheckpointError
+from infini_model.training.launch.failures import (
+    Crashed,
+    Hung,
+    NonFinite,
+    OutOfMemory,
+    Preempted,
+    TimedOut,
+)
+from infini_model.training.launch.recovery import Recovery, learn, read_recovery
+
+
+def non_finite(consumed):
+    failure = NonFinite("nan", 0)
+    failure.consumed = consumed
+    return failure
+
+
+@pytest.mark.parametrize("batch_size", [1, 6, 7, 8, 12])
+def test_out_of_memory_cuts_the_micro_batch_until_it_is_one_window(make_config, batch_size):
+    training = {"batch_size": batch_size, "gradient_accumulation_steps": 3, "eval_batches": 5}
+    config = make_config(training=training)
+    recovery, failure, sizes = Recovery(), OutOfMemory("full", 0), [batch_size]
+    while not failure.is_final:
+        recovery = recovery.after(failure := OutOfMemory("full", 0), config, step=4)
+        now = recovery.applied_to(config).training
+        assert now.batch_size * now.gradient_accumulation_steps == batch_size * 3
+        assert now.batch_size * now.eval_batches == batch_size * 5
+        sizes.append(now.batch_size)
+    assert sizes[-1] == sizes[-2] == 1
+    assert all(2 * later <= earlier for earlier, later in itertools.pairwise(sizes[:-1]))
+    assert batch_size == 1 or "the same global batch" in recovery.describe(config)
+
+
+def test_numbers_that_are_not_finite_are_gone_on_from_twice(make_config):
+    config = make_config()
+    recovery = Recovery()
+    for final in (False, False, True):
+        failure = non_finite(80)
+        recovery = recovery.after(failure, config, step=9)
+        assert failure.is_final is final
+    assert recovery.skipped == ()
+
+
+def test_the_batches_that_were_not_finite_are_passed_over_if_asked(make_config):
+    config = make_config(training={"skip_non_finite": True})
+    recovery = Recovery().after(non_finite(80), config, 9).after(non_finite(None), config, 12)
+    assert recovery.skipped == (80,)
+    assert "passing over the global batches at windows [80]" in recovery.describe(config)
+
+
+@pytest.mark.parametrize("kind", [Crashed, Hung, Preempted, TimedOut])
+def test_other_ends_are_gone_on_from_unchanged(make_config, kind):
+    config = make_config()
+    recovery = Recovery()
+    for _ in range(5):
+        failure = kind("gone")
+        recovery = recovery.after(failure, config, step=3)
+        assert not failure.is_final
+    assert recovery.applied_to(config) == config
+    assert recovery.describe(config) == f"Going on after: {kind.kind} at step 4"
+
+
+def test_the_run_folder_remembers_and_a_damaged_memory_is_named(make_config, tmp_path):
+    config = make_config(training={"skip_non_finite": True})
+    assert read_recovery(tmp_path) == Recovery()
+    assert read_recovery(tmp_path).describe(config) == ""
+    learn(tmp_path, OutOfMemory("full", 1), config)
+    learn(tmp_path, non_finite(80), config)
+    recovery = read_recovery(tmp_path)
+    assert (recovery.micro_batch_divisor, recovery.skipped) == (2, (80,))
+    assert [(a.kind, a.rank) for a in recovery.attempts] == [
+        ("out of memory", 1),
+        ("non-finite", 0),
+    ]
+    (tmp_path / "recovery.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"recovery\.json: is damaged"):
+        read_recovery(tmp_path)

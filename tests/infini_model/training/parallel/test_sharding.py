@@ -1,0 +1,172 @@
+"""FSDP beside DDP beside one process: real ranks, compared by what they leave on disk."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from curves import curve, repeatable, weights
+from torch.profiler import ProfilerActivity, profile
+from trainings import free_ports
+
+from infini_model.config import Config, validate
+from infini_model.data.loading.loader import Batch
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
+from infini_model.training.loop import train
+from infini_model.training.parallel.distributed import World, join_world
+from infini_model.training.replica import Replica
+from infini_model.training.setup import place_model
+
+STRATEGIES = ("ddp", "fsdp")
+# 70 MB of parameters: far more than what else a process takes while it makes a model.
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "vocab_size": 256}
+
+
+def _join(rank, port):
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _train(rank, ports, trees, dataset, run_dirs):
+    for port, tree, run_dir in zip(ports, trees, run_dirs, strict=True):
+        _join(rank, port)
+        train(validate(tree), dataset, run_dir)
+
+
+def two_ranks(dataset, trainings):
+    """Run (configuration, run folder) one after another in two processes."""
+    trees = [config.model_dump(mode="json") for config, _ in trainings]
+    run_dirs = [run_dir for _, run_dir in trainings]
+    arguments = (free_ports(len(trainings)), trees, dataset, run_dirs)
+    torch.multiprocessing.spawn(_train, args=arguments, nprocs=2)
+
+
+def begun_from(run_dir, other, step):
+    """A copy of the run `other`, cut off after the checkpoint of `step`."""
+    shutil.copytree(other, run_dir)
+    for path in (run_dir / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return run_dir
+
+
+@pytest.mark.slow
+def test_fsdp_gives_the_curve_of_one_process_and_resumes_across_strategies_and_world_sizes(
+    dataset, make_config, tmp_path
+):
+    tied = make_config().model.model_dump() | {"tie_word_embeddings": True}
+    fp16 = {"gradient_checkpointing": True, "precision": "fp16"}
+    cases = {
+        "parts": {"packing": {"mode": "aligned"}, "training": {"gradient_accumulation_steps": 2}},
+        "one segment": {"packing": {"context_length": 16}, "model": tied},
+        "fp16": {"training": fp16},
+    }
+
+    def config(name, strategy, batch_size=2):
+        steps = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "save_total_limit": 3}
+        training = steps | cases[name].get("training", {})
+        training |= {"batch_size": batch_size, "strategy": strategy}
+        return make_config(**cases[name] | {"training": training})
+
+    for name in cases:
+        train(config(name, "fsdp", batch_size=4), dataset, tmp_path / f"{name} 1")
+    whole = {name: tmp_path / f"{name} 2" for name in cases}
+    two_ranks(dataset, [(config(name, "fsdp"), whole[name]) for name in cases])
+    for name in cases:
+        rounding = 2e-3 if name == "fp16" else 5e-5
+        for metric in ("train/loss", "validation/loss", "test/loss"):
+            one = curve(tmp_path / f"{name} 1", metric)
+            assert one
+            assert curve(whole[name], metric) == pytest.approx(one, abs=rounding), (name, metric)
+
+    again = begun_from(tmp_path / "again", whole["fp16"], 2)
+    to_ddp = begun_from(tmp_path / "to ddp", whole["parts"], 4)
+    from_one = begun_from(tmp_path / "from one", tmp_path / "parts 1", 4)
+    to_one = begun_from(tmp_path / "to one", whole["parts"], 4)
+    two_ranks(
+        dataset,
+        [
+            (config("fp16", "fsdp"), again),
+            (config("parts", "ddp"), to_ddp),
+            (config("parts", "fsdp"), from_one),
+        ],
+    )
+    train(config("parts", "ddp"), dataset, to_one)
+    assert repeatable(again) == repeatable(whole["fp16"])
+    assert weights(again) == weights(whole["fp16"])
+    for run_dir in (to_ddp, from_one, to_one):
+        position = read_position(newest_checkpoint(run_dir))
+        assert (position.step, position.consumed, position.global_batch) == (6, 48, 8)
+        for metric in ("train/loss", "validation/loss", "test/loss"):
+            expected = curve(whole["parts"], metric)
+            assert curve(run_dir, metric) == pytest.approx(expected, abs=5e-5)
+
+
+def _peak_bytes(*, forget: bool = False) -> int:
+    """Most memory that this process has had in use, since it was told to forget."""
+    if forget:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def _sums(replica: Replica, batches: list[Batch]) -> int:
+    """Sums of gradients over the ranks in one backward pass, besides that of the targets."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        replica.backward(batches)
+    names = ("c10d::allreduce_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_")
+    return sum(event.count for event in profiler.key_averages() if event.key in names) - 1
+
+
+def _measure(config: Config, world: World) -> dict[str, int]:
+    replica = Replica(place_model(config, None, world), config, world)
+    ids = torch.arange(64).reshape(1, 64)
+    replica.backward([Batch(ids, ids, None)])
+    found = {f"sums of {n}": _sums(replica, [Batch(ids, ids, None)] * n) for n in (1, 3)}
+    model = config.model.model_copy(update=LARGE)
+    before = _peak_bytes(forget=True)
+    large = place_model(config.model_copy(update={"model": model}), None, world)
+    found["grown"] = _peak_bytes() - before
+    found["model"] = sum(p.numel() * p.element_size() for p in large.parameters())
+    return found
+
+
+def _measure_rank(rank, ports, trees, folder):
+    for strategy, port, tree in zip(STRATEGIES, ports, trees, strict=True):
+        _join(rank, port)
+        with join_world("cpu") as world:
+            found = _measure(validate(tree), world)
+            (folder / f"{strategy}-{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_gradients_are_summed_once_a_step_and_only_rank_0_ever_has_the_whole_model(
+    make_config, tmp_path
+):
+    model = make_config().model.model_dump() | {"vocab_size": 256}
+    trees = [
+        make_config(model=model, training={"strategy": strategy}).model_dump(mode="json")
+        for strategy in STRATEGIES
+    ]
+    arguments = (free_ports(2), trees, tmp_path)
+    torch.multiprocessing.spawn(_measure_rank, args=arguments, nprocs=2)
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert len(found) == 4
+    for measured in found.values():
+        assert measured["sums of 1"] == measured["sums of 3"] > 0
+    size = found["fsdp-1"]["model"]
+    # Some of it may go where memory was free already.
+    assert found["ddp-1"]["grown"] > 0.9 * size
+    assert found["fsdp-0"]["grown"] > 0.9 * size
+    # Half of it is its own part.
+    assert found["fsdp-1"]["grown"] < 0.75 * size

@@ -1,0 +1,113 @@
+"""The state of a run, told from its folder."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from infini_model.config import load_config
+from infini_model.runtime.runs import Owner, claim_run, record_evaluation
+from infini_model.runtime.storage import make_folder, write_json
+from infini_model.training.launch.devices import waiting_note
+from infini_model.training.launch.failures import Crashed, Preempted, TrainingFailure
+from infini_model.training.launch.recovery import learn
+from infini_model.training.run_status import list_runs, read_status, saved_step
+
+OWNER = Owner("f1", "http://localhost/runs/flow-run/f1")
+
+
+def claim(output: Path, name: str):
+    settings = ["training.max_steps=10", f"run.output_dir={output}", f"run.name={name}"]
+    return claim_run(load_config("debug", overrides=settings), "k1", Path("data"), owner=OWNER)
+
+
+def begin(output: Path, name: str, step: int) -> Path:
+    with claim(output, name) as run_dir:
+        lines = [{"step": step - 1, "time": time.time(), "validation/loss": 3.5}]
+        lines += [{"step": step, "time": time.time(), "train/loss": 2.5}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run_dir / "metrics.jsonl").write_text(text)
+        return run_dir
+
+
+def fail(run_dir: Path, failure: TrainingFailure) -> None:
+    learn(run_dir, failure, load_config("debug"))
+
+
+def test_what_a_run_has_reached_is_told(tmp_path: Path) -> None:
+    run_dir = begin(tmp_path, "one", 5)
+    write_json(run_dir / "logs" / "mlflow.json", {"run_id": "m1", "tracking_uri": "http://m"})
+    run = read_status(run_dir)
+    assert (run.step, run.total, run.train_loss, run.validation_loss) == (5, 10, 2.5, 3.5)
+    assert run.owner == OWNER
+    assert run.mlflow == {"run_id": "m1", "tracking_uri": "http://m"}
+    assert time.time() - 60 < run.updated <= time.time()
+    assert saved_step(run_dir) is None
+    for step in (5, 10):
+        (run_dir / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    assert saved_step(run_dir) == 10
+
+
+def test_the_state_is_that_of_the_last_attempt(tmp_path: Path) -> None:
+    run_dir = begin(tmp_path, "one", 5)
+    assert read_status(run_dir).state == "interrupted"
+    fail(run_dir, Preempted("SIGTERM came"))
+    assert read_status(run_dir).state == "interrupted"
+    fail(run_dir, Crashed("killed by SIGKILL", 1))
+    run = read_status(run_dir)
+    assert (run.state, run.detail) == ("failed", "crash")
+    begin(tmp_path, "one", 7)
+    assert read_status(run_dir).state == "interrupted"
+    with claim(tmp_path, "one"):
+        assert read_status(run_dir).state == "running"
+        make_folder(waiting_note(run_dir).parent)
+        waiting_note(run_dir).write_text("Waiting for the CPU")
+        run = read_status(run_dir)
+        assert (run.state, run.detail) == ("waiting", "Waiting for the CPU")
+    assert read_status(run_dir).state == "interrupted"
+    record_evaluation(run_dir, 10, "k1", {})
+    assert read_status(run_dir).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run.json", "{"),
+        ("run.json", "[]"),
+        ("run.json", '{"dataset": "d", "max_steps": "many"}'),
+        ("run.json", '{"dataset": "d", "max_steps": 5, "owner": "me"}'),
+        ("metrics.jsonl", '{"step": 5, not JSON\n'),
+        ("metrics.jsonl", '["step"]\n'),
+        ("recovery.json", "[]"),
+    ],
+)
+def test_a_damaged_folder_is_told_as_such_and_harms_no_other(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    damaged, whole = begin(tmp_path, "one", 5), begin(tmp_path, "two", 5)
+    (damaged / file).write_text(content)
+    (tmp_path / "runs" / "three").mkdir()
+    found = {run.run_dir.name: run for run in list_runs(tmp_path / "runs")}
+    assert {name: run.state for name, run in found.items()} == {
+        "one": "damaged",
+        "two": "interrupted",
+        "three": "empty",
+    }
+    assert found["one"].detail
+    assert "\n" not in found["one"].detail
+    assert found["two"] == read_status(whole)
+
+
+def test_a_hundred_runs_are_listed_at_once(tmp_path: Path) -> None:
+    first = begin(tmp_path, "run-0", 5)
+    line = json.dumps({"step": 5, "time": 1.0, "train/loss": 2.5}) + "\n"
+    for number in range(1, 100):
+        run_dir = first.with_name(f"run-{number}")
+        run_dir.mkdir()
+        for name in ("run.json", "config.yaml"):
+            (run_dir / name).write_bytes((first / name).read_bytes())
+        (run_dir / "metrics.jsonl").write_text(line * 2000)
+    began = time.process_time()
+    assert len(list_runs(tmp_path / "runs")) == 100
+    assert time.process_time() - began < 2.0

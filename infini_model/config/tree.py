@@ -370,7 +370,7 @@ class TrainingConfig(Section):
 
 
 class LaunchConfig(Section):
-    """Where and on what a training runs, and how it is watched."""
+    """Where and on what a training runs, and what is done when it hangs or fails."""
 
     decides_weights = False
 

@@ -54,7 +54,10 @@ def settings(folder: Path) -> Config:
     """The debug preset, two steps of it."""
     changes = {
         "run": {"output_dir": str(folder), "log_level": "warning"},
-        "training": {"max_steps": 2, "eval_steps": 2, "save_steps": 2, "gpus": "cpu"},
+        "training": {"max_steps": 2},
+        "launch": {"gpus": "cpu"},
+        "logging": {"eval_steps": 2},
+        "checkpoint": {"save_steps": 2},
     }
     return load_config("debug", overrides=[changes])
 

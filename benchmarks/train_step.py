@@ -75,8 +75,9 @@ def settings(folder: Path, options: argparse.Namespace) -> Config:
             {"run": {"output_dir": str(folder)}},
             {"model": {"vocab_size": 256}},
             {"data": {"source": {"paths": ["{stdlib}/*.py"]}}},
-            {"training": {"max_steps": steps, "eval_steps": steps + 1, "save_steps": half_way}},
-            {"training": {"eval_batches": 1}},
+            {"training": {"max_steps": steps}},
+            {"logging": {"eval_steps": steps + 1, "eval_batches": 1}},
+            {"checkpoint": {"save_steps": half_way}},
             *options.overrides,
         ],
     )
@@ -208,7 +209,7 @@ def ratios_of(
     measured: Measured, seconds: dict[str, list[float]], options: argparse.Namespace
 ) -> dict[str, Ratio]:
     """Speeds, each beside that of the same without what it is judged for."""
-    between = load_config(PRESET).training.save_steps
+    between = load_config(PRESET).checkpoint.save_steps
     steps = [(each.seconds / options.steps, each.stall_seconds) for each in measured.told[OURS]]
     found = {
         PLAIN: speed_ratio(seconds[OURS], seconds[PLAIN]),

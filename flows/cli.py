@@ -53,7 +53,7 @@ def _run_flow(name: str, config: Config) -> Any:
     from flows.serving.services import prefect_api
     from infini_model.training.launch.devices import choose_gpus
 
-    choose_gpus(config.training.gpus)
+    choose_gpus(config.launch.gpus)
     with prefect_api(config) as wait_until_up:
         from prefect.exceptions import Abort, Pause
 
@@ -134,7 +134,7 @@ def resume(
         typer.Argument(
             metavar="[RUN] [KEY=VALUE]...",
             help="Name or folder of a run (the default is the newest interrupted one), and "
-            "overrides that do not decide the weights, such as training.gpus=0.",
+            "overrides that do not decide the weights, such as launch.gpus=0.",
         ),
     ] = None,
     output_dir: OutputDir = None,

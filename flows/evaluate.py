@@ -29,12 +29,10 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
     trained = read_run_config(run_dir)
     folder = config.data.folder or dataset_of(run_dir)
     places = {"output_dir": config.run.output_dir, "log_level": config.run.log_level}
-    backend = {"attention_backend": config.model.attention_backend}
     changes = {
         "run": trained.run.model_copy(update=places),
         "data": config.data.model_copy(update={"folder": folder}),
-        "model": trained.model.model_copy(update=backend),
-        "training": trained.training.model_copy(update={"gpus": config.training.gpus}),
+        "launch": config.launch,
         "evaluation": config.evaluation,
         "stages": config.stages,
     }

@@ -104,7 +104,7 @@ def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:
         gpus = "all"
     change: dict[str, Any] = {}
     if gpus is not None and command != "preprocess":
-        change["training"] = {"gpus": gpus}
+        change["launch"] = {"gpus": gpus}
     if device is not None:
         change["data"] = {"device": device}
     return change
@@ -125,8 +125,8 @@ def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     keys = {
         "output_dir": "run.output_dir",
         "batch_size": batch,
-        "tensorboard_dir": "training.tensorboard_dir",
-        "num_nodes": "training.num_nodes",
+        "tensorboard_dir": "logging.tensorboard_dir",
+        "num_nodes": "launch.num_nodes",
         "max_steps": "training.max_steps",
         "max_new_tokens": "evaluation.max_new_tokens",
         "temperature": "evaluation.temperature",
@@ -140,9 +140,9 @@ def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
             section, leaf = key.split(".")
             change = merge(change, {section: {leaf: str(given[option])}})
     if given["disable_flash_attn"]:
-        change = merge(change, {"model": {"attention_backend": "math"}})
+        change = merge(change, {"launch": {"attention_backend": "math"}})
     if given["debug"]:
-        change = merge(change, {"training": {"debug": True}, "run": {"log_level": "debug"}})
+        change = merge(change, {"logging": {"debug": True}, "run": {"log_level": "debug"}})
     return change
 
 

@@ -64,7 +64,7 @@ SETTINGS = {
         "Tokens in one window; a multiple of the model's segment_length.",
     ),
     "devices": Setting(
-        "training.gpus",
+        "launch.gpus",
         "Devices",
         "auto (the freest GPUs first, else the CPU), all, numbers of GPUs such as 0,3, or cpu.",
     ),

@@ -46,7 +46,7 @@ def pipeline(config: Config) -> dict[str, Any]:
     folder = Path(dataset["folder"])
     with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:
         train_run(config, folder, run_dir)
-        if config.training.node_rank > 0:
+        if config.launch.node_rank > 0:
             return {"report": str(run_dir / "report.md")}
         return evaluate_run(config, folder, run_dir)
 

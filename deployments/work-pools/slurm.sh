@@ -30,15 +30,15 @@ fi
 [[ "${1:-}" == train ]] || { echo "usage: slurm.sh train OPTIONS… | worker POOL" >&2; exit 2; }
 shift
 
-options=(training.gpus=all)
+options=(launch.gpus=all)
 if ((SLURM_NNODES > 1)); then
     # All launchers must name one run: let run.name stand among the options.
     [[ " $* " == *" run.name="* ]] || { echo "several nodes need run.name=…" >&2; exit 2; }
     master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     # Jobs that share a node differ in their number, and so in the port.
     options+=(
-        "training.num_nodes=$SLURM_NNODES"
-        "training.rdzv_endpoint=$master:$((20000 + SLURM_JOB_ID % 10000))"
+        "launch.num_nodes=$SLURM_NNODES"
+        "launch.rdzv_endpoint=$master:$((20000 + SLURM_JOB_ID % 10000))"
     )
 fi
 
@@ -46,6 +46,6 @@ fi
 # shellcheck disable=SC2016
 exec srun --kill-on-bad-exit=1 bash -c '
     rank=()
-    ((SLURM_NNODES == 1)) || rank=("training.node_rank=$SLURM_NODEID")
+    ((SLURM_NNODES == 1)) || rank=("launch.node_rank=$SLURM_NODEID")
     exec infini train "$@" "${rank[@]}"
 ' infini "${options[@]}" "$@"

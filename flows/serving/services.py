@@ -52,7 +52,7 @@ class Service:
 
 def prefect_dir(config: Config) -> Path:
     """Where the server keeps its records; machines that share the output folder share none."""
-    node = config.training.node_rank
+    node = config.launch.node_rank
     name = f"prefect-node-{node}" if node else "prefect"
     return config.run.output_dir.resolve() / name
 

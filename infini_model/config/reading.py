@@ -57,7 +57,8 @@ def _read_preset(name: str) -> dict[str, Any]:
     return merge(_parse_mapping(text, f"{name}.yaml"), {"run": {"preset": name}})
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The sections of a YAML or JSON file, unchecked. Raises `ConfigError` in one line."""
     try:
         return _parse_mapping(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -144,7 +145,7 @@ def load_config(
     if preset is not None:
         tree = _read_preset(preset)
     elif file is not None:
-        tree = _read_file(file)
+        tree = read_file(file)
     for override in overrides:
         change = parse_override(override) if isinstance(override, str) else override
         tree = merge(tree, change)

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -35,11 +35,25 @@ from pydantic import (
 MEBIBYTE = 1 << 20
 
 
+class _DecidesWeights:
+    """Marks a field that decides the weights in a section whose other fields do not."""
+
+
+DECIDES_WEIGHTS = _DecidesWeights()
+
+
 class Section(BaseModel):
     """A part of the tree: unknown keys are refused, values are finite and do not change.
 
-    YAML reads `training.gpus=0` as a number; where text is wanted it is taken as text.
+    YAML reads `launch.gpus=0` as a number; where text is wanted it is taken as text.
+
+    Attributes:
+        decides_weights: Whether another value of its fields gives other weights at the end of a
+            run; an interrupted run resumes under any change of the others. Every section of
+            `Config` says so of itself, and its own sections follow it.
     """
+
+    decides_weights: ClassVar[bool]
 
     model_config = ConfigDict(
         extra="forbid",
@@ -68,6 +82,7 @@ DEVICE_SCHEMA = {"type": "string", "pattern": r"^(auto|cpu|cuda(:\d+)?|mixed)$"}
 Gpus = Annotated[str, AfterValidator(_check_gpus), WithJsonSchema(GPUS_SCHEMA)]
 Device = Annotated[str, AfterValidator(_check_device), WithJsonSchema(DEVICE_SCHEMA)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+AttentionBackend = Literal["auto", "flash_attn", "flash", "cudnn", "efficient", "math", "tiled"]
 
 
 class FilesSource(Section):
@@ -161,6 +176,9 @@ class SplitsConfig(Section):
 class DataConfig(Section):
     """From text to a dataset folder."""
 
+    # What it decides is in the dataset's key, which depends on content alone.
+    decides_weights = False
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
         "corpus", description="First part of the dataset folder's name; the content key follows."
     )
@@ -193,6 +211,8 @@ class DataConfig(Section):
 
 class PackingConfig(Section):
     """How the token stream is cut into windows; it never costs a new tokenisation."""
+
+    decides_weights = True
 
     mode: Literal["packed", "document", "aligned"] = Field(
         "packed",
@@ -243,6 +263,8 @@ def _share_of_a_head(fields: dict[str, Any]) -> int:
 class ModelConfig(Section):
     """The shape of an Infini-Llama."""
 
+    decides_weights = True
+
     vocab_size: PositiveInt | None = Field(
         None, description="Entries of the embedding; None takes the tokenizer's."
     )
@@ -281,13 +303,6 @@ class ModelConfig(Section):
         description="Whether values are filed under a learned mix of their own key and the one "
         "before, so that the memory can answer what came after; false is the paper's form.",
     )
-    attention_backend: Literal[
-        "auto", "flash_attn", "flash", "cudnn", "efficient", "math", "tiled"
-    ] = Field(
-        "auto",
-        description="Kernel of the attention inside segments: flash_attn is the package, tiled "
-        "this library's own for CPUs, the others are PyTorch's; auto takes the fastest there is.",
-    )
 
     @property
     def key_value_heads(self) -> int:
@@ -320,7 +335,9 @@ class ModelConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Optimizer, schedule, batches and processes."""
+    """Optimizer, schedule and batches."""
+
+    decides_weights = True
 
     max_steps: PositiveInt = Field(200, description="Optimizer steps in all.")
     batch_size: PositiveInt = Field(
@@ -344,35 +361,19 @@ class TrainingConfig(Section):
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's beta2.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
     max_grad_norm: PositiveFloat = Field(1.0, description="Norm to which gradients are clipped.")
-    gradient_checkpointing: bool = Field(
-        False,
-        description="Whether a layer's activations are computed again in the backward pass instead "
-        "of kept: less memory, about a third more time, the same numbers.",
-    )
-    strategy: Literal["ddp", "fsdp"] = Field(
-        "ddp",
-        description="How processes share the work: ddp gives each a copy of the model; fsdp gives "
-        "each a part of it, for models that are too large for one device. It may change between "
-        "two halves of a run.",
-    )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto",
         description="Type of the matrix products; auto is bf16 on CUDA and fp32 on a CPU. fp16 is "
         "for GPUs without bf16: the loss is scaled, and a step whose gradients overflow is "
         "skipped. Weights and optimizer stay in float32.",
     )
-    deterministic: bool = Field(
-        True,
-        description="Whether a GPU adds up in a fixed order wherever it can, so that a resumed "
-        "training ends with the same bits; false may be faster.",
-    )
-    logging_steps: PositiveInt = Field(10, description="Steps from one log line to the next.")
-    eval_steps: PositiveInt = Field(50, description="Steps from one validation to the next.")
-    eval_batches: PositiveInt | None = Field(
-        None, description="Batches of one validation or test; None takes the whole split."
-    )
-    save_steps: PositiveInt = Field(50, description="Steps from one checkpoint to the next.")
-    save_total_limit: PositiveInt = Field(2, description="Newest checkpoints to keep.")
+
+
+class LaunchConfig(Section):
+    """Where and on what a training runs, and what is done when it hangs or fails."""
+
+    decides_weights = False
+
     gpus: Gpus = Field(
         "auto", description="auto (the freest first), all, a list such as 0,3, or cpu."
     )
@@ -384,8 +385,26 @@ class TrainingConfig(Section):
     rdzv_endpoint: str | None = Field(
         None, description="host:port of the first machine, for num_nodes over 1."
     )
-    tensorboard_dir: Path | None = Field(
-        None, description="Folder for TensorBoard; None is logs/tensorboard of the run."
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="How processes share the work: ddp gives each a copy of the model; fsdp gives "
+        "each a part of it, for models that are too large for one device. It may change between "
+        "two halves of a run.",
+    )
+    attention_backend: AttentionBackend = Field(
+        "auto",
+        description="Kernel of the attention inside segments: flash_attn is the package, tiled "
+        "this library's own for CPUs, the others are PyTorch's; auto takes the fastest there is.",
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Whether a layer's activations are computed again in the backward pass instead "
+        "of kept: less memory, about a third more time, the same numbers.",
+    )
+    deterministic: bool = Field(
+        True,
+        description="Whether a GPU adds up in a fixed order wherever it can, so that a resumed "
+        "training ends with the same bits; false may be faster.",
     )
     hang_timeout_seconds: PositiveFloat | None = Field(
         None,
@@ -397,9 +416,6 @@ class TrainingConfig(Section):
         description="Whether a training that ended with NaN or infinity passes over the global "
         "batch that did it when it is tried again.",
     )
-    debug: bool = Field(
-        False, description="Print the report of the tensors at fault when a number goes wrong."
-    )
 
     @model_validator(mode="after")
     def _nodes_meet(self) -> Self:
@@ -410,8 +426,37 @@ class TrainingConfig(Section):
         return self
 
 
+class LoggingConfig(Section):
+    """What a training tells of itself on its way, and how often."""
+
+    decides_weights = False
+
+    logging_steps: PositiveInt = Field(10, description="Steps from one log line to the next.")
+    eval_steps: PositiveInt = Field(50, description="Steps from one validation to the next.")
+    eval_batches: PositiveInt | None = Field(
+        None, description="Batches of one validation or test; None takes the whole split."
+    )
+    tensorboard_dir: Path | None = Field(
+        None, description="Folder for TensorBoard; None is logs/tensorboard of the run."
+    )
+    debug: bool = Field(
+        False, description="Print the report of the tensors at fault when a number goes wrong."
+    )
+
+
+class CheckpointConfig(Section):
+    """How often a training is saved, and what is kept."""
+
+    decides_weights = False
+
+    save_steps: PositiveInt = Field(50, description="Steps from one checkpoint to the next.")
+    save_total_limit: PositiveInt = Field(2, description="Newest checkpoints to keep.")
+
+
 class EvaluationConfig(Section):
     """What is measured after training."""
+
+    decides_weights = False
 
     max_batches: PositiveInt | None = Field(
         None, description="Batches of each split to score; None takes all."
@@ -430,6 +475,8 @@ class EvaluationConfig(Section):
 
 class TrackingConfig(Section):
     """Where the record of a run goes."""
+
+    decides_weights = False
 
     mlflow: bool = Field(True, description="Whether runs are recorded in MLflow.")
     tracking_uri: str | None = Field(
@@ -470,6 +517,8 @@ class StageConfig(Section):
 class StagesConfig(Section):
     """The four stages of the pipeline."""
 
+    decides_weights = False
+
     download: StageConfig = StageConfig(retries=4)
     shard: StageConfig = StageConfig()
     train: StageConfig = StageConfig()
@@ -478,6 +527,8 @@ class StagesConfig(Section):
 
 class RunConfig(Section):
     """Names, places and the seed of a run."""
+
+    decides_weights = False
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None, description="Folder of the run below runs/; None numbers runs of the preset."
@@ -491,7 +542,9 @@ class RunConfig(Section):
     data_dir: Path | None = Field(
         None, description="Folder of the datasets; None is datasets/ in output_dir."
     )
-    seed: NonNegativeInt = Field(0, description="Seed of weights, window order and samples.")
+    seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = Field(
+        0, description="Seed of weights, window order and samples."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message to print."
     )
@@ -515,6 +568,9 @@ class Config(Section):
     packing: PackingConfig = PackingConfig()
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
+    launch: LaunchConfig = LaunchConfig()
+    logging: LoggingConfig = LoggingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
     stages: StagesConfig = StagesConfig()
@@ -530,9 +586,17 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _nodes_share_a_run(self) -> Self:
-        if self.training.num_nodes > 1 and self.run.name is None:
-            raise ValueError("training.num_nodes over 1 needs run.name, the same on each machine")
+        if self.launch.num_nodes > 1 and self.run.name is None:
+            raise ValueError("launch.num_nodes over 1 needs run.name, the same on each machine")
         return self
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the weights, by section: equal for two commands that continue one run.
+
+        The data's share is not here but in the dataset's key, which depends on content alone.
+        """
+        return self.model_dump(mode="json", include=_IDENTITY)
 
     @property
     def tracking_uri(self) -> str:
@@ -540,3 +604,19 @@ class Config(Section):
         if self.tracking.tracking_uri is not None:
             return self.tracking.tracking_uri
         return f"sqlite:///{(self.run.output_dir / 'mlflow' / 'mlflow.db').resolve()}"
+
+
+def _deciding_fields(section: type[Section]) -> set[str]:
+    """The fields of a section of `Config` that decide the weights."""
+    return {
+        name
+        for name, field in section.model_fields.items()
+        if section.decides_weights or DECIDES_WEIGHTS in field.metadata
+    }
+
+
+_IDENTITY = {
+    name: fields
+    for name, field in Config.model_fields.items()
+    if (fields := _deciding_fields(cast("type[Section]", field.annotation)))
+}

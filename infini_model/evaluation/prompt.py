@@ -52,8 +52,8 @@ def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Itera
     tokenizer = _tokenizer_of(model_dir)
     model = InfiniLlama.from_pretrained(
         model_dir,
-        device=first_device(config.training.gpus),
-        attention_backend=config.model.attention_backend,
+        device=first_device(config.launch.gpus),
+        attention_backend=config.launch.attention_backend,
     ).eval()
     settings = config.evaluation
     return continue_prompt(

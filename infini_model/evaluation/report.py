@@ -97,8 +97,8 @@ def evaluate_run(
     manifest = read_manifest(dataset_dir)
     model = InfiniLlama.from_pretrained(
         checkpoint / "model",
-        device=first_device(config.training.gpus),
-        attention_backend=config.model.attention_backend,
+        device=first_device(config.launch.gpus),
+        attention_backend=config.launch.attention_backend,
     ).eval()
     _check_vocabulary(model, checkpoint, dataset_dir, manifest)
     position = read_position(checkpoint)

@@ -60,7 +60,7 @@ def infini_attention(
         memory: What was written before, float32 (float64 for float64 inputs); None is empty.
         update: The rule by which a segment is written: `linear` adds it, `delta` overwrites what
             stands under the same keys; see `infini_model.model.memory`.
-        backend: Kernel of the local attention; one of `ModelConfig.attention_backend`.
+        backend: Kernel of the local attention; one of `LaunchConfig.attention_backend`.
         reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document and
             the memory is emptied before it.
         memory_keys: Keys under which the values are written, of the shape of `k`; None is `k`.

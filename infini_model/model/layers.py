@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from infini_model.config import ModelConfig, RopeScaling
+from infini_model.config import AttentionBackend, ModelConfig, RopeScaling
 from infini_model.model.attention import infini_attention, segmented_local_attention
 from infini_model.model.kernels.local_attention import local_attention
 from infini_model.model.kernels.memory_ops import gated_read
@@ -63,9 +63,9 @@ class Step(NamedTuple):
 class Attention(nn.Module):
     """Grouped-query attention with a memory; see `infini_model.model.attention`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.backend = config, backend
         self.head_dim = config.head_dim
         width = config.num_attention_heads * self.head_dim
         kv_width = config.key_value_heads * self.head_dim
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         memory = None if state is None else state.memory
         if config.memory == "none":
             out = segmented_local_attention(
-                q, k, v, segment_length=length, rope=rope, backend=config.attention_backend
+                q, k, v, segment_length=length, rope=rope, backend=self.backend
             )
             memory = empty_memory(config, k) if memory is None else memory
         else:
@@ -134,7 +134,7 @@ class Attention(nn.Module):
                 rope=rope,
                 memory=memory,
                 update=config.memory,
-                backend=config.attention_backend,
+                backend=self.backend,
                 reset=reset,
                 memory_keys=memory_keys,
             )
@@ -176,7 +176,7 @@ class Attention(nn.Module):
             rotate(q, (cos, sin)),
             keys[:, :, :seen],
             values[:, :, :seen],
-            backend=self.config.attention_backend,
+            backend=self.backend,
             visible=step.visible,
         )
         memory = state.memory
@@ -238,10 +238,10 @@ class Mlp(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, backend)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infini_model.config import ModelConfig
+from infini_model.config import AttentionBackend, ModelConfig
 from infini_model.model import hf_checkpoint
 from infini_model.model.layers import DecoderLayer, LayerState, Step, empty_memory, rope_tables
 from infini_model.model.loss import summed_loss, token_losses
@@ -64,10 +64,12 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, backend: AttentionBackend) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, backend) for _ in range(config.num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         cos, sin = rope_tables(
             config.segment_length, config.head_dim, config.rope_theta, config.rope_scaling
@@ -106,13 +108,24 @@ class InfiniLlama(nn.Module):
     `memory_key_shift` are the memory's own; all others are Llama's.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        """Raises `ConfigError` where `config.vocab_size` is None."""
+    def __init__(
+        self, config: ModelConfig, *, attention_backend: AttentionBackend = "auto"
+    ) -> None:
+        """Draw the weights.
+
+        Args:
+            config: The shape.
+            attention_backend: Kernel of the attention inside segments, as in `LaunchConfig`; it is
+                no part of the model, and no checkpoint holds it.
+
+        Raises:
+            ConfigError: `config.vocab_size` is None.
+        """
         super().__init__()
         if config.vocab_size is None:
             raise ConfigError("model.vocab_size: None, but the model needs a number")
-        self.config = config
-        self.model = Decoder(config, config.vocab_size)
+        self.config, self.attention_backend = config, attention_backend
+        self.model = Decoder(config, config.vocab_size, attention_backend)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -299,6 +312,7 @@ class InfiniLlama(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        attention_backend: AttentionBackend = "auto",
         **overrides: object,
     ) -> Self:
         """Read a Hugging Face Llama folder, ours or another's.
@@ -307,6 +321,7 @@ class InfiniLlama(nn.Module):
             folder: Holds config.json and model.safetensors, or its shards and their index.
             dtype: Of the weights in memory, whatever the files hold.
             device: Where the weights go.
+            attention_backend: Kernel of the attention inside segments, as in `LaunchConfig`.
             **overrides: Fields of `ModelConfig` to change, such as `segment_length=2048`.
 
         Raises:
@@ -316,7 +331,7 @@ class InfiniLlama(nn.Module):
         """
         config = hf_checkpoint.read_config(Path(folder), overrides)
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(config, attention_backend=attention_backend)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         tensors = hf_checkpoint.read_tensors(Path(folder), shapes, dtype)
         if config.tie_word_embeddings:

@@ -20,7 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config, dump_config, load_config
+from infini_model.config import Config, dump_config, load_config, read_file, validate
+from infini_model.config.moved import with_keys_moved
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import Holder, hold, holder_of
 from infini_model.runtime.holders import Owner as Owner  # callers know it from here
@@ -29,31 +30,6 @@ from infini_model.runtime.storage import atomic_file, make_folder, point_latest,
 
 log = logging.getLogger(__name__)
 
-# What may differ between the two halves of one run: names, places, devices, records and logs.
-_FREE_SECTIONS = frozenset({"evaluation", "stages", "tracking", "data"})
-_FREE_KEYS = {
-    "run": frozenset({"name", "preset", "output_dir", "data_dir", "log_level"}),
-    "training": frozenset(
-        {
-            "gpus",
-            "processes",
-            "strategy",
-            "deterministic",
-            "gradient_checkpointing",
-            "num_nodes",
-            "node_rank",
-            "rdzv_endpoint",
-            "logging_steps",
-            "save_steps",
-            "save_total_limit",
-            "tensorboard_dir",
-            "hang_timeout_seconds",
-            "skip_non_finite",
-            "debug",
-        }
-    ),
-}
-
 LOCK = ".lock"
 EVALUATION = "evaluation.json"
 # For the first machine to make the dataset and begin the run.
@@ -61,17 +37,6 @@ JOIN_SECONDS = 3600.0
 # For the process before of the same flow run to end: the grace of a training, and a little.
 RELEASE_SECONDS = 90.0
 RELEASE_POLL_SECONDS = 0.2
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """The settings that decide the weights: equal for two commands that continue one run.
-
-    The data's share is not here but in the dataset's key, which depends on content alone.
-    """
-    tree = config.model_dump(mode="json", exclude=set(_FREE_SECTIONS))
-    for section, keys in _FREE_KEYS.items():
-        tree[section] = {k: v for k, v in tree[section].items() if k not in keys}
-    return tree
 
 
 def record_evaluation(
@@ -117,10 +82,15 @@ def read_run_config(run_dir: Path) -> Config:
 
     Raises `DataError` if `run_dir` is no run folder.
     """
+    return validate(_recorded_settings(run_dir))
+
+
+def _recorded_settings(run_dir: Path) -> dict[str, Any]:
+    """`config.yaml`, also that of a run that a former version began. Raises `DataError`."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise DataError(f"{run_dir}: is no run folder (it has no config.yaml)")
-    return load_config(file=path)
+    return with_keys_moved(read_file(path))
 
 
 def latest_run(config: Config) -> Path:
@@ -188,11 +158,11 @@ def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = 
     where = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
     settings = {"run": where, "data": {"folder": str(dataset_of(run_dir))}}
     own = read_run_config(run_dir)
-    config = load_config(file=run_dir / "config.yaml", overrides=[settings, *overrides])
+    config = load_config(overrides=[_recorded_settings(run_dir), settings, *overrides])
     if (config.run.name, str(config.run.output_dir)) != (where["name"], where["output_dir"]):
         raise ConfigError(f"run.name: {run_dir} is continued where it is, under its own name")
-    if identity(config) != identity(own):
-        difference = _difference(identity(config), identity(own))
+    if config.identity != own.identity:
+        difference = _difference(config.identity, own.identity)
         raise ConfigError(f"{run_dir} cannot be continued with other settings ({difference})")
     return config
 
@@ -209,10 +179,10 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
 def _belongs(run_dir: Path, config: Config, dataset_key: str) -> bool:
     try:
         record = _read_record(run_dir)
-        recorded = identity(read_run_config(run_dir))
+        recorded = read_run_config(run_dir).identity
     except (DataError, ConfigError):
         return False
-    return record.get("dataset_key") == dataset_key and recorded == identity(config)
+    return record.get("dataset_key") == dataset_key and recorded == config.identity
 
 
 def _numbered(runs_dir: Path, prefix: str) -> list[Path]:
@@ -244,7 +214,7 @@ def _begin(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -
 def _check(run_dir: Path, config: Config, dataset_key: str, owner: Owner | None) -> None:
     """Raise `ConfigError` if a run that has begun is another one, or has left this owner."""
     if not _belongs(run_dir, config, dataset_key):
-        difference = _difference(identity(config), identity(read_run_config(run_dir)))
+        difference = _difference(config.identity, read_run_config(run_dir).identity)
         raise ConfigError(f"run.name: {run_dir} holds another run ({difference})")
     record = _read_record(run_dir)
     if owner is not None and owner.id in record.get("former_owners", []):
@@ -343,7 +313,7 @@ def claim_run(
         ConfigError: The folder is in use, holds a run of other settings or data, or has been
             continued by another owner; or the first machine does not come.
     """
-    if config.training.node_rank > 0:
+    if config.launch.node_rank > 0:
         yield _join(config, dataset_key)
         return
     runs_dir = config.run.runs_dir

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(file=arguments.config)
         _log_to_stdout(config, rank)
-        heartbeat.start(arguments.run_dir, rank, config.training.hang_timeout_seconds)
+        heartbeat.start(arguments.run_dir, rank, config.launch.hang_timeout_seconds)
         # Here, so that a mistake in the settings is told at once: torch takes seconds to load.
         from infini_model.training.loop import train
 

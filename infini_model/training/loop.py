@@ -94,10 +94,10 @@ def train(config: Config, dataset_dir: Path, run_dir: Path) -> Outcome:
     """
     with (
         StopSignals() as stops,
-        join_world(config.training.gpus) as world,
+        join_world(config.launch.gpus) as world,
         _only_writer(run_dir, world),
     ):
-        if config.training.deterministic and world.device.type == "cuda":
+        if config.launch.deterministic and world.device.type == "cuda":
             add_up_in_order()
         trainer = Trainer(config, dataset_dir, run_dir, world, stops)
         status: Status = "FAILED"
@@ -200,10 +200,11 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the last step, or to the signal that stops it."""
-        training = self.config.training
+        training, checkpoint = self.config.training, self.config.checkpoint
+        eval_steps = self.config.logging.eval_steps
         self._began, self._began_at = time.monotonic(), self.step
         while not self._is_stopped():
-            if self.step % training.eval_steps == 0 or self.step == training.max_steps:
+            if self.step % eval_steps == 0 or self.step == training.max_steps:
                 self._evaluate("validation")
             if self.step == training.max_steps:
                 self._evaluate("test")
@@ -212,7 +213,7 @@ class Trainer:
                 self._take_step()
                 if self.step == self._began_at + 1:
                     self._writer.start(partial(self._copy.make_room, self.model, self.optimizer))
-            if self.step % training.save_steps == 0 or self.step == training.max_steps:
+            if self.step % checkpoint.save_steps == 0 or self.step == training.max_steps:
                 self._save()
         self._save()
         self._finish()
@@ -293,16 +294,17 @@ class Trainer:
 
     def _windows_to_score(self) -> int | None:
         """At most so many in one validation, however many processes share them; None is all."""
-        training = self.config.training
-        if training.eval_batches is None:
+        batches = self.config.logging.eval_batches
+        if batches is None:
             return None
-        at_once = self._division.global_batch // training.gradient_accumulation_steps
-        return training.eval_batches * max(1, at_once)
+        accumulation = self.config.training.gradient_accumulation_steps
+        at_once = self._division.global_batch // accumulation
+        return batches * max(1, at_once)
 
     def _record(self, loss: float, rate: float, grad_norm: float, seconds: float) -> None:
         """Log the step that was just taken."""
-        training = self.config.training
-        shown = self.step % training.logging_steps == 0 or self.step == training.max_steps
+        training, every = self.config.training, self.config.logging.logging_steps
+        shown = self.step % every == 0 or self.step == training.max_steps
         if shown:
             log.info(
                 "[GPU %d] Step [%d/%d] | Loss: %.4f | LR: %.2e | Grad Norm: %.4f | ETA: %s",
@@ -383,7 +385,7 @@ class Trainer:
     def _write(self, metrics: Metrics, snapshot: Snapshot, position: Position) -> None:
         """Write a checkpoint; in the writer's thread."""
         metrics.sync()
-        keep = self.config.training.save_total_limit
+        keep = self.config.checkpoint.save_total_limit
         path = save_checkpoint(self.run_dir, snapshot, position, keep)
         log.info("Checkpoint saved: %s", path)
 
@@ -394,7 +396,7 @@ class Trainer:
         training, model = self.config.training, self.run_dir / "model"
         new = self.step > self._began_at or not model.exists()
         if self.world.is_main and self.step == training.max_steps and new:
-            prune_checkpoints(self.run_dir, training.save_total_limit)
+            prune_checkpoints(self.run_dir, self.config.checkpoint.save_total_limit)
             export_model(checkpoint_path(self.run_dir, self.step), model)
         # The others wait here: torchrun ends all when the first one of a stopped training ends.
         self.world.from_main(self.step)
@@ -407,8 +409,8 @@ class Trainer:
             f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}; "
             f"the step was not taken. {REMEDIES}"
         )
-        if not self.config.training.debug:
-            advice = "training.debug=true names the tensors at fault"
+        if not self.config.logging.debug:
+            advice = "logging.debug=true names the tensors at fault"
             return NonFiniteError(f"{message}; {advice}", before)
         reads = self._attribution.read_back(batches)
         folder = report_non_finite(self.run_dir, event, self.model, batches, reads)
@@ -444,7 +446,7 @@ class Trainer:
             f"Dataset: {dataset}",
             f"Device: {world.device.type}, {self._replica.precision}",
             f"Attention inside segments: {self._replica.attention_backend}",
-            f"Number of processes: {world.size}, {training.strategy}",
+            f"Number of processes: {world.size}, {self.config.launch.strategy}",
             f"Batch size per process: {division.micro_batch}",
             f"Gradient accumulation: {division.accumulation}",
             f"Total batch size: {windows} windows, {tokens:,} tokens a step",

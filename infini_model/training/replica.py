@@ -65,17 +65,17 @@ class Replica:
         # fp16 has no room for small gradients: those of a larger loss are taken.
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
         kernel = resolve_backend(
-            config.model.attention_backend,
+            config.launch.attention_backend,
             world.device,
             self._products or torch.float32,
             config.model.head_dim,
             min(config.model.segment_length, config.packing.context_length),
         )
         self.attention_backend = describe_backend(kernel)
-        model.model.gradient_checkpointing = config.training.gradient_checkpointing
+        model.model.gradient_checkpointing = config.launch.gradient_checkpointing
         self._loss = _TokenLoss(model)
         self._sharded: FSDPModule | None = None
-        if is_sharded(config.training, world):
+        if is_sharded(config.launch, world):
             self._sharded = cast("FSDPModule", model)
         self._parallel: DistributedDataParallel | None = None
         if world.size > 1 and self._sharded is None:

@@ -22,9 +22,6 @@ from infini_model.training.parallel.distributed import World
 from infini_model.training.parallel.sharding import is_sharded, shard_model
 from infini_model.training.replica import PRODUCTS, resolve_precision
 
-# How attention is computed may change between two halves of a run, what is computed may not.
-FREE_MODEL_SETTINGS = frozenset({"attention_backend"})
-
 
 @dataclass(frozen=True)
 class Division:
@@ -59,7 +56,7 @@ def divide(training: TrainingConfig, processes: int, global_batch: int | None) -
     share, rest = divmod(global_batch, processes)
     if rest or share == 0:
         raise ConfigError(
-            f"training.processes: {processes} processes cannot share the {global_batch} windows of "
+            f"launch.processes: {processes} processes cannot share the {global_batch} windows of "
             f"this run's steps equally; take a number that divides {global_batch}"
         )
     largest = min(share, training.batch_size)
@@ -111,20 +108,23 @@ def choose_checkpoint(run_dir: Path, world: World) -> Path | None:
 def place_model(config: Config, checkpoint: Path | None, world: World) -> InfiniLlama:
     """The model of `checkpoint`, or one drawn from the seed, on the device of this rank.
 
-    With `training.strategy: fsdp` each of several ranks gets its part of it, and rank 0 alone ever
+    With `launch.strategy: fsdp` each of several ranks gets its part of it, and rank 0 alone ever
     has the whole. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
     """
-    sharded = is_sharded(config.training, world)
+    sharded = is_sharded(config.launch, world)
     device = torch.device("cpu") if sharded else world.device
+    backend = config.launch.attention_backend
     torch.manual_seed(config.run.seed)
     if sharded and not world.is_main:
         with torch.device("meta"):
-            model = InfiniLlama(config.model)
+            model = InfiniLlama(config.model, attention_backend=backend)
     elif checkpoint is None:
-        model = InfiniLlama(config.model).to(device)
+        model = InfiniLlama(config.model, attention_backend=backend).to(device)
     else:
         settings = config.model.model_dump()
-        model = InfiniLlama.from_pretrained(checkpoint / MODEL, device=device, **settings)
+        model = InfiniLlama.from_pretrained(
+            checkpoint / MODEL, device=device, attention_backend=backend, **settings
+        )
     if not sharded:
         return model
     return shard_model(model, world, PRODUCTS[resolve_precision(config.training, world.device)])
@@ -135,7 +135,7 @@ def check_same_run(checkpoint: Path, then: Position, now: Config, dataset_key: s
     advice = "choose another run.name or folder"
     for name, value in now.model.model_dump(mode="json").items():
         before = then.config["model"].get(name)
-        if name not in FREE_MODEL_SETTINGS and before != value:
+        if before != value:
             raise CheckpointError(f"{checkpoint}: model.{name} is {before}, not {value}; {advice}")
     if then.dataset_key != dataset_key:
         raise CheckpointError(

@@ -125,11 +125,13 @@ def serving(launch: Launch) -> Serving:
 
 def small(texts: Path, output: Path) -> dict[str, Any]:
     """What the deployments lay over their preset: 60 steps, and no second try."""
-    training = {"max_steps": 60, "batch_size": 4, "eval_steps": 50, "save_steps": 50}
     return tiny(
         texts,
         output,
-        training={"warmup_steps": 2, "logging_steps": 1, "gpus": "cpu", **training},
+        training={"max_steps": 60, "batch_size": 4, "warmup_steps": 2},
+        launch={"gpus": "cpu"},
+        logging={"logging_steps": 1, "eval_steps": 50},
+        checkpoint={"save_steps": 50},
         tracking={"mlflow": True},
         stages={"train": {"retries": 0}},
     )

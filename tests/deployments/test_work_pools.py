@@ -14,7 +14,7 @@ import pytest
 from commands import Environment, run
 
 from flows.serving.deploy import SILENCE
-from infini_model.config import Config, TrainingConfig
+from infini_model.config import Config, LaunchConfig
 
 FOLDER = Path(__file__).resolve().parents[2] / "deployments" / "work-pools"
 TYPES = ("process", "docker", "kubernetes")
@@ -85,10 +85,10 @@ def test_kubernetes_asks_for_gpus_and_shared_memory() -> None:
 def test_the_slurm_script_is_one_and_sets_what_the_configuration_knows() -> None:
     script = FOLDER / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
-    keys = set(re.findall(r"training\.(\w+)=", script.read_text(encoding="utf-8")))
+    keys = set(re.findall(r"launch\.(\w+)=", script.read_text(encoding="utf-8")))
     assert keys == {"gpus", "num_nodes", "node_rank", "rdzv_endpoint"}
-    assert keys <= set(TrainingConfig.model_fields)
-    assert "training" in Config.model_fields
+    assert keys <= set(LaunchConfig.model_fields)
+    assert "launch" in Config.model_fields
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from commands import Environment, Running, infini, run, tiny, write_settings, write_texts
 from shared import once
-from trials import TRAINING, Make, Start, Undisturbed
+from trials import SETTINGS, Make, Start, Undisturbed
+
+from infini_model.config import merge
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +23,7 @@ def pipeline(documents: Path) -> Make:
     """Settings of 120 steps below an output folder; more sections are laid over them."""
 
     def make(output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-        training = {"training": TRAINING | sections.pop("training", {})}
-        return tiny(documents, output, **training, **sections)
+        return tiny(documents, output, **merge(SETTINGS, sections))
 
     return make
 

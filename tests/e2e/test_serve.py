@@ -22,7 +22,7 @@ from commands import (
 from trials import Make, Start
 
 from flows.serving.services import HOST, free_port
-from infini_model.runs import owner_of
+from infini_model.runtime.runs import owner_of
 
 pytestmark = pytest.mark.slow
 DEPLOYMENTS = {"pipeline", "preprocess", "train", "evaluate"}

@@ -13,7 +13,12 @@ from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 
 pytestmark = pytest.mark.story
 # Never reached: the run is cancelled in the end.
-LONG = {"max_steps": 40_000, "logging_steps": 20, "save_steps": 40_000, "eval_steps": 40_000}
+STEPS = 40_000
+LONG = {
+    "training": {"max_steps": STEPS},
+    "logging": {"logging_steps": 20, "eval_steps": STEPS},
+    "checkpoint": {"save_steps": STEPS},
+}
 
 
 def last_step(run_dir: Path) -> int:
@@ -42,7 +47,7 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
     output = with_tables(tmp_path / "output")
     run_dir = output / "runs" / "quickstart-1"
     serving = serve(start, output, (free_port(), free_port()))
-    tree = pipeline(output, training=LONG, tracking={"mlflow": True})
+    tree = pipeline(output, **LONG, tracking={"mlflow": True})
     flow_run = serving.create("pipeline", advanced=tree)
     serving.wait_for_log(flow_run, "Step [40/")
     (trainer,) = serving.processes(TRAINER)
@@ -69,7 +74,7 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
     assert state["name"] == "Suspended"
     assert state["message"].startswith(f"Suspended; step {saved} is saved")
     assert state["state_details"]["pause_timeout"] is None
-    assert 0 < saved < LONG["save_steps"]
+    assert 0 < saved < STEPS
 
     serving.resume(flow_run)
     serving.wait_for_log(flow_run, f"Resuming from: {run_dir}/checkpoints/step-{saved}")

@@ -36,8 +36,8 @@ def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the
     output, ports = with_tables(tmp_path / "output"), (free_port(), free_port())
     serving = serve(start, output, ports)
     # The rate of `undisturbed`, which has no preset.
-    training = {"save_steps": 10 * STEPS, "learning_rate": 1e-3}
-    tree = pipeline(output, training=training)
+    rate, rarely = {"learning_rate": 1e-3}, {"save_steps": 10 * STEPS}
+    tree = pipeline(output, training=rate, checkpoint=rarely)
     flow_run = serving.create("pipeline", advanced=tree)
     run_dir = output / "runs" / "quickstart-1"
     eventually(lambda: len(read_metrics(run_dir)) > 5, "some steps", seconds=120)

@@ -8,15 +8,11 @@ from typing import Any
 from commands import Running
 
 STEPS = 120
-TRAINING = {
-    "max_steps": STEPS,
-    "batch_size": 4,
-    "warmup_steps": 10,
-    "logging_steps": 5,
-    "eval_steps": 40,
-    "eval_batches": 2,
-    "save_steps": 20,
-    "gpus": "cpu",
+SETTINGS = {
+    "training": {"max_steps": STEPS, "batch_size": 4, "warmup_steps": 10},
+    "launch": {"gpus": "cpu"},
+    "logging": {"logging_steps": 5, "eval_steps": 40, "eval_batches": 2},
+    "checkpoint": {"save_steps": 20},
 }
 Start = Callable[..., Running]
 Make = Callable[..., dict[str, Any]]

@@ -19,7 +19,7 @@ import psutil
 from commands import Running, alive, eventually, kill, leftovers
 from curves import repeatable, weights
 
-from infini_model.config import Config, dump_config, validate
+from infini_model.config import Config, dump_config, merge, validate
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
@@ -39,9 +39,12 @@ launch(load_config(file=config), dataset, run_dir, on_line=lambda line: print(li
 Target = Literal["launcher", "agent", "rank 0", "rank 1"]
 Kind = Literal["one", "two", "two sharded"]
 KINDS: dict[Kind, dict[str, Any]] = {
-    "one": {"processes": 1, "batch_size": 8},
-    "two": {"processes": 2, "batch_size": 4},
-    "two sharded": {"processes": 2, "batch_size": 4, "strategy": "fsdp", "precision": "fp16"},
+    "one": {"launch": {"processes": 1}, "training": {"batch_size": 8}},
+    "two": {"launch": {"processes": 2}, "training": {"batch_size": 4}},
+    "two sharded": {
+        "launch": {"processes": 2, "strategy": "fsdp"},
+        "training": {"batch_size": 4, "precision": "fp16"},
+    },
 }
 
 
@@ -95,20 +98,13 @@ def settings(output: Path, kind: Kind, **sections: dict[str, Any]) -> Config:
             "intermediate_size": 64,
             "segment_length": 16,
         },
-        "training": {
-            "max_steps": STEPS,
-            "warmup_steps": 2,
-            "logging_steps": 1,
-            "eval_steps": 4,
-            "eval_batches": 1,
-            "save_steps": SAVE_STEPS,
-            "gpus": "cpu",
-            "hang_timeout_seconds": HANG_SECONDS,
-            **KINDS[kind],
-        },
+        "training": {"max_steps": STEPS, "warmup_steps": 2},
+        "launch": {"gpus": "cpu", "hang_timeout_seconds": HANG_SECONDS},
+        "logging": {"logging_steps": 1, "eval_steps": 4, "eval_batches": 1},
+        "checkpoint": {"save_steps": SAVE_STEPS},
         "tracking": {"mlflow": False, "tensorboard": False},
     }
-    return validate(tree | sections)
+    return validate(merge(tree, KINDS[kind]) | sections)
 
 
 class Trial:

@@ -91,7 +91,7 @@ def refused_at_once(output: Path, alone: Environment) -> Refused:
         (["packing.context_length=100"], "packing.context_length 100 is not a multiple of"),
         (["model.num_attention_heads=3"], "hidden_size 128 is not a multiple of"),
         (["data.source.kind=ftp"], "data.source.kind: got 'ftp'"),
-        (["training.gpus=one"], "training.gpus: got 'one': takes auto, all, cpu, or"),
+        (["launch.gpus=one"], "launch.gpus: got 'one': takes auto, all, cpu, or"),
         (["--num-nodes", "2"], "num_nodes over 1 needs rdzv_endpoint"),
         (["max_steps"], "override 'max_steps' is not of the form section.key=value"),
         (["--no-such-option"], "--no-such-option"),
@@ -125,8 +125,8 @@ def test_a_broken_configuration_file_is_named(
 
 def test_a_gpu_that_does_not_exist_is_named(refused_at_once: Refused, settings: Path) -> None:
     message = refused_at_once("run", "--config", settings, "--gpus", "0,97")
-    assert "training.gpus=0,97: GPU 0 does not exist" in message
-    assert "training.gpus=all: no GPU" in refused_at_once("train", "--gpus", "all")
+    assert "launch.gpus=0,97: GPU 0 does not exist" in message
+    assert "launch.gpus=all: no GPU" in refused_at_once("train", "--gpus", "all")
 
 
 def test_a_device_to_tokenise_on_that_does_not_exist_is_named(

@@ -101,8 +101,13 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     tmp_path: Path,
     connected: Environment,
 ) -> None:
-    training = {"max_steps": 600, "save_steps": 200, "eval_steps": 600, "logging_steps": 1}
-    tree = tiny(text_files, output, training=training)
+    tree = tiny(
+        text_files,
+        output,
+        training={"max_steps": 600},
+        logging={"eval_steps": 600, "logging_steps": 1},
+        checkpoint={"save_steps": 200},
+    )
     settings = write_settings(tmp_path / "settings.yaml", tree)
     dataset_of(settings, connected)
     running = start(*infini("train", "--config", settings))
@@ -142,7 +147,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     status, line = told("resume", "training.learning_rate=1e-5")
     assert status == 2
     assert "cannot be continued with other settings (training.learning_rate is 0.001" in line
-    status, printed = told("resume", "training.logging_steps=50")
+    status, printed = told("resume", "logging.logging_steps=50")
     assert status == 0, printed
     assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in printed
     assert f"Report: {run_dir}/report.md" in printed.splitlines()
@@ -185,7 +190,7 @@ def test_what_is_not_there_is_named(output: Path) -> None:
         record_evaluation(run_dir, config.training.max_steps, "k1", {})
     assert manage.to_resume(output, [run_dir.name]) == (run_dir, None)
     with pytest.raises(UserError, match="there is no interrupted run to resume"):
-        manage.to_resume(output, ["training.gpus=cpu"])
+        manage.to_resume(output, ["launch.gpus=cpu"])
     with pytest.raises(UserError, match="is not running"):
         manage.cancel(run_dir)
     with pytest.raises(UserError, match="there are no logs of a rank yet"):

@@ -103,15 +103,15 @@ def test_without_options_a_command_works_with_the_quickstart(command: str) -> No
         (["--output-dir", "there"], {"run.output_dir": Path("there")}),
         (["--max-steps", "7"], {"training.max_steps": 7}),
         (["--use-gpu-dataloader"], {}),  # what always happens
-        (["--disable-flash-attn"], {"model.attention_backend": "math"}),
-        (["--tensorboard-dir", "tb"], {"training.tensorboard_dir": Path("tb")}),
-        (["-t", "tb"], {"training.tensorboard_dir": Path("tb")}),
+        (["--disable-flash-attn"], {"launch.attention_backend": "math"}),
+        (["--tensorboard-dir", "tb"], {"logging.tensorboard_dir": Path("tb")}),
+        (["-t", "tb"], {"logging.tensorboard_dir": Path("tb")}),
         (["--gpu-device", "cuda:2"], {"data.device": "cuda:2"}),
         (
-            ["--num-nodes", "2", "training.rdzv_endpoint=host:29500", "run.name=shared"],
+            ["--num-nodes", "2", "launch.rdzv_endpoint=host:29500", "run.name=shared"],
             {
-                "training.num_nodes": 2,
-                "training.rdzv_endpoint": "host:29500",
+                "launch.num_nodes": 2,
+                "launch.rdzv_endpoint": "host:29500",
                 "run.name": "shared",
             },
         ),
@@ -146,7 +146,7 @@ def test_generate_alone_has_options_of_the_draw(option: str, value: float, key: 
 @pytest.mark.parametrize("command", ["run", "train", "evaluate"])
 def test_one_gpu_trains_and_tokenises(command: str, option: str) -> None:
     assert changed(parse(command, option, "3")) == {
-        "training.gpus": "3",
+        "launch.gpus": "3",
         "data.device": "cuda:3",
     }
 
@@ -157,13 +157,13 @@ def test_the_gpu_of_preprocess_only_tokenises() -> None:
 
 
 def test_no_gpu_is_the_cpu_for_everything() -> None:
-    assert changed(parse("run", "--no-gpu")) == {"training.gpus": "cpu", "data.device": "cpu"}
+    assert changed(parse("run", "--no-gpu")) == {"launch.gpus": "cpu", "data.device": "cpu"}
 
 
 @pytest.mark.parametrize("gpus", ["auto", "all", "cpu", "0", "0,3"])
 def test_gpus_chooses_those_of_the_training(gpus: str) -> None:
-    assert parse("train", "--gpus", gpus).training.gpus == gpus
-    assert parse("train", f"training.gpus={gpus}").training.gpus == gpus
+    assert parse("train", "--gpus", gpus).launch.gpus == gpus
+    assert parse("train", f"launch.gpus={gpus}").launch.gpus == gpus
 
 
 def test_gpu_device_beats_the_device_that_gpu_implies() -> None:
@@ -171,8 +171,8 @@ def test_gpu_device_beats_the_device_that_gpu_implies() -> None:
 
 
 def test_distributed_is_all_gpus_unless_some_are_named() -> None:
-    assert changed(parse("run", "--distributed")) == {"training.gpus": "all"}
-    assert parse("run", "--distributed", "--gpus", "0,1").training.gpus == "0,1"
+    assert changed(parse("run", "--distributed")) == {"launch.gpus": "all"}
+    assert parse("run", "--distributed", "--gpus", "0,1").launch.gpus == "0,1"
 
 
 def test_batch_size_is_documents_for_preprocess_and_windows_elsewhere() -> None:
@@ -201,7 +201,7 @@ def test_skip_preprocessing_takes_what_stands() -> None:
 def test_debug_alone_is_the_debug_preset_and_beside_another_its_checks() -> None:
     assert parse("run", "--debug") == load_config("debug")
     given = parse("run", "--debug", "--preset", "quickstart")
-    assert changed(given) == {"training.debug": True, "run.log_level": "debug"}
+    assert changed(given) == {"logging.debug": True, "run.log_level": "debug"}
 
 
 @pytest.mark.parametrize("option", ["--config", "--config-file", "-c"])
@@ -219,7 +219,7 @@ def test_a_file_is_read_as_yaml_or_json(tmp_path: Path, option: str, name: str) 
     [
         ("--max-steps", "5", "training.max_steps=9"),
         ("--output-dir", "one", "run.output_dir=two"),
-        ("--gpus", "all", "training.gpus=cpu"),
+        ("--gpus", "all", "launch.gpus=cpu"),
         ("--gpu-device", "cuda:0", "data.device=cpu"),
         ("--batch-size", "5", "training.batch_size=9"),
     ],

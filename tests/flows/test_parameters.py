@@ -146,10 +146,11 @@ def test_a_resumed_run_keeps_its_own_settings_and_dataset(
     begun = load_config("debug", overrides=["run.name=mine", "training.max_steps=77"])
     with claim_run(begun, "key", tmp_path / "datasets" / "some-key"):
         pass
-    resumed = resolve("quickstart", {"training": {"save_steps": 3}}, resume=wanted, devices="cpu")
+    resumed = resolve("quickstart", {"checkpoint": {"save_steps": 3}}, resume=wanted, devices="cpu")
     assert resumed.data.folder == tmp_path / "datasets" / "some-key"
-    changed = {"save_steps": 3, "gpus": "cpu"}
-    assert resumed.training == begun.training.model_copy(update=changed)
+    assert resumed.checkpoint == begun.checkpoint.model_copy(update={"save_steps": 3})
+    assert resumed.launch == begun.launch.model_copy(update={"gpus": "cpu"})
+    assert resumed.training == begun.training
     assert (resumed.run, resumed.model) == (begun.run, begun.model)
 
 
@@ -160,8 +161,8 @@ OVERRIDES: tuple[Sequence[str], ...] = (
     ("model.hidden_size=256", "model.head_dim=16", "packing.context_length=10240"),
     ("data.source={kind: hub, repository: ag_news, column: text, limit: 10000}",),
     ('data.source={kind: files, paths: ["/texts/*.txt"], separator: "\\n\\n"}',),
-    ("data.folder=here", "run.output_dir=elsewhere", "training.tensorboard_dir=/boards"),
-    ("evaluation.top_k=null", "evaluation.max_batches=null", "training.gpus=0"),
+    ("data.folder=here", "run.output_dir=elsewhere", "logging.tensorboard_dir=/boards"),
+    ("evaluation.top_k=null", "evaluation.max_batches=null", "launch.gpus=0"),
     ("run.preset=debug",),
     ("run.preset=mine",),
     ("data.tokenizer.spec=train", "data.name=texts", "training.batch_size=3"),

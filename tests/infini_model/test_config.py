@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from infini_model.config import (
     parse_override,
     preset_names,
 )
+from infini_model.config.moved import MOVED, with_keys_moved
 from infini_model.runtime.errors import ConfigError
 
 
@@ -33,7 +35,7 @@ def test_the_presets_of_the_guides_are_there() -> None:
     assert expected <= set(preset_names())
     debug, production = load_config("debug"), load_config("production")
     assert (debug.model.num_hidden_layers, debug.training.max_steps) == (2, 10)
-    assert debug.training.debug
+    assert debug.logging.debug
     shape = production.model
     assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (32, 4096, 128256)
     assert production.training.max_steps == 10_000
@@ -50,7 +52,7 @@ def test_the_presets_of_the_guides_are_there() -> None:
         ("training.max_steps=0", ["training.max_steps", "0", "greater than 0"]),
         ("training.adam_beta1=1.0", ["training.adam_beta1", "less than 1"]),
         ("training.learning_rate=.nan", ["training.learning_rate", "finite"]),
-        ("training.gpus=first", ["training.gpus", "'first'", "auto, all, cpu"]),
+        ("launch.gpus=first", ["launch.gpus", "'first'", "auto, all, cpu"]),
         ("data.device=gpu", ["data.device", "'gpu'", "cuda:N"]),
         ("data.source.kind=zip", ["data.source.kind", "'zip'", "'files', 'hub'"]),
         ("data.source.pathz=[a]", ["data.source.pathz", "unknown key"]),
@@ -64,10 +66,10 @@ def test_the_presets_of_the_guides_are_there() -> None:
         ("model.rope_scaling.factor=8", ["model.rope_scaling.low_freq_factor", "missing"]),
         ("model.rope_scaling={rope_type: yarn}", ["model.rope_scaling.rope_type", "'llama3'"]),
         ("packing.context_length=100", ["packing.context_length 100", "model.segment_length 128"]),
-        ("training.num_nodes=2", ["training", "rdzv_endpoint"]),
+        ("launch.num_nodes=2", ["launch", "rdzv_endpoint"]),
         (
-            "training={num_nodes: 2, rdzv_endpoint: 'first:29500'}",
-            ["training.num_nodes over 1 needs run.name"],
+            "launch={num_nodes: 2, rdzv_endpoint: 'first:29500'}",
+            ["launch.num_nodes over 1 needs run.name"],
         ),
         ("training", ["'training'", "section.key=value"]),
         ("training.max_steps=[", ["training.max_steps", "YAML"]),
@@ -165,6 +167,38 @@ def test_an_override_reaches_the_leaf_that_it_names(path: list[str], value: int)
 def test_reading_the_tree_imports_no_torch() -> None:
     code = "import sys, infini_model.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_section_says_whether_it_decides_the_weights() -> None:
+    for name, field in Config.model_fields.items():
+        assert "decides_weights" in vars(field.annotation), name  # type: ignore[arg-type]
+    deciding = {"run": {"seed"}} | {
+        name: set(Config.model_fields[name].annotation.model_fields)  # type: ignore[union-attr]
+        for name in ("packing", "model", "training")
+    }
+    # The width of a head is written down only where it was asked for.
+    config = load_config(overrides=["model.head_dim=16"])
+    assert {name: set(section) for name, section in config.identity.items()} == deciding
+
+
+def test_a_moved_key_has_a_place_today_and_none_at_the_old_one() -> None:
+    for old, new in MOVED.items():
+        (before, key), (after, name) = old.split("."), new.split(".")
+        assert not hasattr(getattr(Config(), before), key)
+        assert hasattr(getattr(Config(), after), name)
+
+
+@given(st.sets(st.sampled_from(sorted(MOVED))))
+def test_what_a_former_version_wrote_is_read_at_todays_places(old: set[str]) -> None:
+    values = {key: number for number, key in enumerate(sorted(old))}
+    before: dict[str, Any] = {"data": {"name": "text"}}
+    after: dict[str, Any] = {"data": {"name": "text"}}
+    for key, value in values.items():
+        before = merge(before, parse_override(f"{key}={value}"))
+        after = merge(after, parse_override(f"{MOVED[key]}={value}"))
+    moved = with_keys_moved(before)
+    assert {name: section for name, section in moved.items() if section} == after
+    assert with_keys_moved(after) == after
 
 
 def test_every_key_says_what_it_is() -> None:

@@ -110,8 +110,13 @@ def test_a_failed_training_says_why_and_where_it_stands_and_stores_no_pickle(
 def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_cancelled(
     server: str, connected: Environment, text_files: Path, tmp_path: Path
 ) -> None:
-    training = {"max_steps": 100_000, "save_steps": 100_000, "eval_steps": 20, "logging_steps": 20}
-    tree = tiny(text_files, tmp_path / "output", training=training)
+    tree = tiny(
+        text_files,
+        tmp_path / "output",
+        training={"max_steps": 100_000},
+        logging={"eval_steps": 20, "logging_steps": 20},
+        checkpoint={"save_steps": 100_000},
+    )
     run = create(server, "flows/pipeline.py:pipeline", advanced=tree)
     running: Running = run.start(connected, tmp_path / "engine.log")
 

@@ -167,10 +167,14 @@ def test_a_training_goes_on_when_the_server_is_gone(
     with_tables: Callable[[Path], Path],
 ) -> None:
     """What has been computed stays, though nobody is left to be told."""
-    long = {"max_steps": 400, "logging_steps": 20, "save_steps": 100, "eval_steps": 400}
-    tree = tiny(text_files, tmp_path / "output")
-    tree["training"] |= long
-    tree["stages"] = {"train": {"retries": 0}}
+    tree = tiny(
+        text_files,
+        tmp_path / "output",
+        training={"max_steps": 400},
+        logging={"logging_steps": 20, "eval_steps": 400},
+        checkpoint={"save_steps": 100},
+        stages={"train": {"retries": 0}},
+    )
     dataset_of(write_settings(settings, tree), connected)
     config = load_config(overrides=[f"run.output_dir={with_tables(tmp_path / 'server')}"])
     service = start_prefect(config, free_port())

@@ -42,7 +42,7 @@ def resolve_backend(
     """The kernel that `backend` stands for; `auto` where PyTorch chooses among its own.
 
     Args:
-        backend: One of `ModelConfig.attention_backend`.
+        backend: One of `LaunchConfig.attention_backend`.
         device: Where the attention runs.
         dtype: Of queries, keys and values.
         head_dim: Width of a head.
@@ -52,7 +52,7 @@ def resolve_backend(
         ConfigError: The backend is unknown, not installed, or not for this device or dtype.
     """
     takes = _CUDA_BACKENDS if device.type == "cuda" else _CPU_BACKENDS
-    got = f"model.attention_backend: got {backend!r}"
+    got = f"launch.attention_backend: got {backend!r}"
     if backend not in takes:
         raise ConfigError(f"{got}: on {device.type} it takes {', '.join(takes)}")
     if backend == "flash_attn" and _flash_attn_version() is None:
@@ -114,7 +114,7 @@ def local_attention(
         k: Keys [N, H_kv, M, D]; query head h reads key-value head h // (H / H_kv).
         v: Values [N, H_kv, M, D].
         rope: (cos, sin), each [L, D], by which queries and keys (then L of them) are rotated.
-        backend: Kernel; one of `ModelConfig.attention_backend`.
+        backend: Kernel; one of `LaunchConfig.attention_backend`.
         visible: Bool, broadcast to [N, H, L, M], true where a query sees a key.
 
     Returns:

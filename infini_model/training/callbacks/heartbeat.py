@@ -126,7 +126,7 @@ class Watch:
     """Called again and again with the process id of the agent, returns `Hung` when it is time.
 
     `ranks` are those of this machine; the only one is its own agent. `timeout` is
-    `training.hang_timeout_seconds`, which also says how long a process may be stopped.
+    `launch.hang_timeout_seconds`, which also says how long a process may be stopped.
     """
 
     def __init__(self, run_dir: Path, ranks: Sequence[int], timeout: float | None) -> None:

@@ -148,7 +148,7 @@ class Metrics:
         self._file = MetricsFile(run_dir, resumed_step)
         sinks: list[Sink] = []
         if config.tracking.tensorboard:
-            base = config.training.tensorboard_dir
+            base = config.logging.tensorboard_dir
             folder = base / run_dir.name if base else run_dir / "logs" / "tensorboard"
             sinks.append(TensorBoardSink(folder))
         if config.tracking.mlflow:

@@ -161,7 +161,7 @@ def torch_cuda() -> tuple[int, int] | None:
 
 
 def choose_gpus(gpus: str) -> list[Gpu]:
-    """The GPUs that `training.gpus` means: none for `cpu`, and for `auto` where there is none.
+    """The GPUs that `launch.gpus` means: none for `cpu`, and for `auto` where there is none.
 
     `auto` puts the one with the most free memory first, among equals the least busy one; numbers
     in a list count the visible GPUs from 0.
@@ -172,7 +172,7 @@ def choose_gpus(gpus: str) -> list[Gpu]:
     if found and torch_cuda() is None:
         if gpus == "auto":
             return []
-        raise DeviceError(f"training.gpus={gpus}: the installed torch was built without CUDA")
+        raise DeviceError(f"launch.gpus={gpus}: the installed torch was built without CUDA")
     if gpus == "auto":
         # Rounded to GiB: a few bytes more are no reason to prefer a busy one.
         return sorted(found, key=lambda gpu: (-(gpu.free_bytes >> 30), gpu.busy_percent))
@@ -181,18 +181,18 @@ def choose_gpus(gpus: str) -> list[Gpu]:
     there = f"there are {len(found)}, from 0" if found else "this machine has none"
     if gpus == "all":
         if not found:
-            raise DeviceError(f"training.gpus=all: no GPU; {there}")
+            raise DeviceError(f"launch.gpus=all: no GPU; {there}")
         return found
     chosen = []
     for number in gpus.split(","):
         if int(number) >= len(found):
-            raise DeviceError(f"training.gpus={gpus}: GPU {number} does not exist; {there}")
+            raise DeviceError(f"launch.gpus={gpus}: GPU {number} does not exist; {there}")
         chosen.append(found[int(number)])
     return chosen
 
 
 def first_device(gpus: str) -> str:
-    """The first GPU that a training of `training.gpus` would get, by its number for CUDA, or cpu.
+    """The first GPU that a training of `launch.gpus` would get, by its number for CUDA, or cpu.
 
     Raises `DeviceError` as `choose_gpus` does.
     """
@@ -235,14 +235,14 @@ class _Demand:
 
 def _slots(config: Config) -> tuple[list[_Slot], int]:
     """The devices that the settings allow, in the order of preference, and how many they need."""
-    gpus, processes = choose_gpus(config.training.gpus), config.training.processes
+    gpus, processes = choose_gpus(config.launch.gpus), config.launch.processes
     if not gpus:
         return [_Slot("the CPU", f"cpu-{socket.gethostname()}.lock", None)], 1
     needed = processes or len(gpus)
     if needed > len(gpus):
-        raise DeviceError(f"training.processes={needed}: only {len(gpus)} GPUs were chosen")
+        raise DeviceError(f"launch.processes={needed}: only {len(gpus)} GPUs were chosen")
     # Of a list it is the first ones; auto takes any.
-    allowed = gpus if config.training.gpus == "auto" else gpus[:needed]
+    allowed = gpus if config.launch.gpus == "auto" else gpus[:needed]
     slots = [
         _Slot(f"GPU {gpu.identifier}", f"gpu-{gpu.uuid.removeprefix('GPU-')}.lock", gpu)
         for gpu in allowed
@@ -282,7 +282,7 @@ def reserve(
         needed,
         make_folder(config.run.output_dir / "devices"),
         Holder.current(run_dir, owner),
-        shares=config.training.num_nodes > 1,
+        shares=config.launch.num_nodes > 1,
     )
     with contextlib.ExitStack() as stack:
         taken = _wait_for(demand, stack, waiting_note(run_dir), on_line, stop)

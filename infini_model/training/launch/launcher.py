@@ -85,19 +85,19 @@ def _run(
     stop: Callable[[], Exception | None],
 ) -> None:
     """Train with exactly these settings on these GPUs. Raises as `launch` does."""
-    count = config.training.processes or max(1, len(gpus))
+    count = config.launch.processes or max(1, len(gpus))
     environment = _environment([gpu.identifier for gpu in gpus], count)
     logs = make_folder(run_dir / "logs")
     # Apart from the run's own config.yaml: what may change between two launches is in here.
-    settings = logs / f"launch-{config.training.node_rank}.yaml"
+    settings = logs / f"launch-{config.launch.node_rank}.yaml"
     with atomic_file(settings) as temporary:
         temporary.write_text(dump_config(config), encoding="utf-8")
     failures.clear(run_dir)
     arguments = ["--config", settings, "--dataset", dataset_dir, "--run-dir", run_dir]
     command = [*_command(config, count, run_dir), *map(str, arguments)]
-    only = 0 if count * config.training.num_nodes == 1 else None
-    first = config.training.node_rank * count
-    watch = Watch(run_dir, range(first, first + count), config.training.hang_timeout_seconds)
+    only = 0 if count * config.launch.num_nodes == 1 else None
+    first = config.launch.node_rank * count
+    watch = Watch(run_dir, range(first, first + count), config.launch.hang_timeout_seconds)
     oom_kills = processes.oom_kills()
     with _RankLogs(logs, only, on_line) as rank_logs:
         try:
@@ -142,18 +142,18 @@ def _cores() -> int:
 
 def _command(config: Config, count: int, run_dir: Path) -> list[str]:
     """The program that trains, without its arguments."""
-    training = config.training
-    if count == 1 and training.num_nodes == 1:
+    nodes = config.launch
+    if count == 1 and nodes.num_nodes == 1:
         return [sys.executable, "-m", "infini_model.training"]
-    if training.num_nodes == 1:
+    if nodes.num_nodes == 1:
         where = ["--standalone", "--local-addr=127.0.0.1"]
     else:
         where = [
-            f"--nnodes={training.num_nodes}",
-            f"--node-rank={training.node_rank}",
+            f"--nnodes={nodes.num_nodes}",
+            f"--node-rank={nodes.node_rank}",
             # Static: ranks follow node_rank, so that rank 0 is on the first machine.
             "--rdzv-backend=static",
-            f"--rdzv-endpoint={training.rdzv_endpoint}",
+            f"--rdzv-endpoint={nodes.rdzv_endpoint}",
         ]
     return [
         *[sys.executable, "-m", "infini_model.training.launch.agent", str(run_dir)],

@@ -12,7 +12,6 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from infini_model.config import Config
 from infini_model.runtime.errors import CheckpointError
@@ -52,13 +51,18 @@ class Recovery:
 
     def applied_to(self, config: Config) -> Config:
         """`config` with the same batches in smaller parts."""
-        parts, training = self.micro_batch_divisor, config.training
-        change: dict[str, Any] = {
+        parts, training, logging = self.micro_batch_divisor, config.training, config.logging
+        smaller = {
             "batch_size": training.batch_size // parts,
             "gradient_accumulation_steps": training.gradient_accumulation_steps * parts,
-            "eval_batches": training.eval_batches and training.eval_batches * parts,
         }
-        return config.model_copy(update={"training": training.model_copy(update=change)})
+        more = {"eval_batches": logging.eval_batches and logging.eval_batches * parts}
+        return config.model_copy(
+            update={
+                "training": training.model_copy(update=smaller),
+                "logging": logging.model_copy(update=more),
+            }
+        )
 
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:
         """What `failure` after `step` steps of `config`, the user's own, adds to it.
@@ -75,7 +79,7 @@ class Recovery:
         if isinstance(failure, NonFinite):
             times = sum(attempt.kind == failure.kind for attempt in changed.attempts)
             failure.is_final = times > MOST_NON_FINITE
-            if config.training.skip_non_finite and failure.consumed is not None:
+            if config.launch.skip_non_finite and failure.consumed is not None:
                 return replace(changed, skipped=(*self.skipped, failure.consumed))
         return changed
 
@@ -118,5 +122,5 @@ def learn(run_dir: Path, failure: TrainingFailure, config: Config) -> None:
     lines = read_metrics(run_dir)
     step = int(lines[-1]["step"]) if lines else 0
     recovery = read_recovery(run_dir).after(failure, config, step)
-    if config.training.node_rank == 0:
+    if config.launch.node_rank == 0:
         write_json(run_dir / FILE, asdict(recovery))

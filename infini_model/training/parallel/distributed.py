@@ -60,13 +60,13 @@ class World:
 def choose_device(gpus: str, local_rank: int) -> torch.device:
     """The device of a rank: the CUDA device of its local number, or the CPU.
 
-    `gpus` is `training.gpus`; the launcher has already narrowed CUDA_VISIBLE_DEVICES to the chosen
+    `gpus` is `launch.gpus`; the launcher has already narrowed CUDA_VISIBLE_DEVICES to the chosen
     ones. Raises `DeviceError` where CUDA was asked for and is not there, or ranks outnumber GPUs.
     """
     if gpus == "cpu" or (gpus == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError(f"training.gpus={gpus}: no CUDA device is visible to this process")
+        raise DeviceError(f"launch.gpus={gpus}: no CUDA device is visible to this process")
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(
             f"process {local_rank} of this machine has no GPU: {torch.cuda.device_count()} visible"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from infini_model.config import TrainingConfig
+from infini_model.config import LaunchConfig
 from infini_model.model.llama import InfiniLlama
 from infini_model.training.parallel.distributed import World
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_sharded(training: TrainingConfig, world: World) -> bool:
+def is_sharded(launch: LaunchConfig, world: World) -> bool:
     """Whether the model is shared out among ranks: one alone has nobody to share it with."""
-    return training.strategy == "fsdp" and world.size > 1
+    return launch.strategy == "fsdp" and world.size > 1
 
 
 def shard_model(model: InfiniLlama, world: World, products: torch.dtype | None) -> InfiniLlama:
@@ -42,7 +42,7 @@ def shard_model(model: InfiniLlama, world: World, products: torch.dtype | None) 
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with torch.device("meta"):
-        sharded = InfiniLlama(model.config)
+        sharded = InfiniLlama(model.config, attention_backend=model.attention_backend)
     mesh = init_device_mesh(world.device.type, (world.size,))
     narrow, exact = (
         MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -47,7 +47,7 @@ def settings(root, **overrides):
         "model.hidden_size": 16,
         "model.intermediate_size": 24,
         "model.vocab_size": 256,
-        "training.gpus": "cpu",
+        "launch.gpus": "cpu",
         "training.batch_size": 2,
         "training.max_steps": 40,
         "evaluation.batch_size": 3,

@@ -6,12 +6,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
 
-from infini_model.config import Config, load_config
+from infini_model.config import Config, Section, load_config
+from infini_model.config.moved import MOVED
 from infini_model.runtime import runs
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.runs import (
@@ -64,8 +68,105 @@ def test_other_settings_or_other_data_are_another_run(tmp_path: Path) -> None:
     first = claim(config_of(tmp_path))
     assert claim(config_of(tmp_path, "training.learning_rate=1e-4")) != first
     assert claim(config_of(tmp_path), "k2") != first
-    free = ("training.save_steps=3", "run.log_level=info", "training.processes=2")
+    free = ("checkpoint.save_steps=3", "run.log_level=info", "launch.processes=2")
     assert claim(config_of(tmp_path, *free)) == first
+
+
+SPLITS = "data.splits={train: 0.8, validation: 0.1, test: 0.1}"
+NODES = ("launch.num_nodes=2", "launch.rdzv_endpoint=first:29500", "run.name=debug-1")
+SCALING = (
+    "{factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 8192}"
+)
+# Another value than the debug preset's, where it does not follow from the value that is there.
+OTHER: dict[str, tuple[str, ...]] = {
+    "data.name": ("data.name=other",),
+    "data.source.kind": ("data.source={kind: hub, repository: ag_news}",),
+    "data.source.paths": ("data.source.paths=[a.txt]",),
+    "data.source.column": ("data.source.column=body",),
+    "data.source.separator": ("data.source.separator=x",),
+    "data.tokenizer.spec": ("data.tokenizer.spec=train",),
+    "data.splits.train": (SPLITS,),
+    "data.splits.validation": (SPLITS,),
+    "data.splits.test": (SPLITS,),
+    "data.folder": ("data.folder=elsewhere",),
+    "data.device": ("data.device=cpu",),
+    "packing.context_length": ("packing.context_length=256",),
+    "model.vocab_size": ("model.vocab_size=300",),
+    "model.hidden_size": ("model.hidden_size=64",),
+    "model.num_attention_heads": ("model.num_attention_heads=4",),
+    "model.num_key_value_heads": ("model.num_key_value_heads=1",),
+    "model.head_dim": ("model.head_dim=8",),
+    "model.rope_scaling": (f"model.rope_scaling={SCALING}",),
+    "model.segment_length": ("model.segment_length=64",),
+    "launch.gpus": ("launch.gpus=0,3",),
+    "launch.processes": ("launch.processes=2",),
+    "launch.num_nodes": NODES,
+    "launch.node_rank": (*NODES, "launch.node_rank=1"),
+    "launch.rdzv_endpoint": ("launch.rdzv_endpoint=first:29500",),
+    "launch.hang_timeout_seconds": ("launch.hang_timeout_seconds=60",),
+    "logging.tensorboard_dir": ("logging.tensorboard_dir=boards",),
+    "evaluation.top_p": ("evaluation.top_p=0.9",),
+    "tracking.tracking_uri": ("tracking.tracking_uri=http://localhost:5000",),
+    "tracking.experiment_name": ("tracking.experiment_name=other",),
+    "tracking.registered_model": ("tracking.registered_model=other",),
+    "run.data_dir": ("run.data_dir=elsewhere",),
+}
+# They say which folder is meant.
+PLACES = {"run.name", "run.preset", "run.output_dir"}
+
+
+def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Every key below `section` but the places, with overrides that change its value."""
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{above}{name}"
+        if isinstance(value, Section):
+            yield from leaves(value, f"{key}.")
+        elif key in OTHER:
+            yield key, list(OTHER[key])
+        elif isinstance(value, bool):
+            yield key, [f"{key}={not value}"]
+        elif isinstance(value, int | float):
+            yield key, [f"{key}={value + 1 if isinstance(value, int) else value / 2}"]
+        elif key.endswith(".timeout_seconds"):
+            yield key, [f"{key}=60"]
+        elif key not in PLACES:
+            other = next(choice for choice in get_args(field.annotation) if choice != value)
+            yield key, [f"{key}={other}"]
+
+
+@pytest.mark.parametrize(("key", "change"), list(leaves(load_config("debug"))))
+def test_a_run_resumes_under_any_change_but_of_what_decides_its_weights(
+    key: str, change: list[str], tmp_path: Path
+) -> None:
+    first = claim(config_of(tmp_path))
+    changed = config_of(tmp_path, *change)
+    assert changed != config_of(tmp_path)
+    decides = key.split(".")[0] in ("packing", "model", "training") or key == "run.seed"
+    assert (changed.identity != config_of(tmp_path).identity) is decides
+    assert (claim(changed) != first) is decides
+    resume = [text for text in change if not text.startswith("run.name=")]
+    if decides:
+        with pytest.raises(ConfigError, match="cannot be continued with other settings"):
+            resume_config(first, resume)
+    else:
+        assert resume_config(first, resume).identity == changed.identity
+
+
+def test_a_run_that_a_former_version_began_is_read_and_continued(tmp_path: Path) -> None:
+    run_dir = claim(config_of(tmp_path, "launch.attention_backend=math"))
+    config = read_run_config(run_dir)
+    tree = config.model_dump(mode="json")
+    for old, new in MOVED.items():
+        (before, key), (after, name) = old.split("."), new.split(".")
+        tree[before][key] = tree[after].pop(name)
+    for section in ("launch", "logging", "checkpoint"):
+        assert tree.pop(section) == {}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert read_run_config(run_dir) == config
+    assert claim(config_of(tmp_path)) == run_dir
+    assert resume_config(run_dir, ["launch.gpus=0"]).launch.attention_backend == "math"
+    with pytest.raises(ConfigError, match=r"training\.gpus: unknown key"):
+        resume_config(run_dir, ["training.gpus=0"])
 
 
 def test_two_at_once_never_share_a_folder(tmp_path: Path) -> None:
@@ -100,9 +201,9 @@ def test_a_named_run_is_that_folder_or_an_error(tmp_path: Path) -> None:
 
 
 def test_the_other_machines_join_the_run_that_the_first_one_holds(tmp_path: Path) -> None:
-    shared = ["run.name=mine", "training.num_nodes=2", "training.rdzv_endpoint=first:29500"]
+    shared = ["run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500"]
     first = config_of(tmp_path, *shared)
-    second = config_of(tmp_path, *shared, "training.node_rank=1")
+    second = config_of(tmp_path, *shared, "launch.node_rank=1")
     with ThreadPoolExecutor() as pool:
         joined = pool.submit(claim, second)
         with claim_run(first, "k1", Path("data")) as run_dir:
@@ -239,9 +340,9 @@ def test_the_same_flow_run_waits_for_its_own_process_to_end(
 def test_a_run_is_resumed_with_its_own_settings_on_its_own_dataset(tmp_path: Path) -> None:
     begun = claim(config_of(tmp_path / "before", "training.learning_rate=2e-3"))
     run_dir = (tmp_path / "before").rename(tmp_path / "after") / "runs" / begun.name
-    config = resume_config(run_dir, ["training.gpus=cpu", "training.logging_steps=7"])
+    config = resume_config(run_dir, ["launch.gpus=cpu", "logging.logging_steps=7"])
     assert config.training.learning_rate == 2e-3
-    assert config.training.logging_steps == 7
+    assert config.logging.logging_steps == 7
     assert config.data.folder == Path("data").resolve()
     assert claim(config) == run_dir
     for override, message in {

@@ -30,11 +30,10 @@ def make_config(tmp_path: Path) -> MakeConfig:
                 "batch_size": 8,
                 "warmup_steps": 2,
                 "learning_rate": 3e-3,
-                "logging_steps": 2,
-                "eval_steps": 5,
-                "save_steps": 4,
-                "gpus": "cpu",
             },
+            "launch": {"gpus": "cpu"},
+            "logging": {"logging_steps": 2, "eval_steps": 5},
+            "checkpoint": {"save_steps": 4},
             "tracking": {"mlflow": False, "tensorboard": False},
         }
         for name, section in sections.items():

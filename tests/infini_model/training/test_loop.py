@@ -112,10 +112,14 @@ def test_layers_that_are_computed_again_train_to_the_same_bits(dataset, make_con
             calls.append(module)
 
     hook = register_module_forward_pre_hook(count)
-    settings = {"max_steps": 3, "eval_batches": 1}
+    settings = {
+        "packing": {"mode": "aligned"},
+        "training": {"max_steps": 3},
+        "logging": {"eval_batches": 1},
+    }
     for name in ("kept", "again"):
-        training = settings | {"gradient_checkpointing": name == "again"}
-        train(make_config(packing={"mode": "aligned"}, training=training), dataset, tmp_path / name)
+        again = {"gradient_checkpointing": name == "again"}
+        train(make_config(**settings, launch=again), dataset, tmp_path / name)
     hook.remove()
     assert len(calls) == 3 * 2 * (1 + 2)
     assert weights(tmp_path / "again") == weights(tmp_path / "kept")
@@ -147,10 +151,10 @@ def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
             "training": {"gradient_accumulation_steps": 2, "batch_size": 2},
         },
         "one-segment": {"packing": {"context_length": 16}},
-        "recomputed": {"training": {"gradient_checkpointing": True}},
+        "recomputed": {"launch": {"gradient_checkpointing": True}},
         "recomputed one-segment": {
             "packing": {"context_length": 16},
-            "training": {"gradient_checkpointing": True},
+            "launch": {"gradient_checkpointing": True},
         },
     }
     alone, pairs = [], []
@@ -174,13 +178,14 @@ def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
 
 def test_a_run_keeps_its_global_batches_where_less_is_read_at_once(dataset, make_config, tmp_path):
     """As after running out of memory; and its validation is over as many windows."""
-    settings = {"batch_size": 4, "gradient_accumulation_steps": 2, "eval_batches": 1}
-    train(make_config(training=settings), dataset, tmp_path / "whole")
+    settings, short = {"batch_size": 4, "gradient_accumulation_steps": 2}, {"eval_batches": 1}
+    train(make_config(training=settings, logging=short), dataset, tmp_path / "whole")
     for batch_size in (3, 1):
         run_dir = tmp_path / str(batch_size)
         shutil.copytree(tmp_path / "whole", run_dir)
         shutil.rmtree(run_dir / "checkpoints" / "step-12")
-        train(make_config(training=settings | {"batch_size": batch_size}), dataset, run_dir)
+        less = settings | {"batch_size": batch_size}
+        train(make_config(training=less, logging=short), dataset, run_dir)
         position = read_position(newest_checkpoint(run_dir))
         assert (position.step, position.consumed, position.global_batch) == (12, 96, 8)
         for name in ("train/loss", "validation/loss", "test/loss"):
@@ -248,7 +253,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on_to_the_same_bi
 
 def test_numbers_that_are_not_finite_end_it_before_the_step(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"
-    config = make_config(training={"learning_rate": 1e30, "save_steps": 1, "debug": True})
+    config = make_config(
+        training={"learning_rate": 1e30}, checkpoint={"save_steps": 1}, logging={"debug": True}
+    )
     with pytest.raises(NonFiniteError, match="the step was not taken") as caught:
         train(config, dataset, run_dir)
     step = int(str(caught.value).split(":")[0].removeprefix("step "))
@@ -299,7 +306,9 @@ def begin_with_scale(run_dir, step, scale):
 def test_fp16_skips_what_overflows_halves_its_scale_and_resumes_to_the_same_bits(
     dataset, make_config, tmp_path
 ):
-    config = make_config(training={"precision": "fp16", "save_steps": 1, "save_total_limit": 12})
+    config = make_config(
+        training={"precision": "fp16"}, checkpoint={"save_steps": 1, "save_total_limit": 12}
+    )
     train(config, dataset, tmp_path / "fp16")
     train(make_config(), dataset, tmp_path / "fp32")
     rough, exact = (curve(tmp_path / name, "train/loss") for name in ("fp16", "fp32"))

@@ -25,9 +25,7 @@ def test_any_number_of_processes_reads_the_same_windows_in_parts_no_larger_than_
     global_batch, batch, steps, processes
 ):
     if global_batch % processes:
-        with pytest.raises(
-            ConfigError, match=rf"training\.processes: {processes} .*{global_batch}"
-        ):
+        with pytest.raises(ConfigError, match=rf"launch\.processes: {processes} .*{global_batch}"):
             divide(settings(batch, steps), processes, global_batch)
         return
     division = divide(settings(batch, steps), processes, global_batch)

@@ -58,10 +58,15 @@ def poisoned(tmp_path_factory):
     return output / "datasets" / manifest.folder_name
 
 
-def settings(make_config, mode="packed", **training):
+def settings(make_config, mode="packed", save_steps=4, **training):
     remainder = "pad" if mode == "document" else "drop"
     packing = {"context_length": CONTEXT, "mode": mode, "remainder": remainder}
-    return make_config(packing=packing, training={"debug": True, "max_steps": 60} | training)
+    return make_config(
+        packing=packing,
+        training={"max_steps": 60} | training,
+        logging={"debug": True},
+        checkpoint={"save_steps": save_steps},
+    )
 
 
 def poison(checkpoint):

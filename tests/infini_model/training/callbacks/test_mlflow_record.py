@@ -123,7 +123,9 @@ def test_a_killed_trainer_is_failed_in_mlflow_before_the_launcher_returns(
     run_dir = tmp_path / "run"
     config = make_config(
         run={"output_dir": str(output)},
-        training={"max_steps": 100_000, "save_steps": 50_000, "eval_steps": 50_000},
+        training={"max_steps": 100_000},
+        logging={"eval_steps": 50_000},
+        checkpoint={"save_steps": 50_000},
         tracking={"mlflow": True, "tensorboard": False},
     )
 

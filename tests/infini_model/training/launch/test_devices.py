@@ -23,9 +23,9 @@ def _three_gpus(monkeypatch):
 
 @pytest.fixture
 def config_of(tmp_path):
-    def make(gpus, processes=None, **training) -> Config:
-        tree = {"gpus": gpus, "processes": processes} | training
-        shared = {"run": {"output_dir": str(tmp_path), "name": "both"}, "training": tree}
+    def make(gpus, processes=None, **launch) -> Config:
+        tree = {"gpus": gpus, "processes": processes} | launch
+        shared = {"run": {"output_dir": str(tmp_path), "name": "both"}, "launch": tree}
         return load_config(overrides=[shared])
 
     return make
@@ -90,5 +90,5 @@ def test_the_machines_of_one_training_share_a_device_and_those_of_another_do_not
 
 
 def test_more_processes_than_gpus_are_refused(config_of, reserved):
-    with pytest.raises(DeviceError, match=r"training\.processes=4: only 3 GPUs"):
+    with pytest.raises(DeviceError, match=r"launch\.processes=4: only 3 GPUs"):
         reserved(config_of("auto", 4), "one").__enter__()

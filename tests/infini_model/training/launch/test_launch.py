@@ -12,7 +12,7 @@ import pytest
 from curves import curve, repeatable, weights
 from trainings import free_ports, trainers
 
-from infini_model.config import dump_config
+from infini_model.config import dump_config, merge
 from infini_model.data.loading.loader import Loader, open_windows
 from infini_model.runtime import processes
 from infini_model.runtime.errors import DataError, DeviceError, UserError
@@ -40,8 +40,14 @@ from infini_model.training.launch.launcher import launch
 config, dataset, run_dir = map(Path, sys.argv[1:])
 launch(load_config(file=config), dataset, run_dir)
 """
-LONG = {"max_steps": 150, "save_steps": 20, "eval_steps": 50}
-PAIR = LONG | {"max_steps": 5000, "processes": 2, "batch_size": 4}
+LONG = {
+    "training": {"max_steps": 150},
+    "logging": {"eval_steps": 50},
+    "checkpoint": {"save_steps": 20},
+}
+LONGER, LONGEST = (merge(LONG, {"training": {"max_steps": n}}) for n in (5000, 100_000))
+PAIR = merge(LONGER, {"training": {"batch_size": 4}, "launch": {"processes": 2}})
+IMPATIENT = {"launch": {"hang_timeout_seconds": 3}}
 # Python reads it at its start; a rank then runs `fault` after every forward pass.
 SITE = """
 import sys
@@ -156,7 +162,7 @@ def start(tmp_path, dataset):
 
 def test_sigterm_to_a_rank_saves_and_exits_143(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
-    process = start(["-m", "infini_model.training"], make_config(training=LONG), run_dir)
+    process = start(["-m", "infini_model.training"], make_config(**LONG), run_dir)
     wait_for(lambda: has_reached(run_dir, 5), "step 5")
     process.terminate()
     assert process.wait(timeout=30) == 143
@@ -170,7 +176,7 @@ def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_p
     run_dir = tmp_path / "run"
     kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill())
     with pytest.raises(Crashed, match="killed by SIGKILL") as caught:
-        launch(make_config(training=PAIR), dataset, run_dir, on_line=kill)
+        launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     assert kill.seconds < 10
     assert caught.value.rank == 1
     assert not caught.value.is_final
@@ -186,7 +192,7 @@ def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"
     kill = Once("Step [20/", lambda: agent(run_dir).kill())
     with pytest.raises(Crashed, match="killed by SIGKILL"):
-        launch(make_config(training=PAIR), dataset, run_dir, on_line=kill)
+        launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     assert kill.seconds < 10
     wait_for(lambda: not trainers(run_dir), "the end of every process", seconds=5)
 
@@ -197,7 +203,7 @@ def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
 )
 def test_a_stopped_process_is_a_hang_that_names_it(dataset, make_config, tmp_path, victim, rank):
     run_dir = tmp_path / "run"
-    config = make_config(training=PAIR | {"hang_timeout_seconds": 3})
+    config = make_config(**merge(PAIR, IMPATIENT))
     find = (lambda: rank_of(run_dir, 1)) if victim == "rank" else (lambda: agent(run_dir))
     stop = Once("Step [10/", lambda: find().suspend())
     with pytest.raises(Hung, match="has been stopped for 3 s") as caught:
@@ -209,7 +215,7 @@ def test_a_stopped_process_is_a_hang_that_names_it(dataset, make_config, tmp_pat
 
 def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faulty):
     run_dir = tmp_path / "run"
-    config = make_config(training=LONG | {"hang_timeout_seconds": 3})
+    config = make_config(**merge(LONG, IMPATIENT))
     faulty(f"batch.input_ids.sum() == {sum_of_ids(config, dataset, 10 * 8)} and time.sleep(600)")
     with pytest.raises(Hung, match="no step within 3 s") as caught:
         launch(config, dataset, run_dir, on_line=lambda _: None)
@@ -222,7 +228,7 @@ def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faul
 
 def test_a_terminal_that_is_closed_saves_first(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
-    config = make_config(training=LONG | {"max_steps": 5000})
+    config = make_config(**LONGER)
     process = start(["-c", LAUNCH], config, run_dir)
     wait_for(lambda: has_reached(run_dir, 5), "step 5")
     os.killpg(process.pid, signal.SIGHUP)
@@ -234,7 +240,7 @@ def test_a_terminal_that_is_closed_saves_first(make_config, tmp_path, start):
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal_saves_first_however_often(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
-    process = start(["-c", LAUNCH], make_config(training=PAIR), run_dir)
+    process = start(["-c", LAUNCH], make_config(**PAIR), run_dir)
     wait_for(lambda: has_reached(run_dir, 5), "step 5")
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(0.2)
@@ -246,7 +252,7 @@ def test_ctrl_c_in_a_terminal_saves_first_however_often(make_config, tmp_path, s
 
 def test_a_training_that_takes_too_long_is_ended(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"
-    config = make_config(training=LONG | {"max_steps": 100_000})
+    config = make_config(**LONGEST)
     with pytest.raises(TimedOut, match="not done after 6 s"):
         launch(config, dataset, run_dir, timeout_seconds=6, on_line=lambda _: None)
     assert not trainers(run_dir)
@@ -260,7 +266,7 @@ def test_an_error_in_the_caller_ends_the_training(dataset, make_config, tmp_path
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launch(make_config(training=LONG | {"max_steps": 5000}), dataset, run_dir, on_line=leave)
+        launch(make_config(**LONGER), dataset, run_dir, on_line=leave)
     assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
     assert not trainers(run_dir)
 
@@ -274,7 +280,7 @@ def test_a_preempted_training_is_told_as_such(dataset, make_config, tmp_path):
                 process.terminate()
 
     with pytest.raises(Preempted, match=r"step \d+ is saved"):
-        launch(make_config(training=LONG | {"max_steps": 5000}), dataset, run_dir, on_line=preempt)
+        launch(make_config(**LONGER), dataset, run_dir, on_line=preempt)
 
 
 def test_numbers_that_are_not_finite_are_told_as_such(make_config, tmp_path, start):
@@ -303,13 +309,13 @@ def test_what_the_kernel_kills_for_want_of_memory_is_out_of_memory(
     run_dir = tmp_path / "run"
     kill = Once("Step [2/", lambda: ranks(run_dir)[0].kill())
     with pytest.raises(OutOfMemory, match="killed by the kernel"):
-        launch(make_config(training=LONG), dataset, run_dir, on_line=kill)
+        launch(make_config(**LONG), dataset, run_dir, on_line=kill)
 
 
 def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
     dataset, make_config, tmp_path, faulty
 ):
-    config = make_config(training={"eval_batches": 1})
+    config = make_config(logging={"eval_batches": 1})
     train(config, dataset, tmp_path / "whole")
     faulty("if len(batch.input_ids) > 2: raise torch.OutOfMemoryError('CUDA out of memory')")
     run_dir, lines = tmp_path / "run", []
@@ -332,7 +338,7 @@ def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
 def test_a_batch_that_is_not_finite_is_passed_over_as_if_it_had_never_been_there(
     dataset, make_config, tmp_path, faulty
 ):
-    config = make_config(training={"skip_non_finite": True})
+    config = make_config(launch={"skip_non_finite": True})
     consumed = 6 * 8
     told = {"attempts": [], "micro_batch_divisor": 1, "skipped": [consumed]}
     write_json(tmp_path / "told" / "recovery.json", told)
@@ -382,7 +388,7 @@ def test_a_second_training_waits_for_the_devices_until_the_first_is_killed(
     make_config, tmp_path, start, monkeypatch
 ):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    config = make_config(training=LONG | {"max_steps": 100_000})
+    config = make_config(**LONGEST)
     one, two = tmp_path / "one", tmp_path / "two"
     first = start(["-c", LAUNCH], config, one)
     wait_for(lambda: has_reached(one, 5), "step 5")
@@ -401,13 +407,17 @@ def test_a_second_training_waits_for_the_devices_until_the_first_is_killed(
 def two_nodes(dataset, make_config, tmp_path):
     """Two launchers on one machine, as on two that share the run folder; returns how they end."""
 
-    def run(run_dir, on_line, **training):
+    def run(run_dir, on_line, **sections):
         endpoint = f"127.0.0.1:{free_ports(1)[0]}"
 
         def node(rank):
             where = {"num_nodes": 2, "node_rank": rank, "rdzv_endpoint": endpoint}
-            settings = {"batch_size": 4, "processes": 1} | where | training
-            config = make_config(run={"name": "two"}, training=settings)
+            shared = {
+                "run": {"name": "two"},
+                "training": {"batch_size": 4},
+                "launch": where | {"processes": 1},
+            }
+            config = make_config(**merge(shared, sections))
             launch(config, dataset, run_dir, timeout_seconds=300, on_line=on_line)
 
         with ThreadPoolExecutor(2) as pool:
@@ -428,7 +438,7 @@ def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
 def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
     run_dir = tmp_path / "run"
     kill = Once("GPU0:INFO | [GPU 0] Step [20/", lambda: rank_of(run_dir, 1).kill())
-    ends = two_nodes(run_dir, kill, **LONG | {"max_steps": 5000})
+    ends = two_nodes(run_dir, kill, **LONGER)
     assert kill.seconds < 10
     assert all(isinstance(end, Crashed) for end in ends)
     assert ends[1].rank == 1
@@ -440,6 +450,6 @@ def test_a_gpu_that_does_not_exist_is_named(monkeypatch, dataset, make_config, t
     assert choose_gpus("auto") == []
     with pytest.raises(DeviceError, match="GPU 3 does not exist; this machine has none"):
         choose_gpus("3")
-    with pytest.raises(DeviceError, match=r"training\.gpus=all: no GPU"):
-        launch(make_config(training={"gpus": "all"}), dataset, tmp_path / "run")
+    with pytest.raises(DeviceError, match=r"launch\.gpus=all: no GPU"):
+        launch(make_config(launch={"gpus": "all"}), dataset, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -24,14 +24,15 @@ def non_finite(consumed):
 
 @pytest.mark.parametrize("batch_size", [1, 6, 7, 8, 12])
 def test_out_of_memory_cuts_the_micro_batch_until_it_is_one_window(make_config, batch_size):
-    training = {"batch_size": batch_size, "gradient_accumulation_steps": 3, "eval_batches": 5}
-    config = make_config(training=training)
+    training = {"batch_size": batch_size, "gradient_accumulation_steps": 3}
+    config = make_config(training=training, logging={"eval_batches": 5})
     recovery, failure, sizes = Recovery(), OutOfMemory("full", 0), [batch_size]
     while not failure.is_final:
         recovery = recovery.after(failure := OutOfMemory("full", 0), config, step=4)
-        now = recovery.applied_to(config).training
+        smaller = recovery.applied_to(config)
+        now = smaller.training
         assert now.batch_size * now.gradient_accumulation_steps == batch_size * 3
-        assert now.batch_size * now.eval_batches == batch_size * 5
+        assert now.batch_size * smaller.logging.eval_batches == batch_size * 5
         sizes.append(now.batch_size)
     assert sizes[-1] == sizes[-2] == 1
     assert all(2 * later <= earlier for earlier, later in itertools.pairwise(sizes[:-1]))
@@ -49,7 +50,7 @@ def test_numbers_that_are_not_finite_are_gone_on_from_twice(make_config):
 
 
 def test_the_batches_that_were_not_finite_are_passed_over_if_asked(make_config):
-    config = make_config(training={"skip_non_finite": True})
+    config = make_config(launch={"skip_non_finite": True})
     recovery = Recovery().after(non_finite(80), config, 9).after(non_finite(None), config, 12)
     assert recovery.skipped == (80,)
     assert "passing over the global batches at windows [80]" in recovery.describe(config)
@@ -68,7 +69,7 @@ def test_other_ends_are_gone_on_from_unchanged(make_config, kind):
 
 
 def test_the_run_folder_remembers_and_a_damaged_memory_is_named(make_config, tmp_path):
-    config = make_config(training={"skip_non_finite": True})
+    config = make_config(launch={"skip_non_finite": True})
     assert read_recovery(tmp_path) == Recovery()
     assert read_recovery(tmp_path).describe(config) == ""
     learn(tmp_path, OutOfMemory("full", 1), config)

@@ -11,7 +11,7 @@ from curves import curve, repeatable, weights
 from torch.profiler import ProfilerActivity, profile
 from trainings import free_ports
 
-from infini_model.config import Config, validate
+from infini_model.config import Config, merge, validate
 from infini_model.data.loading.loader import Batch
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
@@ -64,18 +64,20 @@ def test_fsdp_gives_the_curve_of_one_process_and_resumes_across_strategies_and_w
     dataset, make_config, tmp_path
 ):
     tied = make_config().model.model_dump() | {"tie_word_embeddings": True}
-    fp16 = {"gradient_checkpointing": True, "precision": "fp16"}
     cases = {
         "parts": {"packing": {"mode": "aligned"}, "training": {"gradient_accumulation_steps": 2}},
         "one segment": {"packing": {"context_length": 16}, "model": tied},
-        "fp16": {"training": fp16},
+        "fp16": {"training": {"precision": "fp16"}, "launch": {"gradient_checkpointing": True}},
     }
 
     def config(name, strategy, batch_size=2):
-        steps = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "save_total_limit": 3}
-        training = steps | cases[name].get("training", {})
-        training |= {"batch_size": batch_size, "strategy": strategy}
-        return make_config(**cases[name] | {"training": training})
+        common = {
+            "training": {"max_steps": 6, "batch_size": batch_size},
+            "launch": {"strategy": strategy},
+            "logging": {"eval_steps": 3},
+            "checkpoint": {"save_steps": 2, "save_total_limit": 3},
+        }
+        return make_config(**merge(common, cases[name]))
 
     for name in cases:
         train(config(name, "fsdp", batch_size=4), dataset, tmp_path / f"{name} 1")
@@ -155,7 +157,7 @@ def test_gradients_are_summed_once_a_step_and_only_rank_0_ever_has_the_whole_mod
 ):
     model = make_config().model.model_dump() | {"vocab_size": 256}
     trees = [
-        make_config(model=model, training={"strategy": strategy}).model_dump(mode="json")
+        make_config(model=model, launch={"strategy": strategy}).model_dump(mode="json")
         for strategy in STRATEGIES
     ]
     arguments = (free_ports(2), trees, tmp_path)

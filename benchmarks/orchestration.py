@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Cell, Ratio, publish, spread, take_turns
+from flows.presets import configure
 from flows.serving.services import HOST, free_port, served_url
 from infini_model.__main__ import RESULT
-from infini_model.config import Config, dump_config, load_config
+from infini_model.config import Config, dump_config
 from infini_model.runs import claim_run
 
 STAGES, UP, ALONE, SUBMISSION = "stages", "infini run, server up", "infini run alone", "submission"
@@ -56,7 +57,7 @@ def settings(folder: Path) -> Config:
         "run": {"output_dir": str(folder), "log_level": "warning"},
         "training": {"max_steps": 2, "eval_steps": 2, "save_steps": 2, "gpus": "cpu"},
     }
-    return load_config("debug", overrides=[changes])
+    return configure(["debug"], overrides=[changes])
 
 
 class Peers:

@@ -8,6 +8,7 @@ over 16K tokens on a CPU spends a tenth of its time on having small ones mapped.
 """
 
 import os
+from typing import Any
 
 for _variable, _value in {
     "DO_NOT_TRACK": "true",
@@ -18,3 +19,12 @@ for _variable, _value in {
     "THP_MEM_ALLOC_ENABLE": "1",
 }.items():
     os.environ.setdefault(_variable, _value)
+
+
+def __getattr__(name: str) -> Any:
+    """What users import from here, loaded when it is asked for."""
+    if name == "load_config":
+        from infini_model.config import load_config
+
+        return load_config
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -270,7 +270,8 @@ def _record_owner(run_dir: Path, owner: Owner | None) -> None:
 
 def _candidates(config: Config, dataset_key: str, *, adopt: bool) -> Iterator[Path]:
     """Folders to try for the lock: interrupted runs of this configuration, then new names."""
-    runs_dir, prefix = config.run.runs_dir, config.run.preset or "run"
+    runs_dir = config.run.runs_dir
+    prefix = (config.run.preset or "run").replace("+", "-")  # arxiv+stable; a name has no plus
     existing = _numbered(runs_dir, prefix)
     for run_dir in existing:
         if _is_open(run_dir, config, dataset_key, adopt=adopt):

@@ -5,7 +5,7 @@ from infini_model.config.reading import (
     load_config,
     merge,
     parse_override,
-    preset_names,
+    read_tree,
     validate,
 )
 from infini_model.config.tree import (
@@ -42,6 +42,6 @@ __all__ = [
     "load_config",
     "merge",
     "parse_override",
-    "preset_names",
+    "read_tree",
     "validate",
 ]

@@ -30,7 +30,7 @@ from infini_model.runs import (
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
-    return load_config("debug", overrides=[f"run.output_dir={folder}", *overrides])
+    return load_config(overrides=["run.preset=debug", f"run.output_dir={folder}", *overrides])
 
 
 UI, NIGHT = Owner("ui", "http://localhost/flow-run/ui"), Owner("night")
@@ -80,7 +80,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; "
         "from infini_model.config import load_config; from infini_model.runs import claim_run\n"
-        "config = load_config('debug', overrides=['run.output_dir=' + sys.argv[1]])\n"
+        "config = load_config(overrides=['run.preset=debug', 'run.output_dir=' + sys.argv[1]])\n"
         "with claim_run(config, 'k1', Path('data')): os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -85,10 +85,10 @@ def record_evaluation(
 def is_finished(run_dir: Path) -> bool:
     """Whether the last step of the run has been reached, and evaluated at that step."""
     try:
-        evaluated = _evaluated_step(run_dir)
-        return evaluated is not None and evaluated >= last_step(run_dir)
+        evaluated, last = _evaluated_step(run_dir), last_step(run_dir)
     except (DataError, ConfigError, ValueError, KeyError, TypeError):
         return False
+    return evaluated is not None and last is not None and evaluated >= last
 
 
 def _evaluated_step(run_dir: Path) -> int | None:
@@ -105,11 +105,20 @@ def _evaluated_step(run_dir: Path) -> int | None:
     return None
 
 
-def last_step(run_dir: Path) -> int:
-    """`training.max_steps` of a run. Raises `DataError` or `ConfigError` if it cannot be read."""
+def last_step(run_dir: Path) -> int | None:
+    """Optimizer steps of a run in all; None with `training.epochs` until its training starts.
+
+    Raises `DataError` or `ConfigError` if it cannot be read.
+    """
     steps = _read_record(run_dir).get("max_steps")
     # Older versions wrote it to config.yaml alone, which takes longer to read.
     return read_run_config(run_dir).training.max_steps if steps is None else int(steps)
+
+
+def record_last_step(run_dir: Path, step: int) -> None:
+    """Record what the epochs of a claimed run came to, once its training knows."""
+    if _has_begun(run_dir) and last_step(run_dir) is None:
+        write_json(run_dir / "run.json", _read_record(run_dir) | {"max_steps": step})
 
 
 def read_run_config(run_dir: Path) -> Config:

@@ -16,7 +16,6 @@ NAMES: dict[str, str] = {
     "fp16": "training.precision=fp16 takes its place",
     "no_fp16": "training.precision=fp32 takes its place",
     "num_workers": "training needs no loader workers; data.workers sets the threads that tokenise",
-    "epochs": "training.max_steps sets the length of a training",
     "chunk_size": "packing.context_length",
     "save_dir": "run.output_dir",
     "model_name": "the section model sets the shape, data.tokenizer.spec names the tokenizer",
@@ -32,7 +31,7 @@ NAMES: dict[str, str] = {
     # transformers
     "per_device_train_batch_size": "training.batch_size",
     "per_device_eval_batch_size": "evaluation.batch_size",
-    "num_train_epochs": "training.max_steps sets the length of a training",
+    "num_train_epochs": "training.epochs",
     "bf16": "training.precision=bf16 takes its place",
     "lr": "training.learning_rate",
     "clip_grad": "training.max_grad_norm",

@@ -71,11 +71,15 @@ def read_tree(path: Path) -> dict[str, Any]:
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the leaves of `change` laid over it; neither is altered.
 
-    A source of another kind takes the place of the one in `base`: they have other keys.
+    A source of another kind takes the place of the one in `base`: they have other keys. So do
+    `epochs` and `max_steps`, of which there can be one.
     """
     if change.get("kind", source_kind(base)) != source_kind(base):
         return dict(change)
     merged = dict(base)
+    for given, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
+        if change.get(given) is not None:
+            merged.pop(other, None)
     for key, value in change.items():
         below = merged.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):

@@ -175,6 +175,7 @@ OVERRIDES: tuple[Sequence[str], ...] = (
     ('data.source={kind: files, paths: ["/texts/*.txt"], separator: "\\n\\n"}',),
     ("data.folder=here", "run.output_dir=elsewhere", "training.tensorboard_dir=/boards"),
     ("evaluation.top_k=null", "evaluation.max_batches=null", "training.gpus=0"),
+    ("training.epochs=2.5",),
     ("run.preset=debug",),
     ("run.preset=mine",),
     ("data.tokenizer.spec=train", "data.name=texts", "training.batch_size=3"),

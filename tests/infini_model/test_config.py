@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("training.init_std=0.01", "it is model.initializer_range"),
         ("training.num_workers=8", "data.workers"),
         ("training.use_amp=false", "training.precision"),
-        ("training.epochs=3", "training.max_steps"),
+        ("epochs=3", "it is training.epochs"),
         ("system.device=cuda", "training.gpus"),
         ("system={device_id: 3}", "it is training.gpus"),
         ("data.source.limit=5", "unknown key for this kind of source"),
@@ -175,6 +175,19 @@ def test_later_overrides_win_and_yaml_and_json_agree(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(config.model_dump_json())
     assert load_config(file=file) == config
+
+
+def test_epochs_and_max_steps_take_each_others_place() -> None:
+    asked = load_config(overrides=["training.max_steps=9", "training.epochs=2.5"]).training
+    assert (asked.epochs, asked.max_steps) == (2.5, None)
+    with pytest.raises(ValueError, match="known when the training starts"):
+        _ = asked.total_steps
+    written = load_config(overrides=["training.epochs=2"]).model_dump(mode="json")
+    back = load_config(overrides=[written, "training.max_steps=9"]).training
+    assert (back.epochs, back.max_steps, back.total_steps) == (None, 9, 9)
+    for both in ("training={epochs: 2, max_steps: 9}", "training.max_steps=null"):
+        with pytest.raises(ConfigError, match=r"^training: takes max_steps or epochs, one of the"):
+            load_config(overrides=[both])
 
 
 def test_the_width_of_a_head_follows_unless_it_is_given(tmp_path: Path) -> None:

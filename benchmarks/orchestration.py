@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Cell, Ratio, publish, spread, take_turns
+from flows.presets import configure
 from flows.serving.services import HOST, free_port, served_url
 from infini_model.__main__ import RESULT
-from infini_model.config import Config, dump_config, load_config
+from infini_model.config import Config, dump_config
 from infini_model.runtime.runs import claim_run
 
 STAGES, UP, ALONE, SUBMISSION = "stages", "infini run, server up", "infini run alone", "submission"
@@ -59,7 +60,7 @@ def settings(folder: Path) -> Config:
         "logging": {"eval_steps": 2},
         "checkpoint": {"save_steps": 2},
     }
-    return load_config("debug", overrides=[changes])
+    return configure(["debug"], overrides=[changes])
 
 
 class Peers:

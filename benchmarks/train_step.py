@@ -29,7 +29,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, take_turns
-from infini_model.config import Config, dump_config, load_config
+from flows.presets import configure
+from infini_model.config import Config, dump_config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.model.llama import InfiniLlama
@@ -69,8 +70,8 @@ def settings(folder: Path, options: argparse.Namespace) -> Config:
     """The quickstart, with validation at its ends alone and a checkpoint half-way."""
     steps = options.skip + options.steps
     half_way = options.skip + options.steps // 2
-    return load_config(
-        PRESET,
+    return configure(
+        [PRESET],
         overrides=[
             {"run": {"output_dir": str(folder)}},
             {"model": {"vocab_size": 256}},
@@ -209,7 +210,7 @@ def ratios_of(
     measured: Measured, seconds: dict[str, list[float]], options: argparse.Namespace
 ) -> dict[str, Ratio]:
     """Speeds, each beside that of the same without what it is judged for."""
-    between = load_config(PRESET).checkpoint.save_steps
+    between = configure([PRESET]).checkpoint.save_steps
     steps = [(each.seconds / options.steps, each.stall_seconds) for each in measured.told[OURS]]
     found = {
         PLAIN: speed_ratio(seconds[OURS], seconds[PLAIN]),

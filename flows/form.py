@@ -20,9 +20,10 @@ from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 from pydantic_core import MISSING
 
-from flows.parameters import DEFAULT_PRESET, SETTINGS, Tree, resolve
+from flows.parameters import SETTINGS, Tree, resolve
+from flows.presets import DEFAULT_PRESET, preset_choices
 from flows.serving import engine
-from infini_model.config import Config, preset_names
+from infini_model.config import Config
 
 R = TypeVar("R")
 
@@ -74,12 +75,17 @@ def _shown(title: str, description: str, schema: Tree) -> Any:
 
 
 def _annotations(names: tuple[str, ...]) -> dict[str, Any]:
-    presets: Tree = {"type": "string", "enum": preset_names()}
+    presets: Tree = {"type": "string", "enum": preset_choices()}
     # An object without properties is one JSON editor in the UI; `then` is checked all the same,
     # without its type, so that null is taken as it is for the other settings.
     advanced: Tree = {"type": "object", "if": True, "then": _without(_tree_schema(), "type")}
     annotations = {
-        "preset": _shown("Preset", "Where the settings that are left empty come from.", presets)
+        "preset": _shown(
+            "Preset",
+            "Where the settings that are left empty come from; `+stable` lays the remedy for NaN "
+            "over a preset.",
+            presets,
+        )
     }
     for name in names:
         setting = SETTINGS[name]

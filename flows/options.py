@@ -14,7 +14,8 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
-from infini_model.config import Config, load_config, merge, parse_override
+from flows.presets import DEFAULT_PRESET, configure
+from infini_model.config import Config, merge, parse_override
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,7 +27,11 @@ def common(
         typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as training.max_steps=20."),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="Preset to begin from; the default is quickstart.")
+        list[str] | None,
+        typer.Option(
+            help="Preset to begin from; the default is quickstart. Several are laid one over the "
+            "other; stable is laid over anything, a --config too."
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -148,12 +153,12 @@ def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
 
 def read(given: Mapping[str, Any], command: str) -> Config:
     """The configuration that a command line asks for. Raises `ConfigError` in one line."""
-    preset = given["preset"]
-    if preset is None and given["config"] is None:
-        preset = "debug" if given["debug"] else "quickstart"
+    presets = given["preset"] or []
+    if not presets and given["config"] is None:
+        presets = ["debug" if given["debug"] else DEFAULT_PRESET]
     changes = [make(given, command) for make in (_plain, _devices, _data)]
     overrides = [parse_override(text) for text in given["overrides"] or ()]
-    config = load_config(preset, given["config"], [*changes, *overrides])
+    config = configure(presets, given["config"], [*changes, *overrides])
     if given["skip_preprocessing"] and config.data.folder is None:
         data = config.data.model_copy(update={"folder": config.run.datasets_dir})
         config = config.model_copy(update={"data": data})

@@ -15,12 +15,12 @@ from typing import Any
 
 from prefect.flows import Flow
 
-from infini_model.config import Config, load_config, preset_names
+from flows.presets import DEFAULT_PRESET, configure, is_preset
+from infini_model.config import Config, load_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.runs import resume_config
 
 Tree = dict[str, Any]
-DEFAULT_PRESET = "quickstart"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def resolve(
     changes = [advanced or {}, *(_change(name, value) for name, value in given.items())]
     if "resume" in given:
         return _resumed(changes)
-    return load_config(preset, overrides=changes)
+    return configure([] if preset is None else [str(preset)], overrides=changes)
 
 
 def _change(name: str, value: Any) -> Tree:
@@ -136,8 +136,8 @@ def parameters_of(config: Config, flow: Flow[..., Any]) -> Tree:
 
     A setting that the flow has a name for is named, all others are in `advanced`.
     """
-    preset = config.run.preset if config.run.preset in preset_names() else None
-    change = _difference(_tree(load_config(preset)), _tree(config))
+    preset = config.run.preset if is_preset(config.run.preset) else None
+    change = _difference(_tree(resolve(preset)), _tree(config))
     named: Tree = {}
     for name in inspect.signature(flow.fn).parameters.keys() & NAMED_IN_COMMANDS:
         *sections, leaf = SETTINGS[name].key.split(".")

@@ -11,6 +11,7 @@ from prefect.artifacts import LinkArtifact, TableArtifact
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, whole_lines
+from infini_model.runtime.runs import last_step
 from infini_model.training.callbacks.mlflow_record import PAGE, run_url
 from tasks.artifacts import LiveArtifact
 
@@ -26,7 +27,7 @@ class TrainingView:
     """The artifacts `training` (a table, the newest step first) and `mlflow` (a link) of a run."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        self._run_dir, self._max_steps = run_dir, config.training.max_steps
+        self._run_dir, self._steps = run_dir, config.training.max_steps
         # A database has no page of its own.
         uri = config.tracking_uri
         page = uri if uri.startswith("http") else os.environ.get(PAGE)
@@ -41,7 +42,10 @@ class TrainingView:
         if url and url != self._linked:
             self._link.show(LinkArtifact(link=url, link_text="The run in MLflow"))
             self._linked = url
-        rows = list(_rows(_newest_lines(self._run_dir), self._max_steps))[-ROWS:]
+        lines = _newest_lines(self._run_dir)
+        if lines and self._steps is None:
+            self._steps = last_step(self._run_dir)
+        rows = list(_rows(lines, self._steps or 0))[-ROWS:]
         if rows and rows != self._shown:
             headline = " · ".join(f"{name} {value}" for name, value in rows[-1].items() if value)
             self._table.show(TableArtifact(table=rows[::-1], description=headline))

@@ -57,6 +57,11 @@ RUN_BY_MLFLOW = "infini_model.evaluation.pyfunc"
 FORBIDDEN_CALLS = ("torch.load", "eval", "exec", "os.system")
 FORBIDDEN_ARGUMENTS = ("trust_remote_code", "shell")
 OPEN_TO_ALL = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
+# Calls that reach a package by its name, or the files in it.
+BY_NAME = (
+    *("importlib.import_module", "import_module", "__import__"),
+    *("importlib.resources.files", "resources.files", "files"),
+)
 PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 
 
@@ -99,7 +104,7 @@ def imports(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[Impo
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(module, node, is_package=is_package)
             names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        elif _called(node) in ("importlib.import_module", "import_module", "__import__"):
+        elif _called(node) in BY_NAME:
             names = [
                 argument.value
                 for argument in node.args[:1]
@@ -274,6 +279,11 @@ def make_tree(root: Path, **sources: str) -> Path:
             closed_doors,
             "infini_model__config",
             "import importlib\nimportlib.import_module('torch')",
+        ),
+        (
+            closed_doors,
+            "infini_model__config",
+            "from importlib.resources import files\nfiles('deployments')",
         ),
         (closed_doors, "tasks__train", "from flows.train import train\n"),
         (

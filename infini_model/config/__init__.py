@@ -5,8 +5,7 @@ from infini_model.config.reading import (
     load_config,
     merge,
     parse_override,
-    preset_names,
-    read_file,
+    read_tree,
     validate,
 )
 from infini_model.config.tree import (
@@ -53,7 +52,6 @@ __all__ = [
     "load_config",
     "merge",
     "parse_override",
-    "preset_names",
-    "read_file",
+    "read_tree",
     "validate",
 ]

@@ -1,31 +1,25 @@
-"""Reads presets, files and overrides into the tree, and explains mistakes in one line.
+"""Reads files and overrides into the tree.
 
-`load_config` merges, from the weakest to the strongest: the defaults of the tree, a preset or a
-file, and dotted overrides such as `training.max_steps=20`.
+`load_config` merges, from the weakest to the strongest: the defaults of the tree, a file, and
+overrides, which are parts of a tree or dotted, such as `training.max_steps=20`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from infini_model.config.explaining import one_line
 from infini_model.config.tree import Config, source_kind
 from infini_model.runtime.errors import ConfigError
 
-
-def _presets() -> Traversable:
-    return files("deployments") / "presets"
-
-
-def preset_names() -> list[str]:
-    """The presets that come with the project, in alphabetical order."""
-    return sorted(Path(f.name).stem for f in _presets().iterdir() if f.name.endswith(".yaml"))
+# A string, which may hold `//` (a URL), or a comment.
+_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def _parse_yaml(text: str) -> Any:
@@ -38,9 +32,20 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+def _parse_json(text: str) -> Any:
+    """Read JSON with `//` and `/* */` comments. Raises `ValueError` that names the line."""
+
+    def blank(found: re.Match[str]) -> str:
+        if found[0].startswith('"'):
+            return found[0]
+        return re.sub(r"[^\n]", " ", found[0])  # What follows keeps its line and column.
+
+    return json.loads(_STRING_OR_COMMENT.sub(blank, text))
+
+
 def _parse_mapping(text: str, origin: str) -> dict[str, Any]:
     try:
-        tree = json.loads(text) if origin.endswith(".json") else _parse_yaml(text)
+        tree = _parse_json(text) if origin.endswith(".json") else _parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from error
     if tree is None:
@@ -50,15 +55,11 @@ def _parse_mapping(text: str, origin: str) -> dict[str, Any]:
     return tree
 
 
-def _read_preset(name: str) -> dict[str, Any]:
-    if name not in preset_names():
-        raise ConfigError(f"preset {name!r} is unknown; there are: {', '.join(preset_names())}")
-    text = (_presets() / f"{name}.yaml").read_text(encoding="utf-8")
-    return merge(_parse_mapping(text, f"{name}.yaml"), {"run": {"preset": name}})
+def read_tree(path: Path) -> dict[str, Any]:
+    """The tree that a YAML or JSON file holds, not checked yet; JSON may have comments.
 
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The sections of a YAML or JSON file, unchecked. Raises `ConfigError` in one line."""
+    Raises `ConfigError` that names the file, and the line of a mistake.
+    """
     try:
         return _parse_mapping(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -70,11 +71,15 @@ def read_file(path: Path) -> dict[str, Any]:
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the leaves of `change` laid over it; neither is altered.
 
-    A source of another kind takes the place of the one in `base`: they have other keys.
+    A source of another kind takes the place of the one in `base`: they have other keys. So do
+    `epochs` and `max_steps`, of which there can be one.
     """
     if change.get("kind", source_kind(base)) != source_kind(base):
         return dict(change)
     merged = dict(base)
+    for given, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
+        if change.get(given) is not None:
+            merged.pop(other, None)
     for key, value in change.items():
         below = merged.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
@@ -105,47 +110,23 @@ def parse_override(text: str) -> dict[str, Any]:
     return change
 
 
-def _one_line(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    # A discriminated union puts its tag (`files`, `hub`) into the path; the user never wrote it.
-    key = ".".join(str(part) for part in first["loc"] if part not in ("files", "hub"))
-    if first["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
-    if first["type"] == "missing":
-        return f"{key}: missing"
-    if first["type"] == "union_tag_invalid":
-        return f"{key}.kind: got {first['ctx']['tag']!r}: takes {first['ctx']['expected_tags']}"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error" and isinstance(first["input"], Mapping):
-        return f"{key}: {message}" if key else message
-    return f"{key}: got {first['input']!r}: {message[:1].lower()}{message[1:]}"
-
-
 def validate(tree: Mapping[str, Any]) -> Config:
     """The tree as a `Config`. Raises `ConfigError`, one line that names the first wrong key."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(one_line(error)) from error
 
 
 def load_config(
-    preset: str | None = None,
-    file: Path | None = None,
-    overrides: Iterable[str | Mapping[str, Any]] = (),
+    file: Path | None = None, overrides: Iterable[str | Mapping[str, Any]] = ()
 ) -> Config:
-    """Read a preset or a file (not both), lay the overrides over it in turn, and check the whole.
+    """Read a file, if there is one, lay the overrides over it in turn, and check the whole.
 
-    Raises `ConfigError` in one line: an unknown preset, a missing file, an unknown key, or a
-    value of a wrong type or range.
+    Raises `ConfigError` in one line: a missing file, an unknown key, or a value of a wrong type or
+    range.
     """
-    if preset is not None and file is not None:
-        raise ConfigError("give --preset or --config, not both")
-    tree: dict[str, Any] = {}
-    if preset is not None:
-        tree = _read_preset(preset)
-    elif file is not None:
-        tree = read_file(file)
+    tree = {} if file is None else read_tree(file)
     for override in overrides:
         change = parse_override(override) if isinstance(override, str) else override
         tree = merge(tree, change)

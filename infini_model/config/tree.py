@@ -334,12 +334,24 @@ class ModelConfig(Section):
         return self
 
 
+def _steps_without_epochs(fields: dict[str, Any]) -> int | None:
+    return 200 if fields.get("epochs") is None else None
+
+
 class TrainingConfig(Section):
     """Optimizer, schedule and batches."""
 
     decides_weights = True
 
-    max_steps: PositiveInt = Field(200, description="Optimizer steps in all.")
+    epochs: PositiveFloat | None = Field(
+        None,
+        description="Passes over the training split, such as 3 or 0.5, instead of max_steps; the "
+        "steps that this takes are known when the training starts.",
+    )
+    max_steps: PositiveInt | None = Field(
+        default_factory=_steps_without_epochs,
+        description="Optimizer steps in all; None where epochs is given.",
+    )
     batch_size: PositiveInt = Field(
         8,
         description="Windows a process reads at once; the global batch is batch_size × "
@@ -367,6 +379,19 @@ class TrainingConfig(Section):
         "for GPUs without bf16: the loss is scaled, and a step whose gradients overflow is "
         "skipped. Weights and optimizer stay in float32.",
     )
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in all. Raises `ValueError` while only `epochs` says how many."""
+        if self.max_steps is None:
+            raise ValueError("the steps of training.epochs are known when the training starts")
+        return self.max_steps
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.max_steps is None) == (self.epochs is None):
+            raise ValueError("takes max_steps or epochs, one of the two")
+        return self
 
 
 class LaunchConfig(Section):

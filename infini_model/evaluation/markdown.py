@@ -51,7 +51,7 @@ def model_section(
     model: InfiniLlama, config: Config, manifest: Manifest, position: Position
 ) -> str:
     """What was trained, on what, and for how long."""
-    shape, training = model.config, config.training
+    shape = model.config
     parameters = sum(p.numel() for p in model.parameters())
     own = sum(
         p.numel()
@@ -80,7 +80,7 @@ def model_section(
         ),
         ("Memory", memory),
         ("Dataset", dataset),
-        ("Steps", f"{position.step:,} of {training.max_steps:,}"),
+        ("Steps", f"{position.step:,} of {position.last_step(config):,}"),
         ("Tokens read", f"{position.consumed * context:,}"),
         ("Seed", str(position.seed)),
     ]

@@ -34,6 +34,7 @@ class EvaluationResult(BaseModel):
 
     Attributes:
         step: Optimizer steps of the checkpoint that was evaluated.
+        last_step: Optimizer steps of the run in all.
         checkpoint: Its folder.
         dataset_key: Key of the dataset that the scores are of.
         scores: `validation` and `test`; of an empty split the loss is None.
@@ -47,6 +48,7 @@ class EvaluationResult(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     step: int
+    last_step: int
     checkpoint: Path
     dataset_key: str
     scores: dict[Split, Score]
@@ -110,6 +112,7 @@ def evaluate_run(
     pictures = _draw(run_dir, config, model, lines, scores, without_memory)
     result = EvaluationResult(
         step=position.step,
+        last_step=position.last_step(config),
         checkpoint=checkpoint,
         dataset_key=manifest.key,
         scores=scores,

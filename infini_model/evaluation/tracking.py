@@ -33,7 +33,7 @@ def log_evaluation(
     try:
         sink = MlflowSink(run_dir, config, None)
         sink.deliver(read_metrics(run_dir))
-        is_finished = result.step >= config.training.max_steps
+        is_finished = result.step >= result.last_step
         if is_finished:
             sink.settle("FINISHED")
         elif not _is_training(run_dir):

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config, dump_config, load_config, read_file, validate
+from infini_model.config import Config, dump_config, load_config, read_tree, validate
 from infini_model.config.moved import with_keys_moved
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import Holder, hold, holder_of
@@ -50,10 +50,10 @@ def record_evaluation(
 def is_finished(run_dir: Path) -> bool:
     """Whether the last step of the run has been reached, and evaluated at that step."""
     try:
-        evaluated = _evaluated_step(run_dir)
-        return evaluated is not None and evaluated >= last_step(run_dir)
+        evaluated, last = _evaluated_step(run_dir), last_step(run_dir)
     except (DataError, ConfigError, ValueError, KeyError, TypeError):
         return False
+    return evaluated is not None and last is not None and evaluated >= last
 
 
 def _evaluated_step(run_dir: Path) -> int | None:
@@ -70,11 +70,20 @@ def _evaluated_step(run_dir: Path) -> int | None:
     return None
 
 
-def last_step(run_dir: Path) -> int:
-    """`training.max_steps` of a run. Raises `DataError` or `ConfigError` if it cannot be read."""
+def last_step(run_dir: Path) -> int | None:
+    """Optimizer steps of a run in all; None with `training.epochs` until its training starts.
+
+    Raises `DataError` or `ConfigError` if it cannot be read.
+    """
     steps = _read_record(run_dir).get("max_steps")
     # Older versions wrote it to config.yaml alone, which takes longer to read.
     return read_run_config(run_dir).training.max_steps if steps is None else int(steps)
+
+
+def record_last_step(run_dir: Path, step: int) -> None:
+    """Record what the epochs of a claimed run came to, once its training knows."""
+    if _has_begun(run_dir) and last_step(run_dir) is None:
+        write_json(run_dir / "run.json", _read_record(run_dir) | {"max_steps": step})
 
 
 def read_run_config(run_dir: Path) -> Config:
@@ -90,7 +99,7 @@ def _recorded_settings(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise DataError(f"{run_dir}: is no run folder (it has no config.yaml)")
-    return with_keys_moved(read_file(path))
+    return with_keys_moved(read_tree(path))
 
 
 def latest_run(config: Config) -> Path:
@@ -240,7 +249,8 @@ def _record_owner(run_dir: Path, owner: Owner | None) -> None:
 
 def _candidates(config: Config, dataset_key: str, *, adopt: bool) -> Iterator[Path]:
     """Folders to try for the lock: interrupted runs of this configuration, then new names."""
-    runs_dir, prefix = config.run.runs_dir, config.run.preset or "run"
+    runs_dir = config.run.runs_dir
+    prefix = (config.run.preset or "run").replace("+", "-")  # arxiv+stable; a name has no plus
     existing = _numbered(runs_dir, prefix)
     for run_dir in existing:
         if _is_open(run_dir, config, dataset_key, adopt=adopt):

@@ -26,6 +26,7 @@ from infini_model.config import Config
 from infini_model.data.loading.loader import Batch, Loader, open_windows, validation_batches
 from infini_model.data.manifest import read_manifest
 from infini_model.runtime.errors import NonFiniteError, UserError
+from infini_model.runtime.runs import record_last_step
 from infini_model.runtime.storage import lock
 from infini_model.training.callbacks import heartbeat
 from infini_model.training.callbacks.diagnostics import (
@@ -69,6 +70,7 @@ from infini_model.training.setup import (
     divide,
     place_model,
     record_settings,
+    with_steps,
     with_vocabulary,
 )
 
@@ -134,7 +136,6 @@ class Trainer:
         """Begin at step 0, or where the newest checkpoint stands. Raises as `train` does."""
         manifest = read_manifest(dataset_dir)
         self.config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir)
-        self._settings = self.config.model_dump(mode="json")
         self.run_dir, self.world, self.dataset_key = run_dir, world, manifest.key
         self._stops = stops
         self.stopped_by: int | None = None
@@ -146,6 +147,7 @@ class Trainer:
         self._stalled: float | None = None
         checkpoint = choose_checkpoint(run_dir, world)
         consumed = self._build(checkpoint)
+        self._settings = self.config.model_dump(mode="json")
         self._saved_step = self.step if checkpoint else None
         self._loader = Loader(
             self._windows["train"],
@@ -170,6 +172,7 @@ class Trainer:
         self._metrics: Metrics | None = None
         if world.is_main:
             record_settings(run_dir, config)
+            record_last_step(run_dir, self.config.training.total_steps)
             dataset = {
                 "name": manifest.name,
                 "key": manifest.key,
@@ -189,6 +192,8 @@ class Trainer:
             consumed, self.step = position.consumed, position.step
             global_batch, scaler = position.global_batch, position.scaler
         self._division = divide(training, self.world.size, global_batch)
+        windows = len(self._windows["train"])
+        self.config = with_steps(self.config, windows, self._division.global_batch)
         self.model = place_model(self.config, checkpoint, self.world)
         self.optimizer = make_optimizer(self.model, training)
         if checkpoint is not None:
@@ -204,16 +209,16 @@ class Trainer:
         eval_steps = self.config.logging.eval_steps
         self._began, self._began_at = time.monotonic(), self.step
         while not self._is_stopped():
-            if self.step % eval_steps == 0 or self.step == training.max_steps:
+            if self.step % eval_steps == 0 or self.step == training.total_steps:
                 self._evaluate("validation")
-            if self.step == training.max_steps:
+            if self.step == training.total_steps:
                 self._evaluate("test")
                 break
             if not self._is_stopped():
                 self._take_step()
                 if self.step == self._began_at + 1:
                     self._writer.start(partial(self._copy.make_room, self.model, self.optimizer))
-            if self.step % checkpoint.save_steps == 0 or self.step == training.max_steps:
+            if self.step % checkpoint.save_steps == 0 or self.step == training.total_steps:
                 self._save()
         self._save()
         self._finish()
@@ -290,7 +295,7 @@ class Trainer:
             raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
         if self._metrics is not None:
             self._metrics.append(self.step, {name: loss})
-            log.info("[GPU 0] Step [%d/%d] | %s: %.4f", self.step, training.max_steps, name, loss)
+            log.info("[GPU 0] Step [%d/%d] | %s: %.4f", self.step, training.total_steps, name, loss)
 
     def _windows_to_score(self) -> int | None:
         """At most so many in one validation, however many processes share them; None is all."""
@@ -304,12 +309,13 @@ class Trainer:
     def _record(self, loss: float, rate: float, grad_norm: float, seconds: float) -> None:
         """Log the step that was just taken."""
         training, every = self.config.training, self.config.logging.logging_steps
-        shown = self.step % every == 0 or self.step == training.max_steps
+        shown = self.step % every == 0 or self.step == training.total_steps
         if shown:
             log.info(
-                "[GPU %d] Step [%d/%d] | Loss: %.4f | LR: %.2e | Grad Norm: %.4f | ETA: %s",
-                *(self.world.rank, self.step, training.max_steps, loss, rate, grad_norm),
-                self._time_left(),
+                "[GPU %d] Step [%d/%d] | Loss: %.4f | LR: %.2e | Grad Norm: %.4f | Epoch: %.2f | "
+                "ETA: %s",
+                *(self.world.rank, self.step, training.total_steps, loss, rate, grad_norm),
+                *(self._loader.consumed / len(self._windows["train"]), self._time_left()),
             )
         gates = self.model.gate_statistics(whole) if shown else []
         if self._metrics is None:
@@ -346,7 +352,7 @@ class Trainer:
     def _time_left(self) -> str:
         """At the pace so far, validation and checkpoints included: 5:30 or 1:05:30."""
         pace = (time.monotonic() - self._began) / (self.step - self._began_at)
-        minutes, seconds = divmod(round(pace * (self.config.training.max_steps - self.step)), 60)
+        minutes, seconds = divmod(round(pace * (self.config.training.total_steps - self.step)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
@@ -395,7 +401,7 @@ class Trainer:
         self._writer.wait()
         training, model = self.config.training, self.run_dir / "model"
         new = self.step > self._began_at or not model.exists()
-        if self.world.is_main and self.step == training.max_steps and new:
+        if self.world.is_main and self.step == training.total_steps and new:
             prune_checkpoints(self.run_dir, self.config.checkpoint.save_total_limit)
             export_model(checkpoint_path(self.run_dir, self.step), model)
         # The others wait here: torchrun ends all when the first one of a stopped training ends.
@@ -437,7 +443,7 @@ class Trainer:
         """Print what is about to be done, in totals."""
         training, world, division = self.config.training, self.world, self._division
         windows = division.global_batch
-        tokens = windows * self.config.packing.context_length
+        tokens, trained = windows * self.config.packing.context_length, len(self._windows["train"])
         parameters = sum(p.numel() for p in self.model.parameters())
         rule = "=" * 46
         for line in (
@@ -453,7 +459,8 @@ class Trainer:
             f"Model parameters: {parameters:,}",
             f"Vocabulary size: {self.config.model.vocab_size}",
             f"Resuming from: {checkpoint}" if checkpoint else f"Seed: {self.config.run.seed}",
-            f"Steps: {self.step} of {training.max_steps} done",
+            f"Steps: {self.step} of {training.total_steps} done",
+            f"Epochs: {training.total_steps * windows / trained:.2f} of {trained:,} windows",
             rule,
         ):
             log.info("%s", line)

@@ -52,14 +52,14 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Adam
 
 
 def learning_rate_share(step: int, config: TrainingConfig) -> float:
-    """Share of the peak rate that step `step` (1 to max_steps) uses.
+    """Share of the peak rate that step `step` (1 to the last) uses.
 
     Linear from 1 / warmup_steps to 1 at step warmup_steps, then a cosine that ends at
     min_learning_rate_ratio in the last step.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    progress = (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
     return config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * cosine
 

@@ -27,7 +27,7 @@ class RunStatus:
         state: What it is doing, or how it ended.
         detail: Who holds it, what it waits for, how it failed, or what is damaged.
         step: Steps recorded so far.
-        total: `training.max_steps`.
+        total: Optimizer steps in all, if they are known.
         train_loss: The last one; None before the first.
         validation_loss: The last one; None before the first.
         updated: When something was recorded last, in seconds since the epoch.

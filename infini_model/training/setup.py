@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,15 @@ def with_vocabulary(config: Config, dataset_vocabulary: int, dataset_dir: Path) 
         )
     model = config.model.model_copy(update={"vocab_size": size or dataset_vocabulary})
     return config.model_copy(update={"model": model})
+
+
+def with_steps(config: Config, windows: int, global_batch: int) -> Config:
+    """`config` with a number for `training.max_steps`: what `epochs` over `windows` take."""
+    if config.training.epochs is None:
+        return config
+    steps = math.ceil(config.training.epochs * windows / global_batch)
+    training = config.training.model_copy(update={"max_steps": steps, "epochs": None})
+    return config.model_copy(update={"training": training})
 
 
 def record_settings(run_dir: Path, config: Config) -> None:

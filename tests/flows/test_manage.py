@@ -24,7 +24,7 @@ from prefect.context import FlowRunContext
 
 from flows import manage
 from flows.owner import current_owner
-from infini_model.config import load_config
+from flows.presets import configure
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import (
@@ -44,8 +44,10 @@ from pathlib import Path
 from prefect.client.orchestration import get_client
 from infini_model.config import load_config
 from infini_model.runtime.runs import Owner, claim_run
+from flows.presets import configure
+from infini_model.runtime.runs import Owner, claim_run
 output, number = sys.argv[1:]
-config = load_config("debug", overrides=[f"run.output_dir={output}"])
+config = configure(["debug"], overrides=[f"run.output_dir={output}"])
 with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):
     with get_client(sync_client=True) as client:
         while client.read_flow_run(number).state.type != "CANCELLING":
@@ -185,7 +187,7 @@ def test_what_is_not_there_is_named(output: Path) -> None:
     for named in ("run-9", None):
         with pytest.raises(UserError, match="there is no such run; infini runs lists them"):
             manage.find_run_folder(output, named)
-    config = load_config("debug", overrides=[f"run.output_dir={output}"])
+    config = configure(["debug"], overrides=[f"run.output_dir={output}"])
     with claim_run(config, "k1", Path("data")) as run_dir:
         record_evaluation(run_dir, config.training.max_steps, "k1", {})
     assert manage.to_resume(output, [run_dir.name]) == (run_dir, None)

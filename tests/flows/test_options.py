@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.options import configured
+from flows.presets import configure
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import ConfigError
 
@@ -70,7 +71,7 @@ def value_at(config: Config, key: str) -> Any:
 
 def changed(config: Config, base: Config | None = None) -> dict[str, Any]:
     """The keys in which a configuration differs from the preset it began from."""
-    base = base or load_config("quickstart")
+    base = base or configure(["quickstart"])
 
     def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         leaves: dict[str, Any] = {}
@@ -93,7 +94,7 @@ def test_every_command_has_every_option_of_the_guides() -> None:
 
 @pytest.mark.parametrize("command", FLOWS)
 def test_without_options_a_command_works_with_the_quickstart(command: str) -> None:
-    assert parse(command) == load_config("quickstart")
+    assert parse(command) == configure(["quickstart"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -199,7 +200,7 @@ def test_skip_preprocessing_takes_what_stands() -> None:
 
 
 def test_debug_alone_is_the_debug_preset_and_beside_another_its_checks() -> None:
-    assert parse("run", "--debug") == load_config("debug")
+    assert parse("run", "--debug") == configure(["debug"])
     given = parse("run", "--debug", "--preset", "quickstart")
     assert changed(given) == {"logging.debug": True, "run.log_level": "debug"}
 
@@ -237,8 +238,17 @@ def test_an_option_beats_the_file(tmp_path: Path) -> None:
     assert (config.training.max_steps, config.training.batch_size) == (5, 4)
 
 
-def test_a_preset_and_a_file_exclude_each_other(tmp_path: Path) -> None:
+def test_presets_are_laid_one_over_the_other_and_options_over_them() -> None:
+    given = parse("run", "--preset", "arxiv", "--preset", "stable", "--max-steps", "5")
+    assert given == configure(["arxiv", "stable"], overrides=["training.max_steps=5"])
+    assert parse("run", "--preset", "stable") == configure(["quickstart", "stable"])
+
+
+def test_beside_a_file_only_a_remedy_goes(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text("{}")
+    file.write_text("training: {max_steps: 3}")
+    given = parse("run", "--preset", "stable", "--config", str(file))
+    assert given == configure(["stable"], file)
+    assert (given.training.max_steps, given.training.precision) == (3, "fp32")
     with pytest.raises(ConfigError, match="--preset or --config, not both"):
         parse("run", "--preset", "debug", "--config", str(file))

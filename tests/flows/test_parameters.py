@@ -17,8 +17,9 @@ from prefect.utilities.schema_tools import validate
 from prefect.utilities.schema_tools.validation import ValidationError
 
 from flows.parameters import parameters_of, resolve
+from flows.presets import configure, preset_choices
 from flows.serving.services import PROJECT
-from infini_model.config import Config, load_config, preset_names
+from infini_model.config import Config, load_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.runs import claim_run
 
@@ -49,7 +50,7 @@ def test_the_form_is_short_and_each_field_says_what_it_takes(name: str) -> None:
         # One plain input: neither a choice of types nor a default of null.
         assert field["type"] in ("string", "integer", "number", "array", "object")
         assert "anyOf" not in field
-    assert fields["preset"]["enum"] == preset_names()
+    assert fields["preset"]["enum"] == preset_choices()
     assert {key: field["default"] for key, field in fields.items() if "default" in field} == {
         "preset": "quickstart"
     }
@@ -96,11 +97,23 @@ def test_prefect_refuses_a_wrong_value_and_names_it(
 
 def test_what_is_not_given_is_the_presets() -> None:
     asked = resolve("shakespeare", {"training": {"warmup_steps": 7}}, steps=10)
-    expected = load_config(
-        "shakespeare", overrides=["training.warmup_steps=7", "training.max_steps=10"]
+    expected = configure(
+        ["shakespeare"], overrides=["training.warmup_steps=7", "training.max_steps=10"]
     )
     assert asked == expected
-    assert resolve() == load_config("quickstart")
+    assert resolve() == configure(["quickstart"])
+
+
+def test_the_remedy_is_chosen_beside_a_preset_or_alone() -> None:
+    assert resolve("arxiv+stable") == configure(["arxiv", "stable"])
+    assert resolve("stable") == configure(["quickstart", "stable"])
+
+
+def test_the_remedy_over_a_file_reaches_the_flow(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("training: {max_steps: 3}")
+    config = configure(["stable"], file)
+    assert resolve(**parameters_of(config, flow_called("train"))) == config
 
 
 def test_a_named_setting_beats_advanced() -> None:
@@ -143,7 +156,7 @@ def test_a_resumed_run_keeps_its_own_settings_and_dataset(
     wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFINI_OUTPUT_DIR", str(tmp_path))
-    begun = load_config("debug", overrides=["run.name=mine", "training.max_steps=77"])
+    begun = configure(["debug"], overrides=["run.name=mine", "training.max_steps=77"])
     with claim_run(begun, "key", tmp_path / "datasets" / "some-key"):
         pass
     resumed = resolve("quickstart", {"checkpoint": {"save_steps": 3}}, resume=wanted, devices="cpu")
@@ -163,6 +176,7 @@ OVERRIDES: tuple[Sequence[str], ...] = (
     ('data.source={kind: files, paths: ["/texts/*.txt"], separator: "\\n\\n"}',),
     ("data.folder=here", "run.output_dir=elsewhere", "logging.tensorboard_dir=/boards"),
     ("evaluation.top_k=null", "evaluation.max_batches=null", "launch.gpus=0"),
+    ("training.epochs=2.5",),
     ("run.preset=debug",),
     ("run.preset=mine",),
     ("data.tokenizer.spec=train", "data.name=texts", "training.batch_size=3"),
@@ -173,12 +187,12 @@ OVERRIDES: tuple[Sequence[str], ...] = (
 )
 
 
-@pytest.mark.parametrize("preset", [None, *preset_names()])
+@pytest.mark.parametrize("preset", [None, *preset_choices()])
 @pytest.mark.parametrize("overrides", OVERRIDES)
 def test_a_flow_resolves_to_what_the_command_line_checked(
     preset: str | None, overrides: Sequence[str]
 ) -> None:
-    config = load_config(preset, overrides=overrides)
+    config = configure([] if preset is None else [preset], overrides=overrides)
     for name in FLOWS:
         flow = flow_called(name)
         parameters = json.loads(json.dumps(parameters_of(config, flow)))
@@ -191,7 +205,7 @@ def test_a_flow_resolves_to_what_the_command_line_checked(
 
 def test_parameters_are_what_was_asked_for_and_no_more() -> None:
     overrides = ["training.max_steps=11", "training.warmup_steps=1"]
-    config = load_config("debug", overrides=overrides)
+    config = configure(["debug"], overrides=overrides)
     assert parameters_of(config, flow_called("train")) == {
         "preset": "debug",
         "steps": 11,

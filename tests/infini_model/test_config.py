@@ -1,5 +1,7 @@
 """The configuration tree: what it accepts comes back equal, what it refuses is named."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,32 +17,12 @@ from infini_model.config import (
     load_config,
     merge,
     parse_override,
-    preset_names,
 )
+from infini_model.config.explaining import all_keys
 from infini_model.config.moved import MOVED, with_keys_moved
+from infini_model.config.names import NAMES
+from infini_model.config.reading import _parse_json
 from infini_model.runtime.errors import ConfigError
-
-
-@pytest.mark.parametrize("preset", preset_names())
-def test_a_preset_survives_a_round_trip_through_yaml(preset: str, tmp_path: Path) -> None:
-    config = load_config(preset)
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(config))
-    assert load_config(file=file) == config
-    assert config.run.preset == preset
-
-
-def test_the_presets_of_the_guides_are_there() -> None:
-    expected = {"arxiv", "debug", "production", "quickstart", "shakespeare", "stable"}
-    assert expected <= set(preset_names())
-    debug, production = load_config("debug"), load_config("production")
-    assert (debug.model.num_hidden_layers, debug.training.max_steps) == (2, 10)
-    assert debug.logging.debug
-    shape = production.model
-    assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (32, 4096, 128256)
-    assert production.training.max_steps == 10_000
-    arxiv = load_config("arxiv")
-    assert arxiv.packing.context_length == 10 * arxiv.model.segment_length == 5120
 
 
 @pytest.mark.parametrize(
@@ -77,16 +59,14 @@ def test_the_presets_of_the_guides_are_there() -> None:
 )
 def test_a_wrong_value_is_one_line_that_names_the_key(override: str, names: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("quickstart", overrides=[override])
+        load_config(overrides=[override])
     message = str(caught.value)
     assert "\n" not in message
     for name in names:
         assert name in message
 
 
-def test_an_unknown_preset_and_a_missing_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'fast' is unknown; there are: .*quickstart"):
-        load_config("fast")
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
         load_config(file=tmp_path / "nowhere.yaml")
     binary = tmp_path / "binary.yaml"
@@ -104,13 +84,112 @@ def test_an_unknown_preset_and_a_missing_file_are_named(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("training.max_stepz=3", "did you mean training.max_steps?"),
+        ("trainning.max_steps=3", "did you mean training?"),
+        ("data.source.pathz=[a]", "did you mean data.source.paths?"),
+        ("model.learning_rats=1", "did you mean training.learning_rate?"),
+        ("training.context_length=64", "it is packing.context_length"),
+        ("batch_size=4", "it is data.batch_size, training.batch_size or evaluation.batch_size"),
+        ("training.grad_accum_nums=8", "it is training.gradient_accumulation_steps"),
+        ("training.init_std=0.01", "it is model.initializer_range"),
+        ("training.num_workers=8", "data.workers"),
+        ("training.use_amp=false", "training.precision"),
+        ("epochs=3", "it is training.epochs"),
+        ("system.device=cuda", "launch.gpus"),
+        ("system={device_id: 3}", "it is launch.gpus"),
+        ("data.source.limit=5", "unknown key for this kind of source"),
+    ],
+)
+def test_an_unknown_key_says_what_may_be_meant(override: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[override])
+    assert str(caught.value).endswith(meant) or meant in str(caught.value).partition("; ")[2]
+
+
+def test_what_resembles_nothing_is_unknown_and_no_more() -> None:
+    for override in ("training.zzzz=1", "zzzz={}", "system={}"):
+        key = override.partition("=")[0]
+        with pytest.raises(ConfigError, match=rf"^{key}: unknown key$"):
+            load_config(overrides=[override])
+
+
+def test_every_foreign_name_leads_to_keys_that_exist_and_is_none_itself() -> None:
+    leaves = {key.rpartition(".")[2] for key in all_keys()}
+    sections = {key.rpartition(".")[0] for key in all_keys()}
+    for name, meant in NAMES.items():
+        assert name not in {*all_keys(), *leaves}
+        named = re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", meant)
+        assert named, f"{name} leads to no key"
+        for key in named:
+            assert key in {*all_keys(), *sections}, f"{name} leads to {key}, which does not exist"
+
+
+def test_json_may_have_comments(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(
+        """{
+    // one line
+    "training": {
+        "batch_size": 4,  // beside a value
+        "max_steps": /* inside */ 7
+    },
+    /* several
+       lines, "quoted" */
+    "tracking": {"tracking_uri": "http://host:5000/*/", "experiment_name": "a \\"//\\" b"}
+}
+// at the end"""
+    )
+    config = load_config(file)
+    assert (config.training.batch_size, config.training.max_steps) == (4, 7)
+    assert config.tracking.tracking_uri == "http://host:5000/*/"
+    assert config.tracking.experiment_name == 'a "//" b'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("torn.json", '{\n  /* two\n  lines */ "training": {"max_steps": }\n}'),
+        ("open.json", "{\n\n  /* never closed\n}"),
+        ("torn.yaml", "# one\ntraining:\n  max_steps: [\n"),
+    ],
+)
+def test_a_file_that_is_torn_is_named_with_the_line(name: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name}: .*line [34]\b") as caught:
+        load_config(file)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), st.lists))
+def test_json_without_comments_is_read_as_ever(value: object) -> None:
+    text = json.dumps({"key": value}, ensure_ascii=False)
+    assert _parse_json(text) == json.loads(text)
+
+
 def test_later_overrides_win_and_yaml_and_json_agree(tmp_path: Path) -> None:
-    config = load_config("quickstart", overrides=["training.max_steps=3", "training.max_steps=4"])
+    config = load_config(overrides=["training.max_steps=3", "training.max_steps=4"])
     assert config.training.max_steps == 4
     assert load_config(overrides=["training.learning_rate=1e-5"]).training.learning_rate == 1e-5
     file = tmp_path / "config.json"
     file.write_text(config.model_dump_json())
     assert load_config(file=file) == config
+
+
+def test_epochs_and_max_steps_take_each_others_place() -> None:
+    asked = load_config(overrides=["training.max_steps=9", "training.epochs=2.5"]).training
+    assert (asked.epochs, asked.max_steps) == (2.5, None)
+    with pytest.raises(ValueError, match="known when the training starts"):
+        _ = asked.total_steps
+    written = load_config(overrides=["training.epochs=2"]).model_dump(mode="json")
+    back = load_config(overrides=[written, "training.max_steps=9"]).training
+    assert (back.epochs, back.max_steps, back.total_steps) == (None, 9, 9)
+    for both in ("training={epochs: 2, max_steps: 9}", "training.max_steps=null"):
+        with pytest.raises(ConfigError, match=r"^training: takes max_steps or epochs, one of the"):
+            load_config(overrides=[both])
 
 
 def test_the_width_of_a_head_follows_unless_it_is_given(tmp_path: Path) -> None:
@@ -128,16 +207,16 @@ def test_the_width_of_a_head_follows_unless_it_is_given(tmp_path: Path) -> None:
         ["data.source.kind=hub", "data.source.repository=ag_news"],
     ],
 )
-def test_a_source_of_another_kind_takes_the_place_of_the_presets(overrides: list[str]) -> None:
-    hub = load_config("quickstart", overrides=overrides).data.source
+def test_a_source_of_another_kind_takes_the_place_of_the_one_before(overrides: list[str]) -> None:
+    hub = load_config(overrides=overrides).data.source
     assert hub.kind == "hub"
     assert hub.model_dump(exclude_defaults=True) == {"repository": "ag_news"}
     back = [*overrides, "data.source={kind: files, column: body}"]
-    files = load_config("quickstart", overrides=back).data.source
+    files = load_config(overrides=back).data.source
     assert files.model_dump(exclude_defaults=True) == {"column": "body"}
     # A part of the same kind is still laid over the rest of it.
-    limited = load_config("arxiv", overrides=["data.source.limit=5"]).data.source
-    assert limited == load_config("arxiv").data.source.model_copy(update={"limit": 5})
+    limited = load_config(overrides=[*overrides, "data.source.limit=5"]).data.source
+    assert limited == hub.model_copy(update={"limit": 5})
 
 
 keys = st.text("abc", min_size=1, max_size=2)
@@ -165,7 +244,7 @@ def test_an_override_reaches_the_leaf_that_it_names(path: list[str], value: int)
 
 
 def test_reading_the_tree_imports_no_torch() -> None:
-    code = "import sys, infini_model.config; sys.exit('torch' in sys.modules)"
+    code = "import sys; from infini_model import load_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from infini_model.config import ModelConfig
+from infini_model.config import Config, ModelConfig
 from infini_model.model.hf_checkpoint import save_tensors, write_files
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import read_validation_losses
@@ -77,6 +77,10 @@ class Position:
     precision: str = ""
     global_batch: int | None = None
     scaler: dict[str, Any] | None = None
+
+    def last_step(self, asked: Config) -> int:
+        """Optimizer steps in all: those that are asked for, or what the epochs came to."""
+        return asked.training.max_steps or int(self.config["training"]["max_steps"])
 
 
 @dataclass(frozen=True)

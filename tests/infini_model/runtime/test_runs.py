@@ -34,7 +34,7 @@ from infini_model.runtime.runs import (
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
-    return load_config("debug", overrides=[f"run.output_dir={folder}", *overrides])
+    return load_config(overrides=["run.preset=debug", f"run.output_dir={folder}", *overrides])
 
 
 UI, NIGHT = Owner("ui", "http://localhost/flow-run/ui"), Owner("night")
@@ -93,18 +93,21 @@ OTHER: dict[str, tuple[str, ...]] = {
     "packing.context_length": ("packing.context_length=256",),
     "model.vocab_size": ("model.vocab_size=300",),
     "model.hidden_size": ("model.hidden_size=64",),
-    "model.num_attention_heads": ("model.num_attention_heads=4",),
+    "model.num_attention_heads": ("model.num_attention_heads=2",),
     "model.num_key_value_heads": ("model.num_key_value_heads=1",),
     "model.head_dim": ("model.head_dim=8",),
     "model.rope_scaling": (f"model.rope_scaling={SCALING}",),
     "model.segment_length": ("model.segment_length=64",),
+    "training.epochs": ("training.epochs=3",),
     "launch.gpus": ("launch.gpus=0,3",),
     "launch.processes": ("launch.processes=2",),
     "launch.num_nodes": NODES,
     "launch.node_rank": (*NODES, "launch.node_rank=1"),
     "launch.rdzv_endpoint": ("launch.rdzv_endpoint=first:29500",),
     "launch.hang_timeout_seconds": ("launch.hang_timeout_seconds=60",),
+    "logging.eval_batches": ("logging.eval_batches=3",),
     "logging.tensorboard_dir": ("logging.tensorboard_dir=boards",),
+    "evaluation.max_batches": ("evaluation.max_batches=3",),
     "evaluation.top_p": ("evaluation.top_p=0.9",),
     "tracking.tracking_uri": ("tracking.tracking_uri=http://localhost:5000",),
     "tracking.experiment_name": ("tracking.experiment_name=other",),
@@ -134,7 +137,7 @@ def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]
             yield key, [f"{key}={other}"]
 
 
-@pytest.mark.parametrize(("key", "change"), list(leaves(load_config("debug"))))
+@pytest.mark.parametrize(("key", "change"), list(leaves(load_config())))
 def test_a_run_resumes_under_any_change_but_of_what_decides_its_weights(
     key: str, change: list[str], tmp_path: Path
 ) -> None:
@@ -182,7 +185,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
         "import os, signal, sys; from pathlib import Path; "
         "from infini_model.config import load_config\n"
         "from infini_model.runtime.runs import claim_run\n"
-        "config = load_config('debug', overrides=['run.output_dir=' + sys.argv[1]])\n"
+        "config = load_config(overrides=['run.preset=debug', 'run.output_dir=' + sys.argv[1]])\n"
         "with claim_run(config, 'k1', Path('data')): os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

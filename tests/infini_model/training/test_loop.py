@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -15,13 +16,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from trainings import free_ports
 
 from infini_model.config import validate
+from infini_model.data.loading.loader import open_windows
 from infini_model.model.layers import DecoderLayer
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.runs import claim_run, is_finished, last_step, record_evaluation
 from infini_model.runtime.storage import sha256, write_json
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
+from infini_model.training.run_status import read_status
 
 
 def stop_at(step, number=signal.SIGTERM):
@@ -78,10 +82,36 @@ def test_the_log_line_is_the_one_of_the_contract(dataset, make_config, tmp_path,
     assert len(lines) == 6
     pattern = (
         r"\[GPU 0\] Step \[\d+/12\] \| Loss: \d\.\d{4} \| LR: \d\.\d\de-\d\d \| "
-        r"Grad Norm: \d\.\d{4} \| ETA: \d+:\d\d"
+        r"Grad Norm: \d\.\d{4} \| Epoch: \d+\.\d\d \| ETA: \d+:\d\d"
     )
     for line in lines:
         assert re.fullmatch(pattern, line)
+
+
+def test_epochs_are_the_steps_that_so_many_passes_take(dataset, make_config, tmp_path):
+    """Interrupted and resumed too, and to the bit what the number of steps itself gives."""
+    asked = make_config(training={"max_steps": None, "epochs": 0.3})
+    windows = open_windows(dataset, "train", asked.packing, asked.model.segment_length)
+    steps = math.ceil(0.3 * len(windows) / asked.training.batch_size)
+    assert steps > 4
+    told = make_config(training={"max_steps": steps})
+    train(told, dataset, tmp_path / "told")
+    handler, logger = stop_at(2), logging.getLogger("infini_model.training.loop")
+    logger.setLevel(logging.INFO)
+    with claim_run(asked, "key", dataset) as run_dir:
+        assert (last_step(run_dir), is_finished(run_dir)) == (None, False)
+        logger.addHandler(handler)
+        try:
+            assert train(asked, dataset, run_dir).stopped_by == signal.SIGTERM
+        finally:
+            logger.removeHandler(handler)
+        train(asked, dataset, run_dir)
+    assert repeatable(run_dir) == repeatable(tmp_path / "told")
+    assert weights(run_dir) == weights(tmp_path / "told")
+    assert last_step(run_dir) == read_status(run_dir).total == steps
+    assert read_position(newest_checkpoint(run_dir)).last_step(asked) == steps
+    record_evaluation(run_dir, steps, "key", {})
+    assert is_finished(run_dir)
 
 
 @pytest.mark.parametrize(

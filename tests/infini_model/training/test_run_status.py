@@ -19,7 +19,7 @@ OWNER = Owner("f1", "http://localhost/runs/flow-run/f1")
 
 def claim(output: Path, name: str):
     settings = ["training.max_steps=10", f"run.output_dir={output}", f"run.name={name}"]
-    return claim_run(load_config("debug", overrides=settings), "k1", Path("data"), owner=OWNER)
+    return claim_run(load_config(overrides=settings), "k1", Path("data"), owner=OWNER)
 
 
 def begin(output: Path, name: str, step: int) -> Path:
@@ -32,7 +32,7 @@ def begin(output: Path, name: str, step: int) -> Path:
 
 
 def fail(run_dir: Path, failure: TrainingFailure) -> None:
-    learn(run_dir, failure, load_config("debug"))
+    learn(run_dir, failure, load_config())
 
 
 def test_what_a_run_has_reached_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Explains what is wrong with a tree of settings: one line that names the key and what it takes."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from infini_model.config.names import NAMES
+from infini_model.config.tree import Config
+
+
+def one_line(error: ValidationError) -> str:
+    """The first mistake of a tree that `Config` refused."""
+    first = error.errors(include_url=False)[0]
+    # A discriminated union puts its tag (`files`, `hub`) into the path; the user never wrote it.
+    key = ".".join(str(part) for part in first["loc"] if part not in ("files", "hub"))
+    if first["type"] == "extra_forbidden":
+        return _unknown(key, first["input"])
+    if first["type"] == "missing":
+        return f"{key}: missing"
+    if first["type"] == "union_tag_invalid":
+        return f"{key}.kind: got {first['ctx']['tag']!r}: takes {first['ctx']['expected_tags']}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and isinstance(first["input"], Mapping):
+        return f"{key}: {message}" if key else message
+    return f"{key}: got {first['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+@functools.cache
+def all_keys() -> tuple[str, ...]:
+    """The full name of every setting, such as `training.max_steps`, in the order of the tree."""
+    return tuple(dict.fromkeys(_keys_below(Config, "")))
+
+
+def _keys_below(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        below = list(_sections(field.annotation))
+        for inner in below:
+            yield from _keys_below(inner, f"{prefix}{name}.")
+        if not below:
+            yield f"{prefix}{name}"
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field may hold: none for a plain value, two for a source."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)
+
+
+def _unknown(key: str, value: Any) -> str:
+    """What to say of a key that its section does not have, and of its leaf if it is a section."""
+    if key in all_keys():
+        return f"{key}: unknown key for this kind of source"
+    section, _, name = key.rpartition(".")
+    siblings = _names_in(section)
+    near = difflib.get_close_matches(name, siblings, n=1)
+    if isinstance(value, Mapping) and value and not near:
+        inner = next(iter(value))
+        return _unknown(f"{key}.{inner}", value[inner])
+    if meant := NAMES.get(key, NAMES.get(name)):
+        return f"{key}: unknown key; {f'it is {meant}' if meant in all_keys() else meant}"
+    if namesakes := [known for known in all_keys() if known.rpartition(".")[2] == name]:
+        return f"{key}: unknown key; it is {_either(namesakes)}"
+    if near:
+        return f"{key}: unknown key; did you mean {section and section + '.'}{near[0]}?"
+    leaves = {known.rpartition(".")[2]: known for known in reversed(all_keys())}
+    if near := difflib.get_close_matches(name, leaves, n=1):
+        return f"{key}: unknown key; did you mean {leaves[near[0]]}?"
+    return f"{key}: unknown key"
+
+
+def _either(names: list[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _names_in(section: str) -> list[str]:
+    """The keys and sections right below a section; none below one that does not exist."""
+    prefix = f"{section}." if section else ""
+    below = (key[len(prefix) :] for key in all_keys() if key.startswith(prefix))
+    return list(dict.fromkeys(name.partition(".")[0] for name in below))

@@ -121,7 +121,7 @@ def layers(length: int, options: argparse.Namespace) -> Works:
     config = ModelConfig(
         hidden_size=width, num_attention_heads=options.heads, segment_length=options.segment
     )
-    norm, attention = nn.RMSNorm(width).to(DEVICE), Attention(config).to(DEVICE)
+    norm, attention = nn.RMSNorm(width).to(DEVICE), Attention(config, "auto").to(DEVICE)
     cos, sin = (
         table.to(DEVICE)
         for table in rope_tables(options.segment, options.head_dim, config.rope_theta)

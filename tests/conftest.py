@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=stories)
         items[:] = [item for item in items if item not in stories]
     longest = {"e2e", "faults", "flows", "tasks", "training"}
-    items.sort(key=lambda item: item.path.parent.name not in longest)
+    items.sort(key=lambda item: longest.isdisjoint(item.path.parts))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

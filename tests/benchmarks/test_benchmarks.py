@@ -86,7 +86,10 @@ def run_bare(name: str) -> str:
     return run("-c", code)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.story) if n == "tokenize" else n for n in TINY],
+)
 def test_it_ends_with_a_line_of_json(name: str) -> None:
     # The one for GPU machines runs on the barest.
     told = last_line(

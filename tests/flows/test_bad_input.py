@@ -396,6 +396,7 @@ def write_rows(path: Path, count: int, words: int) -> Path:
     return path
 
 
+@pytest.mark.story
 def test_a_flipped_byte_is_named_and_its_shard_alone_is_made_again(
     settings: Path, tmp_path: Path, output: Path, connected: Environment
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_run_leaves_a_json_result_and_shows_progress_dataset_report_and_plots(
     assert json.loads(result.read_text())["report"] == str(report)
 
 
+@pytest.mark.story
 def test_a_training_goes_on_when_the_server_is_gone(
     connected: Environment,
     settings: Path,

@@ -149,6 +149,7 @@ def test_a_logged_model_generates_what_the_command_does(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.story
 def test_a_server_stores_and_gives_back_a_model_of_bytes(made, again, tmp_path):
     config, _, first, _ = made
     home = tmp_path / "server"

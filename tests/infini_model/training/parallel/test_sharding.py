@@ -59,7 +59,7 @@ def begun_from(run_dir, other, step):
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_fsdp_gives_the_curve_of_one_process_and_resumes_across_strategies_and_world_sizes(
     dataset, make_config, tmp_path
 ):

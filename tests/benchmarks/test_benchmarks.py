@@ -42,6 +42,8 @@ TINY = {
 }
 
 
+# These take the longest.
+LONG = ("tokenize", "model")
 # What a machine with torch, numpy, pyarrow, pydantic and safetensors lacks.
 ABSENT = (
     *("datasets", "gigatoken", "infini_transformer_pytorch", "mlflow", "prefect", "tokenizers"),
@@ -88,7 +90,7 @@ def run_bare(name: str) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.story) if n == "tokenize" else n for n in TINY],
+    [pytest.param(n, marks=pytest.mark.story) if n in LONG else n for n in TINY],
 )
 def test_it_ends_with_a_line_of_json(name: str) -> None:
     # The one for GPU machines runs on the barest.

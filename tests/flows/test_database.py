@@ -55,6 +55,7 @@ def postgresql() -> Iterator[str]:
 
 
 @needs_postgresql
+@pytest.mark.story
 def test_prefect_keeps_its_records_in_postgresql(postgresql: str, tmp_path: Path) -> None:
     database = f"postgresql+asyncpg://owner:{PASSWORD}@{postgresql}/records"
     check_database(database)

@@ -67,6 +67,7 @@ def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
     assert flow_run(server, output)["state_type"] == "FAILED"
 
 
+@pytest.mark.story
 def test_numbers_that_are_not_finite_are_gone_on_from_twice_and_explained_in_one_line(
     server: str, connected: Environment, settings: Path
 ) -> None:

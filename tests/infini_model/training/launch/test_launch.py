@@ -426,7 +426,7 @@ def two_nodes(dataset, make_config, tmp_path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
     train(make_config(), dataset, tmp_path / "one")
     assert two_nodes(tmp_path / "two", lambda _: None) == [None, None]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from playwright.sync_api import Locator, Page, expect
 
+REDRAWN_MS = 1000
+
 
 @dataclass(frozen=True)
 class Prefect:
@@ -68,7 +70,12 @@ class Prefect:
 
     def open_tab(self, name: str) -> Locator:
         """One of the tabs below the chart; by the keyboard, as the chart covers them at first."""
-        self.page.get_by_role("tab", name=name, exact=True).press("Enter")
+        tab = self.page.get_by_role("tab", name=name, exact=True)
+        tab.press("Enter")
+        # The page goes back to the logs when it is drawn anew, as when the run begins.
+        self.page.wait_for_timeout(REDRAWN_MS)
+        if tab.get_attribute("aria-selected") != "true":
+            tab.press("Enter")
         return self.page.locator("[role=tabpanel][data-state=active]")
 
     def newest_logs(self) -> Locator:

@@ -13,7 +13,7 @@ export CHROMIUM
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
-	@echo "make test     run the whole test suite"
+	@echo "make test     run the tests, but for those that take longest: make e2e, make faults"
 	@echo "make e2e      kill, stop and resume whole programs; use the pages of Prefect and MLflow in a browser"
 	@echo "make faults   kill, stop and starve small trainings at every step and see that all survive"
 	@echo "make lint     formatting, linting and types, as in CI"

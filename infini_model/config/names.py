@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from infini_model.config.moved import MOVED
 
-# The loader and Hugging Face's Trainer, nanotron, and launchers each have their own.
 NAMES: dict[str, str] = {
     # the guides
     "grad_accum_nums": "training.gradient_accumulation_steps",

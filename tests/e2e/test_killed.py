@@ -168,8 +168,9 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint(
         os.execve(command[0], command, connected)
     run_dir = output / "runs" / "run-1"
     with os.fdopen(terminal, "rb", buffering=0) as screen:
-        while b"Step [20/" not in screen.read(4096):
-            pass
+        printed = b""
+        while b"Step [20/" not in printed:
+            printed += screen.read(4096)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
     last = read_metrics(run_dir)[-1]["step"]
     assert last < STEPS

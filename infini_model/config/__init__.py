@@ -1,5 +1,15 @@
 """The settings: the tree, how it is read, and how mistakes in it are explained."""
 
+from infini_model.config.data import (
+    MEBIBYTE,
+    DataConfig,
+    FilesSource,
+    HubSource,
+    PackingConfig,
+    SplitsConfig,
+    TokenizerConfig,
+)
+from infini_model.config.model import ModelConfig, RopeScaling
 from infini_model.config.reading import (
     dump_config,
     load_config,
@@ -8,26 +18,15 @@ from infini_model.config.reading import (
     read_tree,
     validate,
 )
-from infini_model.config.tree import (
-    MEBIBYTE,
+from infini_model.config.section import Section
+from infini_model.config.training import (
     AttentionBackend,
     CheckpointConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    FilesSource,
-    HubSource,
     LaunchConfig,
     LoggingConfig,
-    ModelConfig,
-    PackingConfig,
-    RopeScaling,
-    Section,
-    SplitsConfig,
-    StageConfig,
-    TokenizerConfig,
     TrainingConfig,
 )
+from infini_model.config.tree import Config, EvaluationConfig, StageConfig
 
 __all__ = [
     "MEBIBYTE",

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from infini_model.config.data import source_kind
 from infini_model.config.explaining import one_line
-from infini_model.config.tree import Config, source_kind
+from infini_model.config.tree import Config
 from infini_model.runtime.errors import ConfigError
 
 # A string, which may hold `//` (a URL), or a comment.

@@ -24,11 +24,14 @@ from benchmarks.corpus import write_corpus
 from benchmarks.report import Cell, Ratio, publish, speed_ratio, take_turns
 from benchmarks.shards_once import text_to_shards
 from infini_model.config import PackingConfig
-from infini_model.data.loading.loader import Loader, open_windows
+from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.windows import open_windows
+from infini_model.objectives.causal import CausalLM
 
 OURS, PEER = "infini", "DataLoader"
 # The quickstart, whose batches are small, and batches of long windows.
 SHAPES = ((8, 512), (8, 8192))
+OBJECTIVE = CausalLM()
 
 
 def parse() -> argparse.Namespace:
@@ -48,12 +51,13 @@ def make_shards(megabytes: float, folder: Path) -> Path:
 
 
 def infini(dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
-    """Our loader; yields the tokens of each batch."""
+    """Our loader, and the inputs and labels of a training; yields the tokens of each batch."""
     packing = PackingConfig(context_length=length)
     windows = open_windows(dataset_dir, "train", packing, segment_length=length)
     with Loader(windows, batch_size=batch) as loader:
         for batches in loader:
-            yield sum(checked(each.input_ids, each.labels, batch, length) for each in batches)
+            inputs = [OBJECTIVE.inputs(each) for each in batches]
+            yield sum(checked(each.input_ids, each.labels, batch, length) for each in inputs)
 
 
 def peer(dataset_dir: Path, batch: int, length: int) -> Iterator[int]:

@@ -23,7 +23,7 @@ import torch
 from benchmarks.corpus import write_corpus
 from benchmarks.report import Cell, publish, speed_ratio, stopwatch, take_turns
 from infini_model.config import PackingConfig
-from infini_model.data.loading.gpu_dataloader import cut_windows
+from infini_model.data.loading.gpu_dataloader import pack_tokens
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer, close_documents
 
@@ -70,7 +70,7 @@ def measure(
         ON_DEVICE: stopwatch(lambda: tokenizer.encode(texts)),
         ON_HOST: stopwatch(lambda: tokenizer.encode_batch(texts)),
         PEER: stopwatch(lambda: host.encode_batch(texts)),
-        WINDOWS: stopwatch(lambda: cut_windows(tokens, host.eos_token_id, PACKING, 2048)),
+        WINDOWS: stopwatch(lambda: pack_tokens(tokens, host.eos_token_id, PACKING, 2048)),
         COPY: stopwatch(copied.clone),
     }
     return take_turns(peers, turns)

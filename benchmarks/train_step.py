@@ -77,7 +77,7 @@ def settings(folder: Path, options: argparse.Namespace) -> Config:
             {"model": {"vocab_size": 256}},
             {"data": {"source": {"paths": ["{stdlib}/*.py"]}}},
             {"training": {"max_steps": steps}},
-            {"logging": {"eval_steps": steps + 1, "eval_batches": 1}},
+            {"logging": {"eval_steps": steps + 1}, "evaluation": {"max_windows": 8}},
             {"checkpoint": {"save_steps": half_way}},
             *options.overrides,
         ],

@@ -133,10 +133,10 @@ def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
         "tensorboard_dir": "logging.tensorboard_dir",
         "num_nodes": "launch.num_nodes",
         "max_steps": "training.max_steps",
-        "max_new_tokens": "evaluation.max_new_tokens",
-        "temperature": "evaluation.temperature",
-        "top_k": "evaluation.top_k",
-        "top_p": "evaluation.top_p",
+        "max_new_tokens": "evaluation.sample.max_new_tokens",
+        "temperature": "evaluation.sample.temperature",
+        "top_k": "evaluation.sample.top_k",
+        "top_p": "evaluation.sample.top_p",
         "seed": "run.seed",
     }
     change: dict[str, Any] = {}

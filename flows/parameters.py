@@ -69,7 +69,7 @@ SETTINGS = {
         "auto (the freest GPUs first, else the CPU), all, numbers of GPUs such as 0,3, or cpu.",
     ),
     "batches": Setting(
-        "evaluation.max_batches", "Batches", "Batches of each split to score at most."
+        "evaluation.max_windows", "Windows", "Windows of each split to score at most."
     ),
     "run": Setting("run.name", "Run", "Name of the run folder to score; the newest if empty."),
     "name": Setting(

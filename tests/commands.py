@@ -58,9 +58,12 @@ def tiny(texts: Path, output_dir: Path, **sections: dict[str, Any]) -> dict[str,
             "warmup_steps": 2,
         },
         "launch": {"gpus": "cpu"},
-        "logging": {"logging_steps": 1, "eval_steps": 5, "eval_batches": 2},
+        "logging": {"logging_steps": 1, "eval_steps": 5},
         "checkpoint": {"save_steps": 5},
-        "evaluation": {"max_batches": 2, "prompt_tokens": 16, "max_new_tokens": 8},
+        "evaluation": {
+            "max_windows": 8,
+            "sample": {"prompt_tokens": 16, "max_new_tokens": 8},
+        },
         "tracking": {"mlflow": False, "tensorboard": False},
     }
     for name, section in sections.items():

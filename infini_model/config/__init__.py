@@ -9,6 +9,7 @@ from infini_model.config.data import (
     SplitsConfig,
     TokenizerConfig,
 )
+from infini_model.config.evaluation import EvaluationConfig, SampleConfig
 from infini_model.config.model import ModelConfig, RopeScaling
 from infini_model.config.reading import (
     dump_config,
@@ -26,7 +27,7 @@ from infini_model.config.training import (
     LoggingConfig,
     TrainingConfig,
 )
-from infini_model.config.tree import Config, EvaluationConfig, StageConfig
+from infini_model.config.tree import Config, StageConfig
 
 __all__ = [
     "MEBIBYTE",
@@ -42,6 +43,7 @@ __all__ = [
     "ModelConfig",
     "PackingConfig",
     "RopeScaling",
+    "SampleConfig",
     "Section",
     "SplitsConfig",
     "StageConfig",

@@ -7,10 +7,14 @@ from typing import Any
 
 # The old place to the new one.
 MOVED: dict[str, str] = {
+    "evaluation.max_new_tokens": "evaluation.sample.max_new_tokens",
+    "evaluation.prompt_tokens": "evaluation.sample.prompt_tokens",
+    "evaluation.temperature": "evaluation.sample.temperature",
+    "evaluation.top_k": "evaluation.sample.top_k",
+    "evaluation.top_p": "evaluation.sample.top_p",
     "model.attention_backend": "launch.attention_backend",
     "training.debug": "logging.debug",
     "training.deterministic": "launch.deterministic",
-    "training.eval_batches": "logging.eval_batches",
     "training.eval_steps": "logging.eval_steps",
     "training.gpus": "launch.gpus",
     "training.gradient_checkpointing": "launch.gradient_checkpointing",
@@ -28,12 +32,41 @@ MOVED: dict[str, str] = {
 }
 
 
+# Keys that have no successor with the same meaning, and what takes their place.
+_COUNTED_IN_BATCHES = "evaluation.max_windows takes its place: windows, not batches"
+REMOVED: dict[str, str] = {
+    "evaluation.max_batches": _COUNTED_IN_BATCHES,
+    "logging.eval_batches": _COUNTED_IN_BATCHES,
+    "training.eval_batches": _COUNTED_IN_BATCHES,
+}
+
+
 def with_keys_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
     """`tree`, which a former version may have written, with its keys where they are today."""
-    sections = {name: dict(x) if isinstance(x, Mapping) else x for name, x in tree.items()}
+    sections: dict[str, Any] = _copied(tree)
+    for key in REMOVED:
+        _take(sections, key)
     for old, new in MOVED.items():
-        (before, key), (after, name) = old.split("."), new.split(".")
-        section = sections.get(before)
-        if isinstance(section, dict) and key in section:
-            sections.setdefault(after, {})[name] = section.pop(key)
+        found = _take(sections, old)
+        if found:
+            *path, name = new.split(".")
+            section = sections
+            for part in path:
+                section = section.setdefault(part, {})
+            section[name] = found[0]
     return sections
+
+
+def _copied(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return {key: _copied(value) for key, value in tree.items()}
+
+
+def _take(sections: dict[str, Any], key: str) -> list[Any]:
+    """Remove the value of `key`, and return it in a list, which is empty if there is none."""
+    name, _, leaf = key.partition(".")
+    section = sections.get(name)
+    if not isinstance(section, dict) or leaf not in section:
+        return []
+    return [section.pop(leaf)]

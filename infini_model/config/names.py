@@ -7,7 +7,7 @@ that says what takes its place. `infini_model.config.explaining` looks here firs
 
 from __future__ import annotations
 
-from infini_model.config.moved import MOVED
+from infini_model.config.moved import MOVED, REMOVED
 
 NAMES: dict[str, str] = {
     # the guides
@@ -43,6 +43,9 @@ NAMES: dict[str, str] = {
     "num_layers": "model.num_hidden_layers",
     "n_layers": "model.num_hidden_layers",
     "n_heads": "model.num_attention_heads",
+    "max_eval_samples": "evaluation.max_windows",
+    "eval_batches": REMOVED["logging.eval_batches"],
+    "max_batches": REMOVED["evaluation.max_batches"],
     # nanotron
     "micro_batch_size": "training.batch_size",
     "batch_accumulation_per_replica": "training.gradient_accumulation_steps",
@@ -54,4 +57,5 @@ NAMES: dict[str, str] = {
     "tokenizer_name_or_path": "data.tokenizer.spec",
     # former versions
     **MOVED,
+    **REMOVED,
 }

@@ -159,9 +159,6 @@ class LoggingConfig(Section):
 
     logging_steps: PositiveInt = Field(10, description="Steps from one log line to the next.")
     eval_steps: PositiveInt = Field(50, description="Steps from one validation to the next.")
-    eval_batches: PositiveInt | None = Field(
-        None, description="Batches of one validation or test; None takes the whole split."
-    )
     tensorboard_dir: Path | None = Field(
         None, description="Folder for TensorBoard; None is logs/tensorboard of the run."
     )

@@ -15,11 +15,11 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     model_validator,
 )
 
 from infini_model.config.data import DataConfig, PackingConfig
+from infini_model.config.evaluation import EvaluationConfig
 from infini_model.config.model import ModelConfig
 from infini_model.config.section import DECIDES_WEIGHTS, Section
 from infini_model.config.training import (
@@ -28,26 +28,6 @@ from infini_model.config.training import (
     LoggingConfig,
     TrainingConfig,
 )
-
-
-class EvaluationConfig(Section):
-    """What is measured after training."""
-
-    decides_weights = False
-
-    max_batches: PositiveInt | None = Field(
-        None, description="Batches of each split to score; None takes all."
-    )
-    batch_size: PositiveInt = Field(8, description="Windows scored at once.")
-    prompt_tokens: PositiveInt = Field(
-        256, description="Tokens of a test document that the sample continues."
-    )
-    max_new_tokens: PositiveInt = Field(200, description="Tokens of the sample.")
-    temperature: NonNegativeFloat = Field(0.8, description="0 takes the likeliest token.")
-    top_k: PositiveInt | None = Field(50, description="Likeliest tokens to draw from.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Draw from the fewest likeliest tokens that have this probability."
-    )
 
 
 class TrackingConfig(Section):

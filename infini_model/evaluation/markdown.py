@@ -1,4 +1,4 @@
-"""The words of a report, in Markdown."""
+"""The sections of a report that no task writes, and the Markdown of all."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from infini_model.config import Config
-from infini_model.data.manifest import Manifest
-from infini_model.evaluation.sample import Sample
-from infini_model.evaluation.score import Score
-from infini_model.model.llama import InfiniLlama
+from infini_model.evaluation.subject import Subject
 from infini_model.runtime.metrics_file import Line
-from infini_model.training.checkpoints.checkpoint import Position
 
 # The share of a step that may be waiting for data.
 MOST_WAITING = 0.01
-CAPTIONS = {
-    "loss": "Loss of training and validation",
-    "learning_rate": "Learning rate",
-    "gradient_norm": "Norm of the gradient before it is clipped",
-    "throughput": "Tokens per second, and the share of a step that waits for data",
-    "loss_by_segment": "Loss by segment of the window",
-}
 
 
 def fenced(text: str) -> str:
@@ -47,11 +35,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def model_section(
-    model: InfiniLlama, config: Config, manifest: Manifest, position: Position
-) -> str:
+def model_section(subject: Subject) -> str:
     """What was trained, on what, and for how long."""
-    shape = model.config
+    model, config, manifest = subject.model, subject.config, subject.manifest
+    position, shape = subject.position, subject.model.config
     parameters = sum(p.numel() for p in model.parameters())
     own = sum(
         p.numel()
@@ -80,64 +67,11 @@ def model_section(
         ),
         ("Memory", memory),
         ("Dataset", dataset),
-        ("Steps", f"{position.step:,} of {position.last_step(config):,}"),
+        ("Steps", f"{position.step:,} of {subject.last_step:,}"),
         ("Tokens read", f"{position.consumed * context:,}"),
         ("Seed", str(position.seed)),
     ]
     return table(("What was trained", ""), rows).replace("---:", "---")
-
-
-def scores_section(scores: dict[str, Score], without_memory: Score | None, *, whole: bool) -> str:
-    """Loss and perplexity of the splits, and what the memory adds to them."""
-    rows, notes = [], []
-    for split, scored in scores.items():
-        if scored.loss is None or scored.perplexity is None:
-            rows.append((split, "–", "–", "0", "0"))
-            notes.append(f"The {split} split has no whole window, so it has no score.")
-            continue
-        rows.append(
-            (
-                split,
-                f"{scored.loss:.4f}",
-                f"{scored.perplexity:,.3f}",
-                f"{scored.tokens:,}",
-                f"{scored.windows:,}",
-            )
-        )
-    text = table(("Split", "Loss (nats per token)", "Perplexity", "Tokens", "Windows"), rows)
-    if not whole:
-        notes.append("`evaluation.max_batches` limits the scores to the first windows of a split.")
-    compared = next((scored for scored in scores.values() if scored.loss is not None), None)
-    if without_memory is not None and without_memory.loss is not None and compared is not None:
-        notes.append(_memory_note(compared, without_memory))
-    return "\n\n".join([text, *notes])
-
-
-def _memory_note(compared: Score, without: Score) -> str:
-    """The loss past the first segment, with the memory and with it emptied."""
-    difference = (without.loss or 0.0) - (compared.loss or 0.0)
-    word = "lower" if difference >= 0 else "higher"
-    return (
-        f"With the memory the loss is {abs(difference):.4f} {word} than with the same weights and "
-        f"the memory emptied at every segment border ({without.loss:.4f}). The first segment has "
-        "no memory to read; the picture of the loss by segment shows the others."
-    )
-
-
-def sample_section(sample: Sample | None) -> str:
-    """Prompt, continuation and original."""
-    if sample is None:
-        return "There is no held-out document to continue."
-    parts = [
-        f"Document {sample.document} of the {sample.split} split; the model saw its first "
-        f"{sample.prompt_tokens:,} tokens:",
-        fenced(sample.prompt),
-        "It went on:",
-        fenced(sample.continuation) if sample.continuation else "(it ended the document)",
-        "The document goes on:",
-        fenced(sample.original) if sample.original else "(it ends here)",
-    ]
-    return "\n\n".join(parts)
 
 
 def reproduce_section(run_dir: Path) -> str:
@@ -169,8 +103,6 @@ def speed_section(lines: Sequence[Line]) -> str:
     )
 
 
-def pictures_section(pictures: Sequence[Path], run_dir: Path) -> str:
-    """The plots by paths relative to the report."""
-    return "\n\n".join(
-        f"![{CAPTIONS[path.stem]}]({path.relative_to(run_dir).as_posix()})" for path in pictures
-    )
+def picture(caption: str, path: Path, run_dir: Path) -> str:
+    """A plot, by its path relative to the report."""
+    return f"![{caption}]({path.relative_to(run_dir).as_posix()})"

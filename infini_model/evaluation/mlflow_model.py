@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import EvaluationConfig
+from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.report import EvaluationResult
 from infini_model.model.hf_checkpoint import CONFIG, INDEX
@@ -33,7 +33,7 @@ REQUIRED = ("mlflow", "numpy", "pyarrow", "pydantic", "safetensors", "tokenizers
 def log_model(
     sink: MlflowSink,
     dataset_dir: Path,
-    settings: EvaluationConfig,
+    settings: SampleConfig,
     seed: int,
     result: EvaluationResult,
 ) -> Any:
@@ -70,7 +70,7 @@ def _upload(
     client: Any,
     model: Any,
     dataset_dir: Path,
-    settings: EvaluationConfig,
+    settings: SampleConfig,
     seed: int,
     weights: Path,
 ) -> None:
@@ -86,7 +86,7 @@ def _save(
     temporary: Path,
     weights: Path,
     dataset_dir: Path,
-    settings: EvaluationConfig,
+    settings: SampleConfig,
     seed: int,
     model: Any,
 ) -> Path:
@@ -121,7 +121,7 @@ def _save(
     return saved
 
 
-def _signature(settings: EvaluationConfig, seed: int) -> Any:
+def _signature(settings: SampleConfig, seed: int) -> Any:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 

@@ -44,7 +44,7 @@ def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Itera
     """Load a model, and give back what it adds to `prompt`, piece by piece, in constant memory.
 
     `checkpoint` is a run folder, a checkpoint or a Hugging Face folder; None is the newest run.
-    `config.evaluation` says how many tokens are drawn and how.
+    `config.evaluation.sample` says how many tokens are generated and how.
 
     Raises `CheckpointError` if there is no model or no tokenizer, `UserError` for an empty prompt.
     """
@@ -55,7 +55,7 @@ def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Itera
         device=first_device(config.launch.gpus),
         attention_backend=config.launch.attention_backend,
     ).eval()
-    settings = config.evaluation
+    settings = config.evaluation.sample
     return continue_prompt(
         model,
         tokenizer,

@@ -42,7 +42,7 @@ def log_evaluation(
         if not (is_finished and config.tracking.log_model):
             _log_scores(sink, result, None)
             return True
-        model = log_model(sink, dataset_dir, config.evaluation, config.run.seed, result)
+        model = log_model(sink, dataset_dir, config.evaluation.sample, config.run.seed, result)
         _log_scores(sink, result, model.model_id)
         if config.tracking.registered_model is not None:
             register_model(sink, config.tracking.registered_model, model, result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from infini_model.config import AttentionBackend, ModelConfig
 from infini_model.model import hf_checkpoint
 from infini_model.model.layers import DecoderLayer, LayerState, Step, empty_memory, rope_tables
-from infini_model.model.loss import summed_loss, token_losses
+from infini_model.model.loss import IGNORED, summed_loss
 from infini_model.runtime.errors import ConfigError
-
-Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor | None
     loss: Tensor | None
-    memory: State
+    state: State
 
 
 class GateStatistics(NamedTuple):
@@ -136,54 +134,60 @@ class InfiniLlama(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        memory: State | None = None,
+        state: State | None = None,
         labels: Tensor | None = None,
         reset: Tensor | None = None,
-        *,
-        reduction: Reduction = "mean",
     ) -> ModelOutput:
-        """Logits of the next tokens, or the loss against `labels`.
+        """Logits of the next tokens, or the mean loss against `labels`.
 
         Args:
             input_ids: [B, T] int64.
-            memory: State after what came before; None where nothing did.
+            state: State after what came before; None where nothing did.
             labels: [B, T] int64, already aligned: labels[:, t] is the token that follows
-                input_ids[:, t] (the data loader shifts, the model does not); -100 is left out.
+                input_ids[:, t]; unlike Hugging Face's models this one does not shift them. -100 is
+                left out.
             reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document;
                 needs a sequence that starts on a segment border.
-            reduction: Of the loss over the labels that count: `mean`; `sum`, for a caller that
-                divides by a number of targets of its own; or `none`, each loss [B, T], 0 where
-                masked. Float32 (float64 for float64), whatever the precision of the model.
 
         Returns:
-            `ModelOutput`: logits [B, T, vocab_size] without labels, the loss with them (logits
-            are then never held whole), and the state after the last token.
+            `ModelOutput`: logits [B, T, vocab_size] without labels; with them the mean over the
+            labels that count, float32 (float64 for float64), and the logits are never held whole;
+            and the state after the last token.
 
         Raises:
             ValueError: A shape, or a reset inside a segment.
         """
-        if input_ids.dim() != 2 or input_ids.size(1) == 0:
-            raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
-        if memory is None:
-            hidden, layers = self.model(input_ids, None, reset, None)
-            position = torch.full((input_ids.size(0),), input_ids.size(1), device="cpu")
-            after = State(layers, position)
-        else:
-            hidden, after = self.extend(input_ids, memory, reset)
+        hidden, after = self.hidden(input_ids, state, reset)
         if labels is None:
             return ModelOutput(self.lm_head(hidden), None, after)
         if labels.shape != input_ids.shape:
             raise ValueError(
                 f"labels: expected shape {list(input_ids.shape)}, got {list(labels.shape)}"
             )
-        return ModelOutput(None, self._loss(hidden, labels, reduction), after)
+        total = summed_loss(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten())
+        return ModelOutput(None, total / (labels != IGNORED).sum().clamp(min=1), after)
+
+    def hidden(
+        self, input_ids: Tensor, state: State | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Hidden states [B, T, hidden], of which `lm_head` makes logits, and the state after them.
+
+        Arguments and errors are those of `forward`. An objective takes its loss from here.
+        """
+        if input_ids.dim() != 2 or input_ids.size(1) == 0:
+            raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
+        if state is not None:
+            return self.extend(input_ids, state, reset)
+        hidden, layers = self.model(input_ids, None, reset, None)
+        position = torch.full((input_ids.size(0),), input_ids.size(1), device="cpu")
+        return hidden, State(layers, position)
 
     def extend(
         self, input_ids: Tensor, state: State, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Take in a piece of any length: up to the next segment border first, then all at once.
 
-        Arguments and errors are those of `forward`, `state` is its `memory`.
+        Arguments and errors are those of `forward`.
 
         Returns:
             Hidden states [B, T, hidden], of which `lm_head` makes logits, and the state after them.
@@ -191,12 +195,12 @@ class InfiniLlama(nn.Module):
         length, parts, start = self.config.segment_length, [], 0
         if len(state.position) != input_ids.size(0):
             raise ValueError(
-                f"memory: expected {input_ids.size(0)} rows as input_ids, got {len(state.position)}"
+                f"state: expected {input_ids.size(0)} rows as input_ids, got {len(state.position)}"
             )
         while start < input_ids.size(1):
             filled = int((state.position % length).max())
             if filled and reset is not None:
-                raise ValueError("reset: expected a memory that ends on a segment border")
+                raise ValueError("reset: expected a state that ends on a segment border")
             if filled:
                 piece = input_ids[:, start : start + length - filled]
                 hidden, state = self.advance(piece, state)
@@ -279,14 +283,6 @@ class InfiniLlama(nn.Module):
             memory = empty_memory(config, keys)
             layers.append(LayerState(memory, keys, values, memory_keys, keys[:, :, 0]))
         return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
-
-    def _loss(self, hidden: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
-        """Cross entropy, by chunks where the logits would be large."""
-        flat, targets = hidden.flatten(0, 1), labels.flatten()
-        if reduction == "none":
-            return token_losses(flat, self.lm_head.weight, targets).view_as(labels)
-        total = summed_loss(flat, self.lm_head.weight, targets)
-        return total if reduction == "sum" else total / (targets != -100).sum().clamp(min=1)
 
     def gate_statistics(
         self, whole: Callable[[Tensor], Tensor] = Tensor.detach

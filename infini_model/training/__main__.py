@@ -18,7 +18,7 @@ from infini_model.config import Config, load_config
 from infini_model.runtime.errors import DataError, NonFiniteError, UserError
 from infini_model.runtime.processes import die_with_parent
 from infini_model.training import AGENT
-from infini_model.training.callbacks import heartbeat
+from infini_model.training.callbacks.heartbeat import Heartbeat
 from infini_model.training.launch.failures import (
     EXIT_CRASH,
     EXIT_NON_FINITE,
@@ -87,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(file=arguments.config)
         _log_to_stdout(config, rank)
-        heartbeat.start(arguments.run_dir, rank, config.launch.hang_timeout_seconds)
+        heartbeat = Heartbeat(arguments.run_dir, rank, config.launch.hang_timeout_seconds)
         # Here, so that a mistake in the settings is told at once: torch takes seconds to load.
         from infini_model.training.loop import train
 
-        outcome = train(config, arguments.dataset, arguments.run_dir)
+        outcome = train(config, arguments.dataset, arguments.run_dir, [heartbeat])
     except Exception as error:  # noqa: BLE001 - the one place where every failure is told
         kind, status = _kind_of(error)
         message = str(error) or type(error).__name__
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in told:
             print(f"GPU{rank}:ERROR | {line}", file=sys.stderr)
         return status
-    heartbeat.stop()
+    heartbeat.close()
     if outcome.stopped_by is None:
         return 0
     message = f"stopped by signal {outcome.stopped_by}; step {outcome.step} is saved"

@@ -13,43 +13,20 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from infini_model.config import Config, TrainingConfig
-from infini_model.data.loading.loader import IGNORED, Batch
+from infini_model.config import Config
+from infini_model.data.loading.windows import Batch
 from infini_model.model.kernels.local_attention import describe_backend, resolve_backend
-from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import resolve_precision
+from infini_model.objectives.objective import LossModule
+from infini_model.objectives.scoring import Scorer
 from infini_model.training.parallel.distributed import World
 from infini_model.training.parallel.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-# Type of the matrix products under autocast; None is float32, without it.
-PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-
-
-def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
-    """`training.precision` with auto decided by the device."""
-    if training.precision == "auto":
-        return "bf16" if device.type == "cuda" else "fp32"
-    return training.precision
-
-
-class _TokenLoss(nn.Module):
-    """The sum of the token losses and nothing besides, so that DDP sees what they depend on."""
-
-    def __init__(self, model: InfiniLlama) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch) -> Tensor:
-        loss = self.model(
-            batch.input_ids, labels=batch.labels, reset=batch.reset, reduction="sum"
-        ).loss
-        assert isinstance(loss, Tensor)  # noqa: S101 - with labels there always is one
-        return loss
 
 
 class Replica:
@@ -58,30 +35,30 @@ class Replica:
     A model that is not sharded gets DDP; a sharded one adds up its gradients itself.
     """
 
-    def __init__(self, model: InfiniLlama, config: Config, world: World) -> None:
-        self._world = world
-        self.precision = resolve_precision(config.training, world.device)
-        self._products = PRODUCTS[self.precision]
+    def __init__(self, module: LossModule, config: Config, world: World) -> None:
+        self._module, self._world = module, world
+        self.objective = module.objective
+        self.precision = resolve_precision(config.training.precision, world.device)
+        self._scorer = Scorer(module, self.precision, world.device)
         # fp16 has no room for small gradients: those of a larger loss are taken.
-        self._scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
+        scaled = self.precision.name == "fp16"
+        self._scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         kernel = resolve_backend(
             config.launch.attention_backend,
             world.device,
-            self._products or torch.float32,
+            self.precision.products or torch.float32,
             config.model.head_dim,
             min(config.model.segment_length, config.packing.context_length),
         )
         self.attention_backend = describe_backend(kernel)
-        model.model.gradient_checkpointing = config.launch.gradient_checkpointing
-        self._loss = _TokenLoss(model)
         self._sharded: FSDPModule | None = None
         if is_sharded(config.launch, world):
-            self._sharded = cast("FSDPModule", model)
+            self._sharded = cast("FSDPModule", module)
         self._parallel: DistributedDataParallel | None = None
         if world.size > 1 and self._sharded is None:
             one_segment = config.packing.context_length == config.model.segment_length
             self._parallel = DistributedDataParallel(
-                self._loss,
+                module,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 forward_sync_buffers=False,
                 gradient_as_bucket_view=True,
@@ -102,29 +79,31 @@ class Replica:
             The sum of this rank's token losses, [1] float64, and the number of targets of all
             ranks, [] int64.
         """
-        counts = torch.stack([(batch.labels != IGNORED).sum() for batch in batches])
+        micro_batches = [self.objective.inputs(batch) for batch in batches]
+        counts = torch.stack([self.objective.counted(inputs).sum() for inputs in micro_batches])
         targets = self._world.sum(counts.sum())
         scale = self._world.size / targets.clamp(min=1)
         total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
-        for index, batch in enumerate(batches):
-            with self._reducing(last=index + 1 == len(batches)):
-                with self._autocast():
-                    loss = (self._parallel or self._loss)(batch)
+        for index, inputs in enumerate(micro_batches):
+            with self._reducing(last=index + 1 == len(micro_batches)):
+                with self.precision.autocast(self._world.device):
+                    loss = (self._parallel or self._module)(inputs)
                 self._scaler.scale(loss * scale).backward()
             total += loss.detach()
         return total, targets
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take fp16's scale out of the gradients and adapt it; whether they had overflowed.
+        """Take fp16's scale out of the gradients and adapt it; whether the scale was too large.
 
-        They hold infinities then, and the next step has half the scale.
+        The gradients hold infinities then, and the next step has half the scale. With a scale below
+        1 the gradients themselves are at fault.
         """
         if not self._scaler.is_enabled():
             return False
         self._scaler.unscale_(optimizer)
         before = self._scaler.get_scale()
         self._scaler.update()
-        return self._scaler.get_scale() < before
+        return 1.0 <= self._scaler.get_scale() < before
 
     @property
     def loss_scale(self) -> float | None:
@@ -137,7 +116,7 @@ class Replica:
         return self._scaler.state_dict() if self._scaler.is_enabled() else None
 
     def load_scaler(self, state: dict[str, Any] | None) -> None:
-        """Go on with the loss scale of a checkpoint, where both have one."""
+        """Restore the loss scale of a checkpoint, if both have one."""
         if state is not None and self._scaler.is_enabled():
             self._scaler.load_state_dict(state)
 
@@ -150,13 +129,12 @@ class Replica:
         self._parallel = None
 
     def score(self, batch: Batch) -> Tensor:
-        """Sum of the token losses and number of targets of `batch`, [2] float64, no gradients."""
-        with torch.no_grad(), self._autocast():
-            loss: Tensor = self._loss(batch)
+        """As `Scorer.score`; under FSDP call it on all ranks."""
+        by_segment = self._scorer.score(batch)
         if self._sharded is not None:
             # No backward pass follows that would let go of what forward put together.
             self._sharded.reshard()
-        return torch.stack([loss.double(), (batch.labels != IGNORED).sum().double()])
+        return by_segment
 
     def _reducing(self, *, last: bool) -> AbstractContextManager[object]:
         """Gradients go to the other ranks with the last micro-batch alone, in one sum with it."""
@@ -167,11 +145,6 @@ class Replica:
         quiet: AbstractContextManager[object] = self._parallel.no_sync()
         return quiet
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self._world.device.type, self._products, enabled=self._products is not None
-        )
-
     def _settle_buckets(self, config: Config) -> None:
         """Have DDP rearrange its buckets now: it does so after its first backward pass.
 
@@ -179,6 +152,7 @@ class Replica:
         A resumed training must sum its first one as the undisturbed training summed it.
         """
         width = min(config.packing.context_length, 2 * config.model.segment_length)
-        ids = torch.zeros(1, width, dtype=torch.int64, device=self._world.device)
-        self.backward([Batch(ids, ids, None)])
-        self._loss.zero_grad(set_to_none=True)
+        tokens = torch.zeros(1, 1, width + 1, dtype=torch.int64, device=self._world.device)
+        valid = torch.full_like(tokens[:, :, 0], width)
+        self.backward([Batch(tokens, valid, None, valid[:, 0])])
+        self._module.zero_grad(set_to_none=True)

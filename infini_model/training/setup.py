@@ -1,15 +1,18 @@
-"""What is settled before the first step: that settings, dataset and checkpoint belong together."""
+"""Before the first step: settings, dataset and checkpoint are checked against each other."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infini_model.config import Config, TrainingConfig, dump_config
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import resolve_precision
+from infini_model.objectives.objective import LossModule, Objective
 from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.storage import atomic_file
 from infini_model.training.checkpoints.checkpoint import (
@@ -18,10 +21,10 @@ from infini_model.training.checkpoints.checkpoint import (
     checkpoint_path,
     clear_for_resume,
     newest_checkpoint,
+    read_position,
 )
 from infini_model.training.parallel.distributed import World
 from infini_model.training.parallel.sharding import is_sharded, shard_model
-from infini_model.training.replica import PRODUCTS, resolve_precision
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,54 @@ def record_settings(run_dir: Path, config: Config) -> None:
             temporary.write_text(dump_config(config), encoding="utf-8")
 
 
-def choose_checkpoint(run_dir: Path, world: World) -> Path | None:
-    """The checkpoint to go on from, the same on every rank, or None; rank 0 reads and tidies.
+@dataclass(frozen=True)
+class Start:
+    """Where a training begins: at step 0, or at a checkpoint and its position."""
 
-    Raises `CheckpointError` where this machine does not see the checkpoint that rank 0 chose.
+    checkpoint: Path | None = None
+    position: Position | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps taken already."""
+        return self.position.step if self.position else 0
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the checkpoint, None without one."""
+        return self.position.step if self.position else None
+
+    @property
+    def consumed(self) -> int:
+        """Windows read already."""
+        return self.position.consumed if self.position else 0
+
+    @property
+    def global_batch(self) -> int | None:
+        """Windows of a step, if they are fixed already."""
+        return self.position.global_batch if self.position else None
+
+    @property
+    def scaler(self) -> dict[str, Any] | None:
+        """State of fp16's loss scale."""
+        return self.position.scaler if self.position else None
+
+
+def find_start(run_dir: Path, config: Config, dataset_key: str, world: World) -> Start:
+    """The newest checkpoint of a run, the same on every rank; rank 0 reads and tidies.
+
+    Raises `CheckpointError` if it is of another model or dataset, or if this machine does not see
+    the checkpoint that rank 0 chose.
     """
+    checkpoint = _choose_checkpoint(run_dir, world)
+    if checkpoint is None:
+        return Start()
+    position = read_position(checkpoint)
+    _check_same_run(checkpoint, position, config, dataset_key)
+    return Start(checkpoint, position)
+
+
+def _choose_checkpoint(run_dir: Path, world: World) -> Path | None:
     chosen = None
     if world.is_main:
         chosen = newest_checkpoint(run_dir)
@@ -111,12 +157,14 @@ def choose_checkpoint(run_dir: Path, world: World) -> Path | None:
         return None
     path = checkpoint_path(run_dir, step)
     if not path.is_dir():
-        raise CheckpointError(f"{path}: is not there; all machines must share the run folder")
+        raise CheckpointError(f"{path}: does not exist; all machines must share the run folder")
     return path
 
 
-def place_model(config: Config, checkpoint: Path | None, world: World) -> InfiniLlama:
-    """The model of `checkpoint`, or one drawn from the seed, on the device of this rank.
+def place_model(
+    config: Config, objective: Objective, checkpoint: Path | None, world: World
+) -> LossModule:
+    """The model of `checkpoint`, or one drawn from the seed, with its loss, on this rank's device.
 
     With `launch.strategy: fsdp` each of several ranks gets its part of it, and rank 0 alone ever
     has the whole. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
@@ -135,13 +183,16 @@ def place_model(config: Config, checkpoint: Path | None, world: World) -> Infini
         model = InfiniLlama.from_pretrained(
             checkpoint / MODEL, device=device, attention_backend=backend, **settings
         )
-    if not sharded:
-        return model
-    return shard_model(model, world, PRODUCTS[resolve_precision(config.training, world.device)])
+    if sharded:
+        products = resolve_precision(config.training.precision, world.device).products
+        module = shard_model(model, objective, world, products)
+    else:
+        module = LossModule(model, objective)
+    module.model.model.gradient_checkpointing = config.launch.gradient_checkpointing
+    return module
 
 
-def check_same_run(checkpoint: Path, then: Position, now: Config, dataset_key: str) -> None:
-    """Raise `CheckpointError` if `checkpoint` is of another model or another dataset."""
+def _check_same_run(checkpoint: Path, then: Position, now: Config, dataset_key: str) -> None:
     advice = "choose another run.name or folder"
     for name, value in now.model.model_dump(mode="json").items():
         before = then.config["model"].get(name)

@@ -11,7 +11,8 @@ STEPS = 120
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 4, "warmup_steps": 10},
     "launch": {"gpus": "cpu"},
-    "logging": {"logging_steps": 5, "eval_steps": 40, "eval_batches": 2},
+    "logging": {"logging_steps": 5, "eval_steps": 40},
+    "evaluation": {"max_windows": 16},
     "checkpoint": {"save_steps": 20},
 }
 Start = Callable[..., Running]

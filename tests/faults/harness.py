@@ -100,7 +100,8 @@ def settings(output: Path, kind: Kind, **sections: dict[str, Any]) -> Config:
         },
         "training": {"max_steps": STEPS, "warmup_steps": 2},
         "launch": {"gpus": "cpu", "hang_timeout_seconds": HANG_SECONDS},
-        "logging": {"logging_steps": 1, "eval_steps": 4, "eval_batches": 1},
+        "logging": {"logging_steps": 1, "eval_steps": 4},
+        "evaluation": {"max_windows": 4},
         "checkpoint": {"save_steps": SAVE_STEPS},
         "tracking": {"mlflow": False, "tensorboard": False},
     }

@@ -84,7 +84,7 @@ def test_a_prompt_from_the_command_line_or_a_file_is_gone_on_with(
         (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read: No such file"),
         (["--prompt-file", "-"], "-: is not UTF-8 text"),
         (["--prompt", b"\xff"], "--prompt: is not UTF-8 text"),
-        (["--prompt", "a", "--top-p", "2"], "evaluation.top_p: got '2.0'"),
+        (["--prompt", "a", "--top-p", "2"], "evaluation.sample.top_p: got '2.0'"),
         (["--prompt", "a", "--checkpoint", "/nowhere"], "/nowhere: has no tokenizer.json"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",

@@ -128,10 +128,10 @@ def test_an_option_sets_its_key_and_no_other(
 @pytest.mark.parametrize(
     ("option", "value", "key"),
     [
-        ("--max-new-tokens", 9, "evaluation.max_new_tokens"),
-        ("--temperature", 0.25, "evaluation.temperature"),
-        ("--top-k", 3, "evaluation.top_k"),
-        ("--top-p", 0.5, "evaluation.top_p"),
+        ("--max-new-tokens", 9, "evaluation.sample.max_new_tokens"),
+        ("--temperature", 0.25, "evaluation.sample.temperature"),
+        ("--top-k", 3, "evaluation.sample.top_k"),
+        ("--top-p", 0.5, "evaluation.sample.top_p"),
         ("--seed", 7, "run.seed"),
     ],
 )

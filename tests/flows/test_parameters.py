@@ -175,7 +175,7 @@ OVERRIDES: tuple[Sequence[str], ...] = (
     ("data.source={kind: hub, repository: ag_news, column: text, limit: 10000}",),
     ('data.source={kind: files, paths: ["/texts/*.txt"], separator: "\\n\\n"}',),
     ("data.folder=here", "run.output_dir=elsewhere", "logging.tensorboard_dir=/boards"),
-    ("evaluation.top_k=null", "evaluation.max_batches=null", "launch.gpus=0"),
+    ("evaluation.sample.top_k=null", "evaluation.max_windows=null", "launch.gpus=0"),
     ("training.epochs=2.5",),
     ("run.preset=debug",),
     ("run.preset=mine",),

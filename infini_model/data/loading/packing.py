@@ -1,4 +1,4 @@
-"""How a token stream is cut into windows: arithmetic on document offsets, no data.
+"""How a token stream is packed into windows: arithmetic on document offsets, no data.
 
 A window of context length C predicts C tokens from the C before them, so it reads C + 1 tokens of
 the stream, or fewer where a document ends. Every mode is a table of rows, each a start in the
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     first: np.ndarray
 
 
-class Cut(Protocol):
+class Packing(Protocol):
     """The windows of one stream in one mode.
 
     `windows` is how many there are; each is `rows_per_window` rows of `row_length` positions.
@@ -43,8 +43,8 @@ class Cut(Protocol):
         """The rows of these windows, in their order: R = len(windows) × rows_per_window."""
 
 
-class PackedCut:
-    """Windows over the whole stream: C + 1 tokens with stride C, documents not regarded."""
+class StreamPacking:
+    """Windows over the whole stream: C + 1 tokens with stride C, across documents."""
 
     rows_per_window = 1
 
@@ -58,8 +58,8 @@ class PackedCut:
         return Rows(starts, np.full_like(starts, self.row_length), starts == 0)
 
 
-class DocumentCut:
-    """Each document cut by itself into rows, no row in two documents.
+class DocumentPacking:
+    """Rows of each document by itself; no row spans two documents.
 
     `document_offsets` int64 [documents + 1]. The positions of a document of L tokens are L - 1;
     the last row of a document is dropped unless it is full, or kept and shorter where `pad`.
@@ -94,22 +94,22 @@ class DocumentCut:
         return Rows(self._offsets[document] + place, np.minimum(left, self.row_length), place == 0)
 
 
-def cut_stream(
+def pack(
     tokens: int,
     document_offsets: Callable[[], np.ndarray],
-    packing: PackingConfig,
+    config: PackingConfig,
     segment_length: int,
-) -> Cut:
-    """The windows of a stream of `tokens` in the mode that `packing` asks for.
+) -> Packing:
+    """The windows of a stream of `tokens` in the mode that `config` asks for.
 
     `document_offsets` is called only by the modes that need it. In `aligned` mode the segments of
     all documents follow one another and the last window is dropped unless it is full.
     """
-    length = packing.context_length
-    if packing.mode == "packed":
-        return PackedCut(tokens, length)
-    if packing.mode == "document":
-        return DocumentCut(document_offsets(), length, pad=packing.remainder == "pad")
-    return DocumentCut(
+    length = config.context_length
+    if config.mode == "packed":
+        return StreamPacking(tokens, length)
+    if config.mode == "document":
+        return DocumentPacking(document_offsets(), length, pad=config.remainder == "pad")
+    return DocumentPacking(
         document_offsets(), segment_length, pad=True, rows_per_window=length // segment_length
     )

@@ -1,8 +1,7 @@
-"""What to look at when a number goes wrong: the tensors at fault, and the text that was read.
+"""The report of a loss or a gradient that is NaN or infinite.
 
-The report of a loss or a gradient that is not finite names every parameter and gradient with a NaN
-or an infinity in it. It is printed, and saved with those tensors, the batch and its text, as
-safetensors and JSON that open without running code. A loss that leaps is told with its text alone.
+It names every parameter and gradient that holds one. It is printed, and saved with those tensors,
+the batch and its text, as safetensors and JSON that open without running code.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from infini_model.data.loading.loader import Batch
+from infini_model.objectives.objective import Inputs
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.storage import atomic_folder, write_json
-from infini_model.training.callbacks.provenance import WindowRead, describe_windows
-from infini_model.training.callbacks.spikes import Spike
+from infini_model.runtime.storage import atomic_folder
+from infini_model.training.callbacks.callback import Callback, Step
+from infini_model.training.provenance import Attribution, WindowRead, describe_windows
 
 WIDE, NARROW = "=" * 80, "=" * 40
 VALUES_SHOWN = 5
@@ -68,7 +67,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class NonFinite:
+class NonFiniteStep:
     """The step that went wrong, as one rank saw it.
 
     Attributes:
@@ -91,8 +90,8 @@ class NonFinite:
         return not math.isfinite(self.loss)
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank prints the report: its own loss is at fault, or none is and it is 0."""
+    def is_printed(self) -> bool:
+        """Whether this rank prints its report: its own loss is at fault, or none is and it is 0."""
         return not math.isfinite(self.rank_loss) if self.is_loss else self.rank == 0
 
 
@@ -166,7 +165,7 @@ def _describe(fault: Fault) -> list[str]:
     ]
 
 
-def describe(event: NonFinite, faults: Sequence[Fault], reads: Sequence[WindowRead]) -> str:
+def describe(event: NonFiniteStep, faults: Sequence[Fault], reads: Sequence[WindowRead]) -> str:
     """The report as text."""
     value = event.loss if event.is_loss else event.grad_norm
     what = "LOSS" if event.is_loss else "GRADIENT"
@@ -181,57 +180,50 @@ def describe(event: NonFinite, faults: Sequence[Fault], reads: Sequence[WindowRe
     return "\n".join([*lines, *describe_windows(reads), NARROW, REMEDIES])
 
 
-def report_non_finite(
-    run_dir: Path,
-    event: NonFinite,
-    model: nn.Module,
-    batches: Sequence[Batch],
-    reads: Sequence[WindowRead],
-) -> Path:
-    """Save the report of this process in `<run>/debug/step-N`, print it if it is to; the folder.
+class NonFiniteReports(Callback):
+    """Reports a step that is not finite in `<run>/debug/step-N`, with a checkpoint before it."""
 
-    A disk that takes no report is told in the log: it is not what went wrong.
-    """
-    folder = run_dir / "debug" / f"step-{event.step}"
-    try:
-        text = save_report(folder, event, model, batches, reads)
-    except UserError as error:
-        log.error("the report is not saved: %s", error)  # noqa: TRY400
-        text = describe(event, find_faults(model), reads)
-    if event.speaks:
-        log.error("%s", text)
-    log.error("[GPU %d] Debug tensors saved: %s", event.rank, folder / f"gpu-{event.rank}")
-    return folder
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        model: nn.Module,
+        attribution: Attribution,
+        before_pause: Callable[[], None],
+        save_before: Callable[[Path, int], None],
+    ) -> None:
+        """`save_before(folder, windows)` writes the position after so many windows there."""
+        self._run_dir, self._rank, self._model = run_dir, rank, model
+        self._attribution = attribution
+        self._before_pause, self._save_before = before_pause, save_before
 
-
-def report_spike(
-    run_dir: Path, step: int, rank: int, spike: Spike, reads: Sequence[WindowRead]
-) -> None:
-    """Warn of the spike at `step` with what this process read, all of it in `<run>/debug`."""
-    path = run_dir / "debug" / f"spike-{step}" / f"gpu-{rank}.json"
-    lines = [
-        f"[GPU {rank}] Loss spike at step {step}: {spike.loss:.4f}; the {spike.steps} steps before "
-        f"had a median of {spike.median:.4f}, so that {spike.limit:.4f} is out of the ordinary.",
-        f"Windows of this process, the largest loss first (all {len(reads)} in {path}):",
-        *describe_windows(reads),
-        REMEDIES,
-    ]
-    log.warning("%s", "\n".join(lines))
-    tree = {"step": step, "spike": asdict(spike), "windows": [read.as_json() for read in reads]}
-    try:
-        write_json(path, tree)
-    except UserError as error:
-        log.warning("the windows of the spike are not saved: %s", error)
+    def on_non_finite(self, step: Step) -> None:
+        """Save the report of this rank, and print it if it is this rank's turn."""
+        self._before_pause()
+        folder = self._run_dir / "debug" / f"step-{step.number}"
+        event = NonFiniteStep(step.number, self._rank, step.loss, step.rank_loss, step.grad_norm)
+        reads = self._attribution.read_back(step.batches)
+        inputs = self._attribution.inputs(step.batches)
+        try:
+            text = save_report(folder, event, self._model, inputs, reads)
+        except UserError as error:
+            # A full disk is not what went wrong.
+            log.error("the report could not be saved: %s", error)  # noqa: TRY400
+            text = describe(event, find_faults(self._model), reads)
+        if event.is_printed:
+            log.error("%s", text)
+        log.error("Debug tensors saved: %s", folder / f"rank-{self._rank}")
+        self._save_before(folder, step.first_window)
 
 
 def save_report(
     folder: Path,
-    event: NonFinite,
+    event: NonFiniteStep,
     model: nn.Module,
-    batches: Sequence[Batch],
+    inputs: Sequence[Inputs],
     reads: Sequence[WindowRead],
 ) -> str:
-    """Write the report of this process into `folder`/gpu-R and return it as text.
+    """Write the report of this process into `folder`/rank-R and return it as text.
 
     There are `report.txt`; `report.json`; `windows.json`, what was read, with its text; and
     `tensors.safetensors`: those at fault as `parameters/NAME` and `gradients/NAME`, and the
@@ -242,7 +234,7 @@ def save_report(
     faults = find_faults(model)
     text = describe(event, faults, reads)
     tensors = _tensors_to_save(model, faults)
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(inputs):
         tensors[f"batch/{index}/input_ids"] = batch.input_ids
         tensors[f"batch/{index}/labels"] = batch.labels
     tree = {
@@ -250,7 +242,7 @@ def save_report(
         "event": {name: str(value) for name, value in asdict(event).items()},
         "faults": [asdict(fault) for fault in faults],
     }
-    with atomic_folder(folder / f"gpu-{event.rank}") as target:
+    with atomic_folder(folder / f"rank-{event.rank}") as target:
         (target / "report.txt").write_text(text + "\n", encoding="utf-8")
         _write_tree(target / "report.json", tree)
         _write_tree(target / "windows.json", [read.as_json() for read in reads])

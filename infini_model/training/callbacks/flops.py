@@ -1,7 +1,6 @@
-"""The arithmetic that a training step needs, and what GPUs are capable of: together the MFU.
+"""Model FLOPs utilization (MFU): the arithmetic of a training step as a share of the GPUs' peak.
 
-Model FLOPs utilization is the share of a device's peak that goes into what the model needs; what is
-computed twice, as under activation checkpointing, counts once.
+What is computed twice, as under activation checkpointing, counts once.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import re
 import torch
 
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import Precision
+from infini_model.training.callbacks.callback import Callback, Step
 
 # Dense bfloat16 products of a GPU, in 10^12 operations a second, by words of its name; of two that
 # fit, the first. From the makers' data sheets.
@@ -71,21 +72,28 @@ def flops_per_token(model: InfiniLlama, length: int) -> float:
     return 6 * matrices + config.num_hidden_layers * (local + memory)
 
 
-class Utilization:
+class Utilization(Callback):
     """The MFU of a training on `devices` devices like `device`, for `model` in rows of `length`.
 
-    Peaks are those of 16-bit products: in fp32, on a CPU and on a GPU that is not known there is no
-    MFU.
+    Peaks are those of 16-bit products: there is no MFU in fp32, on a CPU or on an unknown GPU.
     """
 
     def __init__(
-        self, model: InfiniLlama, length: int, device: torch.device, precision: str, devices: int
+        self,
+        model: InfiniLlama,
+        length: int,
+        step_tokens: int,
+        device: torch.device,
+        precision: Precision,
+        devices: int,
     ) -> None:
+        """`step_tokens` are the tokens of a global batch."""
         peak = None
-        if device.type == "cuda" and precision in ("bf16", "fp16"):
+        if device.type == "cuda" and precision.products is not None:
             peak = peak_flops(torch.cuda.get_device_name(device))
-        self._share = None if peak is None else flops_per_token(model, length) / (devices * peak)
+        flops = step_tokens * flops_per_token(model, length)
+        self._share = None if peak is None else flops / (devices * peak)
 
-    def metrics(self, tokens_per_second: float) -> dict[str, float]:
-        """`train/mfu` at that speed, or nothing."""
-        return {} if self._share is None else {"train/mfu": tokens_per_second * self._share}
+    def metrics(self, step: Step, seconds: float) -> dict[str, float]:  # noqa: ARG002
+        """`train/mfu`, if it is known."""
+        return {} if self._share is None else {"train/mfu": self._share / seconds}

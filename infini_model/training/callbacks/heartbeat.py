@@ -1,8 +1,8 @@
-"""Signs of life of the ranks, and the watch that the launcher keeps over them.
+"""Heartbeats of the ranks, and the watch that the launcher keeps over them.
 
-Each rank rewrites `logs/heartbeats/rank-N`, a line of fixed width, at every step and says with it
-how long the next one may take. The launcher compares what it reads with what it read before, by its
-own clock alone, so that neither clocks nor a pause of the whole machine can mislead it.
+Each rank rewrites `logs/heartbeats/rank-N`, a line of fixed width, at every step, with how long the
+next one may take. The launcher compares what it reads with what it read before, by its own clock
+alone, so that neither clocks nor a pause of the whole machine can mislead it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infini_model.runtime.storage import make_folder, named_os_errors
+from infini_model.training.callbacks.callback import Callback, Step
 from infini_model.training.launch.failures import Hung
 
 # Loading, validating, saving and sending records take as long as they take.
@@ -26,13 +27,13 @@ LONG_SECONDS = 1800.0
 # A step may take this many times the usual one, and always this long.
 USUAL_STEPS = 20
 LEAST_SECONDS = 60.0
-# From one look of the launcher to the next; and for the ranks to write down their stacks.
+# Between two looks of the launcher; and for the ranks to write down their stacks.
 LOOK_SECONDS = 0.5
 STACKS_SECONDS = 1.0
 
 
 class Beat(NamedTuple):
-    """What a rank says: `number` of its signs, `allowed` seconds until the next, its process."""
+    """A heartbeat: its `number`, the `allowed` seconds until the next, the process."""
 
     number: int
     allowed: float
@@ -44,7 +45,7 @@ def _path(run_dir: Path, rank: int) -> Path:
 
 
 def _read(path: Path) -> Beat | None:
-    """The last sign of a rank; None where it has given none yet, or gives no more."""
+    """The last heartbeat of a rank; None before the first and after the end."""
     try:
         number, allowed, pid = path.read_text(encoding="ascii").split()
     except (FileNotFoundError, ValueError):
@@ -52,8 +53,11 @@ def _read(path: Path) -> Beat | None:
     return Beat(int(number), float(allowed), int(pid))
 
 
-class Heart:
-    """Writes the signs of life of this process; `timeout` overrides what a step may take."""
+class Heartbeat(Callback):
+    """Writes the heartbeats of this process; `timeout` overrides what a step may take.
+
+    Raises `UserError` if the run folder cannot be written.
+    """
 
     def __init__(self, run_dir: Path, rank: int, timeout: float | None) -> None:
         self._path = _path(run_dir, rank)
@@ -65,15 +69,15 @@ class Heart:
         self._timeout = timeout
         self._count = 0
         self._gaps: deque[float] = deque(maxlen=31)
-        self.rest()
+        self.before_pause()
 
-    def rest(self) -> None:
-        """Tell that something begins that may take long."""
+    def before_pause(self) -> None:
+        """Allow for something that may take long."""
         self._stepped: float | None = None
         self._write(LONG_SECONDS)
 
-    def beat(self) -> None:
-        """Tell that this rank's part of a step is done."""
+    def after_backward(self, step: Step) -> None:  # noqa: ARG002 - the time is what counts
+        """Allow for another step."""
         now = time.monotonic()
         if self._stepped is not None:
             self._gaps.append(now - self._stepped)
@@ -89,37 +93,9 @@ class Heart:
         with named_os_errors(self._path):
             os.pwrite(self._file, line.encode("ascii"), 0)
 
-    def stop(self) -> None:
-        """Tell that no more signs will come, and that this is well."""
+    def close(self) -> None:
+        """No more heartbeats will come, and nothing is wrong."""
         self._path.unlink(missing_ok=True)
-
-
-# That of this process, if the launcher watches it.
-_heart: Heart | None = None
-
-
-def start(run_dir: Path, rank: int, timeout: float | None) -> None:
-    """Begin to give signs of life. Raises `UserError` if the run folder cannot be written."""
-    global _heart
-    _heart = Heart(run_dir, rank, timeout)
-
-
-def beat() -> None:
-    """Tell that this rank's part of a step is done."""
-    if _heart is not None:
-        _heart.beat()
-
-
-def rest() -> None:
-    """Tell that something begins that may take long: loading, validating, saving."""
-    if _heart is not None:
-        _heart.rest()
-
-
-def stop() -> None:
-    """Tell that no more signs will come, and that this is well."""
-    if _heart is not None:
-        _heart.stop()
 
 
 class Watch:

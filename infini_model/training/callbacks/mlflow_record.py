@@ -87,7 +87,7 @@ class MlflowSink:
     name = "MLflow"
 
     def __init__(self, run_dir: Path, config: Config, dataset: Mapping[str, str] | None) -> None:
-        """`dataset` is as for `Metrics`; None is for a run that this process does not train.
+        """`dataset` is as for `Recorder`; None is for a run that this process does not train.
 
         Such a run keeps its status, and the description of what trained it.
         """

@@ -1,23 +1,29 @@
-"""When a loss is out of the ordinary: far above those before it.
+"""Loss spikes: losses far above those before them, reported with the text that was read.
 
-What is ordinary the last losses say: their median, and their deviation from it, which a few odd
-ones among them do not move. A falling curve, as at the start, has a large deviation, and so less
-is taken for a spike there.
+The limit follows from the median of the last losses and their median deviation from it, which a few
+outliers do not move. A falling curve, as at the start, has a large deviation, so that less counts
+as a spike there.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.storage import write_json
+from infini_model.training.callbacks.callback import Callback, Step
+from infini_model.training.callbacks.diagnostics import REMEDIES
 from infini_model.training.parallel.distributed import World
+from infini_model.training.provenance import Attribution, WindowRead, describe_windows
 
 # Losses that are looked back at, and how many there must be.
 WINDOW = 64
@@ -29,6 +35,8 @@ DEVIATIONS = 12.0
 LEAST_DEVIATION = 0.005
 # The median deviation of normal noise is its standard deviation over this.
 NORMAL = 1.4826
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,3 +93,42 @@ def past_losses(run_dir: Path, step: int, world: World) -> list[float]:
         losses = [line["train/loss"] for line in lines if "train/loss" in line][-WINDOW:]
         values[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
     return [loss for loss in world.sum(values).tolist() if loss > 0.0]
+
+
+class SpikeReports(Callback):
+    """Warns when a spike begins, with the windows that were read, all of them in `<run>/debug`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        past: Iterable[float],
+        attribution: Attribution,
+        before_pause: Callable[[], None],
+    ) -> None:
+        """`past` are the losses before; `before_pause` is called before windows are read back."""
+        self._run_dir, self._rank = run_dir, rank
+        self._detector = SpikeDetector(past)
+        self._attribution, self._before_pause = attribution, before_pause
+
+    def after_backward(self, step: Step) -> None:
+        """Look at the loss; the weights are still those that it is of."""
+        if spike := self._detector.watch(step.loss):
+            self._before_pause()
+            self._report(step.number, spike, self._attribution.read_back(step.batches))
+
+    def _report(self, step: int, spike: Spike, reads: Sequence[WindowRead]) -> None:
+        path = self._run_dir / "debug" / f"spike-{step}" / f"rank-{self._rank}.json"
+        lines = [
+            f"Loss spike at step {step}: {spike.loss:.4f} is above {spike.limit:.4f}, the limit "
+            f"that follows from the {spike.steps} steps before (median {spike.median:.4f}).",
+            f"Windows of this process, the largest loss first (all {len(reads)} in {path}):",
+            *describe_windows(reads),
+            REMEDIES,
+        ]
+        log.warning("%s", "\n".join(lines))
+        tree = {"step": step, "spike": asdict(spike), "windows": [read.as_json() for read in reads]}
+        try:
+            write_json(path, tree)
+        except UserError as error:
+            log.warning("the windows of the spike could not be saved: %s", error)

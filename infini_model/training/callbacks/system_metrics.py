@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 
 from infini_model.runtime.errors import DeviceError
+from infini_model.training.callbacks.callback import Callback, Step
+from infini_model.training.callbacks.mlflow_record import Status
 from infini_model.training.launch.devices import list_gpus
 
 SAMPLE_SECONDS = 5.0
@@ -17,21 +19,23 @@ FIRST_SECONDS = 0.1
 MEGABYTE = 1e6
 
 
-class SystemMetrics(threading.Thread):
-    """Samples until it is closed; `latest` is the last sample, there from the start."""
+class SystemMetrics(Callback):
+    """Records the newest sample with every step that is logged."""
 
     def __init__(self) -> None:
-        super().__init__(name="system metrics", daemon=True)
         self._ending = threading.Event()
-        self.latest = {**_host(FIRST_SECONDS), **_gpus()}
-        self.start()
+        self._latest = {**_host(FIRST_SECONDS), **_gpus()}
+        threading.Thread(target=self._run, name="system metrics", daemon=True).start()
 
-    def run(self) -> None:
-        """Take a sample every few seconds."""
+    def _run(self) -> None:
         while not self._ending.wait(SAMPLE_SECONDS):
-            self.latest = {**_host(None), **_gpus()}
+            self._latest = {**_host(None), **_gpus()}
 
-    def close(self) -> None:
+    def metrics(self, step: Step, seconds: float) -> dict[str, float]:  # noqa: ARG002
+        """The newest sample."""
+        return self._latest if step.logged else {}
+
+    def on_end(self, status: Status) -> None:  # noqa: ARG002
         """Have the thread end; it is not waited for."""
         self._ending.set()
 

@@ -51,18 +51,12 @@ class Recovery:
 
     def applied_to(self, config: Config) -> Config:
         """`config` with the same batches in smaller parts."""
-        parts, training, logging = self.micro_batch_divisor, config.training, config.logging
+        parts, training = self.micro_batch_divisor, config.training
         smaller = {
             "batch_size": training.batch_size // parts,
             "gradient_accumulation_steps": training.gradient_accumulation_steps * parts,
         }
-        more = {"eval_batches": logging.eval_batches and logging.eval_batches * parts}
-        return config.model_copy(
-            update={
-                "training": training.model_copy(update=smaller),
-                "logging": logging.model_copy(update=more),
-            }
-        )
+        return config.model_copy(update={"training": training.model_copy(update=smaller)})
 
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:
         """What `failure` after `step` steps of `config`, the user's own, adds to it.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from infini_model.config import LaunchConfig
 from infini_model.model.llama import InfiniLlama
+from infini_model.objectives.objective import LossModule, Objective
 from infini_model.training.parallel.distributed import World
 
 if TYPE_CHECKING:
@@ -28,11 +29,14 @@ def is_sharded(launch: LaunchConfig, world: World) -> bool:
     return launch.strategy == "fsdp" and world.size > 1
 
 
-def shard_model(model: InfiniLlama, world: World, products: torch.dtype | None) -> InfiniLlama:
-    """A copy of `model` that is spread over all ranks; call it on all of them.
+def shard_model(
+    model: InfiniLlama, objective: Objective, world: World, products: torch.dtype | None
+) -> LossModule:
+    """A copy of `model`, with its loss, spread over all ranks; call it on all of them.
 
     Args:
         model: On rank 0 the weights, on the CPU; on the others its shapes, on `meta`.
+        objective: Computes the loss.
         world: The ranks.
         products: Type of the matrix products under autocast, None if it is not used. The feed-
             forward's matrices, two thirds of a layer, travel in that type; autocast would turn
@@ -43,6 +47,7 @@ def shard_model(model: InfiniLlama, world: World, products: torch.dtype | None) 
 
     with torch.device("meta"):
         sharded = InfiniLlama(model.config, attention_backend=model.attention_backend)
+    module = LossModule(sharded, objective)
     mesh = init_device_mesh(world.device.type, (world.size,))
     narrow, exact = (
         MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -51,7 +56,7 @@ def shard_model(model: InfiniLlama, world: World, products: torch.dtype | None) 
     for layer in sharded.model.layers:
         fully_shard(layer.get_submodule("mlp"), mesh=mesh, mp_policy=narrow)
         fully_shard(layer, mesh=mesh, mp_policy=exact)
-    fully_shard(sharded, mesh=mesh, mp_policy=exact)
+    fully_shard(module, mesh=mesh, mp_policy=exact)
     weights = dict(model.named_parameters())
     parts = {
         name: nn.Parameter(own_part(weights[name].detach, parameter))
@@ -62,7 +67,7 @@ def shard_model(model: InfiniLlama, world: World, products: torch.dtype | None) 
     sharded.load_state_dict(parts, assign=True)
     if model.config.tie_word_embeddings:  # loading has made two parameters of it
         sharded.lm_head.weight = sharded.model.embed_tokens.weight
-    return sharded
+    return module
 
 
 def own_part(read: Callable[[], Tensor], like: Tensor) -> Tensor:

@@ -16,27 +16,32 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from trainings import free_ports
 
 from infini_model.config import validate
-from infini_model.data.loading.loader import open_windows
+from infini_model.data.loading.windows import open_windows
 from infini_model.model.layers import DecoderLayer
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import claim_run, is_finished, last_step, record_evaluation
 from infini_model.runtime.storage import sha256, write_json
+from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
 from infini_model.training.run_status import read_status
 
 
-def stop_at(step, number=signal.SIGTERM):
-    """A log handler that sends this process a signal as soon as `step` is logged."""
+class StopAfter(Callback):
+    """Sends this process a signal after the validation at step 0, or after a later step."""
 
-    class Stop(logging.Handler):
-        def emit(self, record):
-            if f"[GPU 0] Step [{step}/" in record.getMessage():
-                os.kill(os.getpid(), number)
+    def __init__(self, step, number=signal.SIGTERM):
+        self.step, self.number = step, number
 
-    return Stop()
+    def after_evaluation(self, step, split, loss):
+        if step == self.step == 0:
+            os.kill(os.getpid(), self.number)
+
+    def after_step(self, step, metrics):
+        if step.number == self.step:
+            os.kill(os.getpid(), self.number)
 
 
 def test_a_training_learns_and_records_every_step_once(dataset, make_config, tmp_path):
@@ -81,7 +86,7 @@ def test_the_log_line_is_the_one_of_the_contract(dataset, make_config, tmp_path,
     lines = [r.getMessage() for r in caplog.records if "Loss:" in r.getMessage()]
     assert len(lines) == 6
     pattern = (
-        r"\[GPU 0\] Step \[\d+/12\] \| Loss: \d\.\d{4} \| LR: \d\.\d\de-\d\d \| "
+        r"Step \[\d+/12\] \| Loss: \d\.\d{4} \| LR: \d\.\d\de-\d\d \| "
         r"Grad Norm: \d\.\d{4} \| Epoch: \d+\.\d\d \| ETA: \d+:\d\d"
     )
     for line in lines:
@@ -96,15 +101,9 @@ def test_epochs_are_the_steps_that_so_many_passes_take(dataset, make_config, tmp
     assert steps > 4
     told = make_config(training={"max_steps": steps})
     train(told, dataset, tmp_path / "told")
-    handler, logger = stop_at(2), logging.getLogger("infini_model.training.loop")
-    logger.setLevel(logging.INFO)
     with claim_run(asked, "key", dataset) as run_dir:
         assert (last_step(run_dir), is_finished(run_dir)) == (None, False)
-        logger.addHandler(handler)
-        try:
-            assert train(asked, dataset, run_dir).stopped_by == signal.SIGTERM
-        finally:
-            logger.removeHandler(handler)
+        assert train(asked, dataset, run_dir, [StopAfter(2)]).stopped_by == signal.SIGTERM
         train(asked, dataset, run_dir)
     assert repeatable(run_dir) == repeatable(tmp_path / "told")
     assert weights(run_dir) == weights(tmp_path / "told")
@@ -145,7 +144,7 @@ def test_layers_that_are_computed_again_train_to_the_same_bits(dataset, make_con
     settings = {
         "packing": {"mode": "aligned"},
         "training": {"max_steps": 3},
-        "logging": {"eval_batches": 1},
+        "evaluation": {"max_windows": 8},
     }
     for name in ("kept", "again"):
         again = {"gradient_checkpointing": name == "again"}
@@ -208,14 +207,14 @@ def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
 
 def test_a_run_keeps_its_global_batches_where_less_is_read_at_once(dataset, make_config, tmp_path):
     """As after running out of memory; and its validation is over as many windows."""
-    settings, short = {"batch_size": 4, "gradient_accumulation_steps": 2}, {"eval_batches": 1}
-    train(make_config(training=settings, logging=short), dataset, tmp_path / "whole")
+    settings, short = {"batch_size": 4, "gradient_accumulation_steps": 2}, {"max_windows": 6}
+    train(make_config(training=settings, evaluation=short), dataset, tmp_path / "whole")
     for batch_size in (3, 1):
         run_dir = tmp_path / str(batch_size)
         shutil.copytree(tmp_path / "whole", run_dir)
         shutil.rmtree(run_dir / "checkpoints" / "step-12")
         less = settings | {"batch_size": batch_size}
-        train(make_config(training=less, logging=short), dataset, run_dir)
+        train(make_config(training=less, evaluation=short), dataset, run_dir)
         position = read_position(newest_checkpoint(run_dir))
         assert (position.step, position.consumed, position.global_batch) == (12, 96, 8)
         for name in ("train/loss", "validation/loss", "test/loss"):
@@ -228,14 +227,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(dataset, make_config, tmp_p
     config = make_config()
     train(config, dataset, tmp_path / "whole")
     run_dir = tmp_path / "parts"
-    handler = stop_at(6, number)
-    logger = logging.getLogger("infini_model.training.loop")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        outcome = train(config, dataset, run_dir)
-    finally:
-        logger.removeHandler(handler)
+    outcome = train(config, dataset, run_dir, [StopAfter(6, number)])
     # The signal came when step 6 was done; it is heard in the next one.
     assert (outcome.stopped_by, outcome.step) == (number, 7)
     assert newest_checkpoint(run_dir).name == "step-7"
@@ -247,14 +239,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(dataset, make_config, tmp_p
 def test_a_stop_before_the_first_step_leaves_a_checkpoint_of_it(dataset, make_config, tmp_path):
     config = make_config()
     run_dir = tmp_path / "run"
-    handler = stop_at(0)
-    logger = logging.getLogger("infini_model.training.loop")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        outcome = train(config, dataset, run_dir)
-    finally:
-        logger.removeHandler(handler)
+    outcome = train(config, dataset, run_dir, [StopAfter(0)])
     assert outcome.step <= 1
     assert newest_checkpoint(run_dir).name == f"step-{outcome.step}"
 
@@ -293,7 +278,7 @@ def test_numbers_that_are_not_finite_end_it_before_the_step(dataset, make_config
     assert checkpoint.name == f"step-{step - 1}"
     parameters = load_file(checkpoint / "model" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in parameters.values())
-    report = run_dir / "debug" / f"step-{step}" / "gpu-0"
+    report = run_dir / "debug" / f"step-{step}" / "rank-0"
     text = (report / "report.txt").read_text()
     assert "[GPU 0]" in text
     assert f"Step: {step}" in text

@@ -1,8 +1,11 @@
-"""Trainings of several processes: where they meet, and which live."""
+"""Trainings of several processes, and the record that one process keeps."""
 
 import socket
 
 import psutil
+
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.training.callbacks.sinks import Sinks
 
 
 def free_ports(count):
@@ -21,3 +24,18 @@ def trainers(run_dir):
         if str(run_dir) in (process.info["cmdline"] or [])
         and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
+
+
+class Record:
+    """The metrics of a training: the file, and the sinks that follow it."""
+
+    def __init__(self, run_dir, config, dataset, resumed_step=None):
+        self.file = MetricsFile(run_dir, resumed_step)
+        # A server that comes back is tried soon.
+        self.sinks = Sinks(run_dir, config, dataset, longest_delay_seconds=1.0)
+        self.append = self.file.append
+
+    def close(self, status, patience_seconds=120.0):
+        """A machine with other work needs longer than usual to import MLflow."""
+        self.file.close()
+        self.sinks.close(status, patience_seconds)

@@ -6,13 +6,13 @@ import torch
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.gpu_dataloader import (
-    GPUDataCollatorForCLM,
     get_gpu_train_dataloader,
     gpu_clm_process,
     gpu_clm_windows,
 )
-from infini_model.data.loading.loader import Loader, Windows, open_windows
-from infini_model.data.loading.packing import cut_stream
+from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.packing import pack
+from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.shards.stream import TokenStream
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer
@@ -27,13 +27,6 @@ def test_windows_are_cut_from_the_closed_documents():
     assert gpu_clm_process(["a"], ByteTokenizer(), 4, "cpu").shape == (0, 5)
 
 
-def test_the_collator_shifts_and_masks():
-    collate = GPUDataCollatorForCLM("cpu")
-    batch = collate([{"input_ids": [1, 2, 3]}, {"input_ids": np.array([4, 5], np.uint16)}])
-    assert batch["input_ids"].tolist() == [[1, 2], [4, 5]]
-    assert batch["labels"].tolist() == [[2, 3], [5, -100]]
-
-
 def test_the_loader_is_the_loader(byte_dataset):
     packing = PackingConfig(context_length=64)
     options = {"batch_size": 3, "seed": 2, "consumed": 6}
@@ -42,8 +35,9 @@ def test_the_loader_is_the_loader(byte_dataset):
         Loader(open_windows(byte_dataset, "train", packing, 16), **options) as other,
     ):
         for mine, theirs in zip(next(one), next(other), strict=True):
-            assert torch.equal(mine.input_ids, theirs.input_ids)
-            assert torch.equal(mine.labels, theirs.labels)
+            assert torch.equal(mine.tokens, theirs.tokens)
+            assert torch.equal(mine.valid, theirs.valid)
+            assert torch.equal(mine.keys, theirs.keys)
 
 
 @pytest.mark.parametrize("mode", ["packed", "document", "aligned"])
@@ -55,21 +49,22 @@ def test_windows_of_texts_are_those_of_their_dataset(texts, mode, remainder):
     closed = np.insert(ids, offsets[1:], host.eos_token_id)
     ends = offsets + np.arange(len(offsets))
     stream = TokenStream([closed], [ends.astype(np.int32)], host.eos_token_id)
-    cut = cut_stream(stream.tokens, lambda: stream.document_offsets, packing, 8)
-    expected = Windows(stream, cut, mode == "aligned", "texts").gather(np.arange(cut.windows))
-    assert cut.windows > 100
+    rows = pack(stream.tokens, lambda: stream.document_offsets, packing, 8)
+    expected = Windows(stream, rows, mode == "aligned", "texts").gather(np.arange(rows.windows))
+    assert rows.windows > 100
     for tokenizer in (host, DeviceTokenizer(host, torch.device("cpu"), 1 << 12)):
         batch = gpu_clm_windows(texts, tokenizer, packing, 8, "cpu")
         for mine, theirs in zip(batch, expected, strict=True):
             assert (mine is None and theirs is None) or torch.equal(mine, theirs)
         if mode == "packed":
-            rows = gpu_clm_process(texts, tokenizer, 32, "cpu")
-            assert torch.equal(rows[:, :-1], expected.input_ids)
-            assert torch.equal(rows[:, 1:], expected.labels)
+            windows = gpu_clm_process(texts, tokenizer, 32, "cpu")
+            assert torch.equal(windows, expected.tokens.squeeze(1))
 
 
 def test_no_text_has_no_windows():
     for mode in ("packed", "document", "aligned"):
         packing = PackingConfig(mode=mode, context_length=32)
         batch = gpu_clm_windows([], ByteTokenizer(), packing, 8, "cpu")
-        assert batch.input_ids.shape == batch.labels.shape == (0, 32)
+        rows = 4 if mode == "aligned" else 1
+        assert batch.tokens.shape == (0, rows, 32 // rows + 1)
+        assert batch.valid.shape == (0, rows)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading import loader as loader_module
-from infini_model.data.loading.loader import IGNORED, Loader, open_windows, validation_batches
+from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.permutation import permute
+from infini_model.data.loading.validation import sample_windows, validation_batches
+from infini_model.data.loading.windows import open_windows
 from infini_model.runtime.errors import DataError
 
 PACKING = PackingConfig(context_length=64)
@@ -24,7 +26,7 @@ def windows(byte_dataset):
 
 
 def joined(batches):
-    return torch.cat([batch.input_ids for batch in batches])
+    return torch.cat([batch.tokens for batch in batches])
 
 
 @given(st.integers(1, 300), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
@@ -56,7 +58,7 @@ def test_an_epoch_holds_each_window_once(windows):
     with Loader(windows, batch_size=1, seed=3) as loader:
         seen = joined([next(loader)[0] for _ in range(count)])
         again = joined([next(loader)[0] for _ in range(count)])
-    everything = windows.gather(np.arange(count)).input_ids
+    everything = windows.gather(np.arange(count)).tokens
     for epoch in (seen, again):
         assert sorted(epoch.tolist()) == sorted(everything.tolist())
     assert not torch.equal(seen, again)
@@ -86,7 +88,7 @@ def test_batches_do_not_depend_on_how_many_are_gathered_at_once(windows, monkeyp
             assert loader.consumed == 7 + steps * 12
     for batches in seen[1:]:
         assert all(map(torch.equal, joined(seen[0]), joined(batches)))
-        assert all(batch.input_ids.shape == batch.labels.shape == (3, 64) for batch in batches)
+        assert all(batch.tokens.shape == (3, 1, 65) for batch in batches)
 
 
 @settings(max_examples=15, deadline=None)
@@ -133,12 +135,26 @@ def test_too_few_tokens_for_one_batch_is_one_line(windows):
     assert "\n" not in str(caught.value)
 
 
-def test_batches_are_int64_and_the_labels_are_the_next_tokens(windows):
+def test_batches_are_int64(windows):
     batch = windows.gather(np.arange(3)).to("cpu")
-    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
-    assert batch.input_ids.is_contiguous()
-    assert batch.labels.is_contiguous()
-    assert torch.equal(batch.input_ids[:, 1:], batch.labels[:, :-1])
+    assert {tensor.dtype for tensor in (batch.tokens, batch.valid, batch.keys)} == {torch.int64}
+    assert batch.tokens.is_contiguous()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(0, 40))
+def test_keys_are_the_places_in_the_order_of_training(
+    windows, batch_size, accumulation, world_size, start
+):
+    """Each window of a training has a key of its own, in all epochs and at any process count."""
+    options = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    together = batch_size * accumulation * world_size
+    keys = []
+    for rank in range(world_size):
+        options |= {"rank": rank, "world_size": world_size, "consumed": start * together}
+        with Loader(windows, **options) as loader:
+            keys += [key for _ in range(3) for batch in next(loader) for key in batch.keys.tolist()]
+    assert sorted(keys) == list(range(start * together, (start + 3) * together))
 
 
 @settings(max_examples=20, deadline=None)
@@ -156,13 +172,22 @@ def test_validation_covers_each_window_once_at_any_world_size(
         row
         for step in zip(*ranks, strict=True)
         for batch in step
-        for row, labels in zip(batch.input_ids, batch.labels, strict=True)
-        if not (labels == IGNORED).all()
+        for row, valid in zip(batch.tokens, batch.valid, strict=True)
+        if valid.any()
     ]
-    count = len(few)
-    if max_windows is not None:
-        count = min(count, max_windows)
-    assert torch.equal(torch.stack(rows), few.gather(np.arange(count)).input_ids)
+    sample = sample_windows(len(few), max_windows)
+    assert torch.equal(torch.stack(rows), few.gather(sample).tokens)
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000))
+def test_the_sample_is_spread_over_the_split_and_grows_by_its_end(count, size, more):
+    sample = sample_windows(count, size)
+    assert len(set(sample.tolist())) == len(sample) == min(count, size)
+    assert sorted(sample_windows(count, None).tolist()) == list(range(count))
+    larger = sample_windows(count, size + more)
+    assert larger[: len(sample)].tolist() == sample.tolist()
+    if size >= 200 and count >= 2 * size:
+        assert abs(sample.mean() / count - 0.5) < 0.15
 
 
 def test_a_folder_that_is_no_dataset_is_named(tmp_path, byte_dataset):
@@ -196,4 +221,4 @@ def test_the_numbers_of_a_batch_are_its_windows(windows):
             batches = next(loader)
             numbers = loader.numbers(loader.consumed - loader.global_batch)
             for batch, part in zip(batches, numbers, strict=True):
-                assert torch.equal(batch.input_ids, windows.gather(part).input_ids)
+                assert torch.equal(batch.tokens, windows.gather(part).tokens)

@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading.loader import IGNORED, Windows
-from infini_model.data.loading.packing import cut_stream
+from infini_model.data.loading.packing import pack
+from infini_model.data.loading.windows import Windows
 from infini_model.data.shards.stream import TokenStream
+from infini_model.model.loss import IGNORED
+from infini_model.objectives.causal import CausalLM
 
 EOS = 0
 SEGMENT = 3
@@ -27,14 +29,19 @@ def make_windows(shape, mode, context_length=6, remainder="drop"):
         values.append(shard)
         offsets.append(ends)
     stream = TokenStream(values, offsets, EOS)
-    packing = PackingConfig(mode=mode, context_length=context_length, remainder=remainder)
-    cut = cut_stream(stream.tokens, lambda: stream.document_offsets, packing, SEGMENT)
-    return Windows(stream, cut, mode == "aligned", "test")
+    config = PackingConfig(mode=mode, context_length=context_length, remainder=remainder)
+    packing = pack(stream.tokens, lambda: stream.document_offsets, config, SEGMENT)
+    return Windows(stream, packing, mode == "aligned", "test")
 
 
 def gather_all(windows):
-    batch = windows.gather(np.arange(len(windows)))
-    return batch.input_ids.numpy(), batch.labels.numpy(), batch.reset
+    return read(windows.gather(np.arange(len(windows))))
+
+
+def read(batch):
+    """What causal language modelling makes of windows: inputs, labels, resets."""
+    inputs = CausalLM().inputs(batch)
+    return inputs.input_ids.numpy(), inputs.labels.numpy(), inputs.reset
 
 
 def documents_of(windows):
@@ -65,7 +72,7 @@ def test_document_windows_stay_in_their_document(shape, context, remainder):
         for start in range(0, count * context, context):
             row = document[start : start + context + 1]
             missing = context + 1 - len(row)
-            expected_inputs.append([*row[:-1], *[EOS] * missing])
+            expected_inputs.append([*row, *[EOS] * missing][:context])
             expected_labels.append([*row[1:], *[IGNORED] * missing])
     assert len(windows) == len(expected_inputs)
     assert inputs.tolist() == expected_inputs
@@ -80,7 +87,7 @@ def test_aligned_documents_start_on_segments_and_reset_there(shape):
     expected_inputs, expected_labels, starts = [], [], []
     for document in documents_of(windows):
         padding = -(len(document) - 1) % SEGMENT
-        expected_inputs += [*document[:-1], *[EOS] * padding]
+        expected_inputs += [*document, *[EOS] * padding][:-1]
         expected_labels += [*document[1:], *[IGNORED] * padding]
         segments = (len(document) - 1 + padding) // SEGMENT
         starts += [True, *[False] * (segments - 1)]
@@ -101,8 +108,10 @@ def test_any_windows_in_any_order_are_those_of_the_whole(shape, mode, data):
     chosen = data.draw(st.lists(st.integers(0, len(windows) - 1), max_size=10))
     indices = np.array(chosen, dtype=np.int64)
     batch = windows.gather(indices)
-    assert np.array_equal(batch.input_ids.numpy(), inputs[indices])
-    assert np.array_equal(batch.labels.numpy(), labels[indices])
+    assert batch.keys.tolist() == chosen
+    some_inputs, some_labels, _ = read(batch)
+    assert np.array_equal(some_inputs, inputs[indices])
+    assert np.array_equal(some_labels, labels[indices])
     if mode == "aligned":
         assert np.array_equal(batch.reset.numpy(), reset.numpy()[indices])
 
@@ -137,14 +146,14 @@ def test_the_spans_of_a_window_are_its_tokens_by_shard_and_document(shape, segme
     inputs, labels, _ = gather_all(windows)
     stream = windows.stream
     for index in range(len(windows)):
-        read = {t for t in inputs[index].tolist() if t != EOS}
-        read |= {t for t in labels[index].tolist() if t != IGNORED}
+        tokens = {t for t in inputs[index].tolist() if t != EOS}
+        tokens |= {t for t in labels[index].tolist() if t != IGNORED}
         spans = windows.spans(index)
         found = [stream.values[s.shard][s.first : s.last].tolist() for s in spans]
-        assert [token for tokens in found for token in tokens] == sorted(read)
-        for span, tokens in zip(spans, found, strict=True):
+        assert [token for part in found for token in part] == sorted(tokens)
+        for span, part in zip(spans, found, strict=True):
             begin, end = stream.offsets[span.shard][span.row :][:2]
             assert begin <= span.first < span.last <= end
-            assert set(tokens) <= set(stream.document(span.document).tolist())
+            assert set(part) <= set(stream.document(span.document).tolist())
         places = [(span.document, span.first) for span in spans]
         assert places == sorted(set(places))

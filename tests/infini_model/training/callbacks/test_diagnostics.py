@@ -102,7 +102,7 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
     with pytest.raises(NonFiniteError) as caught:
         train(config, poisoned, run_dir)
     step = int(str(caught.value).split(":")[0].removeprefix("step "))
-    report = run_dir / "debug" / f"step-{step}" / "gpu-0"
+    report = run_dir / "debug" / f"step-{step}" / "rank-0"
 
     windows = json.loads((report / "windows.json").read_text())
     saved = load_file(report / "tensors.safetensors")
@@ -144,8 +144,8 @@ def test_the_report_is_that_of_the_guide_and_its_checkpoint_stands_before_the_st
         train(settings(make_config), poisoned, run_dir)
     step = int(str(caught.value).split(":")[0].removeprefix("step "))
     folder = run_dir / "debug" / f"step-{step}"
-    text = (folder / "gpu-0" / "report.txt").read_text()
-    tree = json.loads((folder / "gpu-0" / "report.json").read_text())
+    text = (folder / "rank-0" / "report.txt").read_text()
+    tree = json.loads((folder / "rank-0" / "report.json").read_text())
     gradients = [fault["name"] for fault in tree["faults"] if fault["kind"] == "gradients"]
     for line in (
         "NaN LOSS DETECTED [GPU 0]",
@@ -163,7 +163,7 @@ def test_the_report_is_that_of_the_guide_and_its_checkpoint_stands_before_the_st
     ):
         assert line in text.splitlines()
     assert "--preset stable" in text
-    saved = load_file(folder / "gpu-0" / "tensors.safetensors")
+    saved = load_file(folder / "rank-0" / "tensors.safetensors")
     assert set(saved) - {"batch/0/input_ids", "batch/0/labels"} == {
         f"{fault['kind']}/{fault['name']}" for fault in tree["faults"]
     }
@@ -174,7 +174,7 @@ def test_the_report_is_that_of_the_guide_and_its_checkpoint_stands_before_the_st
     assert (position.step, position.consumed) == (step - 1, (step - 1) * 8)
     with pytest.raises(NonFiniteError, match=f"step {step}: "):
         train(settings(make_config), poisoned, folder)
-    again = json.loads((folder / "debug" / f"step-{step}" / "gpu-0" / "report.json").read_text())
+    again = json.loads((folder / "debug" / f"step-{step}" / "rank-0" / "report.json").read_text())
     assert again == tree
 
 
@@ -196,8 +196,8 @@ def test_a_spike_is_warned_of_once_with_what_was_read(poisoned, make_config, tmp
         train(config, poisoned, run_dir)
     warnings = [r.getMessage() for r in caplog.records if "Loss spike" in r.getMessage()]
     assert len(warnings) == 1
-    assert "[GPU 0] Loss spike at step 21: " in warnings[0]
-    tree = json.loads((run_dir / "debug" / "spike-21" / "gpu-0.json").read_text())
+    assert "Loss spike at step 21: " in warnings[0]
+    tree = json.loads((run_dir / "debug" / "spike-21" / "rank-0.json").read_text())
     losses = [window["loss"] for window in tree["windows"]]
     assert losses == sorted(losses, reverse=True)
     assert np.mean(losses) == pytest.approx(tree["spike"]["loss"], rel=1e-4)
@@ -271,7 +271,7 @@ def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
     logs = [Path(f"{run_dir}-{rank}.log").read_text() for rank in range(2)]
     shares = []
     for rank, told in enumerate(logs):
-        report = folder / f"gpu-{rank}"
+        report = folder / f"rank-{rank}"
         windows = json.loads((report / "windows.json").read_text())
         shares.append({window["window"] for window in windows})
         assert len(windows) == 4

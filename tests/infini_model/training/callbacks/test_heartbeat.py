@@ -1,4 +1,4 @@
-"""Signs of life, judged by a clock that the test moves."""
+"""Heartbeats, judged by a clock that the test moves."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from infini_model.training.callbacks import heartbeat
-from infini_model.training.callbacks.heartbeat import LEAST_SECONDS, LONG_SECONDS, Heart, Watch
+from infini_model.training.callbacks.heartbeat import LEAST_SECONDS, LONG_SECONDS, Heartbeat, Watch
 
 
 class Clock:
@@ -45,12 +45,12 @@ def silence(clock):
 
 @pytest.fixture
 def hearts(tmp_path, clock, monkeypatch):
-    """A watch over the hearts of two ranks, both of this process; stacks are not asked for."""
+    """A watch over the heartbeats of two ranks, both of this process; stacks are not asked for."""
     monkeypatch.setattr(Watch, "_ask_for_stacks", lambda self: None)
 
     def make(timeout=None):
         watch = Watch(tmp_path, range(2), timeout)
-        return watch, [Heart(tmp_path, rank, timeout) for rank in range(2)]
+        return watch, [Heartbeat(tmp_path, rank, timeout) for rank in range(2)]
 
     return make
 
@@ -59,7 +59,7 @@ def steps(clock, hearts, count, seconds):
     for _ in range(count):
         clock.now += seconds
         for heart in hearts:
-            heart.beat()
+            heart.after_backward(None)
 
 
 def test_what_a_step_may_take_follows_what_steps_took(clock, hearts, silence):
@@ -78,7 +78,7 @@ def test_short_steps_get_a_minute_and_a_timeout_is_what_the_user_says(clock, hea
     assert hung.rank is None
     watch, ranks = hearts(timeout=5.0)
     steps(clock, ranks, 10, seconds=0.01)
-    ranks[0].beat()
+    ranks[0].after_backward(None)
     took, hung = silence(watch, 1000.0)
     assert 5.0 < took < 7.0
     assert hung.rank == 1
@@ -89,7 +89,7 @@ def test_the_start_and_what_takes_long_are_waited_for(clock, hearts, silence):
     assert silence(watch, LONG_SECONDS) is None
     steps(clock, ranks, 10, seconds=0.01)
     for heart in ranks:
-        heart.rest()
+        heart.before_pause()
     assert silence(watch, LONG_SECONDS) is None
     # How long that took says nothing of a step.
     steps(clock, ranks, 2, seconds=0.01)
@@ -110,7 +110,7 @@ def test_a_rank_that_is_done_is_not_waited_for(clock, hearts, silence):
     watch, ranks = hearts()
     steps(clock, ranks, 10, seconds=0.01)
     assert silence(watch, 5.0) is None
-    ranks[1].stop()
+    ranks[1].close()
     for _ in range(200):
         steps(clock, ranks[:1], 1, seconds=0.01)
         assert silence(watch, 5.0) is None

@@ -5,10 +5,11 @@ import threading
 import time
 
 import pytest
+from trainings import Record
 
 from infini_model.runtime.metrics_file import MetricsFile, read_metrics, read_newest
-from infini_model.training.callbacks.metrics import Follower, Metrics, TensorBoardSink
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+from infini_model.training.callbacks.sinks import Follower, TensorBoardSink
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 
@@ -147,7 +148,7 @@ def test_mlflow_has_each_step_once_across_a_resume_and_a_lost_cursor(tmp_path, m
     config = make_config(tracking={"mlflow": True, "tensorboard": False})
     run_dir = tmp_path / "run"
     for resumed_step, steps in ((None, range(1, 8)), (4, range(5, 10))):
-        metrics = Metrics(run_dir, config, DATASET, resumed_step)
+        metrics = Record(run_dir, config, DATASET, resumed_step)
         for step in steps:
             metrics.append(step, {"train/loss": 10.0 - step})
         metrics.close("FINISHED" if resumed_step else "KILLED")

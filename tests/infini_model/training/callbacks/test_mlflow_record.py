@@ -10,10 +10,9 @@ import time
 
 import pytest
 from commands import eventually
-from trainings import trainers
+from trainings import Record, trainers
 
 from infini_model.runtime.storage import write_json
-from infini_model.training.callbacks.metrics import Metrics
 from infini_model.training.callbacks.mlflow_record import (
     NOTE,
     end_record,
@@ -55,7 +54,7 @@ def status(run_dir):
 
 def begin(run_dir, config, resumed_step=None):
     """The record of a training that has taken a step, as MLflow has it already."""
-    metrics = Metrics(run_dir, config, DATASET, resumed_step)
+    metrics = Record(run_dir, config, DATASET, resumed_step)
     metrics.append((resumed_step or 0) + 1, {"train/loss": 1.0})
     eventually(lambda: delivered(run_dir) == (resumed_step or 0) + 1, "the metrics", seconds=120)
     return metrics

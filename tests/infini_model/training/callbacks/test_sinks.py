@@ -10,10 +10,9 @@ import time
 
 import pytest
 from mlflow_server import free_port, mlflow_server
+from trainings import Record
 
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.training.callbacks import metrics as metrics_module
-from infini_model.training.callbacks.metrics import Metrics
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 
 pytestmark = pytest.mark.slow
@@ -99,14 +98,11 @@ def door(server):
 
 
 @pytest.fixture
-def record(door, make_config, tmp_path, monkeypatch):
+def record(door, make_config, tmp_path):
     """Starts the record of a run in tmp_path/run, tracked behind the door."""
-    # A machine with other work needs longer to import MLflow; a closed door is tried sooner.
-    monkeypatch.setattr(metrics_module, "PATIENCE_SECONDS", 120.0)
-    monkeypatch.setattr(metrics_module, "LONGEST_DELAY_SECONDS", 1.0)
     uri = f"http://127.0.0.1:{door.port}"
     config = make_config(tracking={"mlflow": True, "tensorboard": False, "tracking_uri": uri})
-    return lambda resumed_step=None: Metrics(tmp_path / "run", config, DATASET, resumed_step)
+    return lambda resumed_step=None: Record(tmp_path / "run", config, DATASET, resumed_step)
 
 
 def take_steps(metrics, steps, pause=0.0):
@@ -152,18 +148,14 @@ def test_a_slow_server_keeps_no_step_waiting(door, record, server, tmp_path):
     assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 301)))
 
 
-def test_a_server_that_never_answers_keeps_no_training_from_its_end(
-    door, record, server, tmp_path, monkeypatch
-):
+def test_a_server_that_never_answers_keeps_no_training_from_its_end(door, record, server, tmp_path):
     door.delay = 3600.0
     door.open()
     metrics = record()
     assert take_steps(metrics, range(1, 51), pause=0.005) < BLOCKED
     eventually(lambda: door.requests > 0)
     began = time.monotonic()
-    with monkeypatch.context() as patience:
-        patience.setattr(metrics_module, "PATIENCE_SECONDS", 2.0)
-        metrics.close("FINISHED")
+    metrics.close("FINISHED", patience_seconds=2.0)
     assert time.monotonic() - began < 5.0
     door.delay = 0.0
     again = record(resumed_step=50)

@@ -1,7 +1,6 @@
 """Checkpoints in the background: what is written is what was, whatever happens meanwhile."""
 
 import contextlib
-import logging
 import resource
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from curves import repeatable, weights
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
+from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.background import HostCopy, Writer
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, verify_checkpoint
 from infini_model.training.loop import train
@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.llama import InfiniLlama
+from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.background import HostCopy
 from infini_model.training.checkpoints.checkpoint import Position, save_checkpoint
 from infini_model.training.parallel.distributed import World
@@ -105,21 +106,17 @@ def test_a_snapshot_is_of_its_moment(ahead):
 
 @contextlib.contextmanager
 def files_of_at_most(size, step):
-    """As soon as `step` is logged this process can write no longer files, as on a full disk."""
+    """A callback: after `step` this process can write no longer files, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    class Fill(logging.Handler):
-        def emit(self, record):
-            if f"[GPU 0] Step [{step}/" in record.getMessage():
+    class Fill(Callback):
+        def after_step(self, taken, metrics):
+            if taken.number == step:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
 
-    handler, logger = Fill(), logging.getLogger("infini_model.training.loop")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
     try:
-        yield
+        yield Fill()
     finally:
-        logger.removeHandler(handler)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
@@ -130,9 +127,9 @@ def test_a_full_disk_names_the_checkpoint_and_the_one_before_goes_on_to_the_same
     run_dir = tmp_path / "run"
     with (
         pytest.raises(UserError, match="step-8: cannot be written: File too large") as caught,
-        files_of_at_most(1 << 16, step=6),
+        files_of_at_most(1 << 16, step=6) as fill,
     ):
-        train(make_config(), dataset, run_dir)
+        train(make_config(), dataset, run_dir, [fill])
     assert ".tmp-" not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert [p.name for p in (run_dir / "checkpoints").glob("*step*")] == ["step-4"]

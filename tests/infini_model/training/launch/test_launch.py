@@ -13,7 +13,9 @@ from curves import curve, repeatable, weights
 from trainings import free_ports, trainers
 
 from infini_model.config import dump_config, merge
-from infini_model.data.loading.loader import Loader, open_windows
+from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.windows import open_windows
+from infini_model.objectives.causal import CausalLM
 from infini_model.runtime import processes
 from infini_model.runtime.errors import DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_metrics
@@ -55,10 +57,10 @@ if "infini_model.training" in sys.orig_argv and not {{
     "infini_model.runtime.processes", "infini_model.training.launch.agent"
 }} & set(sys.orig_argv):
     import time, torch
-    def fault(batch, loss):
+    def fault(inputs, loss):
         {fault}
     def hook(module, args, output):
-        return fault(args[0], output) if type(module).__name__ == "_TokenLoss" else None
+        return fault(args[0], output) if type(module).__name__ == "LossModule" else None
     torch.nn.modules.module.register_module_forward_hook(hook)
 """
 
@@ -127,7 +129,7 @@ def sum_of_ids(config, dataset, consumed):
     with Loader(
         windows, batch_size=training.batch_size, seed=config.run.seed, consumed=consumed
     ) as loader:
-        return int(next(loader)[0].input_ids.sum())
+        return int(CausalLM().inputs(next(loader)[0]).input_ids.sum())
 
 
 @pytest.fixture
@@ -183,7 +185,7 @@ def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_p
     assert not trainers(run_dir)
     for rank in (0, 1):
         lines = (run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
-        assert any(f"[GPU {rank}] Step [2/5000]" in line for line in lines)
+        assert any(f"GPU{rank}:INFO | Step [2/5000]" in line for line in lines)
         assert all(line.startswith(f"GPU{rank}:") for line in lines)
 
 
@@ -216,7 +218,7 @@ def test_a_stopped_process_is_a_hang_that_names_it(dataset, make_config, tmp_pat
 def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faulty):
     run_dir = tmp_path / "run"
     config = make_config(**merge(LONG, IMPATIENT))
-    faulty(f"batch.input_ids.sum() == {sum_of_ids(config, dataset, 10 * 8)} and time.sleep(600)")
+    faulty(f"inputs.input_ids.sum() == {sum_of_ids(config, dataset, 10 * 8)} and time.sleep(600)")
     with pytest.raises(Hung, match="no step within 3 s") as caught:
         launch(config, dataset, run_dir, on_line=lambda _: None)
     assert caught.value.rank == 0
@@ -315,9 +317,9 @@ def test_what_the_kernel_kills_for_want_of_memory_is_out_of_memory(
 def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
     dataset, make_config, tmp_path, faulty
 ):
-    config = make_config(logging={"eval_batches": 1})
+    config = make_config(evaluation={"max_windows": 8})
     train(config, dataset, tmp_path / "whole")
-    faulty("if len(batch.input_ids) > 2: raise torch.OutOfMemoryError('CUDA out of memory')")
+    faulty("if len(inputs.input_ids) > 2: raise torch.OutOfMemoryError('CUDA out of memory')")
     run_dir, lines = tmp_path / "run", []
     for _ in range(2):
         with pytest.raises(OutOfMemory) as caught:
@@ -344,7 +346,7 @@ def test_a_batch_that_is_not_finite_is_passed_over_as_if_it_had_never_been_there
     write_json(tmp_path / "told" / "recovery.json", told)
     train(config, dataset, tmp_path / "told")
     culprit = sum_of_ids(config, dataset, consumed)
-    faulty(f"return loss * float('nan') if batch.input_ids.sum() == {culprit} else None")
+    faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
     with pytest.raises(NonFinite, match="step 7") as caught:
         launch(config, dataset, run_dir, on_line=lambda _: None)
@@ -437,7 +439,7 @@ def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
 @pytest.mark.story
 def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
     run_dir = tmp_path / "run"
-    kill = Once("GPU0:INFO | [GPU 0] Step [20/", lambda: rank_of(run_dir, 1).kill())
+    kill = Once("GPU0:INFO | Step [20/", lambda: rank_of(run_dir, 1).kill())
     ends = two_nodes(run_dir, kill, **LONGER)
     assert kill.seconds < 10
     assert all(isinstance(end, Crashed) for end in ends)

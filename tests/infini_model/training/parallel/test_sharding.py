@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from trainings import free_ports
 
 from infini_model.config import Config, merge, validate
-from infini_model.data.loading.loader import Batch
+from infini_model.data.loading.windows import Batch
+from infini_model.objectives import make_objective
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
 from infini_model.training.parallel.distributed import World, join_world
@@ -130,13 +131,15 @@ def _sums(replica: Replica, batches: list[Batch]) -> int:
 
 
 def _measure(config: Config, world: World) -> dict[str, int]:
-    replica = Replica(place_model(config, None, world), config, world)
-    ids = torch.arange(64).reshape(1, 64)
-    replica.backward([Batch(ids, ids, None)])
-    found = {f"sums of {n}": _sums(replica, [Batch(ids, ids, None)] * n) for n in (1, 3)}
+    objective = make_objective(config)
+    replica = Replica(place_model(config, objective, None, world), config, world)
+    tokens = torch.arange(65).reshape(1, 1, 65)
+    batch = Batch(tokens, torch.tensor([[64]]), None, torch.tensor([0]))
+    replica.backward([batch])
+    found = {f"sums of {n}": _sums(replica, [batch] * n) for n in (1, 3)}
     model = config.model.model_copy(update=LARGE)
     before = _peak_bytes(forget=True)
-    large = place_model(config.model_copy(update={"model": model}), None, world)
+    large = place_model(config.model_copy(update={"model": model}), objective, None, world)
     found["grown"] = _peak_bytes() - before
     found["model"] = sum(p.numel() * p.element_size() for p in large.parameters())
     return found

@@ -1,6 +1,6 @@
-"""Which text a training step read: every window with its loss, its shards, its documents.
+"""Which text a training step read: every window with its loss, its shards and its documents.
 
-Worked out when something went wrong, and only then: the windows of the step are scored again one by
+This is computed only when something went wrong: the windows of the step are scored again one by
 one, with the weights that it began with.
 """
 
@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infini_model.data.loading.loader import Batch, Loader
+from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.windows import Batch
 from infini_model.data.manifest import Split, read_manifest
 from infini_model.data.shards.stream import Span
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.objectives.objective import Inputs
 from infini_model.runtime.errors import DataError
 from infini_model.training.replica import Replica
 
@@ -39,7 +41,7 @@ class Passage:
         row: The document's row in that file.
         document: Its number in the split, as `datasets.load_from_disk` counts.
         first_token: Where the passage begins in the document.
-        tokens: How many tokens are read, the label of the window's last position among them.
+        tokens: How many tokens are read, including the target of the last position.
         text: These tokens as text.
     """
 
@@ -81,12 +83,16 @@ class WindowRead:
 
 
 class Attribution:
-    """Tells of the batch that `loader` gave last what it is made of; `replica` scores it."""
+    """Traces the batches that `loader` gave last to their text; `replica` scores them."""
 
     def __init__(self, dataset_dir: Path, loader: Loader, replica: Replica) -> None:
         self._dataset_dir = dataset_dir
         self._loader = loader
         self._replica = replica
+
+    def inputs(self, batches: Sequence[Batch]) -> list[Inputs]:
+        """What the model read of `batches`."""
+        return [self._replica.objective.inputs(batch) for batch in batches]
 
     def read_back(self, batches: Sequence[Batch]) -> list[WindowRead]:
         """The windows of `batches`, this rank's share of the step, the largest loss first.
@@ -107,15 +113,15 @@ class Attribution:
 
     def _losses(self, batch: Batch) -> list[float]:
         """The mean loss of each window of `batch`."""
-        rows = (batch.rows(index, index + 1) for index in range(len(batch.labels)))
-        scores = [self._replica.score(row).tolist() for row in rows]
+        rows = (batch.rows(index, index + 1) for index in range(len(batch.tokens)))
+        scores = [self._replica.score(row).sum(1).tolist() for row in rows]
         return [total / max(1.0, targets) for total, targets in scores]
 
     def _tokenizer(self) -> Tokenizer | None:
         try:
             return load_dataset_tokenizer(self._dataset_dir)
         except DataError as error:
-            log.warning("%s; the windows are told without their text", error)
+            log.warning("%s; the windows are listed without their text", error)
             return None
 
     def _passages(

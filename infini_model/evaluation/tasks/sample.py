@@ -7,16 +7,57 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from infini_model.config import EvaluationConfig
+from infini_model.config import SampleConfig
 from infini_model.data.manifest import Manifest
 from infini_model.data.shards.stream import open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.evaluation.markdown import fenced
+from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.tasks.task import TaskResult
 from infini_model.model.generation import generate
 from infini_model.model.llama import InfiniLlama
 
 
+class Task:
+    """Continues a document of the test split."""
+
+    title = "A sample"
+
+    def windows(self, subject: Subject) -> int:  # noqa: ARG002 - it scores none
+        """None."""
+        return 0
+
+    def run(self, subject: Subject) -> TaskResult:
+        """Generate with `evaluation.sample` and the seed of the run."""
+        config = subject.config
+        sample = draw_sample(
+            subject.model,
+            subject.dataset_dir,
+            subject.manifest,
+            config.evaluation.sample,
+            config.run.seed,
+        )
+        if sample is None:
+            return TaskResult(section="There is no held-out document to continue.")
+        return TaskResult(section=_section(sample), details=sample.model_dump())
+
+
+def _section(sample: Sample) -> str:
+    """Prompt, continuation and original."""
+    parts = [
+        f"Document {sample.document} of the {sample.split} split; the model read its first "
+        f"{sample.prompt_tokens:,} tokens:",
+        fenced(sample.prompt),
+        "The model continues:",
+        fenced(sample.continuation) if sample.continuation else "(it ended the document)",
+        "The document continues:",
+        fenced(sample.original) if sample.original else "(it ends here)",
+    ]
+    return "\n\n".join(parts)
+
+
 class Sample(BaseModel):
-    """The beginning of a document, how the model goes on, and how the author went on.
+    """The beginning of a document, how the model continues it, and how the author did.
 
     Attributes:
         split: Split that the document is of.
@@ -38,7 +79,7 @@ class Sample(BaseModel):
 
 
 def draw_sample(
-    model: InfiniLlama, dataset_dir: Path, manifest: Manifest, config: EvaluationConfig, seed: int
+    model: InfiniLlama, dataset_dir: Path, manifest: Manifest, config: SampleConfig, seed: int
 ) -> Sample | None:
     """Continue a document of the test split, or of validation if test is empty; else None.
 

@@ -1,8 +1,7 @@
-"""Where the numbers of a run go from `metrics.jsonl`: TensorBoard and MLflow.
+"""Sinks that follow `metrics.jsonl`: TensorBoard and MLflow.
 
-Both are sinks that follow the file, each in a thread of its own: one that is slow or down costs the
-training nothing, and gets what it missed when it is back, at the end, or when the run is next
-resumed or evaluated.
+Each has its own thread: a sink that is slow or down costs the training nothing, and gets what it
+missed when it is back, at the end, or when the run is next resumed or evaluated.
 """
 
 from __future__ import annotations
@@ -15,14 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infini_model.config import Config
-from infini_model.runtime.metrics_file import Line, MetricsFile, metrics_of, whole_lines
-from infini_model.training.callbacks.mlflow_record import (
-    MlflowSink,
-    Status,
-    brief,
-    read_mlflow_record,
-)
-from infini_model.training.callbacks.system_metrics import SystemMetrics
+from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
+from infini_model.training.callbacks.mlflow_record import MlflowSink, Status, brief
 
 POLL_SECONDS = 0.5
 # Between two tries of a sink that fails: doubled each time up to this.
@@ -34,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Something that shows the metrics; anything it raises is survived and tried again."""
+    """A display of the metrics; whatever it raises is caught, and the delivery retried."""
 
     name: str
 
@@ -48,10 +41,13 @@ class Sink(Protocol):
 class Follower(threading.Thread):
     """Reads `metrics.jsonl` behind the training and delivers it to one sink."""
 
-    def __init__(self, run_dir: Path, sink: Sink) -> None:
+    def __init__(
+        self, run_dir: Path, sink: Sink, longest_delay_seconds: float = LONGEST_DELAY_SECONDS
+    ) -> None:
         super().__init__(name=f"follower of {sink.name}", daemon=True)
         self._path = run_dir / "metrics.jsonl"
         self._sink = sink
+        self._longest_delay = longest_delay_seconds
         self._offset = 0
         self._warned = False
         self._ending = threading.Event()
@@ -85,7 +81,7 @@ class Follower(threading.Thread):
                 if ending and failed:
                     # It was down before the end already: nobody is kept waiting for it.
                     return
-                delay, failed = min(LONGEST_DELAY_SECONDS, max(2 * delay, POLL_SECONDS)), True
+                delay, failed = min(self._longest_delay, max(2 * delay, POLL_SECONDS)), True
 
     def _deliver_new(self) -> None:
         with self._path.open("rb") as file:
@@ -98,7 +94,7 @@ class Follower(threading.Thread):
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             log.warning(
-                "%s takes no metrics (%s); the training goes on, and they follow later",
+                "%s does not accept metrics (%s); training continues, and they are sent later",
                 self._sink.name,
                 brief(error),
             )
@@ -133,19 +129,18 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class Metrics:
-    """The record of a training: the file, and the sinks that follow it."""
+class Sinks:
+    """The sinks of a run, at work until `close`."""
 
     def __init__(
         self,
         run_dir: Path,
         config: Config,
         dataset: Mapping[str, str],
-        resumed_step: int | None,
+        *,
+        longest_delay_seconds: float = LONGEST_DELAY_SECONDS,
     ) -> None:
-        """`dataset` is its `name`, `key` and `path`; `resumed_step` as for `MetricsFile`."""
-        self._run_dir = run_dir
-        self._file = MetricsFile(run_dir, resumed_step)
+        """`dataset` is its `name`, `key` and `path`."""
         sinks: list[Sink] = []
         if config.tracking.tensorboard:
             base = config.logging.tensorboard_dir
@@ -153,33 +148,19 @@ class Metrics:
             sinks.append(TensorBoardSink(folder))
         if config.tracking.mlflow:
             sinks.append(MlflowSink(run_dir, config, dataset))
-        self.has, self.append, self.sync = self._file.has, self._file.append, self._file.sync
-        self._system = SystemMetrics()
-        self._followers = [Follower(run_dir, sink) for sink in sinks]
+        self._followers = [Follower(run_dir, sink, longest_delay_seconds) for sink in sinks]
         for follower in self._followers:
             follower.start()
 
-    @property
-    def mlflow_run_id(self) -> str | None:
-        """The run's record in MLflow, if it has one already."""
-        return read_mlflow_record(self._run_dir).get("run_id")
-
-    @property
-    def system(self) -> dict[str, float]:
-        """The last sample of this machine's load."""
-        return self._system.latest
-
-    def close(self, status: Status) -> None:
-        """Wait a bounded time until the sinks have everything."""
-        self._system.close()
-        self._file.close()
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def close(self, status: Status, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait at most so long until the sinks have everything."""
+        deadline = time.monotonic() + patience_seconds
         for follower in self._followers:
             follower.end(status, deadline)
         for follower in self._followers:
             follower.join(max(0.0, deadline - time.monotonic()) + POLL_SECONDS)
             if not follower.done:
                 log.warning(
-                    "%s has not got everything; it follows when the run is resumed or evaluated",
+                    "%s is missing metrics; they are sent when the run is resumed or evaluated",
                     follower.sink_name,
                 )

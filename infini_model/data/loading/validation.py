@@ -1,0 +1,48 @@
+"""Which windows of a split are scored: a fixed sample, the same in training and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from infini_model.data.loading.permutation import permute
+from infini_model.data.loading.windows import Batch, Windows
+
+# Not the seed of the run: runs of different seeds are compared on the same windows.
+SAMPLE_SEED = 0
+
+
+def sample_windows(count: int, max_windows: int | None) -> np.ndarray:
+    """Numbers of the windows to score of `count`: int64, at most `max_windows`, all if None.
+
+    They are spread over the whole split, and a larger sample contains the smaller ones.
+    """
+    size = count if max_windows is None else min(count, max_windows)
+    positions = np.arange(size)
+    return permute(positions, count, SAMPLE_SEED, np.zeros_like(positions))
+
+
+def validation_batches(
+    windows: Windows,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    max_windows: int | None = None,
+) -> Iterator[Batch]:
+    """This rank's batches of `sample_windows`, each window in one batch of one rank.
+
+    Every rank yields the same number of batches, as collective operations need; the last may be
+    partial. A rank for which no window is left yields one without a valid position, which adds
+    nothing to a sum over targets.
+    """
+    numbers = sample_windows(len(windows), max_windows)
+    together = batch_size * world_size
+    for start in range(0, len(numbers), together):
+        mine = numbers[start : start + together][rank * batch_size : (rank + 1) * batch_size]
+        if len(mine):
+            yield windows.gather(mine)
+        else:
+            spare = windows.gather(numbers[start : start + 1])
+            yield spare._replace(valid=torch.zeros_like(spare.valid))

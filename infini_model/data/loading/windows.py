@@ -1,0 +1,119 @@
+"""Windows of a token stream, read from its shards when asked for.
+
+A window is raw: rows of consecutive tokens. What of it becomes inputs and what targets is for an
+objective to say (`infini_model.objectives`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infini_model.config import PackingConfig
+from infini_model.data.loading.packing import Packing, pack
+from infini_model.data.shards.stream import Span, TokenStream, open_split
+
+
+class Batch(NamedTuple):
+    """Some windows, each of R rows of L positions: R is 1, or the number of segments if `aligned`.
+
+    Attributes:
+        tokens: int64 [B, R, L + 1], a row and the token after it; end-of-text past its document.
+        valid: int64 [B, R], positions of a row whose next token is of the row's own document.
+        reset: bool [B, T / segment_length], true where a segment starts a new document, or None.
+        keys: int64 [B], what the randomness of an objective is keyed by, besides the seed: the
+            place of the window in the endless order of training, or its number in the split.
+    """
+
+    tokens: Tensor
+    valid: Tensor
+    reset: Tensor | None
+    keys: Tensor
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The batch on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def rows(self, first: int, last: int) -> Batch:
+        """Some windows of the batch, not copied."""
+        return self._map(lambda tensor: tensor[first:last])
+
+    def pinned(self) -> Batch:
+        """The batch in page-locked memory, from which a GPU copies by itself."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        tokens, valid, reset, keys = self
+        return Batch(
+            change(tokens), change(valid), None if reset is None else change(reset), change(keys)
+        )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a split. `name` is for messages."""
+
+    stream: TokenStream
+    packing: Packing
+    aligned: bool
+    name: str
+
+    def __len__(self) -> int:
+        return self.packing.windows
+
+    def gather(self, numbers: np.ndarray, keys: np.ndarray | None = None) -> Batch:
+        """The windows of these numbers, in their order.
+
+        Args:
+            numbers: int64 [B].
+            keys: int64 [B], for `Batch.keys`; None takes the numbers.
+
+        Raises:
+            IndexError: There is no window of such a number.
+        """
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
+            raise IndexError(f"{self.name}: has {len(self)} windows, asked for {numbers.max()}")
+        rows = self.packing.locate(numbers)
+        length = self.packing.row_length
+        tokens = self.stream.gather(rows.starts, length + 1).astype(np.int64)
+        short = np.flatnonzero(rows.valid < length)
+        if len(short):
+            beyond = np.arange(length + 1) > rows.valid[short, None]
+            tokens[short] = np.where(beyond, self.stream.eos_token_id, tokens[short])
+        shape = (len(numbers), self.packing.rows_per_window)
+        return Batch(
+            torch.from_numpy(tokens.reshape(*shape, length + 1)),
+            torch.from_numpy(rows.valid.reshape(shape)),
+            torch.from_numpy(rows.first.reshape(shape)) if self.aligned else None,
+            torch.from_numpy(numbers if keys is None else keys),
+        )
+
+    def spans(self, number: int) -> list[Span]:
+        """Where in the shards the tokens of window `number` are, the last one of a row included."""
+        rows = self.packing.locate(np.array([number]))
+        ranges: list[list[int]] = []
+        for start, valid in zip(rows.starts.tolist(), rows.valid.tolist(), strict=True):
+            # The last token of a row is the first of the next row of the same document.
+            if ranges and start == ranges[-1][1] - 1:
+                ranges[-1][1] = start + valid + 1
+            else:
+                ranges.append([start, start + valid + 1])
+        return [span for start, stop in ranges for span in self.stream.spans(start, stop)]
+
+
+def open_windows(
+    dataset_dir: Path, split: str, config: PackingConfig, segment_length: int
+) -> Windows:
+    """The windows of a split of a dataset folder.
+
+    Raises `DataError` in one line if the folder is not a complete dataset.
+    """
+    stream = open_split(dataset_dir, split)
+    packing = pack(stream.tokens, lambda: stream.document_offsets, config, segment_length)
+    return Windows(stream, packing, config.mode == "aligned", f"{dataset_dir}: split {split}")

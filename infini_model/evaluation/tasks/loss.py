@@ -1,0 +1,43 @@
+"""Loss and perplexity on the held-out splits."""
+
+from __future__ import annotations
+
+from infini_model.evaluation.markdown import table
+from infini_model.evaluation.subject import HELD_OUT, Subject
+from infini_model.evaluation.tasks.task import TaskResult
+
+
+class Task:
+    """The mean loss over the targets of each split, and its exponential."""
+
+    title = "Scores"
+
+    def windows(self, subject: Subject) -> int:
+        """The samples of all splits."""
+        return sum(subject.sample_size(split) for split in HELD_OUT)
+
+    def run(self, subject: Subject) -> TaskResult:
+        """Score each split."""
+        scores = {str(split): subject.score(split) for split in HELD_OUT}
+        metrics, rows, notes = {}, [], []
+        for split, score in scores.items():
+            if score.loss is None or score.perplexity is None:
+                rows.append((split, "–", "–", "0", "0"))
+                notes.append(f"The {split} split has no whole window, so it has no score.")
+                continue
+            metrics[f"evaluation/{split}_loss"] = score.loss
+            metrics[f"evaluation/{split}_perplexity"] = score.perplexity
+            numbers = (f"{score.loss:.4f}", f"{score.perplexity:,.3f}")
+            rows.append((split, *numbers, f"{score.tokens:,}", f"{score.windows:,}"))
+        limit = subject.config.evaluation.max_windows
+        if limit is not None:
+            notes.append(
+                f"`evaluation.max_windows` limits the scores to a fixed sample of {limit:,} "
+                "windows of a split, the same as in the validations during training."
+            )
+        header = ("Split", "Loss (nats per token)", "Perplexity", "Tokens", "Windows")
+        return TaskResult(
+            metrics=metrics,
+            section="\n\n".join([table(header, rows), *notes]),
+            details={split: score.model_dump() for split, score in scores.items()},
+        )

@@ -1,0 +1,68 @@
+"""Loss by segment of the window, with the memory and with the memory emptied at every border."""
+
+from __future__ import annotations
+
+from infini_model.data.manifest import Split
+from infini_model.evaluation.plots import plot_segments
+from infini_model.evaluation.score import Score
+from infini_model.evaluation.subject import HELD_OUT, Subject
+from infini_model.evaluation.tasks.task import Picture, TaskResult
+
+
+class Task:
+    """Where in the window the loss falls, and how much of that is due to the memory."""
+
+    title = "Loss by segment"
+
+    def windows(self, subject: Subject) -> int:
+        """The sample that is scored once more; `loss` scores the others."""
+        split = _compared(subject)
+        return subject.sample_size(split) if split else 0
+
+    def run(self, subject: Subject) -> TaskResult:
+        """Score the splits, and one of them again with an empty memory."""
+        scored = {split: subject.score(split) for split in HELD_OUT if subject.sample_size(split)}
+        if not scored:
+            return TaskResult(section="There is no window to score.")
+        compared = _compared(subject)
+        emptied: dict[str, Score] = {}
+        if compared:
+            emptied[str(compared)] = subject.score(compared, empty_memory=True)
+        curves = {str(split): score for split, score in scored.items()}
+        path = plot_segments(
+            curves,
+            emptied,
+            subject.model.config.segment_length,
+            subject.plots_dir / "loss_by_segment.png",
+        )
+        metrics, section = {}, "The model has no memory to read, or the window one segment only."
+        for split, without in emptied.items():
+            metrics[f"evaluation/{split}_loss_without_memory"] = without.loss or 0.0
+            section = _memory_note(curves[split], without)
+        return TaskResult(
+            metrics=metrics,
+            section=section,
+            pictures=[Picture(path=path, caption="Loss by segment of the window")],
+            details={
+                "with_memory": {split: score.model_dump() for split, score in curves.items()},
+                "memory_emptied": {split: score.model_dump() for split, score in emptied.items()},
+            },
+        )
+
+
+def _compared(subject: Subject) -> Split | None:
+    """The split that is scored with an empty memory; None if that would change nothing."""
+    one_segment = subject.config.packing.context_length == subject.model.config.segment_length
+    if subject.model.config.memory == "none" or one_segment:
+        return None
+    return next((split for split in HELD_OUT if subject.sample_size(split)), None)
+
+
+def _memory_note(score: Score, without: Score) -> str:
+    difference = (without.loss or 0.0) - (score.loss or 0.0)
+    word = "lower" if difference >= 0 else "higher"
+    return (
+        f"With the memory the loss is {abs(difference):.4f} {word} than with the same weights and "
+        f"the memory emptied at every segment border ({without.loss:.4f}). The first segment has "
+        "no memory to read; the picture shows the others."
+    )

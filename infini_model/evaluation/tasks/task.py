@@ -1,0 +1,57 @@
+"""The interface of an evaluation task, and how one is found by its name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from pydantic import BaseModel, ConfigDict
+
+from infini_model.config.evaluation import EvaluationTaskName
+from infini_model.evaluation.subject import Subject
+
+
+class Picture(BaseModel):
+    """A picture of the report."""
+
+    model_config = ConfigDict(frozen=True)
+
+    path: Path
+    caption: str
+
+
+class TaskResult(BaseModel):
+    """What a task found.
+
+    Attributes:
+        metrics: For MLflow and `evaluation.json`, by names such as `evaluation/test_loss`.
+        section: Markdown below the task's title.
+        pictures: Shown below the section.
+        details: All that was measured, as JSON.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    metrics: dict[str, float] = {}
+    section: str
+    pictures: list[Picture] = []
+    details: dict[str, Any] = {}
+
+
+class EvaluationTask(Protocol):
+    """One measurement. The same subject and settings give the same result."""
+
+    title: str
+
+    def windows(self, subject: Subject) -> int:
+        """How many windows it scores that the tasks before it have not scored."""
+
+    def run(self, subject: Subject) -> TaskResult:
+        """Measure. Its settings are in `subject.config.evaluation`."""
+
+
+def load_task(name: EvaluationTaskName) -> EvaluationTask:
+    """The task in the module of that name."""
+    module = import_module(f"infini_model.evaluation.tasks.{name}")
+    return cast("EvaluationTask", module.Task())

@@ -1,0 +1,46 @@
+"""What a training logs before its first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from infini_model.data.loading.windows import Windows
+from infini_model.training.callbacks.defaults import Training
+from infini_model.training.setup import Division
+
+RULE = "=" * 46
+
+log = logging.getLogger(__name__)
+
+
+def log_banner(
+    t: Training, division: Division, checkpoint: Path | None, windows: Mapping[str, Windows]
+) -> None:
+    """Log where the training runs and what it is about to do, in totals."""
+    training, trained = t.config.training, len(windows["train"])
+    batch, dataset = division.global_batch, t.manifest.folder_name
+    tokens = batch * t.config.packing.context_length
+    parameters = sum(p.numel() for p in t.model.parameters())
+    for line in (
+        RULE,
+        f"Run: {t.run_dir}",
+        f"Dataset: {dataset}",
+        f"Device: {t.world.device.type}, {t.replica.precision.name}",
+        f"Attention inside segments: {t.replica.attention_backend}",
+        f"Number of processes: {t.world.size}, {t.config.launch.strategy}",
+        f"Batch size per process: {division.micro_batch}",
+        f"Gradient accumulation: {division.accumulation}",
+        f"Total batch size: {batch} windows, {tokens:,} tokens a step",
+        f"Model parameters: {parameters:,}",
+        f"Vocabulary size: {t.config.model.vocab_size}",
+        f"Resuming from: {checkpoint}" if checkpoint else f"Seed: {t.config.run.seed}",
+        f"Steps: {t.step} of {training.total_steps} done",
+        f"Epochs: {training.total_steps * batch / trained:.2f} of {trained:,} windows",
+        RULE,
+    ):
+        log.info("%s", line)
+    for split in ("validation", "test"):
+        if len(windows[split]) == 0:
+            log.warning("%s: too few tokens for one window; no %s loss", dataset, split)

@@ -1,0 +1,142 @@
+"""The hooks of the training loop.
+
+To add a callback, subclass `Callback` in a file of its own and add one line to `default_callbacks`
+in `infini_model.training.callbacks.defaults`. Hooks run on every rank, so that they may use
+collective operations, and in the order of that list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from infini_model.training.callbacks.mlflow_record import Status
+
+if TYPE_CHECKING:
+    from infini_model.data.loading.windows import Batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step: after the backward pass, before or after the weights change.
+
+    Attributes:
+        number: 1 for the first step.
+        total: Steps of the whole training.
+        loss: Mean loss over the targets of the global batch, in nats.
+        rank_loss: Sum of the losses of this rank's own share of it.
+        grad_norm: Norm of all gradients before clipping.
+        learning_rate: Of the matrices.
+        overflowed: Whether fp16's gradients overflowed, so that the weights do not change.
+        first_window: Windows read before the global batch, by all ranks together.
+        batches: This rank's micro-batches.
+        logged: Whether this step is one of those that are logged.
+    """
+
+    number: int
+    total: int
+    loss: float
+    rank_loss: float
+    grad_norm: float
+    learning_rate: float
+    overflowed: bool
+    first_window: int
+    batches: Sequence[Batch]
+    logged: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and, unless they overflowed in fp16, the gradients are finite."""
+        return math.isfinite(self.loss) and (math.isfinite(self.grad_norm) or self.overflowed)
+
+
+class Callback:
+    """Does nothing at every hook."""
+
+    def on_start(self, step: int) -> None:
+        """The training begins, or resumes after `step` steps."""
+
+    def before_step(self) -> None:
+        """A step begins."""
+
+    def after_backward(self, step: Step) -> None:
+        """All gradients are there and finite, and no weight has changed."""
+
+    def on_non_finite(self, step: Step) -> None:
+        """The loss or a gradient is NaN or infinite; the training ends after this hook."""
+
+    def metrics(self, step: Step, seconds: float) -> Mapping[str, float]:  # noqa: ARG002
+        """What this callback measured in a step of so many seconds, by the names of MLflow."""
+        return {}
+
+    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """The step is complete; `metrics` are those of all callbacks."""
+
+    def before_pause(self) -> None:
+        """Something begins that may take much longer than a step: a checkpoint, a validation."""
+
+    def after_evaluation(self, step: int, split: str, loss: float) -> None:
+        """The mean loss of `split` after `step` steps is known."""
+
+    def after_checkpoint(self, step: int, seconds: float) -> None:
+        """The training stood still for so long while the checkpoint of `step` was copied."""
+
+    def on_end(self, status: Status) -> None:
+        """The training ends, also by an exception."""
+
+
+class Callbacks:
+    """Several callbacks, each hook in their order."""
+
+    def __init__(self, members: Iterable[Callback]) -> None:
+        self._members = list(members)
+
+    def on_start(self, step: int) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.on_start(step)
+
+    def before_step(self) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.before_step()
+
+    def after_backward(self, step: Step) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.after_backward(step)
+
+    def on_non_finite(self, step: Step) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.on_non_finite(step)
+
+    def after_step(self, step: Step, seconds: float) -> None:
+        """Collect the metrics of all members and hand them to each."""
+        metrics: dict[str, float] = {}
+        for member in self._members:
+            metrics |= member.metrics(step, seconds)
+        for member in self._members:
+            member.after_step(step, metrics)
+
+    def before_pause(self) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.before_pause()
+
+    def after_evaluation(self, step: int, split: str, loss: float) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.after_evaluation(step, split, loss)
+
+    def after_checkpoint(self, step: int, seconds: float) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.after_checkpoint(step, seconds)
+
+    def on_end(self, status: Status) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.on_end(status)

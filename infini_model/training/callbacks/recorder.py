@@ -1,0 +1,63 @@
+"""The metrics of a run, a line of `metrics.jsonl` for each step and each evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from infini_model.data.loading.loader import Loader
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.training.callbacks.callback import Callback, Step
+from infini_model.training.callbacks.mlflow_record import Status
+from infini_model.training.callbacks.sinks import Sinks
+from infini_model.training.replica import Replica
+
+
+class Recorder(Callback):
+    """Writes the metrics of rank 0; `sinks` follow the file."""
+
+    def __init__(
+        self, file: MetricsFile, sinks: Sinks, loader: Loader, replica: Replica, step_tokens: int
+    ) -> None:
+        """`step_tokens` are the tokens of a global batch."""
+        self._file, self._sinks, self._loader, self._replica = file, sinks, loader, replica
+        self._step_tokens = step_tokens
+        self._stall_seconds: float | None = None
+
+    def metrics(self, step: Step, seconds: float) -> dict[str, float]:
+        """What every step records."""
+        values = {
+            "train/loss": step.loss,
+            "train/learning_rate": step.learning_rate,
+            "train/tokens_per_second": self._step_tokens / seconds,
+            "train/step_seconds": seconds,
+            "train/data_wait_seconds": self._loader.wait_seconds,
+        }
+        if self._replica.loss_scale is not None:
+            values["train/loss_scale"] = self._replica.loss_scale
+        if math.isfinite(step.grad_norm):
+            values["train/grad_norm"] = step.grad_norm
+        else:
+            values["train/skipped_steps"] = 1.0
+        if self._stall_seconds is not None:
+            # Between the step before and this one.
+            values["checkpoint/stall_seconds"] = self._stall_seconds
+            self._stall_seconds = None
+        return values
+
+    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Write the line of the step. Raises `UserError` if the disk is full."""
+        self._file.append(step.number, metrics)
+
+    def after_evaluation(self, step: int, split: str, loss: float) -> None:
+        """Write a line with the loss of the split. Raises `UserError` if the disk is full."""
+        self._file.append(step, {f"{split}/loss": loss})
+
+    def after_checkpoint(self, step: int, seconds: float) -> None:  # noqa: ARG002
+        """Keep the time for the line of the next step."""
+        self._stall_seconds = seconds
+
+    def on_end(self, status: Status) -> None:
+        """Wait a bounded time until the sinks have everything."""
+        self._file.close()
+        self._sinks.close(status)

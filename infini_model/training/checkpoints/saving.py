@@ -1,0 +1,103 @@
+"""When a training is saved: the copy, the writing in the background, and the export at the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.training.checkpoints.background import HostCopy, Writer
+from infini_model.training.checkpoints.checkpoint import (
+    Position,
+    Snapshot,
+    checkpoint_path,
+    export_model,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from infini_model.training.parallel.distributed import World
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves a training. All methods are called on all ranks; rank 0, which has `record`, writes."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        model: InfiniLlama,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        record: MetricsFile | None,
+        *,
+        keep: int,
+        saved_step: int | None,
+    ) -> None:
+        """`keep` newest checkpoints are kept; that of `saved_step` is there already."""
+        self._run_dir, self._model, self._optimizer = run_dir, model, optimizer
+        self._world, self._record, self._keep = world, record, keep
+        self._saved_step = saved_step
+        self._copy, self._writer = HostCopy(world), Writer()
+
+    def check(self) -> None:
+        """Raise what writing a checkpoint raised, without waiting for one in progress."""
+        self._writer.check()
+
+    def make_room(self) -> None:
+        """Get the memory of a copy in the background, once the optimizer has its moments."""
+        self._writer.start(partial(self._copy.make_room, self._model, self._optimizer))
+
+    def save(self, position: Position) -> float | None:
+        """Copy what a checkpoint holds; a thread writes it. Raises what the last one raised.
+
+        Returns the seconds that this took, or None if the step was saved already.
+        """
+        if self._saved_step == position.step:
+            return None
+        began = time.perf_counter()
+        self._writer.wait()
+        snapshot = self._copy.take(self._model, self._optimizer)
+        if self._record is not None:
+            self._writer.start(partial(self._write, self._record, snapshot, position))
+        self._saved_step = position.step
+        return time.perf_counter() - began
+
+    def _write(self, record: MetricsFile, snapshot: Snapshot, position: Position) -> None:
+        record.sync()
+        path = save_checkpoint(self._run_dir, snapshot, position, self._keep)
+        log.info("Checkpoint saved: %s", path)
+
+    def save_apart(self, folder: Path, position: Position) -> None:
+        """Write `position` as a run of its own in `folder`; all ranks wait for it.
+
+        That the disk is full is logged: something else has gone wrong before.
+        """
+        self._writer.wait()
+        snapshot = self._copy.take(self._model, self._optimizer)
+        if self._record is not None:
+            try:
+                log.error("Checkpoint saved: %s", save_checkpoint(folder, snapshot, position, 1))
+            except UserError as error:
+                log.error("the checkpoint could not be saved: %s", error)  # noqa: TRY400
+        self._world.from_main(position.step)
+
+    def wait(self) -> None:
+        """Return when all is on the disk. Raises what writing it raised."""
+        self._writer.wait()
+
+    def export(self, step: int) -> None:
+        """Copy the model of a step's checkpoint to `<run>/model`; rank 0 does it."""
+        if self._record is not None:
+            prune_checkpoints(self._run_dir, self._keep)
+            export_model(checkpoint_path(self._run_dir, step), self._run_dir / "model")
+
+    def close(self) -> None:
+        """End the thread once its job is done."""
+        self._writer.close()

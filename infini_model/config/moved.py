@@ -1,11 +1,11 @@
-"""Keys that had another place in a former version, and the settings of a run that it recorded."""
+"""Keys that have moved, and how settings recorded by earlier versions are read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# The old place to the new one.
+# From the old key to the new one.
 MOVED: dict[str, str] = {
     "model.attention_backend": "launch.attention_backend",
     "training.debug": "logging.debug",
@@ -29,7 +29,7 @@ MOVED: dict[str, str] = {
 
 
 def with_keys_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree`, which a former version may have written, with its keys where they are today."""
+    """Copy of `tree`, which an earlier version may have written, with moved keys renamed."""
     sections = {name: dict(x) if isinstance(x, Mapping) else x for name, x in tree.items()}
     for old, new in MOVED.items():
         (before, key), (after, name) = old.split("."), new.split(".")

@@ -1,8 +1,8 @@
 """Claims on run folders: which interrupted run a command resumes, or where it starts a new one.
 
-A process locks the folder that it works in, and the kernel releases the lock when the process ends.
-A folder that is neither finished nor locked was interrupted: the same command resumes it. A flow
-run gets its own folder again until another owner has resumed it.
+A process locks the folder it works in, and the kernel releases the lock when the process exits. A
+run that is neither finished nor locked was interrupted: the same command resumes it. A flow run
+gets its own folder back unless another owner has resumed it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from infini_model.runtime.runs import (
     LOCK,
     dataset_of,
     find_run,
-    has_begun,
     is_finished,
+    is_started,
     read_record,
     read_run_config,
     recorded_settings,
@@ -34,28 +34,29 @@ from infini_model.runtime.storage import atomic_file, make_folder, point_latest,
 
 log = logging.getLogger(__name__)
 
-# For the first machine to make the dataset and begin the run.
+# How long other machines wait for the first one to build the dataset and start the run.
 JOIN_SECONDS = 3600.0
-# For the process before of the same flow run to end: the grace of a training, and a little.
+# How long to wait for an earlier process of the same flow run: the grace period of training, and
+# some margin.
 RELEASE_SECONDS = 90.0
 RELEASE_POLL_SECONDS = 0.2
 
 
 def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = ()) -> Config:
-    """The settings with which a run is continued: its own on its own dataset, then `overrides`.
+    """Settings to resume a run with: those it recorded, its dataset, then `overrides`.
 
-    Raises `DataError` if `run_dir` is no run folder, `ConfigError` if an override is wrong, is of
-    another run folder, or would change what decides the weights.
+    Raises `DataError` if `run_dir` is not a run folder, `ConfigError` if an override is invalid,
+    names another run folder, or changes a setting that decides the weights.
     """
     where = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
     settings = {"run": where, "data": {"folder": str(dataset_of(run_dir))}}
     own = read_run_config(run_dir)
     config = load_config(overrides=[recorded_settings(run_dir), settings, *overrides])
     if (config.run.name, str(config.run.output_dir)) != (where["name"], where["output_dir"]):
-        raise ConfigError(f"run.name: {run_dir} is continued where it is, under its own name")
+        raise ConfigError(f"run.name: {run_dir} can only be resumed under its own name and folder")
     if config.identity != own.identity:
         difference = _difference(config.identity, own.identity)
-        raise ConfigError(f"{run_dir} cannot be continued with other settings ({difference})")
+        raise ConfigError(f"{run_dir} cannot be resumed with different settings ({difference})")
     return config
 
 
@@ -65,10 +66,10 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
             value, recorded = one[section].get(key), other[section].get(key)
             if value != recorded:
                 return f"{section}.{key} is {recorded!r}, not {value!r}"
-    return "the dataset is another"
+    return "the dataset differs"
 
 
-def _belongs(run_dir: Path, config: Config, dataset_key: str) -> bool:
+def _is_same_run(run_dir: Path, config: Config, dataset_key: str) -> bool:
     try:
         record = read_record(run_dir)
         recorded = read_run_config(run_dir).identity
@@ -77,8 +78,8 @@ def _belongs(run_dir: Path, config: Config, dataset_key: str) -> bool:
     return record.get("dataset_key") == dataset_key and recorded == config.identity
 
 
-def _numbered(runs_dir: Path, prefix: str) -> list[Path]:
-    """The folders `prefix-1`, `prefix-2`, …, newest first."""
+def _numbered_folders(runs_dir: Path, prefix: str) -> list[Path]:
+    """The folders `prefix-1`, `prefix-2`, …, highest number first."""
     found = {
         int(match[1]): path
         for path in runs_dir.glob(f"{prefix}-*")
@@ -87,7 +88,7 @@ def _numbered(runs_dir: Path, prefix: str) -> list[Path]:
     return [found[number] for number in sorted(found, reverse=True)]
 
 
-def _begin(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
+def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
     with atomic_file(run_dir / "config.yaml") as temporary:
         temporary.write_text(dump_config(named), encoding="utf-8")
@@ -99,9 +100,9 @@ def _begin(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -
     write_json(run_dir / "run.json", record)
 
 
-def _check(run_dir: Path, config: Config, dataset_key: str, owner: Owner | None) -> None:
-    """Raise `ConfigError` if a run that has begun is another one, or has left this owner."""
-    if not _belongs(run_dir, config, dataset_key):
+def _check_claim(run_dir: Path, config: Config, dataset_key: str, owner: Owner | None) -> None:
+    """Raise `ConfigError` if the folder holds a different run or was taken over from this owner."""
+    if not _is_same_run(run_dir, config, dataset_key):
         difference = _difference(config.identity, read_run_config(run_dir).identity)
         raise ConfigError(f"run.name: {run_dir} holds another run ({difference})")
     record = read_record(run_dir)
@@ -111,8 +112,8 @@ def _check(run_dir: Path, config: Config, dataset_key: str, owner: Owner | None)
             "a process without a flow run" if now is None else f"flow run {now['url'] or now['id']}"
         )
         raise ConfigError(
-            f"run.name: {run_dir} has been continued by {by} since; "
-            f"infini resume {run_dir.name} takes it over"
+            f"run.name: {run_dir} has since been resumed by {by}; "
+            f"take it over with infini resume {run_dir.name}"
         )
 
 
@@ -127,12 +128,12 @@ def _record_owner(run_dir: Path, owner: Owner | None) -> None:
 
 
 def _candidates(config: Config, dataset_key: str, *, adopt: bool) -> Iterator[Path]:
-    """Folders to try for the lock: interrupted runs of this configuration, then new names."""
+    """Folders to try to lock: interrupted runs of this configuration, then new names."""
     runs_dir = config.run.runs_dir
-    prefix = (config.run.preset or "run").replace("+", "-")  # arxiv+stable; a name has no plus
-    existing = _numbered(runs_dir, prefix)
+    prefix = (config.run.preset or "run").replace("+", "-")  # arxiv+stable: a name has no plus sign
+    existing = _numbered_folders(runs_dir, prefix)
     for run_dir in existing:
-        if _is_open(run_dir, config, dataset_key, adopt=adopt):
+        if _is_available(run_dir, config, dataset_key, adopt=adopt):
             yield run_dir
     number = int(existing[0].name.rpartition("-")[2]) + 1 if existing else 1
     while True:
@@ -140,38 +141,38 @@ def _candidates(config: Config, dataset_key: str, *, adopt: bool) -> Iterator[Pa
         number += 1
 
 
-def _is_open(run_dir: Path, config: Config, dataset_key: str, *, adopt: bool) -> bool:
-    """Whether a run of these settings may begin in this folder, or continue there."""
-    if not has_begun(run_dir):
+def _is_available(run_dir: Path, config: Config, dataset_key: str, *, adopt: bool) -> bool:
+    """Whether a run with these settings may start or resume in this folder."""
+    if not is_started(run_dir):
         return True
-    return adopt and not is_finished(run_dir) and _belongs(run_dir, config, dataset_key)
+    return adopt and not is_finished(run_dir) and _is_same_run(run_dir, config, dataset_key)
 
 
-def _exactly(run_dir: Path, owner: Owner | None) -> Iterator[Path]:
-    """One folder, again and again while a process of the same flow run is about to release it.
+def _until_released(run_dir: Path, owner: Owner | None) -> Iterator[Path]:
+    """Yield `run_dir` repeatedly while an earlier process of the same flow run still holds it.
 
-    Raises `ConfigError` that names whoever holds it.
+    Raises `ConfigError` that names the holder if it is another one, or does not release in time.
     """
-    deadline, told = time.monotonic() + RELEASE_SECONDS, False
+    deadline, logged = time.monotonic() + RELEASE_SECONDS, False
     while True:
         yield run_dir
         if holder := run_holder(run_dir):
             is_same = owner is not None and holder.flow_run == owner.id
             if not is_same or time.monotonic() > deadline:
                 raise ConfigError(f"run.name: {run_dir} is in use by {holder}")
-            if not told:
+            if not logged:
                 log.warning("Waiting for %s to release %s", holder, run_dir)
-                told = True
+                logged = True
         time.sleep(RELEASE_POLL_SECONDS)
 
 
-def _join(config: Config, dataset_key: str) -> Path:
-    """The folder that the first machine holds, once it is begun; the others write only logs."""
+def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
+    """Wait for the first machine to start the run; the other machines write only logs there."""
     run_dir = config.run.runs_dir / str(config.run.name)
     deadline = time.monotonic() + JOIN_SECONDS
-    while not _belongs(run_dir, config, dataset_key):
+    while not _is_same_run(run_dir, config, dataset_key):
         if time.monotonic() > deadline:
-            raise ConfigError(f"run.name: the first machine has not begun this run in {run_dir}")
+            raise ConfigError(f"run.name: the first machine has not started this run in {run_dir}")
         time.sleep(0.5)
     return run_dir
 
@@ -185,25 +186,25 @@ def claim_run(
     owner: Owner | None = None,
     adopt: bool = True,
 ) -> Iterator[Path]:
-    """Hold the folder of a run: that of `run.name`, the owner's, an interrupted one, or a new one.
+    """Hold a run folder: that of `run.name`, the owner's, an interrupted run's, or a new one.
 
-    The first two are taken also when the run is finished. Of several machines the first one holds
-    the folder, the others join in.
+    The first two are claimed even if their run is finished. With several machines the first one
+    holds the folder and the others join it.
 
     Args:
         config: The whole configuration.
         dataset_key: Content key of the dataset.
-        dataset_dir: Its folder.
-        owner: Who claims the run; without `run.name` it gets the folder that it had before.
-        adopt: Whether an interrupted run of the same settings and data may be continued that
-            somebody else has begun.
+        dataset_dir: Folder of the dataset.
+        owner: Who claims the run; without `run.name` it gets back the folder it claimed before.
+        adopt: Whether to resume an interrupted run of the same settings and data that another owner
+            started.
 
     Raises:
-        ConfigError: The folder is in use, holds a run of other settings or data, or has been
-            continued by another owner; or the first machine does not come.
+        ConfigError: The folder is in use, holds a run with different settings or data, or has been
+            resumed by another owner; or the first machine has not started the run in time.
     """
     if config.launch.node_rank > 0:
-        yield _join(config, dataset_key)
+        yield _wait_for_first_machine(config, dataset_key)
         return
     runs_dir = config.run.runs_dir
     if config.run.name is not None:
@@ -211,22 +212,22 @@ def claim_run(
     else:
         exact = None if owner is None else find_run(runs_dir, owner.id)
     if exact is not None:
-        candidates = _exactly(exact, owner)
+        candidates = _until_released(exact, owner)
     else:
         candidates = _candidates(config, dataset_key, adopt=adopt)
     for run_dir in candidates:
         make_folder(run_dir)
         holder = Holder.current(run_dir, owner)
         with hold(run_dir / LOCK, holder) as held:
-            # Looked at again: it may have been finished or begun just before it was locked.
+            # Check again: it may have been started or finished just before it was locked.
             if not held or (
-                exact is None and not _is_open(run_dir, config, dataset_key, adopt=adopt)
+                exact is None and not _is_available(run_dir, config, dataset_key, adopt=adopt)
             ):
                 continue
-            if has_begun(run_dir):
-                _check(run_dir, config, dataset_key, owner)
+            if is_started(run_dir):
+                _check_claim(run_dir, config, dataset_key, owner)
             else:
-                _begin(run_dir, config, dataset_key, dataset_dir)
+                _start(run_dir, config, dataset_key, dataset_dir)
             _record_owner(run_dir, owner)
             point_latest(run_dir)
             yield run_dir

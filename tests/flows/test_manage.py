@@ -143,7 +143,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
 
     status, line = told("resume", "training.learning_rate=1e-5")
     assert status == 2
-    assert "cannot be continued with other settings (training.learning_rate is 0.001" in line
+    assert "cannot be resumed with different settings (training.learning_rate is 0.001" in line
     status, printed = told("resume", "logging.logging_steps=50")
     assert status == 0, printed
     assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in printed

@@ -124,7 +124,7 @@ def test_a_run_resumes_under_any_change_but_of_what_decides_its_weights(
     assert (claim(changed) != first) is decides
     resume = [text for text in change if not text.startswith("run.name=")]
     if decides:
-        with pytest.raises(ConfigError, match="cannot be continued with other settings"):
+        with pytest.raises(ConfigError, match="cannot be resumed with different settings"):
             resume_config(first, resume)
     else:
         assert resume_config(first, resume).identity == changed.identity
@@ -155,7 +155,7 @@ def test_a_named_run_is_that_folder_or_an_error(tmp_path: Path) -> None:
     assert claim(named, finish=True) == claim(named) == tmp_path / "runs" / "mine"
     with pytest.raises(ConfigError, match=r"run\.name: .*mine .*training\.learning_rate is"):
         claim(config_of(tmp_path, "run.name=mine", "training.learning_rate=1e-4"))
-    with pytest.raises(ConfigError, match="the dataset is another"):
+    with pytest.raises(ConfigError, match="the dataset differs"):
         claim(named, "k2")
     with claim_run(named, "k1", Path("data")), pytest.raises(ConfigError, match="in use"):
         claim(named)
@@ -186,7 +186,7 @@ def test_a_flow_run_gets_its_own_folder_again_and_that_of_nobody_else(tmp_path: 
     for _ in range(2):
         assert claim(config, owner=UI, adopt=False, finish=True) == first
     assert owner_of(first) == UI
-    with pytest.raises(ConfigError, match=r"debug-2 holds another run \(the dataset is another"):
+    with pytest.raises(ConfigError, match=r"debug-2 holds another run \(the dataset differs"):
         claim(config, "k2", owner=NIGHT, adopt=False)
 
 
@@ -194,7 +194,7 @@ def test_a_flow_run_does_not_take_back_what_another_one_has_continued(tmp_path: 
     config = config_of(tmp_path)
     first = claim(config, owner=UI, adopt=False)
     assert claim(config, owner=NIGHT) == first
-    message = r"debug-1 has been continued by flow run night since; infini resume debug-1"
+    message = r"debug-1 has since been resumed by flow run night; take it over with infini resume"
     with pytest.raises(ConfigError, match=message):
         claim(config, owner=UI, adopt=False)
     assert find_run(tmp_path / "runs", "ui") == first
@@ -252,9 +252,9 @@ def test_a_run_is_resumed_with_its_own_settings_on_its_own_dataset(tmp_path: Pat
     for override, message in {
         "training.learning_rate=1e-4": r"training\.learning_rate is 0\.002, not 0\.0001",
         "model.head_dim=64": r"model\.head_dim is None, not 64",
-        "run.name=other": r"run\.name: .* is continued where it is",
+        "run.name=other": r"run\.name: .* can only be resumed under its own name",
     }.items():
         with pytest.raises(ConfigError, match=message):
             resume_config(run_dir, [override])
-    with pytest.raises(DataError, match="no run folder"):
+    with pytest.raises(DataError, match="not a run folder"):
         resume_config(begun)

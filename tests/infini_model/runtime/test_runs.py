@@ -45,11 +45,11 @@ def test_the_configuration_of_a_run_can_be_read_back(tmp_path: Path) -> None:
     assert recorded.training == config.training
     assert latest_run(config) == run_dir
     assert dataset_of(run_dir) == Path("data").resolve()
-    with pytest.raises(DataError, match="no run folder"):
+    with pytest.raises(DataError, match="not a run folder"):
         read_run_config(tmp_path)
-    with pytest.raises(DataError, match="no run folder"):
+    with pytest.raises(DataError, match="not a run folder"):
         dataset_of(tmp_path)
-    with pytest.raises(DataError, match="there is no such run"):
+    with pytest.raises(DataError, match="no such run"):
         latest_run(config_of(tmp_path / "elsewhere"))
 
 

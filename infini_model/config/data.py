@@ -57,7 +57,7 @@ class FilesSource(Section):
     separator: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="Text that separates the documents in a .txt, .md, .rst or .py file, such as "
-        "a blank line; None (default) reads each file as one document.",
+        "a blank line; null (default) reads each file as one document.",
     )
     min_characters: NonNegativeInt = Field(
         0, description="Shortest document to keep, in characters; 0 drops empty documents only."
@@ -70,16 +70,16 @@ class HubSource(Section):
     kind: Literal["hub"] = "hub"
     repository: str = Field(description="Name on the Hub, such as ccdv/arxiv-summarization.")
     configuration: str | None = Field(
-        None, description="Configuration (subset) of the dataset; None uses its default one."
+        None, description="Configuration (subset) of the dataset; null uses its default one."
     )
     split: str = Field("train", description="Split of the Hub dataset to read.")
     revision: str | None = Field(
         None,
-        description="Commit, tag or branch, resolved to a commit when the download starts; None "
+        description="Commit, tag or branch, resolved to a commit when the download starts; null "
         "uses the default branch.",
     )
     column: str = Field("text", description="Column that holds the text.")
-    limit: PositiveInt | None = Field(None, description="Rows to read; None reads all.")
+    limit: PositiveInt | None = Field(None, description="Rows to read; null reads all.")
     min_characters: NonNegativeInt = Field(
         0,
         description="Shortest document to keep, in characters, applied after limit; 0 drops empty "
@@ -147,7 +147,7 @@ class DataConfig(Section):
     splits: SplitsConfig = SplitsConfig()
     folder: Path | None = Field(
         None,
-        description="Finished dataset folder to use; None builds the dataset from source, or "
+        description="Finished dataset folder to use; null builds the dataset from source, or "
         "reuses it if it exists.",
     )
     partition_megabytes: PositiveInt = Field(

@@ -58,13 +58,13 @@ class ModelConfig(Section):
     decides_weights = True
 
     vocab_size: PositiveInt | None = Field(
-        None, description="Vocabulary size; None (default) uses the tokenizer's."
+        None, description="Vocabulary size; null (default) uses the tokenizer's."
     )
     hidden_size: PositiveInt = Field(128, description="Width of the residual stream.")
     num_hidden_layers: PositiveInt = Field(2, description="Number of decoder layers.")
     num_attention_heads: PositiveInt = Field(4, description="Query heads per layer.")
     num_key_value_heads: PositiveInt | None = Field(
-        None, description="Key-value heads per layer; None (default) is one per query head."
+        None, description="Key-value heads per layer; null (default) is one per query head."
     )
     head_dim: PositiveInt = Field(
         default_factory=_default_head_dim,
@@ -75,7 +75,7 @@ class ModelConfig(Section):
     )
     rope_theta: PositiveFloat = Field(10_000.0, description="Base period of the rotary embedding.")
     rope_scaling: RopeScaling | None = Field(
-        None, description="Llama 3.1 scaling of the rotary frequencies; None (default) is off."
+        None, description="Llama 3.1 scaling of the rotary frequencies; null (default) is off."
     )
     rms_norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of RMSNorm.")
     tie_word_embeddings: bool = Field(

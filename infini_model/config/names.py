@@ -1,4 +1,4 @@
-"""Names that other projects and the guides use for settings, and the keys they correspond to.
+"""Names that other projects and tutorials use for settings, and the keys they correspond to.
 
 A name is matched in any section (`grad_accum_nums`) or at one place (`system.device`). Its value is
 a key of the tree or, if no key is equivalent, a clause that says what to use instead.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from infini_model.config.moved import MOVED
 
 NAMES: dict[str, str] = {
-    # the guides
+    # tutorials
     "grad_accum_nums": "training.gradient_accumulation_steps",
     "init_std": "model.initializer_range",
     "use_amp": "use training.precision instead: fp32 for off, bf16 or fp16 for on",

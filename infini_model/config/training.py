@@ -51,7 +51,7 @@ class TrainingConfig(Section):
     )
     max_steps: PositiveInt | None = Field(
         default_factory=_default_max_steps,
-        description="Total optimizer steps; the default is 200, or None if epochs is set.",
+        description="Total optimizer steps; the default is 200, or null if epochs is set.",
     )
     batch_size: PositiveInt = Field(
         8,
@@ -111,7 +111,7 @@ class LaunchConfig(Section):
     )
     processes: PositiveInt | None = Field(
         None,
-        description="Processes on this machine; None (default) is one per GPU, or one on the CPU.",
+        description="Processes on this machine; null (default) is one per GPU, or one on the CPU.",
     )
     num_nodes: PositiveInt = Field(1, description="Number of machines that train together.")
     node_rank: NonNegativeInt = Field(
@@ -144,7 +144,7 @@ class LaunchConfig(Section):
     hang_timeout_seconds: PositiveFloat | None = Field(
         None,
         description="Seconds without a step after which training counts as hung and is killed; "
-        "None (default) is 20 times the usual step time, at least 60 s.",
+        "null (default) is 20 times the usual step time, at least 60 s.",
     )
     skip_non_finite: bool = Field(
         False,
@@ -170,12 +170,12 @@ class LoggingConfig(Section):
     eval_steps: PositiveInt = Field(50, description="Steps between validations.")
     eval_batches: PositiveInt | None = Field(
         None,
-        description="Batches to score per validation and in the final test; None (default) scores "
+        description="Batches to score per validation and in the final test; null (default) scores "
         "the whole split.",
     )
     tensorboard_dir: Path | None = Field(
         None,
-        description="Folder for TensorBoard files; None (default) is logs/tensorboard in the run "
+        description="Folder for TensorBoard files; null (default) is logs/tensorboard in the run "
         "folder.",
     )
     debug: bool = Field(

@@ -36,7 +36,7 @@ class EvaluationConfig(Section):
     decides_weights = False
 
     max_batches: PositiveInt | None = Field(
-        None, description="Batches to score per split; None (default) scores all."
+        None, description="Batches to score per split; null (default) scores all."
     )
     batch_size: PositiveInt = Field(8, description="Windows per batch.")
     prompt_tokens: PositiveInt = Field(
@@ -47,12 +47,12 @@ class EvaluationConfig(Section):
         0.8, description="Sampling temperature; 0 always takes the most likely token."
     )
     top_k: PositiveInt | None = Field(
-        50, description="Sample from the k most likely tokens only; None samples from all."
+        50, description="Sample from the k most likely tokens only; null samples from all."
     )
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None,
         description="Sample from the smallest set of most likely tokens with at least this total "
-        "probability; None (default) is off.",
+        "probability; null (default) is off.",
     )
 
 
@@ -64,7 +64,7 @@ class TrackingConfig(Section):
     mlflow: bool = Field(True, description="Whether to record runs in MLflow.")
     tracking_uri: str | None = Field(
         None,
-        description="MLflow tracking URI; None (default) is a SQLite file in run.output_dir.",
+        description="MLflow tracking URI; null (default) is a SQLite file in run.output_dir.",
     )
     experiment_name: str = Field("infini-llama", description="MLflow experiment to record runs in.")
     log_model: bool = Field(
@@ -75,7 +75,7 @@ class TrackingConfig(Section):
     registered_model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None,
         description="Name to register the logged model under in MLflow; the alias best points to "
-        "the version with the lowest validation loss. None (default) does not register it.",
+        "the version with the lowest validation loss. null (default) does not register it.",
     )
     tensorboard: bool = Field(True, description="Whether to write TensorBoard files.")
 
@@ -96,7 +96,7 @@ class StageConfig(Section):
     )
     timeout_seconds: PositiveFloat | None = Field(
         None,
-        description="Seconds after which the stage and all its processes are killed; None "
+        description="Seconds after which the stage and all its processes are killed; null "
         "(default) is no limit.",
     )
 
@@ -119,7 +119,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None,
-        description="Name of the run folder in runs/; None (default) resumes an interrupted run of "
+        description="Name of the run folder in runs/; null (default) resumes an interrupted run of "
         "the same settings or numbers a new one after the preset.",
     )
     preset: str | None = Field(None, description="Preset the settings are based on.")
@@ -129,7 +129,7 @@ class RunConfig(Section):
         "or the environment variable INFINI_OUTPUT_DIR.",
     )
     data_dir: Path | None = Field(
-        None, description="Folder for datasets; None (default) is datasets/ in output_dir."
+        None, description="Folder for datasets; null (default) is datasets/ in output_dir."
     )
     seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = Field(
         0, description="Seed of the initial weights, the window order and sampling."

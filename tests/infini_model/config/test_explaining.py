@@ -1,4 +1,4 @@
-"""A mistake is one line that names the key and, for an unknown one, what may be meant."""
+"""An error is one line that names the key and, for an unknown key, suggests another."""
 
 import pytest
 
@@ -66,13 +66,13 @@ def test_a_wrong_value_is_one_line_that_names_the_key(override: str, names: list
         ("data.source.limit=5", "unknown key for this kind of source"),
     ],
 )
-def test_an_unknown_key_says_what_may_be_meant(override: str, meant: str) -> None:
+def test_an_unknown_key_gets_a_suggestion(override: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[override])
     assert str(caught.value).endswith(meant) or meant in str(caught.value).partition("; ")[2]
 
 
-def test_what_resembles_nothing_is_unknown_and_no_more() -> None:
+def test_a_key_that_resembles_none_gets_no_suggestion() -> None:
     for override in ("training.zzzz=1", "zzzz={}", "system={}"):
         key = override.partition("=")[0]
         with pytest.raises(ConfigError, match=rf"^{key}: unknown key$"):

@@ -1,4 +1,4 @@
-"""What a former version recorded is read at today's places."""
+"""Settings that an earlier version recorded are read under their new keys."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from infini_model.config import Config, merge, parse_override
 from infini_model.config.moved import MOVED, with_keys_moved
 
 
-def test_a_moved_key_has_a_place_today_and_none_at_the_old_one() -> None:
+def test_a_moved_key_exists_in_its_new_place_only() -> None:
     for old, new in MOVED.items():
         (before, key), (after, name) = old.split("."), new.split(".")
         assert not hasattr(getattr(Config(), before), key)
@@ -17,7 +17,7 @@ def test_a_moved_key_has_a_place_today_and_none_at_the_old_one() -> None:
 
 
 @given(st.sets(st.sampled_from(sorted(MOVED))))
-def test_what_a_former_version_wrote_is_read_at_todays_places(old: set[str]) -> None:
+def test_settings_of_an_earlier_version_are_read_under_their_new_keys(old: set[str]) -> None:
     values = {key: number for number, key in enumerate(sorted(old))}
     before: dict[str, Any] = {"data": {"name": "text"}}
     after: dict[str, Any] = {"data": {"name": "text"}}

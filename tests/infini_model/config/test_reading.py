@@ -1,4 +1,4 @@
-"""Files and overrides: what is written comes back equal, what cannot be read is named."""
+"""Files and overrides: dumped settings load equal, and unreadable files are named."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def test_json_may_have_comments(tmp_path: Path) -> None:
         ("torn.yaml", "# one\ntraining:\n  max_steps: [\n"),
     ],
 )
-def test_a_file_that_is_torn_is_named_with_the_line(name: str, text: str, tmp_path: Path) -> None:
+def test_a_syntax_error_names_the_file_and_line(name: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(ConfigError, match=rf"{name}: .*line [34]\b") as caught:
@@ -70,7 +70,7 @@ def test_a_file_that_is_torn_is_named_with_the_line(name: str, text: str, tmp_pa
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), st.lists))
-def test_json_without_comments_is_read_as_ever(value: object) -> None:
+def test_json_without_comments_parses_as_json_loads_does(value: object) -> None:
     text = json.dumps({"key": value}, ensure_ascii=False)
     assert _parse_json(text) == json.loads(text)
 
@@ -93,7 +93,7 @@ trees = st.recursive(
 
 
 @given(st.dictionaries(keys, trees), st.dictionaries(keys, trees))
-def test_merge_keeps_what_the_change_does_not_name(base: dict, change: dict) -> None:
+def test_merge_keeps_keys_that_the_change_does_not_name(base: dict, change: dict) -> None:
     merged = merge(base, change)
     assert merge(merged, change) == merged
     assert merge(base, {}) == base
@@ -103,7 +103,7 @@ def test_merge_keeps_what_the_change_does_not_name(base: dict, change: dict) -> 
 
 
 @given(st.lists(keys, min_size=1, max_size=4), st.integers())
-def test_an_override_reaches_the_leaf_that_it_names(path: list[str], value: int) -> None:
+def test_an_override_sets_the_leaf_it_names(path: list[str], value: int) -> None:
     tree = parse_override(f"{'.'.join(path)}={value}")
     for part in path:
         tree = tree[part]

@@ -1,4 +1,4 @@
-"""The settings of a training's length."""
+"""Settings of the length of a training run."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from infini_model.config import load_config
 from infini_model.runtime.errors import ConfigError
 
 
-def test_epochs_and_max_steps_take_each_others_place() -> None:
+def test_epochs_and_max_steps_replace_each_other() -> None:
     asked = load_config(overrides=["training.max_steps=9", "training.epochs=2.5"]).training
     assert (asked.epochs, asked.max_steps) == (2.5, None)
     with pytest.raises(ValueError, match="converted to steps when training starts"):

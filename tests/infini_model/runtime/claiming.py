@@ -1,4 +1,4 @@
-"""Claims on run folders of a small configuration."""
+"""Helpers that claim run folders for a small configuration."""
 
 from pathlib import Path
 

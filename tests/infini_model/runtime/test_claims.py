@@ -21,7 +21,7 @@ from infini_model.runtime.holders import Owner
 from infini_model.runtime.runs import find_run, is_finished, owner_of, run_holder
 
 
-def test_an_interrupted_run_is_gone_on_with_and_a_finished_one_is_not(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not(tmp_path: Path) -> None:
     first = claim(config_of(tmp_path))
     assert first.name == "debug-1"
     assert claim(config_of(tmp_path), finish=True) == first
@@ -31,7 +31,7 @@ def test_an_interrupted_run_is_gone_on_with_and_a_finished_one_is_not(tmp_path: 
     assert (tmp_path / "runs" / "latest").resolve() == second
 
 
-def test_other_settings_or_other_data_are_another_run(tmp_path: Path) -> None:
+def test_other_settings_or_data_start_another_run(tmp_path: Path) -> None:
     first = claim(config_of(tmp_path))
     assert claim(config_of(tmp_path, "training.learning_rate=1e-4")) != first
     assert claim(config_of(tmp_path), "k2") != first
@@ -50,7 +50,7 @@ SCALING = (
 )
 
 
-# Another value than the debug preset's, where it does not follow from the value that is there.
+# Values other than the debug preset's, for keys where none can be derived from its value.
 OTHER: dict[str, tuple[str, ...]] = {
     "data.name": ("data.name=other",),
     "data.source.kind": ("data.source={kind: hub, repository: ag_news}",),
@@ -89,12 +89,12 @@ OTHER: dict[str, tuple[str, ...]] = {
 }
 
 
-# They say which folder is meant.
+# Keys that choose the folder.
 PLACES = {"run.name", "run.preset", "run.output_dir"}
 
 
 def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Every key below `section` but the places, with overrides that change its value."""
+    """Every key below `section` except `PLACES`, with overrides that change its value."""
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{above}{name}"
         if isinstance(value, Section):
@@ -113,7 +113,7 @@ def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]
 
 
 @pytest.mark.parametrize(("key", "change"), list(leaves(load_config())))
-def test_a_run_resumes_under_any_change_but_of_what_decides_its_weights(
+def test_a_run_resumes_with_any_change_that_does_not_decide_its_weights(
     key: str, change: list[str], tmp_path: Path
 ) -> None:
     first = claim(config_of(tmp_path))
@@ -130,7 +130,7 @@ def test_a_run_resumes_under_any_change_but_of_what_decides_its_weights(
         assert resume_config(first, resume).identity == changed.identity
 
 
-def test_two_at_once_never_share_a_folder(tmp_path: Path) -> None:
+def test_concurrent_claims_never_share_a_folder(tmp_path: Path) -> None:
     with (
         claim_run(config_of(tmp_path), "k1", Path("data")) as one,
         claim_run(config_of(tmp_path), "k1", Path("data")) as two,
@@ -150,7 +150,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     assert claim(config_of(tmp_path)).name == "debug-1"
 
 
-def test_a_named_run_is_that_folder_or_an_error(tmp_path: Path) -> None:
+def test_a_named_run_gets_its_folder_or_fails(tmp_path: Path) -> None:
     named = config_of(tmp_path, "run.name=mine")
     assert claim(named, finish=True) == claim(named) == tmp_path / "runs" / "mine"
     with pytest.raises(ConfigError, match=r"run\.name: .*mine .*training\.learning_rate is"):
@@ -161,7 +161,7 @@ def test_a_named_run_is_that_folder_or_an_error(tmp_path: Path) -> None:
         claim(named)
 
 
-def test_the_other_machines_join_the_run_that_the_first_one_holds(tmp_path: Path) -> None:
+def test_other_machines_join_the_run_of_the_first_one(tmp_path: Path) -> None:
     shared = ["run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500"]
     first = config_of(tmp_path, *shared)
     second = config_of(tmp_path, *shared, "launch.node_rank=1")
@@ -171,12 +171,12 @@ def test_the_other_machines_join_the_run_that_the_first_one_holds(tmp_path: Path
             assert joined.result(timeout=30) == run_dir
 
 
-def test_a_claim_killed_before_it_began_leaves_a_usable_name(tmp_path: Path) -> None:
+def test_a_claim_killed_before_the_run_started_leaves_its_name_usable(tmp_path: Path) -> None:
     (tmp_path / "runs" / "debug-1").mkdir(parents=True)
     assert claim(config_of(tmp_path)).name == "debug-1"
 
 
-def test_a_flow_run_gets_its_own_folder_again_and_that_of_nobody_else(tmp_path: Path) -> None:
+def test_a_flow_run_gets_its_own_folder_back_and_no_other(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     first = claim(config, owner=UI, adopt=False)
     assert find_run(tmp_path / "runs", "ui") == first
@@ -190,7 +190,7 @@ def test_a_flow_run_gets_its_own_folder_again_and_that_of_nobody_else(tmp_path: 
         claim(config, "k2", owner=NIGHT, adopt=False)
 
 
-def test_a_flow_run_does_not_take_back_what_another_one_has_continued(tmp_path: Path) -> None:
+def test_a_flow_run_does_not_take_back_a_run_that_another_has_resumed(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     first = claim(config, owner=UI, adopt=False)
     assert claim(config, owner=NIGHT) == first
@@ -198,11 +198,11 @@ def test_a_flow_run_does_not_take_back_what_another_one_has_continued(tmp_path: 
     with pytest.raises(ConfigError, match=message):
         claim(config, owner=UI, adopt=False)
     assert find_run(tmp_path / "runs", "ui") == first
-    # By its name anybody may continue what nobody holds.
+    # Anyone may resume a run by its name if nobody holds it.
     assert claim(resume_config(first), owner=Owner("by name"), adopt=False) == first
 
 
-def test_a_second_claimant_is_told_who_holds_the_run(tmp_path: Path) -> None:
+def test_a_second_claim_fails_and_names_the_holder(tmp_path: Path) -> None:
     named = config_of(tmp_path, "run.name=mine")
     with claim_run(named, "k1", Path("data"), owner=UI) as run_dir:
         holder = run_holder(run_dir)
@@ -215,7 +215,7 @@ def test_a_second_claimant_is_told_who_holds_the_run(tmp_path: Path) -> None:
     assert run_holder(run_dir) is None
 
 
-def test_the_same_flow_run_waits_for_its_own_process_to_end(
+def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path)
@@ -241,7 +241,7 @@ def test_the_same_flow_run_waits_for_its_own_process_to_end(
         assert second.result(timeout=30).name == "debug-1"
 
 
-def test_a_run_is_resumed_with_its_own_settings_on_its_own_dataset(tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_its_own_settings_and_dataset(tmp_path: Path) -> None:
     begun = claim(config_of(tmp_path / "before", "training.learning_rate=2e-3"))
     run_dir = (tmp_path / "before").rename(tmp_path / "after") / "runs" / begun.name
     config = resume_config(run_dir, ["launch.gpus=cpu", "logging.logging_steps=7"])

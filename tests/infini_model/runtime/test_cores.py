@@ -1,4 +1,4 @@
-"""Available cores follow the affinity of the process, where the platform has one."""
+"""Available cores follow the CPU affinity of the process, if the platform has one."""
 
 import os
 import subprocess

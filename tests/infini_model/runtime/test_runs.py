@@ -1,4 +1,4 @@
-"""Run folders: what one records is read back, also what a former version wrote."""
+"""Run folders: their records can be read back, also those of earlier versions."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from infini_model.runtime.runs import (
 )
 
 
-def test_a_run_that_a_former_version_began_is_read_and_continued(tmp_path: Path) -> None:
+def test_a_run_that_an_earlier_version_started_is_read_and_resumed(tmp_path: Path) -> None:
     run_dir = claim(config_of(tmp_path, "launch.attention_backend=math"))
     config = read_run_config(run_dir)
     tree = config.model_dump(mode="json")
@@ -86,7 +86,7 @@ def test_a_run_of_an_older_version_is_finished_if_its_report_is_of_the_last_step
     assert (claim(config, owner=UI) == run_dir) is not finished
 
 
-def test_a_damaged_record_is_no_finished_run(tmp_path: Path) -> None:
+def test_a_run_with_a_damaged_record_is_not_finished(tmp_path: Path) -> None:
     run_dir = claim(config_of(tmp_path), finish=True)
     (run_dir / "evaluation.json").write_text("{")
     assert not is_finished(run_dir)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import operator
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -33,6 +32,7 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks.report import Cell, publish
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.cores import available_cores
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 
 SEGMENT, PAIRS, KEYS, VALUES, FILLERS = 32, 8, 32, 32, 16
@@ -255,7 +255,7 @@ def run_all(options: argparse.Namespace) -> dict[str, dict[int, Figures]]:
     }
     results: dict[str, dict[int, Figures]] = {name: {} for name in seeds}
     with ProcessPoolExecutor(
-        os.cpu_count(),
+        available_cores(),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=torch.set_num_threads,
         initargs=(1,),

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from infini_model.runtime.cores import available_cores
+
 PACKAGES = (
     "torch",
     "numpy",
@@ -134,7 +136,7 @@ def environment() -> dict[str, Any]:
     return {
         "machine": {
             "cpu": _cpu_model(),
-            "cores": os.cpu_count(),
+            "cores": available_cores(),
             "gpus": gpus,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
             "torch_threads": torch.get_num_threads(),

@@ -39,11 +39,12 @@ from benchmarks.tokenize_peers import composite, datatrove, gigatoken_ids, tikto
 from infini_model.data.manifest import SPLITS
 from infini_model.data.shards.stream import open_split
 from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.runtime.cores import available_cores
 
 OURS, USUAL, DATATROVE, COMPOSITE = "infini", "datasets.map", "datatrove", "composite"
 GIGATOKEN, TIKTOKEN = "gigatoken", "tiktoken"
 MEBIBYTE = 1 << 20
-CORES = len(os.sched_getaffinity(0))
+CORES = available_cores()
 
 
 def parse() -> argparse.Namespace:

@@ -24,6 +24,7 @@ from flows.serving.services import (
     status_of,
 )
 from infini_model.config import Config
+from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DeviceError, UserError
 from infini_model.runtime.storage import atomic_file, make_folder
 from infini_model.training.launch.devices import find_driver, list_gpus, torch_cuda
@@ -58,8 +59,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    yield Finding("CPU", f"{cores} cores")
+    yield Finding("CPU", f"{available_cores()} cores")
     yield _memory()
     try:
         gpus = list_gpus()

@@ -22,9 +22,10 @@ from flows.serving.services import (
     served_url,
 )
 from infini_model.config import Config, load_config
+from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.holders import Holder
-from infini_model.runtime.runs import is_finished, resume_config, run_holder
+from infini_model.runtime.runs import is_finished, run_holder
 from infini_model.training.callbacks.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 

@@ -17,8 +17,8 @@ from prefect.flows import Flow
 
 from flows.presets import DEFAULT_PRESET, configure, is_preset
 from infini_model.config import Config, load_config
+from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
-from infini_model.runtime.runs import resume_config
 
 Tree = dict[str, Any]
 

@@ -13,9 +13,10 @@ from flows.owner import current_owner
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
 from infini_model.config import Config
+from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.holders import Owner
-from infini_model.runtime.runs import claim_run, dataset_of, find_run
+from infini_model.runtime.runs import dataset_of, find_run
 from tasks.failures import concluded
 from tasks.flow_run import FLOW
 

@@ -9,7 +9,8 @@ from prefect import flow, get_run_logger
 from flows.form import form, settings
 from flows.owner import current_owner
 from infini_model.config import Config
-from infini_model.runtime.runs import claim_run, is_finished
+from infini_model.runtime.claims import claim_run
+from infini_model.runtime.runs import is_finished
 from tasks.failures import concluded
 from tasks.flow_run import FLOW, name_flow_run
 from tasks.shard import plan_dataset

@@ -1,4 +1,4 @@
-"""The settings: the tree, how it is read, and how mistakes in it are explained."""
+"""Configuration: the tree of settings, reading it, and explaining mistakes in it."""
 
 from infini_model.config.data import (
     MEBIBYTE,

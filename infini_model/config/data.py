@@ -1,4 +1,4 @@
-"""From text to windows: the sections `data` and `packing`."""
+"""Settings from text to training windows: the sections `data` and `packing`."""
 
 from __future__ import annotations
 
@@ -30,57 +30,65 @@ def _check_device(value: str) -> str:
     raise ValueError("takes auto, cpu, cuda, cuda:N, or mixed")
 
 
-# For the form; the validator says more than that a pattern does not match.
+# Pattern for the form. The validator's message is clearer than a failed pattern match.
 DEVICE_SCHEMA = {"type": "string", "pattern": r"^(auto|cpu|cuda(:\d+)?|mixed)$"}
 Device = Annotated[str, AfterValidator(_check_device), WithJsonSchema(DEVICE_SCHEMA)]
 
 
 class FilesSource(Section):
-    """Text in files: local ones are read in place, remote ones are brought down first."""
+    """Text files. Local files are read in place, remote files are downloaded first."""
 
     kind: Literal["files"] = "files"
     paths: list[str] = Field(
         default=["{stdlib}/**/*.py"],
         min_length=1,
-        description="Globs or URLs (http, https, s3, … by fsspec); {stdlib} is the folder of "
-        "Python's own sources. .txt .md .rst .py hold one document a file; .jsonl (.gz, .zst), "
-        ".parquet and .arrow one a row.",
+        description="Globs or URLs (http, https, s3 and whatever else fsspec supports); {stdlib} "
+        "is the folder of Python's standard library. .txt, .md, .rst and .py files hold one "
+        "document each; .jsonl (also .gz, .zst), .parquet and .arrow files hold one per row.",
     )
-    column: str = Field("text", description="Column of .jsonl, .parquet and .arrow files to read.")
+    column: str = Field(
+        "text", description="Column of .jsonl, .parquet and .arrow files that holds the text."
+    )
     errors: Literal["fail", "skip", "replace"] = Field(
         "fail",
-        description="What to do about a document that is not UTF-8: stop and name it, leave it "
-        "out, or put U+FFFD where it is broken.",
+        description="What to do with a document that is not valid UTF-8: fail stops and names it, "
+        "skip leaves it out, replace substitutes U+FFFD for the invalid bytes.",
     )
     separator: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="Text between the documents of a .txt, .md, .rst or .py file, such as a blank "
-        "line; None takes a file as one document.",
+        description="Text that separates the documents in a .txt, .md, .rst or .py file, such as "
+        "a blank line; null (default) reads each file as one document.",
     )
     min_characters: NonNegativeInt = Field(
-        0, description="Shortest document to keep, in characters."
+        0, description="Shortest document to keep, in characters; 0 drops empty documents only."
     )
 
 
 class HubSource(Section):
-    """A dataset of the Hugging Face hub, streamed into raw partitions."""
+    """Dataset on the Hugging Face Hub, streamed to local files."""
 
     kind: Literal["hub"] = "hub"
-    repository: str = Field(description="Name on the hub, such as ccdv/arxiv-summarization.")
-    configuration: str | None = Field(None, description="Configuration (subset) of the dataset.")
-    split: str = Field("train", description="Split of the hub's dataset to read.")
+    repository: str = Field(description="Name on the Hub, such as ccdv/arxiv-summarization.")
+    configuration: str | None = Field(
+        None, description="Configuration (subset) of the dataset; null uses its default one."
+    )
+    split: str = Field("train", description="Split of the Hub dataset to read.")
     revision: str | None = Field(
-        None, description="Commit, tag or branch; pinned to a commit when the download starts."
+        None,
+        description="Commit, tag or branch, resolved to a commit when the download starts; null "
+        "uses the default branch.",
     )
     column: str = Field("text", description="Column that holds the text.")
-    limit: PositiveInt | None = Field(None, description="Rows to read; None reads all of them.")
+    limit: PositiveInt | None = Field(None, description="Rows to read; null reads all.")
     min_characters: NonNegativeInt = Field(
-        0, description="Shortest document to keep, in characters (applied after `limit`)."
+        0,
+        description="Shortest document to keep, in characters, applied after limit; 0 drops empty "
+        "documents only.",
     )
 
 
 def source_kind(value: Any) -> Any:
-    """The kind of source that a section of the tree describes."""
+    """Kind of source that `value`, a `Source` or a mapping, describes; None if it has none."""
     if isinstance(value, Mapping):
         return value.get("kind", "files")
     return getattr(value, "kind", None)
@@ -93,25 +101,27 @@ Source = Annotated[
 
 
 class TokenizerConfig(Section):
-    """How text becomes token ids."""
+    """Tokenizer: how text becomes token ids."""
 
     spec: str = Field(
         "bytes",
         min_length=1,
-        description="bytes (each UTF-8 byte is a token), train (a byte-level BPE trained on the "
-        "corpus), a path to a tokenizer.json, or the name of a tokenizer on the hub.",
+        description="bytes (each UTF-8 byte is a token), train (train a byte-level BPE on the "
+        "corpus), a path to a tokenizer.json, or the name of a tokenizer on the Hub.",
     )
     vocab_size: Annotated[int, Field(ge=257, le=1 << 24)] = Field(
-        4096, description="Entries of the vocabulary that `spec: train` makes."
+        4096, description="Vocabulary size of the tokenizer that spec=train trains."
     )
 
 
 class SplitsConfig(Section):
-    """Shares of the documents; a document's split is chosen by a hash of its content."""
+    """Fraction of the documents in each split; a hash of its content assigns each document."""
 
-    train: Fraction = Field(0.9, description="Share of the documents to train on.")
-    validation: Fraction = Field(0.05, description="Share of the documents to validate on.")
-    test: Fraction = Field(0.05, description="Share of the documents for the final test.")
+    train: Fraction = Field(0.9, description="Fraction of the documents to train on.")
+    validation: Fraction = Field(0.05, description="Fraction of the documents to validate on.")
+    test: Fraction = Field(
+        0.05, description="Fraction of the documents held out for the final test."
+    )
 
     @model_validator(mode="after")
     def _sum_to_one(self) -> Self:
@@ -124,52 +134,61 @@ class SplitsConfig(Section):
 
 
 class DataConfig(Section):
-    """From text to a dataset folder."""
+    """Dataset: its source, tokenizer and splits."""
 
-    # What it decides is in the dataset's key, which depends on content alone.
+    # It decides the dataset, and a run is tied to that by the dataset's content key.
     decides_weights = False
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
-        "corpus", description="First part of the dataset folder's name; the content key follows."
+        "corpus", description="Prefix of the dataset folder's name; a content key is appended."
     )
     source: Source = Field(FilesSource(errors="skip"), description="Where the text comes from.")
     tokenizer: TokenizerConfig = TokenizerConfig()
     splits: SplitsConfig = SplitsConfig()
     folder: Path | None = Field(
-        None, description="A finished dataset folder to use instead of making one."
+        None,
+        description="Finished dataset folder to use; null builds the dataset from source, or "
+        "reuses it if it exists.",
     )
     partition_megabytes: PositiveInt = Field(
         32,
-        description="Text in one partition at most, in MiB, the unit of parallel work and of "
-        "reuse; there are a power of two of them, and a small corpus has smaller ones. Each "
-        "thread needs five to ten times as much memory.",
+        description="Largest partition, in MiB of text. A partition is the unit of parallel work "
+        "and of reuse; their number is a power of two, and a small corpus has smaller ones. Each "
+        "thread needs five to ten times this much memory.",
     )
     workers: NonNegativeInt = Field(
         0,
-        description="Threads that read and tokenise; 0 is one for each core, and to tokenise one "
-        "more.",
+        description="Threads that read and tokenise; 0 (default) is one per available core, plus "
+        "one for tokenising.",
     )
     device: Device = Field(
         "auto",
-        description="Where to tokenise: cpu, which is auto as well; cuda, which is every GPU, or "
-        "cuda:N; mixed is every GPU and the other cores. The tokens are the same everywhere.",
+        description="Where to tokenise: cpu (auto is the same), cuda (all GPUs), cuda:N (one GPU) "
+        "or mixed (all GPUs and the remaining cores). The tokens are identical on all of them.",
     )
     batch_size: PositiveInt = Field(
-        1 << 16, description="Documents tokenised at once at most, of 16 MiB or one of any size."
+        1 << 16,
+        description="Most documents to tokenise in one batch; a batch also ends at 16 MiB of text, "
+        "unless it is a single document.",
     )
 
 
 class PackingConfig(Section):
-    """How the token stream is cut into windows; it never costs a new tokenisation."""
+    """How the token stream is cut into windows; changing it needs no new tokenisation."""
 
     decides_weights = True
 
     mode: Literal["packed", "document", "aligned"] = Field(
         "packed",
-        description="packed cuts the token stream into windows; document cuts each document by "
-        "itself; aligned starts each document on a segment boundary and resets the memory there.",
+        description="packed cuts the token stream into windows that may span documents; document "
+        "cuts each document separately; aligned starts each document on a segment boundary and "
+        "resets the memory there.",
     )
-    context_length: PositiveInt = Field(512, description="Tokens the model sees in one window.")
+    context_length: PositiveInt = Field(
+        512, description="Tokens in one window; a multiple of model.segment_length."
+    )
     remainder: Literal["drop", "pad"] = Field(
-        "drop", description="document mode: what becomes of the tokens after the last full window."
+        "drop",
+        description="What to do with the tokens after a document's last full window (mode=document "
+        "only): drop them, or pad them to a full window.",
     )

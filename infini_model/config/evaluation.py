@@ -15,18 +15,19 @@ class SampleConfig(Section):
     """How text is generated: the sample of the report, and `infini generate`."""
 
     prompt_tokens: PositiveInt = Field(
-        256, description="Tokens of a test document that the report's sample continues."
+        256, description="Length of the prompt of the report's sample, in tokens."
     )
-    max_new_tokens: PositiveInt = Field(200, description="Tokens to generate at most.")
+    max_new_tokens: PositiveInt = Field(200, description="Most tokens to generate.")
     temperature: NonNegativeFloat = Field(
-        0.8, description="Divides the logits before sampling; 0 always takes the likeliest token."
+        0.8, description="Sampling temperature; 0 always takes the most likely token."
     )
     top_k: PositiveInt | None = Field(
-        50, description="Sample from so many of the likeliest tokens; None from all."
+        50, description="Sample from the k most likely tokens only; null samples from all."
     )
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None,
-        description="Sample from the fewest likeliest tokens whose probabilities add up to this.",
+        description="Sample from the smallest set of most likely tokens with at least this total "
+        "probability; null (default) is off.",
     )
 
 
@@ -38,11 +39,9 @@ class EvaluationConfig(Section):
     max_windows: PositiveInt | None = Field(
         None,
         description="Windows of the validation and of the test split to score: a fixed sample over "
-        "the whole split, the same during training and in the report. None scores all.",
+        "the whole split, the same during training and in the report. null (default) scores all.",
     )
-    batch_size: PositiveInt = Field(
-        8, description="Windows that the evaluate stage scores at once."
-    )
+    batch_size: PositiveInt = Field(8, description="Windows per batch in the evaluate stage.")
     tasks: list[EvaluationTaskName] = Field(
         default=["loss", "loss_by_segment", "sample"],
         min_length=1,

@@ -1,4 +1,4 @@
-"""Explains what is wrong with a tree of settings: one line that names the key and what it takes."""
+"""Turns a validation error into one line that names the key and the values it takes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from infini_model.config.tree import Config
 
 
 def one_line(error: ValidationError) -> str:
-    """The first mistake of a tree that `Config` refused."""
+    """The first error of a tree that `Config` rejected, as one line."""
     first = error.errors(include_url=False)[0]
-    # A discriminated union puts its tag (`files`, `hub`) into the path; the user never wrote it.
+    # A discriminated union adds its tag (`files`, `hub`) to the path; the user did not write it.
     key = ".".join(str(part) for part in first["loc"] if part not in ("files", "hub"))
     if first["type"] == "extra_forbidden":
         return _unknown(key, first["input"])
@@ -32,7 +32,7 @@ def one_line(error: ValidationError) -> str:
 
 @functools.cache
 def all_keys() -> tuple[str, ...]:
-    """The full name of every setting, such as `training.max_steps`, in the order of the tree."""
+    """Full name of every setting, such as `training.max_steps`, in tree order."""
     return tuple(dict.fromkeys(_keys_below(Config, "")))
 
 
@@ -46,7 +46,7 @@ def _keys_below(section: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field may hold: none for a plain value, two for a source."""
+    """Sections that a field may hold: none for a plain value, two for a source."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -54,7 +54,7 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _unknown(key: str, value: Any) -> str:
-    """What to say of a key that its section does not have, and of its leaf if it is a section."""
+    """Message for an unknown key, or for the first key in an unknown section."""
     if key in all_keys():
         return f"{key}: unknown key for this kind of source"
     section, _, name = key.rpartition(".")
@@ -82,7 +82,7 @@ def _either(names: list[str]) -> str:
 
 
 def _names_in(section: str) -> list[str]:
-    """The keys and sections right below a section; none below one that does not exist."""
+    """Keys and subsections directly in a section; empty if the section does not exist."""
     prefix = f"{section}." if section else ""
     below = (key[len(prefix) :] for key in all_keys() if key.startswith(prefix))
     return list(dict.fromkeys(name.partition(".")[0] for name in below))

@@ -1,4 +1,4 @@
-"""The shape of a model: the section `model`. Names follow Hugging Face's `LlamaConfig`."""
+"""Settings of the model: the section `model`, named after Hugging Face's `LlamaConfig`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from infini_model.config.section import Section
 
 
 class RopeScaling(Section):
-    """Rotary frequencies as Llama 3.1 stretches them, for contexts longer than the pretraining's.
+    """Llama 3.1 scaling of the rotary frequencies, for contexts longer than in pretraining.
 
-    Wavelengths longer than original_max_position_embeddings / low_freq_factor become `factor` times
-    as long, those shorter than … / high_freq_factor stay, and between them the change is gradual.
+    Wavelengths above original_max_position_embeddings / low_freq_factor are multiplied by `factor`,
+    those below original_max_position_embeddings / high_freq_factor are unchanged, and those in
+    between are interpolated.
     """
 
-    rope_type: Literal["llama3"] = Field("llama3", description="How frequencies are changed.")
+    rope_type: Literal["llama3"] = Field("llama3", description="Scaling method; only llama3.")
     factor: Annotated[float, Field(ge=1.0)] = Field(
-        description="How many times longer the longest wavelengths become."
+        description="Factor by which the longest wavelengths are multiplied."
     )
     low_freq_factor: PositiveFloat = Field(
-        description="Where the full change ends: original length / wavelength."
+        description="Below this ratio of original length to wavelength, scaling is full."
     )
     high_freq_factor: PositiveFloat = Field(
-        description="Where the change has faded out: original length / wavelength."
+        description="Above this ratio of original length to wavelength, nothing is scaled."
     )
     original_max_position_embeddings: PositiveInt = Field(
-        description="Context length of the pretraining, in tokens."
+        description="Context length in pretraining, in tokens."
     )
 
     @model_validator(mode="after")
@@ -47,62 +48,68 @@ class RopeScaling(Section):
         return self
 
 
-def _share_of_a_head(fields: dict[str, Any]) -> int:
+def _default_head_dim(fields: dict[str, Any]) -> int:
     return int(fields["hidden_size"] // fields["num_attention_heads"])
 
 
 class ModelConfig(Section):
-    """The shape of an Infini-Llama."""
+    """Shape of the model."""
 
     decides_weights = True
 
     vocab_size: PositiveInt | None = Field(
-        None, description="Entries of the embedding; None takes the tokenizer's."
+        None, description="Vocabulary size; null (default) uses the tokenizer's."
     )
     hidden_size: PositiveInt = Field(128, description="Width of the residual stream.")
-    num_hidden_layers: PositiveInt = Field(2, description="Decoder layers.")
-    num_attention_heads: PositiveInt = Field(4, description="Query heads of a layer.")
+    num_hidden_layers: PositiveInt = Field(2, description="Number of decoder layers.")
+    num_attention_heads: PositiveInt = Field(4, description="Query heads per layer.")
     num_key_value_heads: PositiveInt | None = Field(
-        None, description="Key-value heads of a layer; None is one for each query head."
+        None, description="Key-value heads per layer; null (default) is one per query head."
     )
     head_dim: PositiveInt = Field(
-        default_factory=_share_of_a_head,
-        description="Width of one head; the default is hidden_size / num_attention_heads.",
+        default_factory=_default_head_dim,
+        description="Width of a head; the default is hidden_size / num_attention_heads.",
     )
-    intermediate_size: PositiveInt = Field(384, description="Width of the SwiGLU feed-forward.")
-    rope_theta: PositiveFloat = Field(10_000.0, description="Base of the rotary embedding.")
+    intermediate_size: PositiveInt = Field(
+        384, description="Width of the SwiGLU feed-forward layer."
+    )
+    rope_theta: PositiveFloat = Field(10_000.0, description="Base period of the rotary embedding.")
     rope_scaling: RopeScaling | None = Field(
-        None, description="Change of the rotary frequencies as in Llama 3.1; None leaves them."
+        None, description="Llama 3.1 scaling of the rotary frequencies; null (default) is off."
     )
     rms_norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of RMSNorm.")
     tie_word_embeddings: bool = Field(
-        False, description="Whether the output layer is the embedding itself."
+        False, description="Whether the output layer shares the weights of the embedding."
     )
     initializer_range: PositiveFloat = Field(
-        0.02, description="Standard deviation of the first weights."
+        0.02, description="Standard deviation of the initial weights."
     )
     segment_length: PositiveInt = Field(
-        128, description="Tokens of a segment: exact attention inside, memory beyond."
+        128,
+        description="Tokens in a segment: attention is exact within it, earlier segments are read "
+        "from the compressive memory.",
     )
     memory: Literal["linear", "delta", "none"] = Field(
         "linear",
-        description="Update rule of the compressive memory: linear adds, delta overwrites what "
-        "stands under the same keys; none keeps segments apart.",
+        description="Update rule of the compressive memory: linear adds new values, delta first "
+        "removes the values stored under the same keys; none turns the memory off, so that no "
+        "segment sees an earlier one.",
     )
     memory_key_shift: bool = Field(
         True,
-        description="Whether values are filed under a learned mix of their own key and the one "
-        "before, so that the memory can answer what came after; false is the paper's form.",
+        description="Whether the memory stores a value under a learned mix of its own and the "
+        "previous token's key, so that it can recall what followed a token; false is the form in "
+        "the paper.",
     )
 
     @property
     def key_value_heads(self) -> int:
-        """Key-value heads of a layer, resolved."""
+        """Key-value heads per layer, with the default resolved."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @model_serializer(mode="wrap")
     def _without_the_default_head_dim(self, serialize: SerializerFunctionWrapHandler) -> Any:
-        """Leave out what follows from other fields: they may be overridden in a written tree."""
+        """Omit a default `head_dim`: the fields it is computed from may be overridden later."""
         tree = serialize(self)
         if "head_dim" not in self.model_fields_set:
             tree.pop("head_dim", None)

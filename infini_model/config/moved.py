@@ -1,11 +1,11 @@
-"""Keys that had another place in a former version, and the settings of a run that it recorded."""
+"""Keys that have moved, and how settings recorded by earlier versions are read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# The old place to the new one.
+# From the old key to the new one.
 MOVED: dict[str, str] = {
     "evaluation.max_new_tokens": "evaluation.sample.max_new_tokens",
     "evaluation.prompt_tokens": "evaluation.sample.prompt_tokens",
@@ -31,9 +31,8 @@ MOVED: dict[str, str] = {
     "training.tensorboard_dir": "logging.tensorboard_dir",
 }
 
-
 # Keys that have no successor with the same meaning, and what takes their place.
-_COUNTED_IN_BATCHES = "evaluation.max_windows takes its place: windows, not batches"
+_COUNTED_IN_BATCHES = "use evaluation.max_windows instead, which counts windows, not batches"
 REMOVED: dict[str, str] = {
     "evaluation.max_batches": _COUNTED_IN_BATCHES,
     "logging.eval_batches": _COUNTED_IN_BATCHES,
@@ -42,7 +41,7 @@ REMOVED: dict[str, str] = {
 
 
 def with_keys_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree`, which a former version may have written, with its keys where they are today."""
+    """Copy of `tree`, which an earlier version may have written, with moved keys renamed."""
     sections: dict[str, Any] = _copied(tree)
     for key in REMOVED:
         _take(sections, key)

@@ -1,8 +1,8 @@
-"""Names of settings as other projects and the guides write them, and what they are here.
+"""Names that other projects and tutorials use for settings, and the keys they correspond to.
 
-A name stands for itself (`grad_accum_nums`) wherever a user writes it, or for one place
-(`system.device`). What it leads to is a key of the tree, or, where no key means the same, a clause
-that says what takes its place. `infini_model.config.explaining` looks here first.
+A name is matched in any section (`grad_accum_nums`) or at one place (`system.device`). Its value is
+a key of the tree or, if no key is equivalent, a clause that says what to use instead.
+`infini_model.config.explaining` looks here first.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from __future__ import annotations
 from infini_model.config.moved import MOVED, REMOVED
 
 NAMES: dict[str, str] = {
-    # the guides
+    # tutorials
     "grad_accum_nums": "training.gradient_accumulation_steps",
     "init_std": "model.initializer_range",
-    "use_amp": "training.precision takes its place: fp32 is off, bf16 and fp16 are on",
-    "fp16": "training.precision=fp16 takes its place",
-    "no_fp16": "training.precision=fp32 takes its place",
-    "num_workers": "training needs no loader workers; data.workers sets the threads that tokenise",
+    "use_amp": "use training.precision instead: fp32 for off, bf16 or fp16 for on",
+    "fp16": "use training.precision=fp16 instead",
+    "no_fp16": "use training.precision=fp32 instead",
+    "num_workers": "training needs no loader workers; data.workers sets the tokenising threads",
     "chunk_size": "packing.context_length",
     "save_dir": "run.output_dir",
-    "model_name": "the section model sets the shape, data.tokenizer.spec names the tokenizer",
-    "system.device": "launch.gpus takes its place: auto, all, cpu, or numbers such as 0,3",
+    "model_name": "the section model sets the shape, data.tokenizer.spec the tokenizer",
+    "system.device": "use launch.gpus instead: auto, all, cpu, or numbers such as 0,3",
     "system.device_id": "launch.gpus",
     "device_id": "launch.gpus",
     "gpu_id": "launch.gpus",
     # torchrun
     "nproc_per_node": "launch.processes",
     "nnodes": "launch.num_nodes",
-    "master_addr": "launch.rdzv_endpoint=host:port takes the place of both address and port",
-    "master_port": "launch.rdzv_endpoint=host:port takes the place of both address and port",
+    "master_addr": "use launch.rdzv_endpoint=host:port instead",
+    "master_port": "use launch.rdzv_endpoint=host:port instead",
     # transformers
     "per_device_train_batch_size": "training.batch_size",
     "per_device_eval_batch_size": "evaluation.batch_size",
     "num_train_epochs": "training.epochs",
-    "bf16": "training.precision=bf16 takes its place",
+    "bf16": "use training.precision=bf16 instead",
     "lr": "training.learning_rate",
     "clip_grad": "training.max_grad_norm",
     "max_position_embeddings": "packing.context_length",
@@ -55,7 +55,7 @@ NAMES: dict[str, str] = {
     "hf_dataset_or_datasets": "data.source.repository",
     "text_column_name": "data.source.column",
     "tokenizer_name_or_path": "data.tokenizer.spec",
-    # former versions
+    # earlier versions
     **MOVED,
     **REMOVED,
 }

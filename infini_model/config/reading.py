@@ -1,7 +1,7 @@
-"""Reads files and overrides into the tree.
+"""Reads files and overrides into a `Config`.
 
-`load_config` merges, from the weakest to the strongest: the defaults of the tree, a file, and
-overrides, which are parts of a tree or dotted, such as `training.max_steps=20`.
+`load_config` merges, in increasing precedence: the defaults, a file, and overrides, which are
+partial trees or dotted strings such as `training.max_steps=20`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from infini_model.config.explaining import one_line
 from infini_model.config.tree import Config
 from infini_model.runtime.errors import ConfigError
 
-# A string, which may hold `//` (a URL), or a comment.
+# A string, which may contain `//` (a URL), or a comment.
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def _parse_yaml(text: str) -> Any:
-    """Read YAML. Raises `ValueError`; a machine that reads JSON alone needs no PyYAML."""
+    """Read YAML. Raises `ValueError`. PyYAML is imported here: reading JSON does not need it."""
     import yaml
 
     try:
@@ -39,7 +39,7 @@ def _parse_json(text: str) -> Any:
     def blank(found: re.Match[str]) -> str:
         if found[0].startswith('"'):
             return found[0]
-        return re.sub(r"[^\n]", " ", found[0])  # What follows keeps its line and column.
+        return re.sub(r"[^\n]", " ", found[0])  # Keep line and column numbers.
 
     return json.loads(_STRING_OR_COMMENT.sub(blank, text))
 
@@ -57,9 +57,9 @@ def _parse_mapping(text: str, origin: str) -> dict[str, Any]:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The tree that a YAML or JSON file holds, not checked yet; JSON may have comments.
+    """The unvalidated tree in a YAML or JSON file; JSON may have comments.
 
-    Raises `ConfigError` that names the file, and the line of a mistake.
+    Raises `ConfigError` that names the file, and the line of a syntax error.
     """
     try:
         return _parse_mapping(path.read_text(encoding="utf-8"), str(path))
@@ -70,10 +70,10 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `change` laid over it; neither is altered.
+    """Copy of `base` with the leaves of `change` applied.
 
-    A source of another kind takes the place of the one in `base`: they have other keys. So do
-    `epochs` and `max_steps`, of which there can be one.
+    A source of another kind replaces the one in `base`, since its keys differ. Setting one of
+    `epochs` and `max_steps` removes the other.
     """
     if change.get("kind", source_kind(base)) != source_kind(base):
         return dict(change)
@@ -91,9 +91,9 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`training.max_steps=20` as a nested mapping; the value is read as YAML.
+    """Parse `training.max_steps=20` into a nested mapping; the value is read as YAML.
 
-    Raises `ConfigError` where there is no `=` or the value is no YAML.
+    Raises `ConfigError` if there is no `=` or the value is not valid YAML.
     """
     import yaml
 
@@ -103,7 +103,7 @@ def parse_override(text: str) -> dict[str, Any]:
     try:
         tree: Any = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {value!r} is no YAML value") from error
+        raise ConfigError(f"{key}: {value!r} is not valid YAML") from error
     *sections, leaf = key.split(".")
     change = {leaf: tree}
     for part in reversed(sections):
@@ -112,7 +112,7 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def validate(tree: Mapping[str, Any]) -> Config:
-    """The tree as a `Config`. Raises `ConfigError`, one line that names the first wrong key."""
+    """Validate a tree. Raises `ConfigError`: one line that names the first wrong key."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -122,10 +122,10 @@ def validate(tree: Mapping[str, Any]) -> Config:
 def load_config(
     file: Path | None = None, overrides: Iterable[str | Mapping[str, Any]] = ()
 ) -> Config:
-    """Read a file, if there is one, lay the overrides over it in turn, and check the whole.
+    """Read a file, if given, apply the overrides in order, and validate the result.
 
-    Raises `ConfigError` in one line: a missing file, an unknown key, or a value of a wrong type or
-    range.
+    Raises `ConfigError`, one line long, for an unreadable file, an unknown key, or a value of the
+    wrong type or out of range.
     """
     tree = {} if file is None else read_tree(file)
     for override in overrides:
@@ -135,7 +135,7 @@ def load_config(
 
 
 def dump_config(config: Config) -> str:
-    """The whole tree as YAML, which `load_config` reads back to an equal `Config`."""
+    """The tree as YAML; `load_config` reads it back to an equal `Config`."""
     import yaml
 
     tree = config.model_dump(mode="json")

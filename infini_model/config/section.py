@@ -1,4 +1,4 @@
-"""What every section of the tree has in common."""
+"""Base class of every section of the configuration tree."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class _DecidesWeights:
-    """Marks a field that decides the weights in a section whose other fields do not."""
+    """Marks a field that decides the weights in a section that otherwise does not."""
 
 
 DECIDES_WEIGHTS = _DecidesWeights()
 
 
 class Section(BaseModel):
-    """A part of the tree: unknown keys are refused, values are finite and do not change.
+    """Part of the tree: immutable, without unknown keys, all numbers finite.
 
-    YAML reads `launch.gpus=0` as a number; where text is wanted it is taken as text.
+    Numbers are accepted for string fields, since YAML reads `launch.gpus=0` as a number.
 
     Attributes:
-        decides_weights: Whether another value of its fields gives other weights at the end of a
-            run; an interrupted run resumes under any change of the others. Every section of
-            `Config` says so of itself, and its own sections follow it.
+        decides_weights: Whether changing a field of this section changes the final weights of a
+            run. Fields that do not may be changed when a run resumes. Every direct section of
+            `Config` sets this, and it covers the sections nested in it.
     """
 
     decides_weights: ClassVar[bool]

@@ -1,6 +1,6 @@
-"""A training: the sections `training`, `launch`, `logging` and `checkpoint`.
+"""Settings of a training run: the sections `training`, `launch`, `logging` and `checkpoint`.
 
-Names follow Hugging Face's `TrainingArguments`.
+They are named after Hugging Face's `TrainingArguments`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _check_gpus(value: str) -> str:
     raise ValueError("takes auto, all, cpu, or device numbers such as 0,3")
 
 
-# For the form; the validator says more than that a pattern does not match.
+# Pattern for the form. The validator's message is clearer than a failed pattern match.
 GPUS_SCHEMA = {"type": "string", "pattern": r"^(auto|all|cpu|\d+(,\d+)*)$"}
 Gpus = Annotated[str, AfterValidator(_check_gpus), WithJsonSchema(GPUS_SCHEMA)]
 AttentionBackend = Literal["auto", "flash_attn", "flash", "cudnn", "efficient", "math", "tiled"]
 
 
-def _steps_without_epochs(fields: dict[str, Any]) -> int | None:
+def _default_max_steps(fields: dict[str, Any]) -> int | None:
     return 200 if fields.get("epochs") is None else None
 
 
@@ -46,105 +46,114 @@ class TrainingConfig(Section):
 
     epochs: PositiveFloat | None = Field(
         None,
-        description="Passes over the training split, such as 3 or 0.5, instead of max_steps; the "
-        "steps that this takes are known when the training starts.",
+        description="Passes over the training split, such as 3 or 0.5; set this or max_steps. "
+        "Converted to steps when training starts.",
     )
     max_steps: PositiveInt | None = Field(
-        default_factory=_steps_without_epochs,
-        description="Optimizer steps in all; None where epochs is given.",
+        default_factory=_default_max_steps,
+        description="Total optimizer steps; the default is 200, or null if epochs is set.",
     )
     batch_size: PositiveInt = Field(
         8,
-        description="Windows a process reads at once; the global batch is batch_size × "
+        description="Windows per process and micro-batch; the global batch is batch_size × "
         "gradient_accumulation_steps × processes.",
     )
     gradient_accumulation_steps: PositiveInt = Field(
-        1, description="Micro-batches whose gradients make one step."
+        1, description="Micro-batches accumulated per optimizer step."
     )
-    learning_rate: PositiveFloat = Field(1e-3, description="Peak of AdamW's learning rate.")
+    learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate of AdamW.")
     gate_learning_rate: PositiveFloat = Field(
         1e-2, description="Peak learning rate of the memory gates and key shifts."
     )
     min_learning_rate_ratio: Fraction = Field(
-        0.1, description="Where the cosine ends, as a share of the peak."
+        0.1, description="Final learning rate of the cosine schedule, as a fraction of the peak."
     )
-    warmup_steps: NonNegativeInt = Field(20, description="Steps of linear warm-up.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="AdamW's decay of the matrices.")
+    warmup_steps: NonNegativeInt = Field(20, description="Optimizer steps of linear warm-up.")
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="AdamW's weight decay, applied to matrices only."
+    )
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW's beta1.")
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's beta2.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Norm to which gradients are clipped.")
+    max_grad_norm: PositiveFloat = Field(
+        1.0, description="Gradient norm above which gradients are clipped."
+    )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto",
-        description="Type of the matrix products; auto is bf16 on CUDA and fp32 on a CPU. fp16 is "
-        "for GPUs without bf16: the loss is scaled, and a step whose gradients overflow is "
-        "skipped. Weights and optimizer stay in float32.",
+        description="Data type of matrix products; auto is bf16 on CUDA and fp32 on the CPU. fp16 "
+        "is for GPUs without bf16: it scales the loss and skips steps whose gradients overflow. "
+        "Weights and optimizer state stay in float32.",
     )
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps in all. Raises `ValueError` while only `epochs` says how many."""
+        """Total optimizer steps. Raises `ValueError` if only `epochs` is set."""
         if self.max_steps is None:
-            raise ValueError("the steps of training.epochs are known when the training starts")
+            raise ValueError("training.epochs is converted to steps when training starts")
         return self.max_steps
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _one_duration(self) -> Self:
         if (self.max_steps is None) == (self.epochs is None):
-            raise ValueError("takes max_steps or epochs, one of the two")
+            raise ValueError("takes exactly one of max_steps and epochs")
         return self
 
 
 class LaunchConfig(Section):
-    """Where and on what a training runs, and what is done when it hangs or fails."""
+    """Hardware and processes of a training run, and how hangs and failures are handled."""
 
     decides_weights = False
 
     gpus: Gpus = Field(
-        "auto", description="auto (the freest first), all, a list such as 0,3, or cpu."
+        "auto",
+        description="auto (the GPUs with the most free memory, all of them unless processes is "
+        "set; the CPU if there is none), all, GPU numbers such as 0,3, or cpu.",
     )
     processes: PositiveInt | None = Field(
-        None, description="Processes on this machine; None is one a GPU, or one on a CPU."
+        None,
+        description="Processes on this machine; null (default) is one per GPU, or one on the CPU.",
     )
-    num_nodes: PositiveInt = Field(1, description="Machines that train together.")
-    node_rank: NonNegativeInt = Field(0, description="Number of this machine among them.")
+    num_nodes: PositiveInt = Field(1, description="Number of machines that train together.")
+    node_rank: NonNegativeInt = Field(
+        0, description="Rank of this machine, from 0 to num_nodes - 1."
+    )
     rdzv_endpoint: str | None = Field(
-        None, description="host:port of the first machine, for num_nodes over 1."
+        None, description="host:port of the machine of rank 0; required if num_nodes is over 1."
     )
     strategy: Literal["ddp", "fsdp"] = Field(
         "ddp",
-        description="How processes share the work: ddp gives each a copy of the model; fsdp gives "
-        "each a part of it, for models that are too large for one device. It may change between "
-        "two halves of a run.",
+        description="How processes share the model: ddp keeps a full copy in each; fsdp shards it, "
+        "for models too large for one device. May change when a run resumes.",
     )
     attention_backend: AttentionBackend = Field(
         "auto",
-        description="Kernel of the attention inside segments: flash_attn is the package, tiled "
-        "this library's own for CPUs, the others are PyTorch's; auto takes the fastest there is.",
+        description="Kernel for the attention within segments: flash_attn is the package of that "
+        "name, tiled is this library's CPU kernel, the others are PyTorch's; auto uses the fastest "
+        "one available.",
     )
     gradient_checkpointing: bool = Field(
         False,
-        description="Whether a layer's activations are computed again in the backward pass instead "
-        "of kept: less memory, about a third more time, the same numbers.",
+        description="Whether to recompute activations in the backward pass instead of storing "
+        "them: less memory, about a third more time, identical results.",
     )
     deterministic: bool = Field(
         True,
-        description="Whether a GPU adds up in a fixed order wherever it can, so that a resumed "
-        "training ends with the same bits; false may be faster.",
+        description="Whether GPUs use deterministic kernels where available, so that a resumed run "
+        "ends bit-identical to an uninterrupted one; false may be faster.",
     )
     hang_timeout_seconds: PositiveFloat | None = Field(
         None,
-        description="Seconds without a step after which a training counts as hung and is ended; "
-        "None is 20 times the usual step, at least a minute.",
+        description="Seconds without a step after which training counts as hung and is killed; "
+        "null (default) is 20 times the usual step time, at least 60 s.",
     )
     skip_non_finite: bool = Field(
         False,
-        description="Whether a training that ended with NaN or infinity passes over the global "
-        "batch that did it when it is tried again.",
+        description="Whether a retry after a NaN or infinite loss or gradient skips the global "
+        "batch that caused it.",
     )
 
     @model_validator(mode="after")
-    def _nodes_meet(self) -> Self:
+    def _nodes_can_connect(self) -> Self:
         if self.node_rank >= self.num_nodes:
             raise ValueError(f"node_rank {self.node_rank} must be below num_nodes {self.num_nodes}")
         if self.num_nodes > 1 and self.rdzv_endpoint is None:
@@ -153,24 +162,30 @@ class LaunchConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What a training tells of itself on its way, and how often."""
+    """What a training run reports while it runs, and how often."""
 
     decides_weights = False
 
-    logging_steps: PositiveInt = Field(10, description="Steps from one log line to the next.")
-    eval_steps: PositiveInt = Field(50, description="Steps from one validation to the next.")
+    logging_steps: PositiveInt = Field(10, description="Steps between log lines.")
+    eval_steps: PositiveInt = Field(50, description="Steps between validations.")
     tensorboard_dir: Path | None = Field(
-        None, description="Folder for TensorBoard; None is logs/tensorboard of the run."
+        None,
+        description="Folder for TensorBoard files; null (default) is logs/tensorboard in the run "
+        "folder.",
     )
     debug: bool = Field(
-        False, description="Print the report of the tensors at fault when a number goes wrong."
+        False,
+        description="Whether to print a report of the tensors at fault when a loss or gradient is "
+        "NaN or infinite.",
     )
 
 
 class CheckpointConfig(Section):
-    """How often a training is saved, and what is kept."""
+    """How often checkpoints are saved, and how many are kept."""
 
     decides_weights = False
 
-    save_steps: PositiveInt = Field(50, description="Steps from one checkpoint to the next.")
-    save_total_limit: PositiveInt = Field(2, description="Newest checkpoints to keep.")
+    save_steps: PositiveInt = Field(50, description="Steps between checkpoints.")
+    save_total_limit: PositiveInt = Field(
+        2, description="Checkpoints to keep; older ones are deleted."
+    )

@@ -1,7 +1,7 @@
-"""One tree of settings: the YAML presets, the Prefect form and the command-line overrides.
+"""The configuration tree behind the YAML presets, the Prefect form and command-line overrides.
 
-Unknown keys are refused, and every value is checked before any work starts. Nothing here imports
-torch, so that a worker or the UI loads the tree in a blink.
+Unknown keys are rejected, and every value is checked before any work starts. Nothing here imports
+torch, so that a worker or the UI loads the tree quickly.
 """
 
 from __future__ import annotations
@@ -31,48 +31,52 @@ from infini_model.config.training import (
 
 
 class TrackingConfig(Section):
-    """Where the record of a run goes."""
+    """Experiment tracking: MLflow and TensorBoard."""
 
     decides_weights = False
 
-    mlflow: bool = Field(True, description="Whether runs are recorded in MLflow.")
+    mlflow: bool = Field(True, description="Whether to record runs in MLflow.")
     tracking_uri: str | None = Field(
-        None, description="MLflow's address; None is a SQLite file in run.output_dir."
+        None,
+        description="MLflow tracking URI; null (default) is a SQLite file in run.output_dir.",
     )
-    experiment_name: str = Field("infini-llama", description="MLflow experiment of the runs.")
+    experiment_name: str = Field("infini-llama", description="MLflow experiment to record runs in.")
     log_model: bool = Field(
         True,
-        description="Whether the model of a finished run is logged in MLflow, from where it can be "
-        "loaded; costs a copy of the weights, four bytes a parameter.",
+        description="Whether to log the final model to MLflow, so that it can be loaded from "
+        "there; stores a copy of the weights, four bytes per parameter.",
     )
     registered_model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None,
-        description="Name under which the logged model is registered in MLflow; of its versions "
-        "the one with the lowest validation loss has the alias best. None registers nothing.",
+        description="Name to register the logged model under in MLflow; the alias best points to "
+        "the version with the lowest validation loss. null (default) does not register it.",
     )
-    tensorboard: bool = Field(True, description="Whether TensorBoard files are written.")
+    tensorboard: bool = Field(True, description="Whether to write TensorBoard files.")
 
     @model_validator(mode="after")
-    def _registers_what_is_logged(self) -> Self:
+    def _registered_model_is_logged(self) -> Self:
         if self.registered_model is not None and not (self.mlflow and self.log_model):
             raise ValueError("registered_model needs mlflow and log_model")
         return self
 
 
 class StageConfig(Section):
-    """How a Prefect task is retried and when it is ended."""
+    """Retries and timeout of a Prefect task."""
 
-    retries: NonNegativeInt = Field(2, description="Further tries after a failure.")
+    retries: NonNegativeInt = Field(2, description="Retries after a failure.")
     retry_delay_seconds: NonNegativeFloat = Field(
-        2.0, description="Delay before the first retry in seconds; doubled each time, jittered."
+        2.0,
+        description="Seconds before the first retry; doubled for each further one, with jitter.",
     )
     timeout_seconds: PositiveFloat | None = Field(
-        None, description="Seconds after which the stage and all its processes are ended."
+        None,
+        description="Seconds after which the stage and all its processes are killed; null "
+        "(default) is no limit.",
     )
 
 
 class StagesConfig(Section):
-    """The four stages of the pipeline."""
+    """Retries and timeouts of the four stages of the pipeline."""
 
     decides_weights = False
 
@@ -83,42 +87,44 @@ class StagesConfig(Section):
 
 
 class RunConfig(Section):
-    """Names, places and the seed of a run."""
+    """Name, folders, seed and log level of a run."""
 
     decides_weights = False
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
-        None, description="Folder of the run below runs/; None numbers runs of the preset."
+        None,
+        description="Name of the run folder in runs/; null (default) resumes an interrupted run of "
+        "the same settings or numbers a new one after the preset.",
     )
-    preset: str | None = Field(None, description="Preset that the tree began from.")
+    preset: str | None = Field(None, description="Preset the settings are based on.")
     output_dir: Path = Field(
         default_factory=lambda: Path(os.environ.get("INFINI_OUTPUT_DIR", "outputs")),
-        description="Folder that holds datasets/, runs/ and the records; the environment variable "
-        "INFINI_OUTPUT_DIR changes the default.",
+        description="Folder for datasets/, runs/ and the tracking records; the default is outputs, "
+        "or the environment variable INFINI_OUTPUT_DIR.",
     )
     data_dir: Path | None = Field(
-        None, description="Folder of the datasets; None is datasets/ in output_dir."
+        None, description="Folder for datasets; null (default) is datasets/ in output_dir."
     )
     seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = Field(
-        0, description="Seed of weights, window order and samples."
+        0, description="Seed of the initial weights, the window order and sampling."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe message to print."
+        "info", description="Lowest severity of messages to print."
     )
 
     @property
     def datasets_dir(self) -> Path:
-        """Where dataset folders appear."""
+        """Folder that contains the dataset folders."""
         return self.data_dir or self.output_dir / "datasets"
 
     @property
     def runs_dir(self) -> Path:
-        """Where run folders appear."""
+        """Folder that contains the run folders."""
         return self.output_dir / "runs"
 
 
 class Config(Section):
-    """Everything that a pipeline run is told."""
+    """All settings of a pipeline run."""
 
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
@@ -144,27 +150,27 @@ class Config(Section):
     @model_validator(mode="after")
     def _nodes_share_a_run(self) -> Self:
         if self.launch.num_nodes > 1 and self.run.name is None:
-            raise ValueError("launch.num_nodes over 1 needs run.name, the same on each machine")
+            raise ValueError("launch.num_nodes over 1 needs run.name, the same on every machine")
         return self
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the weights, by section: equal for two commands that continue one run.
+        """The settings that decide the weights, by section; commands with equal ones share a run.
 
-        The data's share is not here but in the dataset's key, which depends on content alone.
+        The dataset is not part of it: its own key, which depends on content only, identifies it.
         """
         return self.model_dump(mode="json", include=_IDENTITY)
 
     @property
     def tracking_uri(self) -> str:
-        """MLflow's address, resolved."""
+        """MLflow tracking URI, with the default resolved."""
         if self.tracking.tracking_uri is not None:
             return self.tracking.tracking_uri
         return f"sqlite:///{(self.run.output_dir / 'mlflow' / 'mlflow.db').resolve()}"
 
 
 def _deciding_fields(section: type[Section]) -> set[str]:
-    """The fields of a section of `Config` that decide the weights."""
+    """Names of the fields of a section of `Config` that decide the weights."""
     return {
         name
         for name, field in section.model_fields.items()

@@ -6,7 +6,6 @@ file and a later process can act on it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infini_model.runtime import storage
+from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DataError
 
 FORMAT_VERSION = 2
@@ -217,7 +217,7 @@ def verify_dataset(folder: Path) -> Manifest:
         wrong = shard_fault(folder / name, shard.bytes, shard.sha256)
         return wrong and f"{folder / name}: {wrong}"
 
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
         for wrong in pool.map(fault, manifest.files()):
             if wrong:
                 raise DataError(wrong)

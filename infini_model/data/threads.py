@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeAlias, TypeVar
+
+from infini_model.runtime.cores import available_cores
 
 T = TypeVar("T")
 # Told how many more bytes are done.
@@ -53,6 +54,4 @@ def for_each(items: Iterable[T], workers: Sequence[Worker[T]], tell: Tell) -> No
 
 def thread_count(asked: int) -> int:
     """`asked`, or where that is 0 as many as there are cores for this process."""
-    if asked:
-        return asked
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return asked or available_cores()

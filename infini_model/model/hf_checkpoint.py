@@ -54,7 +54,7 @@ _NEEDED = (
 # As safetensors names them; integers and float8 are quantised weights, nothing without scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def read_tensors(
     for kind in MEMORY_TENSORS:
         own = [name for name in shapes if name.endswith(kind)]
         if own and not any(name in tensors for name in own):
-            logger.warning("%s: has no %s; each starts at 0", folder, kind.partition(".")[2])
+            log.warning("%s: has no %s; each starts at 0", folder, kind.partition(".")[2])
             tensors |= {name: torch.zeros(shapes[name], dtype=dtype) for name in own}
             missing = [name for name in missing if name not in own]
     if missing:

@@ -1,1 +1,1 @@
-"""Files, processes and run folders: what every other room may use."""
+"""Files, processes and run folders: shared by all other packages."""

@@ -1,37 +1,37 @@
-"""What went wrong, in types that a caller can act on.
+"""Exception types that callers handle differently.
 
-Whatever the person at the keyboard can mend is a `UserError`: its message is one line that names
-the key or the file, the command line prints it without a traceback and exits 2, and no stage is
-retried on it.
+Anything the user can fix is a `UserError`: its message is one line that names the key or the file,
+the command line prints it without a traceback and exits 2, and stages are not retried after it.
 """
 
 from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """Something that the user gave is wrong; the message is one line that names the culprit."""
+    """Wrong user input; the message is one line that names the key or the file."""
 
 
 class ConfigError(UserError):
-    """A key of the configuration is unknown, missing, or has a value that it does not take."""
+    """A configuration key is unknown or missing, or has an invalid value."""
 
 
 class DataError(UserError):
-    """A source, a tokenizer or a dataset folder is not what it should be."""
+    """A source, a tokenizer or a dataset folder is missing, invalid or damaged."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, incomplete, damaged, or of another model."""
+    """A checkpoint is missing, incomplete or damaged, or belongs to another model."""
 
 
 class DeviceError(UserError):
-    """A device that was asked for is not there."""
+    """A requested device does not exist or cannot be used."""
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or a gradient is NaN or infinite; the weights of the step before are intact.
+    """The loss or a gradient is NaN or infinite; the weights are those of the previous step.
 
-    `consumed` counts the windows read before the global batch that did it, None if none did.
+    `consumed` is the number of windows read before the global batch that caused it; None if no
+    batch did.
     """
 
     def __init__(self, message: str, consumed: int | None = None) -> None:
@@ -40,9 +40,9 @@ class NonFiniteError(ArithmeticError):
 
 
 class StageError(RuntimeError):
-    """A stage ended without a result, through no fault of the user's; trying again may help.
+    """A stage failed through no fault of the user's; a retry may succeed.
 
-    `last_lines` are the last that it printed; `advice` tells in a few words how it is continued.
+    `last_lines` are the last lines of its output; `advice` is a short hint on how to resume.
     """
 
     advice: str = ""

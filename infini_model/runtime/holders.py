@@ -1,7 +1,7 @@
-"""Locks that say who holds them.
+"""File locks that record their holder.
 
-The kernel drops a lock when its holder ends, however it ends. So the kernel is asked whether a lock
-is held, and the text inside the file only for the process that took it last.
+The kernel releases a lock when its holder exits, however it exits. The kernel therefore decides
+whether a lock is held; the text in the file only identifies the process that acquired it last.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 
 from infini_model.runtime.storage import lock, named_os_errors
 
-# `holder_of` holds a shared lock for a moment; whoever meets it tries again.
+# `holder_of` briefly takes a shared lock; whoever collides with it retries.
 TRIES = 3
 PAUSE_SECONDS = 0.02
-# Between two readings of the same start time; the clock of a machine is adjusted now and then.
+# Tolerance between two readings of one start time: the system clock may be adjusted in between.
 CLOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who claims a run: the id of a flow run, and the address of its page if it has one."""
+    """Who claims a run: the id of a flow run, and the URL of its page if it has one."""
 
     id: str
     url: str | None = None
@@ -38,12 +38,12 @@ class Holder:
     """The process that holds a lock.
 
     Attributes:
-        pid: Its process id on `host`; None where it left no record, as older versions did not.
-        started: When it started, in seconds since the epoch: process ids are used again.
-        host: Name of the machine.
-        run: The run folder that it works in, absolute.
-        flow_run: Id of its flow run, None without one.
-        url: Page of the flow run, None where there is none.
+        pid: Process id on `host`; None if it left no record, as in older versions.
+        started: Start time in seconds since the epoch, since process ids are reused.
+        host: Host name of the machine.
+        run: Absolute path of the run folder it works in.
+        flow_run: Id of its flow run, if any.
+        url: URL of the flow run's page, if any.
     """
 
     pid: int | None = None
@@ -55,7 +55,7 @@ class Holder:
 
     @classmethod
     def current(cls, run_dir: Path, owner: Owner | None) -> Holder:
-        """This process, at work in `run_dir` for `owner`."""
+        """This process, working in `run_dir` for `owner`."""
         import psutil
 
         started = psutil.Process().create_time()
@@ -65,19 +65,19 @@ class Holder:
 
     @property
     def process(self) -> str:
-        """The process alone, for a message."""
+        """The process without its flow run, for messages."""
         if self.pid is None:
             return "another process"
         where = "" if self.host == socket.gethostname() else f" on {self.host}"
         return f"process {self.pid}{where}"
 
     def __str__(self) -> str:
-        """The process and its flow run, for a message."""
+        """The process and its flow run, for messages."""
         flow_run = f" (flow run {self.url or self.flow_run})" if self.flow_run else ""
         return f"{self.process}{flow_run}"
 
     def is_on_this_machine(self) -> bool:
-        """Whether the process lives here, and is still the one that took the lock."""
+        """Whether the process that acquired the lock is still alive on this machine."""
         import psutil
 
         if self.pid is None or self.host != socket.gethostname():
@@ -89,7 +89,7 @@ class Holder:
 
 @contextlib.contextmanager
 def hold(path: Path, holder: Holder) -> Iterator[bool]:
-    """Take the lock `path` and record `holder` in it; yields False if it is taken.
+    """Acquire the lock file `path` and record `holder` in it; yields False if it is held.
 
     Raises `UserError` if the file cannot be written.
     """
@@ -103,7 +103,7 @@ def hold(path: Path, holder: Holder) -> Iterator[bool]:
         if not held:
             yield False
             return
-        # In place: the lock belongs to this file, another one of the same name would be free.
+        # Write in place: the lock belongs to this inode; a renamed-in file would be unlocked.
         with named_os_errors(path):
             path.write_text(json.dumps(asdict(holder)), encoding="utf-8")
         try:
@@ -114,7 +114,7 @@ def hold(path: Path, holder: Holder) -> Iterator[bool]:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Who holds the lock `path` now; None if nobody does."""
+    """Current holder of the lock file `path`; None if it is not held."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -129,7 +129,7 @@ def holder_of(path: Path) -> Holder | None:
 
 
 def _read(path: Path) -> Holder:
-    """The record in a lock that is held; it may be about to be written."""
+    """Record in a held lock file, which may not be written yet."""
     for _ in range(TRIES):
         try:
             return Holder(**json.loads(path.read_text(encoding="utf-8")))

@@ -1,8 +1,8 @@
-"""`metrics.jsonl`, the record of a run: one JSON object a line, each step once.
+"""`metrics.jsonl`, the metrics of a run: one JSON object per line.
 
-A line holds `step`, `time` (seconds since the epoch) and any of the names that design.md lists.
-When a training resumes the file is cut back to the checkpoint, so that what was undone is not told
-twice.
+A line holds `step`, `time` (seconds since the epoch) and metrics under the names that MLflow shows.
+When training resumes, the file is truncated to the step of the checkpoint, so that no step is
+recorded twice.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pathlib import Path
 from infini_model.runtime.storage import atomic_file, make_folder, named_os_errors
 
 Line = dict[str, float]
-# What is read of the end of a file first.
+# Size of the first read from the end of the file.
 TAIL_BYTES = 1 << 16
 NOT_METRICS = ("step", "time")
 
 
 def metrics_of(line: Line) -> Iterator[tuple[str, float]]:
-    """The names and values of a line."""
+    """Names and values of the metrics in a line."""
     return ((name, value) for name, value in line.items() if name not in NOT_METRICS)
 
 
 def whole_lines(data: bytes) -> list[Line]:
-    """The lines of `data` that end in a newline; a killed writer may leave one that does not."""
+    """Parsed lines of `data`; an unterminated last line, left by a killed writer, is skipped."""
     return [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def read_metrics(run_dir: Path) -> list[Line]:
-    """The lines of a run's `metrics.jsonl` in order; empty where there is none."""
+    """The lines of a run's `metrics.jsonl` in order; empty if there is no file."""
     try:
         return whole_lines((run_dir / "metrics.jsonl").read_bytes())
     except FileNotFoundError:
@@ -40,10 +40,10 @@ def read_metrics(run_dir: Path) -> list[Line]:
 
 
 def read_newest(run_dir: Path, *names: str) -> Line:
-    """The newest value of each of `names` that a run has recorded.
+    """The latest recorded value of each of `names`; names never recorded are left out.
 
-    Read from the end of the file, so that a long run takes no longer than a short one. Raises
-    `ValueError` if a line is damaged.
+    Reads from the end of the file, so that the time does not grow with the length of the run.
+    Raises `ValueError` if a line is damaged.
     """
     try:
         file = (run_dir / "metrics.jsonl").open("rb")
@@ -66,7 +66,7 @@ def read_newest(run_dir: Path, *names: str) -> Line:
 
 
 def read_validation_losses(run_dir: Path) -> dict[int, float]:
-    """The validation loss of every step that has one; the other lines are not even parsed."""
+    """Validation loss by step; lines without one are not parsed."""
     name = "validation/loss"
     try:
         data = (run_dir / "metrics.jsonl").read_bytes()
@@ -79,8 +79,8 @@ def read_validation_losses(run_dir: Path) -> dict[int, float]:
 class MetricsFile:
     """`metrics.jsonl`, open for appending.
 
-    `resumed_step` is the step of the checkpoint that training goes on from: lines of later steps
-    are cut. None begins anew.
+    `resumed_step` is the step of the checkpoint that training resumes from: lines of later steps
+    are removed. None starts an empty file.
     """
 
     def __init__(self, run_dir: Path, resumed_step: int | None) -> None:
@@ -97,7 +97,7 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def has(self, step: int, name: str) -> bool:
-        """Whether `name` was recorded at `step`, the step where training stands."""
+        """Whether `name` was recorded at `step`, the current step of training."""
         return self._last_step.get(name) == step
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
@@ -108,7 +108,7 @@ class MetricsFile:
         self._last_step.update(dict.fromkeys(line, step))
 
     def sync(self) -> None:
-        """Have all lines on the disk, so that a checkpoint is never ahead of them."""
+        """Flush all lines to disk, so that a checkpoint is never ahead of them."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -1,10 +1,9 @@
-"""Child processes that end when they should: at their deadline, and with whoever started them.
+"""Child processes with a deadline that never outlive their parent.
 
-`run` streams a command's output and leaves nothing of its process tree behind, whether the command
-ends, its time runs out, or the caller is interrupted. `bound` makes a command die with its parent,
-also when the parent is killed by SIGKILL and can no longer do anything about it (Linux:
-PR_SET_PDEATHSIG; elsewhere the command runs as it is). To the kernel the parent is the thread that
-started it, so that one has to stay until the command has ended; `run` waits in it.
+`run` streams a command's output and leaves none of its process tree behind, whether the command
+exits, times out, or the caller is interrupted. `bound` makes a command die with its parent, even if
+the parent is killed by SIGKILL (PR_SET_PDEATHSIG on Linux; no effect elsewhere). To the kernel the
+parent is the thread that started the command, so that thread must outlive it; `run` blocks in it.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-# The last one comes when a terminal is closed.
+# SIGHUP is sent when a terminal is closed.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
-# What is still in the pipe when the command has ended is read for this long, no longer: a
-# grandchild may hold the other end open for ever.
+# How long to drain the pipe after the command has exited: a grandchild may keep the other end open
+# indefinitely.
 DRAIN_SECONDS = 1.0
 
 
 class ProcessTimeoutError(TimeoutError):
-    """A command ran past its deadline and was ended with all its children."""
+    """A command exceeded its deadline and was killed with all its children."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; exit if that has happened already.
+    """Have the kernel kill this process when its parent dies; exit if it is dead already.
 
-    `parent` is the process id that started this one, by which an earlier death is noticed.
+    `parent` is the id of the process that started this one.
     """
     if sys.platform != "linux":
         return
@@ -48,7 +47,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """`command`, started so that it dies with this process."""
+    """`command`, wrapped so that it dies with this process."""
     return [sys.executable, "-m", "infini_model.runtime.processes", str(os.getpid()), *command]
 
 
@@ -57,27 +56,27 @@ def end_tree(
     grace_seconds: float,
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """SIGTERM to `process`, and after the grace SIGKILL to it and everything that came of it.
+    """Send SIGTERM to `process` and, after the grace period, SIGKILL to its whole process tree.
 
-    `wait` is called with the seconds to pass until the next look; whoever reads the process's
-    output reads on in it. Descendants are found by parentage, not by process group: torchrun gives
-    each rank a session of its own.
+    `wait` is called with the seconds until the next poll; a caller that reads the process's output
+    can keep reading in it. Descendants are found by parent id, not by process group, because
+    torchrun starts each rank in its own session.
     """
     import psutil
 
     descendants: set[psutil.Process] = set()
 
-    def look() -> None:
+    def find_descendants() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             descendants.update(psutil.Process(process.pid).children(recursive=True))
 
-    look()
+    find_descendants()
     try:
         if process.poll() is None:
             process.terminate()
             deadline = time.monotonic() + grace_seconds
             while process.poll() is None and time.monotonic() < deadline:
-                look()
+                find_descendants()
                 wait(POLL_SECONDS)
     finally:
         for survivor in descendants:
@@ -89,7 +88,7 @@ def end_tree(
 
 
 class _Lines:
-    """Bytes from a pipe, handed on as whole lines of text."""
+    """Splits the bytes from a pipe into lines of text and passes them to `on_line`."""
 
     def __init__(self, descriptor: int, on_line: Callable[[str], None]) -> None:
         self._descriptor = descriptor
@@ -99,7 +98,7 @@ class _Lines:
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def read(self, seconds: float) -> bool:
-        """Hand on what there is within `seconds`; False if the pipe is closed or stayed silent."""
+        """Wait up to `seconds` for output; False if there was none or the pipe is closed."""
         if not self._selector.select(seconds):
             return False
         chunk = os.read(self._descriptor, 1 << 16)
@@ -115,7 +114,7 @@ class _Lines:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory; 0 where it does not tell."""
+    """Processes the kernel has killed for lack of memory since boot; 0 if it does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -124,41 +123,41 @@ def oom_kills() -> int:
 
 
 @contextlib.contextmanager
-def _noted_stops() -> Iterator[list[int]]:
-    """Note `STOPS` in a list while the block runs; the first acts when it has ended.
+def _deferred_signals() -> Iterator[list[int]]:
+    """Collect `STOPS` signals in a list while the block runs; deliver the first one afterwards.
 
-    A handler that raised would do so in the middle of any line, such as one that holds the lock of
-    a `Popen`, which would then never tell that its process has ended. Other threads than the main
-    one hear no signals; one that is ignored stays so.
+    A handler that raises could interrupt any line, such as one that holds the lock of a `Popen`,
+    which would then never report that its process has exited. Only the main thread receives
+    signals; ignored signals stay ignored.
     """
-    heard: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield heard
+        yield received
         return
     before = {number: signal.getsignal(number) for number in STOPS}
     for number in STOPS:
         if before[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: heard.append(number))
+            signal.signal(number, lambda number, _frame: received.append(number))
     try:
-        yield heard
+        yield received
     finally:
-        # Blocked, so that none comes between while the handlers are put back.
+        # Block signals while the handlers are restored.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         for number, handler in before.items():
             signal.signal(number, handler)
-        ended = bool(heard) and before[signal.Signals(heard[0])] is signal.SIG_DFL
-        if heard and not ended:
-            signal.raise_signal(heard[0])
+        is_fatal = bool(received) and before[signal.Signals(received[0])] is signal.SIG_DFL
+        if received and not is_fatal:
+            signal.raise_signal(received[0])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-        if ended:
-            raise SystemExit(128 + heard[0])
+        if is_fatal:
+            raise SystemExit(128 + received[0])
 
 
 @contextlib.contextmanager
-def _started(
+def _spawn(
     command: Sequence[str], env: Mapping[str, str] | None, cwd: Path | None
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A process of `command` and the descriptor of its output, which is closed in the end."""
+    """Start `command`; yields the process and the descriptor of its output, closed afterwards."""
     process = subprocess.Popen(
         bound(command),
         stdin=subprocess.DEVNULL,
@@ -169,7 +168,7 @@ def _started(
         cwd=cwd,
     )
     if process.stdout is None:
-        raise RuntimeError("the pipe to the command was not made")
+        raise RuntimeError("no pipe to the command")
     with process.stdout as pipe:
         yield process, pipe.fileno()
 
@@ -185,40 +184,52 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Run `command`, hand each line of its output to `on_line`, and return its exit status.
+    """Run `command`, pass each line of its output to `on_line`, and return its exit status.
 
-    It has a session of its own and no standard input. Its process tree is ended (SIGTERM, then
-    SIGKILL after `grace_seconds`) when `timeout_seconds` have passed, `on_line` raises, or one of
-    `STOPS` comes, which then acts on the caller as it would have without this function; where it
-    would have killed the caller, it is `SystemExit`. `watch` is asked about the process id ten
-    times a second: what it returns is raised, and all is killed at once. `stop` is asked as often:
-    what it returns is raised after the process tree has been ended with its grace. A negative
-    status is the signal that ended the command.
+    The command gets its own session and no standard input. A negative status is the signal that
+    killed it. Its process tree is shut down (SIGTERM, then SIGKILL after `grace_seconds`) when
+    `timeout_seconds` have passed, `on_line` raises, or a signal in `STOPS` arrives. That signal is
+    then delivered to the caller, as `SystemExit` if it would have killed the caller.
 
-    Raises `ProcessTimeoutError` past the deadline.
+    Args:
+        command: The program and its arguments.
+        on_line: Called with each line of standard output and error, without the newline.
+        timeout_seconds: Deadline; None is no limit.
+        grace_seconds: Time between SIGTERM and SIGKILL.
+        watch: Called with the process id ten times a second. If it returns an error, the process
+            tree is killed without grace and the error is raised.
+        stop: Called as often. If it returns an error, the process tree is shut down with grace and
+            the error is raised.
+        env: Added to the environment of this process.
+        cwd: Working directory; None is the current one.
+
+    Raises:
+        ProcessTimeoutError: The deadline has passed.
     """
-    with _noted_stops() as heard, _started(command, env, cwd) as (process, pipe):
+    with _deferred_signals() as received, _spawn(command, env, cwd) as (process, pipe):
         lines = _Lines(pipe, on_line)
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
 
-        def read_on(seconds: float) -> None:
-            # A closed pipe reports "ready" at once; wait on the process instead of spinning.
+        def keep_reading(seconds: float) -> None:
+            # A closed pipe is always ready: wait for the process instead of spinning.
             if not lines.read(seconds):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(seconds)
 
         try:
-            while process.poll() is None and not heard:
-                read_on(POLL_SECONDS)
+            while process.poll() is None and not received:
+                keep_reading(POLL_SECONDS)
                 if error := watch(process.pid):
                     grace_seconds = 0.0
                     raise error
                 if reason := stop():
                     raise reason
                 if time.monotonic() > deadline:
-                    raise ProcessTimeoutError(f"ended after {timeout_seconds:g} s: {command[-1]}")
+                    raise ProcessTimeoutError(
+                        f"timed out after {timeout_seconds:g} s: {command[-1]}"
+                    )
         finally:
-            end_tree(process, grace_seconds, read_on)
+            end_tree(process, grace_seconds, keep_reading)
             drained = time.monotonic() + DRAIN_SECONDS
             while lines.read(0.0) and time.monotonic() < drained:
                 pass
@@ -227,7 +238,7 @@ def run(
 
 
 def main() -> None:
-    """`python -m infini_model.runtime.processes PARENT COMMAND …`: become COMMAND, bound to it."""
+    """`python -m infini_model.runtime.processes PARENT COMMAND …`: exec a bound COMMAND."""
     die_with_parent(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command is a list, there is no shell
 

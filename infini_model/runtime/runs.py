@@ -1,54 +1,39 @@
-"""Run folders: how they are named, who holds one, and which interrupted run a command continues.
+"""Run folders: what they record, and which process works in one.
 
-A run folder belongs to one configuration and one dataset. The process that works in it holds its
-lock, which the kernel drops when that process ends; a folder that is neither finished nor held was
-interrupted, and the same command continues it.
-
-`run.json` also names the owner of the last claim, a flow run. The same flow run gets the same
-folder again, until somebody else has continued it.
+A run folder belongs to one configuration and one dataset: `config.yaml` holds the settings,
+`run.json` names the dataset and the flow run that claimed the folder last. The process that works
+in it holds its lock. `infini_model.runtime.claims` decides which folder a command gets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import re
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config, dump_config, load_config, read_tree, validate
+from infini_model.config import Config, read_tree, validate
 from infini_model.config.moved import with_keys_moved
 from infini_model.runtime.errors import ConfigError, DataError
-from infini_model.runtime.holders import Holder, hold, holder_of
-from infini_model.runtime.holders import Owner as Owner  # callers know it from here
+from infini_model.runtime.holders import Holder, Owner, holder_of
 from infini_model.runtime.metrics_file import read_newest
-from infini_model.runtime.storage import atomic_file, make_folder, point_latest, write_json
-
-log = logging.getLogger(__name__)
+from infini_model.runtime.storage import write_json
 
 LOCK = ".lock"
 EVALUATION = "evaluation.json"
-# For the first machine to make the dataset and begin the run.
-JOIN_SECONDS = 3600.0
-# For the process before of the same flow run to end: the grace of a training, and a little.
-RELEASE_SECONDS = 90.0
-RELEASE_POLL_SECONDS = 0.2
 
 
 def record_evaluation(
     run_dir: Path, step: int, dataset_key: str, metrics: Mapping[str, float]
 ) -> None:
-    """Record that the checkpoint of `step` has been evaluated; `report.md` is written by now."""
+    """Record that the checkpoint of `step` has been evaluated; call after writing `report.md`."""
     record = {"step": step, "dataset_key": dataset_key, "metrics": dict(metrics)}
     write_json(run_dir / EVALUATION, record)
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether the last step of the run has been reached, and evaluated at that step."""
+    """Whether the run has reached its last step and has been evaluated there."""
     try:
         evaluated, last = _evaluated_step(run_dir), last_step(run_dir)
     except (DataError, ConfigError, ValueError, KeyError, TypeError):
@@ -57,11 +42,11 @@ def is_finished(run_dir: Path) -> bool:
 
 
 def _evaluated_step(run_dir: Path) -> int | None:
-    """The step that was evaluated last, None if none was. Raises `ValueError`, `KeyError`."""
+    """Step of the last evaluation, None if there is none. Raises `ValueError`, `KeyError`."""
     with contextlib.suppress(FileNotFoundError):
         record = json.loads((run_dir / EVALUATION).read_text(encoding="utf-8"))
         return int(record["step"])
-    # Older versions left a report alone. It is of the last step if no step came after it.
+    # Older versions wrote only the report. It covers the last step if no later step is recorded.
     with contextlib.suppress(FileNotFoundError):
         written = (run_dir / "report.md").stat().st_mtime
         newest = read_newest(run_dir, "step", "time")
@@ -71,84 +56,89 @@ def _evaluated_step(run_dir: Path) -> int | None:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """Optimizer steps of a run in all; None with `training.epochs` until its training starts.
+    """Total optimizer steps of a run; None with `training.epochs` until training starts.
 
     Raises `DataError` or `ConfigError` if it cannot be read.
     """
-    steps = _read_record(run_dir).get("max_steps")
-    # Older versions wrote it to config.yaml alone, which takes longer to read.
+    steps = read_record(run_dir).get("max_steps")
+    # Older versions wrote it to config.yaml only, which is slower to read.
     return read_run_config(run_dir).training.max_steps if steps is None else int(steps)
 
 
 def record_last_step(run_dir: Path, step: int) -> None:
-    """Record what the epochs of a claimed run came to, once its training knows."""
-    if _has_begun(run_dir) and last_step(run_dir) is None:
-        write_json(run_dir / "run.json", _read_record(run_dir) | {"max_steps": step})
+    """Record the total steps of a run that is configured by `training.epochs`."""
+    if is_started(run_dir) and last_step(run_dir) is None:
+        write_json(run_dir / "run.json", read_record(run_dir) | {"max_steps": step})
 
 
 def read_run_config(run_dir: Path) -> Config:
-    """The configuration that a run was started with.
+    """The configuration a run was started with.
 
-    Raises `DataError` if `run_dir` is no run folder.
+    Raises `DataError` if `run_dir` is not a run folder.
     """
-    return validate(_recorded_settings(run_dir))
+    return validate(recorded_settings(run_dir))
 
 
-def _recorded_settings(run_dir: Path) -> dict[str, Any]:
-    """`config.yaml`, also that of a run that a former version began. Raises `DataError`."""
+def recorded_settings(run_dir: Path) -> dict[str, Any]:
+    """`config.yaml` of a run, also of one that an earlier version started. Raises `DataError`."""
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise DataError(f"{run_dir}: is no run folder (it has no config.yaml)")
+        raise DataError(f"{run_dir}: not a run folder (it has no config.yaml)")
     return with_keys_moved(read_tree(path))
 
 
 def latest_run(config: Config) -> Path:
-    """The folder of `run.name`, or of the newest run. Raises `DataError` where there is none."""
+    """The folder of `run.name`, or of the newest run. Raises `DataError` if there is none."""
     run_dir = config.run.runs_dir / (config.run.name or "latest")
     if not run_dir.is_dir():
-        raise DataError(f"{run_dir}: there is no such run; train one first")
+        raise DataError(f"{run_dir}: no such run; train one first")
     return run_dir.resolve()
 
 
-def _read_record(run_dir: Path) -> dict[str, Any]:
-    """`run.json`. Raises `DataError` if `run_dir` is no run folder."""
+def read_record(run_dir: Path) -> dict[str, Any]:
+    """Contents of `run.json`. Raises `DataError` if `run_dir` is not a run folder."""
     try:
         record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{run_dir}: is no run folder (its run.json cannot be read)") from error
+        raise DataError(f"{run_dir}: not a run folder (its run.json cannot be read)") from error
     if not isinstance(record, dict) or "dataset" not in record:
-        raise DataError(f"{run_dir}: is no run folder (its run.json names no dataset)")
+        raise DataError(f"{run_dir}: not a run folder (its run.json names no dataset)")
     return record
 
 
-def dataset_of(run_dir: Path) -> Path:
-    """The dataset folder that a run was started with.
+def is_started(run_dir: Path) -> bool:
+    """Whether a run was started in this folder, which may be empty or absent."""
+    return (run_dir / "run.json").is_file()
 
-    Raises `DataError` if `run_dir` is no run folder.
+
+def dataset_of(run_dir: Path) -> Path:
+    """The dataset folder a run was started with.
+
+    Raises `DataError` if `run_dir` is not a run folder.
     """
-    return Path(_read_record(run_dir)["dataset"])
+    return Path(read_record(run_dir)["dataset"])
 
 
 def owner_of(run_dir: Path) -> Owner | None:
-    """Who claimed a run last; None where that is not known. Raises `DataError` as `dataset_of`."""
-    record = _read_record(run_dir).get("owner")
+    """Owner of the last claim on a run, if known. Raises `DataError` as `dataset_of` does."""
+    record = read_record(run_dir).get("owner")
     return None if record is None else Owner(record["id"], record["url"])
 
 
 def run_holder(run_dir: Path) -> Holder | None:
-    """The process that works in a run folder now, None if none does."""
+    """The process that works in a run folder now, if any."""
     return holder_of(run_dir / LOCK)
 
 
 def find_run(runs_dir: Path, owner_id: str) -> Path | None:
-    """The folder that the owner claimed, also if somebody else has continued it since."""
+    """The folder that the owner claimed, even if another owner has resumed it since."""
     former = None
     for path in sorted(runs_dir.glob("*/run.json")):
-        # `latest` is one of the others.
+        # `latest` points to one of the other folders.
         if path.parent.is_symlink():
             continue
         try:
-            record = _read_record(path.parent)
+            record = read_record(path.parent)
         except DataError:
             continue
         if (record.get("owner") or {}).get("id") == owner_id:
@@ -156,199 +146,3 @@ def find_run(runs_dir: Path, owner_id: str) -> Path | None:
         if owner_id in record.get("former_owners", []):
             former = path.parent
     return former
-
-
-def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = ()) -> Config:
-    """The settings with which a run is continued: its own on its own dataset, then `overrides`.
-
-    Raises `DataError` if `run_dir` is no run folder, `ConfigError` if an override is wrong, is of
-    another run folder, or would change what decides the weights.
-    """
-    where = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
-    settings = {"run": where, "data": {"folder": str(dataset_of(run_dir))}}
-    own = read_run_config(run_dir)
-    config = load_config(overrides=[_recorded_settings(run_dir), settings, *overrides])
-    if (config.run.name, str(config.run.output_dir)) != (where["name"], where["output_dir"]):
-        raise ConfigError(f"run.name: {run_dir} is continued where it is, under its own name")
-    if config.identity != own.identity:
-        difference = _difference(config.identity, own.identity)
-        raise ConfigError(f"{run_dir} cannot be continued with other settings ({difference})")
-    return config
-
-
-def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    for section in one:
-        for key in {**one[section], **other[section]}:
-            value, recorded = one[section].get(key), other[section].get(key)
-            if value != recorded:
-                return f"{section}.{key} is {recorded!r}, not {value!r}"
-    return "the dataset is another"
-
-
-def _belongs(run_dir: Path, config: Config, dataset_key: str) -> bool:
-    try:
-        record = _read_record(run_dir)
-        recorded = read_run_config(run_dir).identity
-    except (DataError, ConfigError):
-        return False
-    return record.get("dataset_key") == dataset_key and recorded == config.identity
-
-
-def _numbered(runs_dir: Path, prefix: str) -> list[Path]:
-    """The folders `prefix-1`, `prefix-2`, …, newest first."""
-    found = {
-        int(match[1]): path
-        for path in runs_dir.glob(f"{prefix}-*")
-        if (match := re.fullmatch(rf"{re.escape(prefix)}-(\d+)", path.name))
-    }
-    return [found[number] for number in sorted(found, reverse=True)]
-
-
-def _has_begun(run_dir: Path) -> bool:
-    return (run_dir / "run.json").is_file()
-
-
-def _begin(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
-    named = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
-    with atomic_file(run_dir / "config.yaml") as temporary:
-        temporary.write_text(dump_config(named), encoding="utf-8")
-    record = {
-        "dataset": str(dataset_dir.resolve()),
-        "dataset_key": dataset_key,
-        "max_steps": config.training.max_steps,
-    }
-    write_json(run_dir / "run.json", record)
-
-
-def _check(run_dir: Path, config: Config, dataset_key: str, owner: Owner | None) -> None:
-    """Raise `ConfigError` if a run that has begun is another one, or has left this owner."""
-    if not _belongs(run_dir, config, dataset_key):
-        difference = _difference(config.identity, read_run_config(run_dir).identity)
-        raise ConfigError(f"run.name: {run_dir} holds another run ({difference})")
-    record = _read_record(run_dir)
-    if owner is not None and owner.id in record.get("former_owners", []):
-        now = record["owner"]
-        by = (
-            "a process without a flow run" if now is None else f"flow run {now['url'] or now['id']}"
-        )
-        raise ConfigError(
-            f"run.name: {run_dir} has been continued by {by} since; "
-            f"infini resume {run_dir.name} takes it over"
-        )
-
-
-def _record_owner(run_dir: Path, owner: Owner | None) -> None:
-    record = _read_record(run_dir)
-    before, now = record.get("owner"), None if owner is None else asdict(owner)
-    if before == now:
-        return
-    if before is not None and (now is None or before["id"] != now["id"]):
-        record["former_owners"] = [*record.get("former_owners", []), before["id"]]
-    write_json(run_dir / "run.json", record | {"owner": now})
-
-
-def _candidates(config: Config, dataset_key: str, *, adopt: bool) -> Iterator[Path]:
-    """Folders to try for the lock: interrupted runs of this configuration, then new names."""
-    runs_dir = config.run.runs_dir
-    prefix = (config.run.preset or "run").replace("+", "-")  # arxiv+stable; a name has no plus
-    existing = _numbered(runs_dir, prefix)
-    for run_dir in existing:
-        if _is_open(run_dir, config, dataset_key, adopt=adopt):
-            yield run_dir
-    number = int(existing[0].name.rpartition("-")[2]) + 1 if existing else 1
-    while True:
-        yield runs_dir / f"{prefix}-{number}"
-        number += 1
-
-
-def _is_open(run_dir: Path, config: Config, dataset_key: str, *, adopt: bool) -> bool:
-    """Whether a run of these settings may begin in this folder, or continue there."""
-    if not _has_begun(run_dir):
-        return True
-    return adopt and not is_finished(run_dir) and _belongs(run_dir, config, dataset_key)
-
-
-def _exactly(run_dir: Path, owner: Owner | None) -> Iterator[Path]:
-    """One folder, again and again while a process of the same flow run is about to release it.
-
-    Raises `ConfigError` that names whoever holds it.
-    """
-    deadline, told = time.monotonic() + RELEASE_SECONDS, False
-    while True:
-        yield run_dir
-        if holder := run_holder(run_dir):
-            is_same = owner is not None and holder.flow_run == owner.id
-            if not is_same or time.monotonic() > deadline:
-                raise ConfigError(f"run.name: {run_dir} is in use by {holder}")
-            if not told:
-                log.warning("Waiting for %s to release %s", holder, run_dir)
-                told = True
-        time.sleep(RELEASE_POLL_SECONDS)
-
-
-def _join(config: Config, dataset_key: str) -> Path:
-    """The folder that the first machine holds, once it is begun; the others write only logs."""
-    run_dir = config.run.runs_dir / str(config.run.name)
-    deadline = time.monotonic() + JOIN_SECONDS
-    while not _belongs(run_dir, config, dataset_key):
-        if time.monotonic() > deadline:
-            raise ConfigError(f"run.name: the first machine has not begun this run in {run_dir}")
-        time.sleep(0.5)
-    return run_dir
-
-
-@contextlib.contextmanager
-def claim_run(
-    config: Config,
-    dataset_key: str,
-    dataset_dir: Path,
-    *,
-    owner: Owner | None = None,
-    adopt: bool = True,
-) -> Iterator[Path]:
-    """Hold the folder of a run: that of `run.name`, the owner's, an interrupted one, or a new one.
-
-    The first two are taken also when the run is finished. Of several machines the first one holds
-    the folder, the others join in.
-
-    Args:
-        config: The whole configuration.
-        dataset_key: Content key of the dataset.
-        dataset_dir: Its folder.
-        owner: Who claims the run; without `run.name` it gets the folder that it had before.
-        adopt: Whether an interrupted run of the same settings and data may be continued that
-            somebody else has begun.
-
-    Raises:
-        ConfigError: The folder is in use, holds a run of other settings or data, or has been
-            continued by another owner; or the first machine does not come.
-    """
-    if config.launch.node_rank > 0:
-        yield _join(config, dataset_key)
-        return
-    runs_dir = config.run.runs_dir
-    if config.run.name is not None:
-        exact: Path | None = runs_dir / config.run.name
-    else:
-        exact = None if owner is None else find_run(runs_dir, owner.id)
-    if exact is not None:
-        candidates = _exactly(exact, owner)
-    else:
-        candidates = _candidates(config, dataset_key, adopt=adopt)
-    for run_dir in candidates:
-        make_folder(run_dir)
-        holder = Holder.current(run_dir, owner)
-        with hold(run_dir / LOCK, holder) as held:
-            # Looked at again: it may have been finished or begun just before it was locked.
-            if not held or (
-                exact is None and not _is_open(run_dir, config, dataset_key, adopt=adopt)
-            ):
-                continue
-            if _has_begun(run_dir):
-                _check(run_dir, config, dataset_key, owner)
-            else:
-                _begin(run_dir, config, dataset_key, dataset_dir)
-            _record_owner(run_dir, owner)
-            point_latest(run_dir)
-            yield run_dir
-            return

@@ -1,8 +1,8 @@
-"""Files that are complete or absent, and locks that die with their holder.
+"""Atomic files and folders, and locks that the kernel releases when their holder exits.
 
-What the project leaves on disk to be believed goes through here: written under a temporary name
-beside its target, flushed to the disk, then renamed. A reader therefore never sees half a file, and
-a killed writer leaves nothing but a `.tmp-` name that the next writer clears away.
+Results that are reused later are written under a temporary name beside their target, flushed to
+disk, then renamed. A reader never sees a partial file, and a killed writer leaves only a `.tmp-`
+name that the next writer removes.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def named_os_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk or a forbidden folder into a `UserError` that names `path`."""
+    """Turn a full disk or missing permission into a `UserError` that names `path`."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{path}: the disk is full; nothing half-written was kept") from error
+            raise UserError(f"{path}: the disk is full; no partial file was kept") from error
         if error.errno in UNWRITABLE:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         raise
 
 
 def make_folder(path: Path) -> Path:
-    """Create `path` and its parents. Raises `UserError` where that is not allowed."""
+    """Create `path` and its parents and return it. Raises `UserError` if that is impossible."""
     with named_os_errors(path):
         path.mkdir(parents=True, exist_ok=True)
     return path
@@ -59,9 +59,9 @@ def make_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it into place when the block ends well.
+    """Yield a temporary path beside `path`; rename it into place when the block succeeds.
 
-    The file has the permissions `mode` from the start, before anything is in it.
+    The file has the permissions `mode` from the start, before it has any content.
 
     Raises `UserError` if the disk is full or the folder cannot be written.
     """
@@ -83,9 +83,9 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; rename it into place when the block ends well.
+    """Yield a temporary folder beside `path`; rename it into place when the block succeeds.
 
-    Every file in it is flushed first. A folder that stands at `path` is replaced.
+    Every file in it is flushed to disk first. An existing folder at `path` is replaced.
 
     Raises `UserError` if the disk is full or the folder cannot be written.
     """
@@ -112,9 +112,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Delete what killed writers left in `folder`, all of it or that of the target `name`.
+    """Delete temporary names left in `folder` by killed writers, only of target `name` if given.
 
-    Call it while no writer is at work there: under the lock that the writers take.
+    Call it while nobody writes there: under the lock that the writers acquire.
     """
     pattern = f"{TEMPORARY}*" if name is None else f"{TEMPORARY}{glob.escape(name)}-*"
     for path in folder.glob(pattern):
@@ -125,18 +125,18 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def dump_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON into a folder that nobody sees yet. Raises `OSError`."""
+    """Write `value` as indented JSON into a folder under construction. Raises `OSError`."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, complete or not at all."""
+    """Write `value` as indented JSON, atomically."""
     with atomic_file(path) as temporary:
         dump_json(temporary, value)
 
 
 def point_latest(folder: Path) -> None:
-    """Make the symbolic link `latest` beside `folder` point at it, in one step."""
+    """Point the symbolic link `latest` beside `folder` to it, atomically."""
     descriptor = os.open(folder.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -149,9 +149,9 @@ def point_latest(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes in hexadecimal, the same that `sha256sum` prints."""
+    """SHA-256 of a file in hexadecimal, as `sha256sum` prints it."""
     with path.open("rb") as file:
-        # Thousands of small files: making a buffer for each would take longer than reading it.
+        # For thousands of small files, allocating a buffer each takes longer than reading them.
         head = file.read(SMALL_BYTES)
         if len(head) < SMALL_BYTES:
             return hashlib.sha256(head).hexdigest()
@@ -161,10 +161,10 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold an exclusive lock on the file `path`; yields False if `wait` is false and it is taken.
+    """Hold an exclusive lock on the file `path`; yields False if `wait` is false and it is held.
 
-    The kernel drops the lock when the process ends, however it ends, so that a killed holder
-    blocks nobody. Children do not inherit it.
+    The kernel releases the lock when the process exits, even if it is killed. Child processes do
+    not inherit it.
     """
     make_folder(path.parent)
     with named_os_errors(path):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.holders import Owner
 from infini_model.runtime.metrics_file import read_newest
-from infini_model.runtime.runs import Owner, is_finished, last_step, owner_of, run_holder
+from infini_model.runtime.runs import is_finished, last_step, owner_of, run_holder
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 from infini_model.training.launch.devices import waiting_note
 from infini_model.training.launch.recovery import read_recovery

@@ -321,7 +321,7 @@ def test_training_names_a_dataset_that_does_not_fit(
 
 def test_a_report_of_a_run_that_is_none_is_refused(refused: Refused, settings: Path) -> None:
     message = refused("evaluate", "--config", settings, "run.name=nobody")
-    assert "nobody: there is no such run; train one first" in message
+    assert "nobody: no such run; train one first" in message
 
 
 def test_a_folder_that_cannot_be_written_is_named(

@@ -25,15 +25,10 @@ from prefect.context import FlowRunContext
 from flows import manage
 from flows.owner import current_owner
 from flows.presets import configure
+from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_newest
-from infini_model.runtime.runs import (
-    claim_run,
-    is_finished,
-    owner_of,
-    record_evaluation,
-    run_holder,
-)
+from infini_model.runtime.runs import is_finished, owner_of, record_evaluation, run_holder
 from infini_model.training.run_status import saved_step
 
 Started = Callable[..., Running]
@@ -43,9 +38,9 @@ import sys, time
 from pathlib import Path
 from prefect.client.orchestration import get_client
 from infini_model.config import load_config
-from infini_model.runtime.runs import Owner, claim_run
 from flows.presets import configure
-from infini_model.runtime.runs import Owner, claim_run
+from infini_model.runtime.claims import claim_run
+from infini_model.runtime.holders import Owner
 output, number = sys.argv[1:]
 config = configure(["debug"], overrides=[f"run.output_dir={output}"])
 with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):
@@ -148,7 +143,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
 
     status, line = told("resume", "training.learning_rate=1e-5")
     assert status == 2
-    assert "cannot be continued with other settings (training.learning_rate is 0.001" in line
+    assert "cannot be resumed with different settings (training.learning_rate is 0.001" in line
     status, printed = told("resume", "logging.logging_steps=50")
     assert status == 0, printed
     assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in printed

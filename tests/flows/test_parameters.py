@@ -20,8 +20,8 @@ from flows.parameters import parameters_of, resolve
 from flows.presets import configure, preset_choices
 from flows.serving.services import PROJECT
 from infini_model.config import Config, load_config
+from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError
-from infini_model.runtime.runs import claim_run
 
 FLOWS = ("pipeline", "preprocess", "train", "evaluate")
 

@@ -6,8 +6,8 @@ import pytest
 
 from flows.presets import configure, is_preset, preset_choices, preset_names, remedy_names
 from infini_model.config import Config, dump_config, load_config
+from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError
-from infini_model.runtime.runs import claim_run, resume_config
 
 WHOLE = sorted(set(preset_names()) - set(remedy_names()))
 

@@ -69,7 +69,7 @@ __all__ = [
     "verify_dataset",
 ]
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def dataset_key(corpus: Corpus, tokenizer: Tokenizer, splits: SplitsConfig) -> str:
@@ -141,9 +141,9 @@ def _standing(folder: Path) -> Manifest | None:
     try:
         manifest = verify_dataset(folder)
     except DataError as error:
-        logger.warning("%s; it is made again", error)
+        log.warning("%s; it is made again", error)
         return None
-    logger.info("dataset %s: reused, all shards checked", folder)
+    log.info("dataset %s: reused, all shards checked", folder)
     return manifest
 
 
@@ -179,7 +179,7 @@ def _partitions(
     missing = [task for task in tasks if task.key not in records]
     if missing:
         records |= _make(missing, corpus, tokenizer, config, folder, kept_spill, progress)
-    logger.info(
+    log.info(
         "dataset %s: %d of %d partitions made, %d reused",
         folder,
         len(missing),
@@ -206,7 +206,7 @@ def _make(
             tell = _counter(text_bytes, progress)
             return make_partitions(tasks, spill, tokenizer, devices, tell)
     except UnusableSpillError as error:
-        logger.info("dataset %s: the source is read again: %s", folder, error)
+        log.info("dataset %s: the source is read again: %s", folder, error)
     drop_spill(kept_spill)
     tell = _counter(sum(file.bytes for file in corpus.files) + text_bytes, progress)
     buckets = [task.bucket for task in tasks]

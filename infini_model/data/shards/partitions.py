@@ -32,7 +32,7 @@ from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Text that is encoded at once, unless it is one document that is longer.
 ENCODE_BYTES = 16 << 20
@@ -99,7 +99,7 @@ def find_partition(partitions_dir: Path, key: str) -> PartitionRecord | None:
         path = shard_path(partitions_dir, key, split)
         fault = shard_fault(path, shard.bytes, shard.sha256)
         if fault:
-            logger.warning("%s: %s; it is made again", path, fault)
+            log.warning("%s: %s; it is made again", path, fault)
             return None
     return record
 
@@ -126,7 +126,7 @@ def make_partition(
             try:
                 record = _write_shards(task, tokenizer, documents, folder, tell)
             except _OtherIdsError:
-                logger.warning(
+                log.warning(
                     "%s: the fast way and tokenizers disagree on a document; tokenizers makes "
                     "partition %s",
                     tokenizer.spec,

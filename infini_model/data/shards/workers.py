@@ -16,7 +16,7 @@ from infini_model.data.threads import Tell, Worker, for_each, thread_count
 from infini_model.data.tokenizers.bpe import BPETokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def make_partitions(
@@ -67,7 +67,7 @@ def worker_devices(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
 
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if not gpus:
-        logger.info("data.device mixed: there is no GPU, the CPU does it all")
+        log.info("data.device mixed: there is no GPU, the CPU does it all")
     if config.device == "mixed":
         return [*gpus, *cpu[len(gpus) :]]
     return gpus
@@ -82,6 +82,6 @@ def _runs_on_gpus(tokenizer: Tokenizer) -> bool:
     try:
         check_supported(tokenizer)
     except UnsupportedTokenizerError as error:
-        logger.warning("%s: is tokenised on the CPU: %s", tokenizer.spec, error)
+        log.warning("%s: is tokenised on the CPU: %s", tokenizer.spec, error)
         return False
     return True

@@ -15,6 +15,7 @@ from infini_model.data.sources import corpus
 from infini_model.data.sources.documents import Progress, Reading, check_format
 from infini_model.data.threads import thread_count
 from infini_model.runtime import storage
+from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DataError
 
 STDLIB = "{stdlib}"
@@ -136,5 +137,5 @@ def fingerprint(paths: list[Path]) -> list[RawFile]:
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
         return list(pool.map(one, paths))

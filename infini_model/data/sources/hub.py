@@ -26,7 +26,7 @@ from infini_model.data.sources.remote import BUSY, SourceUnreachableError
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PARTITION_BYTES = 64 << 20
 ROWS_AT_ONCE = 64
@@ -77,7 +77,7 @@ def fetch_dataset(source: HubSource, raw_dir: Path, progress: Progress | None = 
                 files=[path.name for path in _partitions(folder)],
             )
             write_record(folder / COMPLETE, record)
-            logger.info("%s: %d rows of commit %s", source.repository, rows, commit)
+            log.info("%s: %d rows of commit %s", source.repository, rows, commit)
         files = read_record(folder / COMPLETE, HubDownload).files
     return [folder / name for name in files]
 

@@ -22,7 +22,7 @@ from infini_model.data.sources.documents import ROWS, TEXT, Progress, suffix
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 SECONDS_TO_CONNECT = 30.0
@@ -139,7 +139,7 @@ def _fetch(remote: _Remote) -> Iterator[int]:
             )
         with storage.named_os_errors(remote.target):
             os.replace(partial, remote.target)
-    logger.info("%s: brought down, %d bytes", remote.address, size)
+    log.info("%s: brought down, %d bytes", remote.address, size)
 
 
 def _copy(remote: _Remote, source: Any, file: Any) -> Iterator[int]:

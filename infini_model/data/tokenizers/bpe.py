@@ -20,7 +20,7 @@ from infini_model.data.sources.documents import string_buffers
 from infini_model.data.tokenizers.tokenizer import Ragged, Texts, as_array, without_eos
 from infini_model.runtime.errors import DataError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # The token that closes a document is the first of these that the vocabulary has.
 END_OF_TEXT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
@@ -156,13 +156,13 @@ class BPETokenizer:
             fast = Fast.from_json(self._text)
             ragged = _encode_fast(fast, as_array(list(PROBE)))
         except Exception as error:  # noqa: BLE001 -- whatever it cannot do, `tokenizers` can
-            logger.info("%s: gigatoken declines: %s", self.spec, _first_line(error))
+            log.info("%s: gigatoken declines: %s", self.spec, _first_line(error))
             return
         rows = np.split(ragged.ids, ragged.offsets[1:-1])
         if all(self.same_ids(text.encode(), ids) for text, ids in zip(PROBE, rows, strict=True)):
             self._fast = fast
         else:
-            logger.warning("%s: gigatoken gives other ids than tokenizers; not used", self.spec)
+            log.warning("%s: gigatoken gives other ids than tokenizers; not used", self.spec)
 
 
 def _encode_fast(fast: Any, texts: pa.StringArray) -> Ragged:

@@ -25,7 +25,7 @@ from infini_model.data.tokenizers.load import check_device, load_saved, load_tok
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime import storage
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # More text hardly changes the merges, and the trainer keeps its words in memory.
 SAMPLE_BYTES = 128 << 20
@@ -51,7 +51,7 @@ def corpus_tokenizer(corpus: Corpus, config: DataConfig, output_dir: Path) -> To
             storage.remove_leftovers(tokenizers_dir, key)
             trained = train_tokenizer(_sample(corpus, reading_of(config)), size)
             if trained.vocab_size < size:
-                logger.warning(
+                log.warning(
                     "the corpus gives a vocabulary of %d, fewer than data.tokenizer.vocab_size %d",
                     trained.vocab_size,
                     size,
@@ -65,7 +65,7 @@ def _sample(corpus: Corpus, reading: Reading) -> Iterator[pa.StringArray]:
     """The documents, or as many of them as make `SAMPLE_BYTES`, chosen by their content."""
     share = min(1.0, SAMPLE_BYTES / corpus.bytes)
     if share < 1.0:
-        logger.info("the tokenizer is trained on %.1f%% of the documents", 100 * share)
+        log.info("the tokenizer is trained on %.1f%% of the documents", 100 * share)
     for batch in read_documents([file.path for file in corpus.files], reading):
         if share == 1.0:
             yield batch.texts

@@ -16,6 +16,7 @@ from typing import IO
 
 from infini_model.config import Config, dump_config
 from infini_model.runtime import processes
+from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import atomic_file, make_folder
 from infini_model.training.callbacks.heartbeat import Watch
@@ -122,7 +123,7 @@ def _environment(devices: list[str], count: int) -> dict[str, str]:
     environment: dict[str, str] = {"PYTHONFAULTHANDLER": "1"}
     if "OMP_NUM_THREADS" not in os.environ:
         # The ranks share the cores; more threads than cores make every one of them slower.
-        environment["OMP_NUM_THREADS"] = str(max(1, _cores() // count))
+        environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // count))
     if devices:
         # NVML counts in PCI order, CUDA by default the fastest first.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -132,12 +133,6 @@ def _environment(devices: list[str], count: int) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, inherited]))
     return environment
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _command(config: Config, count: int, run_dir: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Child processes end: at their deadline, with their parent, with all that came of them."""
+"""Child processes end at their deadline or with their parent, with their whole process tree."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 
 from infini_model.runtime.processes import ProcessTimeoutError, run
 
-# A child that starts a grandchild in a session of its own, as torchrun does, and says its number.
+# A child that starts a grandchild in its own session, as torchrun does, and prints its id.
 GRANDCHILD = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
@@ -75,8 +75,8 @@ def test_a_child_that_ignores_sigterm_is_killed() -> None:
     assert time.monotonic() - began < 10
 
 
-def test_what_is_said_while_it_ends_is_read_however_much() -> None:
-    """More than a pipe holds: unread, it would block the child until it is killed."""
+def test_output_during_shutdown_is_read_however_long() -> None:
+    """More than a pipe buffers: unread, it would block the child until it is killed."""
     code = (
         "import signal, sys, time\n"
         "def leave(*_):\n"
@@ -89,7 +89,7 @@ def test_what_is_said_while_it_ends_is_read_however_much() -> None:
     assert lines == ["ready", "x" * 300_000, "saved"]
 
 
-def test_an_error_while_it_ends_does_not_leave_it_running() -> None:
+def test_an_error_during_shutdown_does_not_leave_it_running() -> None:
     code = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('ending', flush=True))\n"
@@ -111,7 +111,7 @@ def test_an_error_while_it_ends_does_not_leave_it_running() -> None:
     assert eventually(lambda: is_gone(int(lines[0])))
 
 
-def test_whoever_asks_it_to_stop_gets_the_reason_when_it_has_ended_in_order() -> None:
+def test_the_reason_to_stop_is_raised_after_a_graceful_shutdown() -> None:
     code = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved', flush=True)))\n"
@@ -133,10 +133,8 @@ def test_whoever_asks_it_to_stop_gets_the_reason_when_it_has_ended_in_order() ->
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_a_signal_that_comes_again_and_again_ends_both_and_no_line_is_lost(
-    number: signal.Signals, status: int
-) -> None:
-    """Also where it comes while the caller looks whether the command has ended."""
+def test_a_repeated_signal_ends_both_and_loses_no_line(number: signal.Signals, status: int) -> None:
+    """Also if it arrives while the caller polls the command."""
     child = (
         "import signal, sys, time\n"
         "def leave(*_):\n"
@@ -159,7 +157,7 @@ def test_a_signal_that_comes_again_and_again_ends_both_and_no_line_is_lost(
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    """As the shell has it for what runs in the background."""
+    """As the shell sets it for background jobs."""
     child = "import time; print('ready', flush=True); time.sleep(1); print('done')"
     caller = (
         "import signal, sys; from infini_model.runtime.processes import run; "
@@ -175,7 +173,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     assert process.wait() == 0
 
 
-def test_what_the_watch_finds_ends_it_at_once() -> None:
+def test_an_error_from_watch_kills_at_once() -> None:
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     seen: list[int] = []
 
@@ -191,7 +189,7 @@ def test_what_the_watch_finds_ends_it_at_once() -> None:
 
 
 def test_an_inherited_pipe_does_not_keep_a_dead_command_running() -> None:
-    """The grandchild holds the pipe open long after the command has ended."""
+    """The grandchild keeps the pipe open long after the command has exited."""
     lines: list[str] = []
     began = time.monotonic()
     assert run([sys.executable, "-c", GRANDCHILD.format(seconds=0)], on_line=lines.append) == 0
@@ -199,7 +197,7 @@ def test_an_inherited_pipe_does_not_keep_a_dead_command_running() -> None:
     os.kill(int(lines[0]), signal.SIGKILL)
 
 
-def test_the_status_tells_the_signal() -> None:
+def test_a_negative_status_is_the_signal() -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert run([sys.executable, "-c", code], on_line=lambda _: None) == -signal.SIGKILL
 

@@ -1,4 +1,4 @@
-"""Files are complete or absent, and a lock dies with its holder."""
+"""Files are complete or absent, and a lock is released when its holder exits."""
 
 import hashlib
 import resource
@@ -26,13 +26,13 @@ class InterruptionError(Exception):
 
 
 def interrupt(opened, name):
-    """Begin to write, and fail."""
+    """Start to write, then fail."""
     with opened as temporary:
         (temporary / name if name else temporary).write_text("half")
         raise InterruptionError
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path):
+def test_a_file_appears_complete_or_not_at_all(tmp_path):
     target = tmp_path / "below" / "file.txt"
     with pytest.raises(InterruptionError):
         interrupt(storage.atomic_file(target), None)
@@ -44,7 +44,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_folder_is_replaced_whole_or_stays(tmp_path):
+def test_a_folder_is_replaced_completely_or_not_at_all(tmp_path):
     target = tmp_path / "folder"
     with storage.atomic_folder(target) as temporary:
         (temporary / "old").write_text("old")
@@ -57,7 +57,7 @@ def test_a_folder_is_replaced_whole_or_stays(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_what_a_killed_writer_left_is_cleared_by_name(tmp_path):
+def test_leftovers_of_a_killed_writer_are_removed_by_name(tmp_path):
     script = """
 import os, signal, sys
 from pathlib import Path
@@ -96,7 +96,7 @@ except UserError as error:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
 
 
-def test_a_path_that_is_no_folder_is_named(tmp_path):
+def test_a_path_that_is_not_a_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file"):
         storage.make_folder(tmp_path / "file" / "below")
@@ -135,7 +135,7 @@ def test_latest_points_at_the_newest(tmp_path):
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.binary(max_size=200))
-def test_sha256_is_that_of_the_bytes(tmp_path_factory, data):
+def test_sha256_matches_hashlib(tmp_path_factory, data):
     path = Path(tmp_path_factory.mktemp("sha") / "file")
     path.write_bytes(data)
     assert storage.sha256(path) == hashlib.sha256(data).hexdigest()

@@ -19,9 +19,10 @@ from infini_model.config import validate
 from infini_model.data.loading.windows import open_windows
 from infini_model.model.layers import DecoderLayer
 from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.runtime.runs import claim_run, is_finished, last_step, record_evaluation
+from infini_model.runtime.runs import is_finished, last_step, record_evaluation
 from infini_model.runtime.storage import sha256, write_json
 from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position

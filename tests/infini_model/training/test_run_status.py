@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from infini_model.config import load_config
-from infini_model.runtime.runs import Owner, claim_run, record_evaluation
+from infini_model.runtime.claims import claim_run
+from infini_model.runtime.holders import Owner
+from infini_model.runtime.runs import record_evaluation
 from infini_model.runtime.storage import make_folder, write_json
 from infini_model.training.launch.devices import waiting_note
 from infini_model.training.launch.failures import Crashed, Preempted, TrainingFailure

@@ -33,7 +33,7 @@ from infini_model.data.tokenizers.gpu.word_table import Pieces, Words, WordTable
 from infini_model.data.tokenizers.tokenizer import Ragged, Texts, Tokenizer, as_array
 from infini_model.runtime.errors import DataError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # On the CPU 40 bytes a byte of text were seen at most; more is set apart, since a device that is
 # asked for too much has to begin again with half.
@@ -131,13 +131,13 @@ class DeviceTokenizer:
             except torch.OutOfMemoryError:
                 if end > start + 1:
                     self.batch_bytes = max(1, int(offsets[end] - offsets[start]) // 2)
-                    logger.info("%s: out of memory: batches are halved", self.device)
+                    log.info("%s: out of memory: batches are halved", self.device)
                     continue
                 yield self._encode_on_host(texts.slice(start, 1))
             start = end
 
     def _encode_on_host(self, texts: pa.StringArray) -> Tokens:
-        logger.warning("%s: too small for a document; it is tokenised on the CPU", self.device)
+        log.warning("%s: too small for a document; it is tokenised on the CPU", self.device)
         ids, offsets = self._host.encode_batch(texts)
         return Tokens(*(torch.from_numpy(part).to(self.device) for part in (ids, offsets)))
 
@@ -188,12 +188,12 @@ def put_on_device(host: BPETokenizer, device: str) -> Tokenizer:
     try:
         tokenizer = DeviceTokenizer(host, torch.device(device))
     except UnsupportedTokenizerError as error:
-        logger.warning("%s: is tokenised on the CPU: %s", host.spec, error)
+        log.warning("%s: is tokenised on the CPU: %s", host.spec, error)
         return host
     ids, offsets = tokenizer.encode_batch(list(PROBE))
     rows = np.split(ids, offsets[1:-1])
     if not all(host.same_ids(text.encode(), row) for text, row in zip(PROBE, rows, strict=True)):
-        logger.warning("%s: %s gives other ids than tokenizers; not used", host.spec, device)
+        log.warning("%s: %s gives other ids than tokenizers; not used", host.spec, device)
         return host
     return tokenizer
 

@@ -1,0 +1,23 @@
+"""The whole tree: descriptions, and which keys decide the weights."""
+
+from infini_model.config import Config, load_config
+
+
+def test_every_section_declares_whether_it_decides_the_weights() -> None:
+    for name, field in Config.model_fields.items():
+        assert "decides_weights" in vars(field.annotation), name  # type: ignore[arg-type]
+    deciding = {"run": {"seed"}} | {
+        name: set(Config.model_fields[name].annotation.model_fields)  # type: ignore[union-attr]
+        for name in ("packing", "model", "training")
+    }
+    # head_dim is dumped only if it was set.
+    config = load_config(overrides=["model.head_dim=16"])
+    assert {name: set(section) for name, section in config.identity.items()} == deciding
+
+
+def test_every_key_has_a_description() -> None:
+    """The form in the UI shows it as help."""
+    for section in Config.model_fields.values():
+        for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
+            nested = hasattr(field.annotation, "model_fields")
+            assert nested or field.description, f"{section.annotation}.{name} has no description"

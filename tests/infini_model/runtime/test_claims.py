@@ -1,0 +1,260 @@
+"""Claims: one holder, one configuration; an interrupted run is resumed, a finished one is not."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from claiming import NIGHT, UI, claim, config_of
+
+from infini_model.config import Section, load_config
+from infini_model.runtime import claims
+from infini_model.runtime.claims import claim_run, resume_config
+from infini_model.runtime.errors import ConfigError, DataError
+from infini_model.runtime.holders import Owner
+from infini_model.runtime.runs import find_run, is_finished, owner_of, run_holder
+
+
+def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not(tmp_path: Path) -> None:
+    first = claim(config_of(tmp_path))
+    assert first.name == "debug-1"
+    assert claim(config_of(tmp_path), finish=True) == first
+    assert is_finished(first)
+    second = claim(config_of(tmp_path))
+    assert second.name == "debug-2"
+    assert (tmp_path / "runs" / "latest").resolve() == second
+
+
+def test_other_settings_or_data_start_another_run(tmp_path: Path) -> None:
+    first = claim(config_of(tmp_path))
+    assert claim(config_of(tmp_path, "training.learning_rate=1e-4")) != first
+    assert claim(config_of(tmp_path), "k2") != first
+    free = ("checkpoint.save_steps=3", "run.log_level=info", "launch.processes=2")
+    assert claim(config_of(tmp_path, *free)) == first
+
+
+SPLITS = "data.splits={train: 0.8, validation: 0.1, test: 0.1}"
+
+
+NODES = ("launch.num_nodes=2", "launch.rdzv_endpoint=first:29500", "run.name=debug-1")
+
+
+SCALING = (
+    "{factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 8192}"
+)
+
+
+# Values other than the debug preset's, for keys where none can be derived from its value.
+OTHER: dict[str, tuple[str, ...]] = {
+    "data.name": ("data.name=other",),
+    "data.source.kind": ("data.source={kind: hub, repository: ag_news}",),
+    "data.source.paths": ("data.source.paths=[a.txt]",),
+    "data.source.column": ("data.source.column=body",),
+    "data.source.separator": ("data.source.separator=x",),
+    "data.tokenizer.spec": ("data.tokenizer.spec=train",),
+    "data.splits.train": (SPLITS,),
+    "data.splits.validation": (SPLITS,),
+    "data.splits.test": (SPLITS,),
+    "data.folder": ("data.folder=elsewhere",),
+    "data.device": ("data.device=cpu",),
+    "packing.context_length": ("packing.context_length=256",),
+    "model.vocab_size": ("model.vocab_size=300",),
+    "model.hidden_size": ("model.hidden_size=64",),
+    "model.num_attention_heads": ("model.num_attention_heads=2",),
+    "model.num_key_value_heads": ("model.num_key_value_heads=1",),
+    "model.head_dim": ("model.head_dim=8",),
+    "model.rope_scaling": (f"model.rope_scaling={SCALING}",),
+    "model.segment_length": ("model.segment_length=64",),
+    "training.epochs": ("training.epochs=3",),
+    "launch.gpus": ("launch.gpus=0,3",),
+    "launch.processes": ("launch.processes=2",),
+    "launch.num_nodes": NODES,
+    "launch.node_rank": (*NODES, "launch.node_rank=1"),
+    "launch.rdzv_endpoint": ("launch.rdzv_endpoint=first:29500",),
+    "launch.hang_timeout_seconds": ("launch.hang_timeout_seconds=60",),
+    "logging.eval_batches": ("logging.eval_batches=3",),
+    "logging.tensorboard_dir": ("logging.tensorboard_dir=boards",),
+    "evaluation.max_batches": ("evaluation.max_batches=3",),
+    "evaluation.top_p": ("evaluation.top_p=0.9",),
+    "tracking.tracking_uri": ("tracking.tracking_uri=http://localhost:5000",),
+    "tracking.experiment_name": ("tracking.experiment_name=other",),
+    "tracking.registered_model": ("tracking.registered_model=other",),
+    "run.data_dir": ("run.data_dir=elsewhere",),
+}
+
+
+# Keys that choose the folder.
+PLACES = {"run.name", "run.preset", "run.output_dir"}
+
+
+def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Every key below `section` except `PLACES`, with overrides that change its value."""
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{above}{name}"
+        if isinstance(value, Section):
+            yield from leaves(value, f"{key}.")
+        elif key in OTHER:
+            yield key, list(OTHER[key])
+        elif isinstance(value, bool):
+            yield key, [f"{key}={not value}"]
+        elif isinstance(value, int | float):
+            yield key, [f"{key}={value + 1 if isinstance(value, int) else value / 2}"]
+        elif key.endswith(".timeout_seconds"):
+            yield key, [f"{key}=60"]
+        elif key not in PLACES:
+            other = next(choice for choice in get_args(field.annotation) if choice != value)
+            yield key, [f"{key}={other}"]
+
+
+@pytest.mark.parametrize(("key", "change"), list(leaves(load_config())))
+def test_a_run_resumes_with_any_change_that_does_not_decide_its_weights(
+    key: str, change: list[str], tmp_path: Path
+) -> None:
+    first = claim(config_of(tmp_path))
+    changed = config_of(tmp_path, *change)
+    assert changed != config_of(tmp_path)
+    decides = key.split(".")[0] in ("packing", "model", "training") or key == "run.seed"
+    assert (changed.identity != config_of(tmp_path).identity) is decides
+    assert (claim(changed) != first) is decides
+    resume = [text for text in change if not text.startswith("run.name=")]
+    if decides:
+        with pytest.raises(ConfigError, match="cannot be resumed with different settings"):
+            resume_config(first, resume)
+    else:
+        assert resume_config(first, resume).identity == changed.identity
+
+
+def test_concurrent_claims_never_share_a_folder(tmp_path: Path) -> None:
+    with (
+        claim_run(config_of(tmp_path), "k1", Path("data")) as one,
+        claim_run(config_of(tmp_path), "k1", Path("data")) as two,
+    ):
+        assert one != two
+
+
+def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; "
+        "from infini_model.config import load_config\n"
+        "from infini_model.runtime.claims import claim_run\n"
+        "config = load_config(overrides=['run.preset=debug', 'run.output_dir=' + sys.argv[1]])\n"
+        "with claim_run(config, 'k1', Path('data')): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert claim(config_of(tmp_path)).name == "debug-1"
+
+
+def test_a_named_run_gets_its_folder_or_fails(tmp_path: Path) -> None:
+    named = config_of(tmp_path, "run.name=mine")
+    assert claim(named, finish=True) == claim(named) == tmp_path / "runs" / "mine"
+    with pytest.raises(ConfigError, match=r"run\.name: .*mine .*training\.learning_rate is"):
+        claim(config_of(tmp_path, "run.name=mine", "training.learning_rate=1e-4"))
+    with pytest.raises(ConfigError, match="the dataset differs"):
+        claim(named, "k2")
+    with claim_run(named, "k1", Path("data")), pytest.raises(ConfigError, match="in use"):
+        claim(named)
+
+
+def test_other_machines_join_the_run_of_the_first_one(tmp_path: Path) -> None:
+    shared = ["run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500"]
+    first = config_of(tmp_path, *shared)
+    second = config_of(tmp_path, *shared, "launch.node_rank=1")
+    with ThreadPoolExecutor() as pool:
+        joined = pool.submit(claim, second)
+        with claim_run(first, "k1", Path("data")) as run_dir:
+            assert joined.result(timeout=30) == run_dir
+
+
+def test_a_claim_killed_before_the_run_started_leaves_its_name_usable(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "debug-1").mkdir(parents=True)
+    assert claim(config_of(tmp_path)).name == "debug-1"
+
+
+def test_a_flow_run_gets_its_own_folder_back_and_no_other(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    first = claim(config, owner=UI, adopt=False)
+    assert find_run(tmp_path / "runs", "ui") == first
+    assert find_run(tmp_path / "runs", "night") is None
+    second = claim(config, owner=NIGHT, adopt=False)
+    assert second != first
+    for _ in range(2):
+        assert claim(config, owner=UI, adopt=False, finish=True) == first
+    assert owner_of(first) == UI
+    with pytest.raises(ConfigError, match=r"debug-2 holds another run \(the dataset differs"):
+        claim(config, "k2", owner=NIGHT, adopt=False)
+
+
+def test_a_flow_run_does_not_take_back_a_run_that_another_has_resumed(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    first = claim(config, owner=UI, adopt=False)
+    assert claim(config, owner=NIGHT) == first
+    message = r"debug-1 has since been resumed by flow run night; take it over with infini resume"
+    with pytest.raises(ConfigError, match=message):
+        claim(config, owner=UI, adopt=False)
+    assert find_run(tmp_path / "runs", "ui") == first
+    # Anyone may resume a run by its name if nobody holds it.
+    assert claim(resume_config(first), owner=Owner("by name"), adopt=False) == first
+
+
+def test_a_second_claim_fails_and_names_the_holder(tmp_path: Path) -> None:
+    named = config_of(tmp_path, "run.name=mine")
+    with claim_run(named, "k1", Path("data"), owner=UI) as run_dir:
+        holder = run_holder(run_dir)
+        assert holder is not None
+        assert (holder.pid, holder.flow_run, holder.run) == (os.getpid(), "ui", str(run_dir))
+        assert holder.is_on_this_machine()
+        message = rf"mine is in use by process {os.getpid()} \(flow run {UI.url}\)$"
+        with pytest.raises(ConfigError, match=message):
+            claim(named, owner=NIGHT)
+    assert run_holder(run_dir) is None
+
+
+def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    released = threading.Event()
+
+    def hold_until_released() -> None:
+        with claim_run(config, "k1", Path("data"), owner=UI):
+            begun.set()
+            assert released.wait(30)
+
+    begun = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(hold_until_released)
+        assert begun.wait(30)
+        monkeypatch.setattr(claims, "RELEASE_SECONDS", 0.0)
+        with pytest.raises(ConfigError, match="in use by process"):
+            claim(config, owner=UI)
+        monkeypatch.setattr(claims, "RELEASE_SECONDS", 30.0)
+        second = pool.submit(claim, config, owner=UI)
+        time.sleep(3 * claims.RELEASE_POLL_SECONDS)
+        assert not second.done()
+        released.set()
+        assert second.result(timeout=30).name == "debug-1"
+
+
+def test_a_run_is_resumed_with_its_own_settings_and_dataset(tmp_path: Path) -> None:
+    begun = claim(config_of(tmp_path / "before", "training.learning_rate=2e-3"))
+    run_dir = (tmp_path / "before").rename(tmp_path / "after") / "runs" / begun.name
+    config = resume_config(run_dir, ["launch.gpus=cpu", "logging.logging_steps=7"])
+    assert config.training.learning_rate == 2e-3
+    assert config.logging.logging_steps == 7
+    assert config.data.folder == Path("data").resolve()
+    assert claim(config) == run_dir
+    for override, message in {
+        "training.learning_rate=1e-4": r"training\.learning_rate is 0\.002, not 0\.0001",
+        "model.head_dim=64": r"model\.head_dim is None, not 64",
+        "run.name=other": r"run\.name: .* can only be resumed under its own name",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            resume_config(run_dir, [override])
+    with pytest.raises(DataError, match="not a run folder"):
+        resume_config(begun)

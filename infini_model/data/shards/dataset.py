@@ -74,8 +74,7 @@ logger = logging.getLogger(__name__)
 
 def dataset_key(corpus: Corpus, tokenizer: Tokenizer, splits: SplitsConfig) -> str:
     """Hash of what decides the content of a dataset folder, in hexadecimal."""
-    ingredients = _ingredients(corpus, tokenizer, splits)
-    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
+    return storage.content_key(_ingredients(corpus, tokenizer, splits))
 
 
 def _ingredients(

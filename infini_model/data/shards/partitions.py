@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -74,7 +73,7 @@ def partition_key(bucket: Bucket, tokenizer: Tokenizer, splits: SplitsConfig) ->
         tokenizer.eos_token_id,
         splits.model_dump(),
     ]
-    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+    return storage.content_key(ingredients)[:32]
 
 
 def id_dtype(vocab_size: int) -> np.dtype:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +100,7 @@ def _scan_key(files: Sequence[RawFile], reading: Reading, partition_bytes: int) 
         reading.separator,
         partition_bytes,
     ]
-    return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
+    return storage.content_key(ingredients)[:32]
 
 
 def _bucket_count(total_bytes: int, partition_bytes: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -63,7 +62,7 @@ def fetch_dataset(source: HubSource, raw_dir: Path, progress: Progress | None = 
         source.column,
         source.limit,
     ]
-    key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    key = storage.content_key(decides)[:32]
     folder = raw_dir / key
     with storage.lock(raw_dir / ".locks" / key):
         if not (folder / COMPLETE).is_file():

@@ -8,8 +8,6 @@ content (entity tag, else date and size), so that a changed file is another file
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -89,7 +87,7 @@ def _resolve(address: str, raw_dir: Path) -> Iterator[_Remote]:
         with _reachable(name):
             info = system.info(found)
         identity = [name, info.get("size"), *(str(info.get(field)) for field in IDENTITY_FIELDS)]
-        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+        key = storage.content_key(identity)[:32]
         yield _Remote(name, system, found, info.get("size"), raw_dir / key / file)
 
 

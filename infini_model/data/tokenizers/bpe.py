@@ -6,7 +6,6 @@ otherwise.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ import pyarrow as pa
 
 from infini_model.data.sources.documents import string_buffers
 from infini_model.data.tokenizers.tokenizer import Ragged, Texts, as_array, without_eos
+from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class BPETokenizer:
             part: tree[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")
         }
         deciding["end_of_text"] = self.eos_token_id
-        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+        return storage.content_key(deciding)
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The ids of each document; special tokens spelt out in the text count as such."""

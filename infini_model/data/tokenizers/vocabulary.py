@@ -6,8 +6,6 @@ kept under `<output_dir>/datasets/.tokenizers/<key>/`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +42,7 @@ def corpus_tokenizer(corpus: Corpus, config: DataConfig, output_dir: Path) -> To
     tokenizers_dir = output_dir / "datasets" / ".tokenizers"
     size = config.tokenizer.vocab_size
     ingredients = [corpus.fingerprint, size, LLAMA3_PATTERN, SAMPLE_BYTES]
-    key = hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
+    key = storage.content_key(ingredients)[:32]
     folder = tokenizers_dir / key
     with storage.lock(tokenizers_dir / ".locks" / key):
         if not (folder / TOKENIZER_FILE).is_file():

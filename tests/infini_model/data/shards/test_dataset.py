@@ -20,8 +20,8 @@ from corpora import build, files_config, make_texts, write_files, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infini_model.config import TokenizerConfig
-from infini_model.data.manifest import SPLITS
+from infini_model.config import SplitsConfig, TokenizerConfig
+from infini_model.data.manifest import SPLITS, Bucket, Corpus, RawFile
 from infini_model.data.shards import partitions
 from infini_model.data.shards.dataset import (
     build_dataset,
@@ -31,7 +31,9 @@ from infini_model.data.shards.dataset import (
     read_manifest,
     verify_dataset,
 )
-from infini_model.data.shards.partitions import _batches, _Encoded
+from infini_model.data.shards.partitions import _batches, _Encoded, partition_key
+from infini_model.data.sources.corpus import spill_folder as spill_path
+from infini_model.data.sources.documents import Reading
 from infini_model.data.sources.download import download, spill_folder
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
@@ -176,6 +178,21 @@ def test_the_key_is_of_content_only(tmp_path):
     assert dataset_key(corpus, ByteTokenizer(), other.splits) != key
     changed = corpus.model_copy(update={"fingerprint": "0"})
     assert dataset_key(changed, ByteTokenizer(), config.splits) != key
+
+
+def test_keys_of_existing_folders_do_not_change():
+    """Datasets, partitions and scanned sources on disk are found by these keys."""
+    bucket = Bucket(documents=2, bytes=3, digest="ab" * 32)
+    corpus = Corpus(
+        files=[], documents=2, bytes=3, skipped=0, fingerprint="cd" * 32, buckets=[bucket]
+    )
+    splits = SplitsConfig(**THIRDS)
+    assert dataset_key(corpus, ByteTokenizer(), splits) == (
+        "25baa9f311a2f784393b27f74b0076e271d21226a118e38f1b39650571176450"
+    )
+    assert partition_key(bucket, ByteTokenizer(), splits) == "44c52ff59ca9f75e892cc6b70690b5e8"
+    file = RawFile(path=Path("a.jsonl"), bytes=3, sha256="ef" * 32)
+    assert spill_path([file], Reading(), 1 << 20, Path()).stem == "b1b619f1f2ceb6b2b877ad8c3f54549a"
 
 
 def test_a_new_file_remakes_one_partition_and_a_new_name_none(tmp_path):

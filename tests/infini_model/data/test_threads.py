@@ -1,4 +1,4 @@
-"""Work shared out to threads is done once, told in turn, and given up when it has failed."""
+"""Threads process each item once, report one at a time, and stop at the first error."""
 
 import os
 import signal

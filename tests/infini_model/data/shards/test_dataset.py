@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from infini_model.config import SplitsConfig, TokenizerConfig
 from infini_model.data.manifest import SPLITS, Bucket, Corpus, RawFile
-from infini_model.data.shards import partitions
 from infini_model.data.shards.dataset import (
     build_dataset,
     dataset_key,
@@ -33,8 +32,8 @@ from infini_model.data.shards.dataset import (
 )
 from infini_model.data.shards.partitions import _batches, _Encoded, partition_key
 from infini_model.data.sources.corpus import spill_folder as spill_path
-from infini_model.data.sources.documents import Reading
 from infini_model.data.sources.download import download, spill_folder
+from infini_model.data.sources.formats import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
@@ -384,7 +383,7 @@ def test_a_lost_companion_is_made_again(tmp_path):
 
 
 def test_folders_that_are_no_datasets_are_named(tmp_path):
-    with pytest.raises(DataError, match="gone: is no dataset folder"):
+    with pytest.raises(DataError, match="gone: is not a dataset folder"):
         verify_dataset(tmp_path / "gone")
     with pytest.raises(DataError, match=r"has no manifest\.json"):
         verify_dataset(tmp_path)
@@ -517,7 +516,7 @@ def test_two_builders_of_one_key_do_the_work_once(tmp_path):
     logs = "".join(log for _, log in ended)
     assert len(keys) == 1
     assert logs.count("4 of 4 partitions made") == 1, logs
-    assert logs.count("reused, all shards checked") == 1, logs
+    assert logs.count("reused, all checksums verified") == 1, logs
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
@@ -563,9 +562,7 @@ def test_an_error_in_a_worker_keeps_its_type_and_ends_the_others(tmp_path):
 @given(st.lists(st.text(max_size=9), max_size=30), st.integers(1, 7), st.integers(0, 40))
 def test_documents_are_encoded_in_batches_of_bounded_size(texts, batch_size, most):
     chunks = [pa.array(texts[:3], pa.string()), pa.array(["x", *texts[3:]], pa.string()).slice(1)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partitions, "ENCODE_BYTES", most)
-        batches = list(_batches(pa.chunked_array(chunks), batch_size))
+    batches = list(_batches(pa.chunked_array(chunks), batch_size, most))
     assert [text for batch in batches for text in batch.to_pylist()] == texts
     for batch in batches:
         assert 1 <= len(batch) <= batch_size

@@ -12,15 +12,15 @@ from corpora import write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infini_model.data.sources import documents
-from infini_model.data.sources.documents import Reading, parts_of, read_documents
+from infini_model.data.sources.documents import parts_of, read_documents, read_part
+from infini_model.data.sources.formats import BATCH_BYTES, Reading
 from infini_model.runtime.errors import DataError
 
 
-def read(*paths: Path, **reading: object) -> list[str]:
+def read(*paths: Path, batch_bytes: int = BATCH_BYTES, **reading: object) -> list[str]:
     return [
         text
-        for batch in read_documents(paths, Reading(**reading))
+        for batch in read_documents(paths, Reading(**reading), batch_bytes)
         for text in batch.texts.to_pylist()
     ]
 
@@ -69,18 +69,16 @@ def test_a_separator_cuts_a_text_file_into_the_documents_between(tmp_path_factor
     assert read(path, separator="--") == texts
 
 
-def test_batches_are_bounded_and_keep_the_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BATCH_BYTES", 1000)
+def test_batches_are_bounded_and_keep_the_order(tmp_path):
     texts = [f"{number} " + "x" * (number * 7 % 600) for number in range(200)]
     paths = write_all_formats(tmp_path, texts)
     for path in paths:
-        batches = list(read_documents([path], Reading()))
+        batches = list(read_documents([path], Reading(), batch_bytes=1000))
         assert len(batches) > 3
         assert [text for batch in batches for text in batch.texts.to_pylist()] == texts
 
 
-def test_parts_are_bounded_and_hold_every_document_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BATCH_BYTES", 3000)
+def test_parts_are_bounded_and_hold_every_document_once(tmp_path):
     texts = [f"{number} " + "x" * (number * 7 % 600) for number in range(100)]
     small = [tmp_path / f"{number:03d}.txt" for number in range(100)]
     for path, text in zip(small, texts, strict=True):
@@ -88,27 +86,26 @@ def test_parts_are_bounded_and_hold_every_document_once(tmp_path, monkeypatch):
     parquet = tmp_path / "050.parquet"
     pq.write_table(pa.table({"text": texts}), parquet, row_group_size=2, use_dictionary=False)
     paths = sorted([*small, parquet])
-    parts = list(parts_of(paths))
+    parts = list(parts_of(paths, batch_bytes=3000))
     assert sum(part.bytes for part in parts) == sum(path.stat().st_size for path in paths)
     assert max(part.bytes for part in parts if part.groups is None) <= 3000
     assert len([part for part in parts if part.groups]) > 5
     found = [
         text
         for part in parts
-        for batch in documents.read_part(part, Reading())
+        for batch in read_part(part, Reading(), batch_bytes=3000)
         for text in batch.texts.to_pylist()
     ]
     assert found == texts[:50] + texts + texts[50:]
 
 
-def test_a_bad_row_is_named_in_whichever_part_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BATCH_BYTES", 50)
+def test_a_bad_row_is_named_in_whichever_part_it_is(tmp_path):
     rows = [b"fine " * 10] * 40
     rows[33] = b"\xe9"
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(rows, pa.binary())}), path, row_group_size=3)
     with pytest.raises(DataError, match=r"a\.parquet, row 34: is not UTF-8"):
-        read(path)
+        read(path, batch_bytes=50)
 
 
 def test_short_and_empty_documents_are_left_out_and_counted(tmp_path):
@@ -163,7 +160,7 @@ def test_a_binary_file_is_named(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
 def test_a_missing_column_is_named_with_those_that_exist(tmp_path, name):
     write_all_formats(tmp_path, ["x"])
-    with pytest.raises(DataError, match=rf"{name}.*no column 'article'; there are: .*text"):
+    with pytest.raises(DataError, match=rf"{name}.*no column 'article'; it has: .*text"):
         read(tmp_path / name, column="article")
 
 
@@ -178,7 +175,7 @@ def test_a_column_that_is_no_text_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [("{broken", "is no JSON"), ("[1]", "needs an object"), ("[" * 100_000, "is no JSON")],
+    [("{broken", "is not JSON"), ("[1]", "needs an object"), ("[" * 100_000, "is not JSON")],
 )
 def test_a_line_that_is_no_object_is_named(tmp_path, line, complaint):
     path = tmp_path / "a.jsonl"

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from infini_model.config import FilesSource, SplitsConfig
 from infini_model.data.sources.content import buckets_of, hash_documents, splits_of
 from infini_model.data.sources.corpus import _bucket_count
-from infini_model.data.sources.documents import Reading, read_documents
+from infini_model.data.sources.documents import read_documents
 from infini_model.data.sources.download import download, list_files
+from infini_model.data.sources.formats import Reading
 from infini_model.runtime.errors import DataError
 
 
@@ -121,7 +122,7 @@ def test_the_standard_library_is_python_and_nothing_installed(tmp_path):
     [
         ("*.txt", r"'.*\*\.txt' matches no file$"),
         ("", r"matches no file; it is a folder: write .*/\*\*/\*\.txt"),
-        ("image.png", r"image\.png: cannot be read: takes \.txt"),
+        ("image.png", r"image\.png: unknown file format; takes \.txt"),
         ("empty/*", r"0000\.txt and 1 more: no documents left: 2 of 2 are empty"),
         ("latin.md", r"latin\.md: is not UTF-8"),
     ],

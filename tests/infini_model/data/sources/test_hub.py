@@ -1,4 +1,4 @@
-"""A hub dataset becomes Parquet partitions: pinned, resumed, never fetched twice."""
+"""A hub dataset becomes Parquet files: pinned, resumed, never downloaded twice."""
 
 import functools
 import json
@@ -14,8 +14,8 @@ import pytest
 from corpora import make_texts, write_parquet
 
 from infini_model.config import DataConfig, HubSource
-from infini_model.data.sources import hub
 from infini_model.data.sources.download import download
+from infini_model.data.sources.hub import fetch_dataset
 from infini_model.runtime.errors import DataError
 
 TEXTS = ["short", *make_texts(99, longest=40)]
@@ -45,12 +45,13 @@ def rows_of(corpus):
     return [text for file in corpus.files for text in pq.read_table(file.path)["text"].to_pylist()]
 
 
-def test_a_split_is_streamed_into_bounded_partitions(repository, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "PARTITION_BYTES", 2000)
-    monkeypatch.setattr(hub, "ROWS_AT_ONCE", 7)
+def test_a_split_is_streamed_into_bounded_files(repository, tmp_path):
+    source = HubSource(repository=str(repository))
+    files = fetch_dataset(source, tmp_path / "raw", file_bytes=2000, batch_rows=7)
+    assert len(files) > 3
     corpus = download(config_of(repository), tmp_path)
+    assert [file.path for file in corpus.files] == files
     assert rows_of(corpus) == TEXTS
-    assert len(corpus.files) > 3
     assert all(file.path.is_relative_to(tmp_path / "raw") for file in corpus.files)
     assert corpus.documents == 100
     other = download(config_of(repository, split="test"), tmp_path)
@@ -79,17 +80,17 @@ def test_a_complete_download_is_never_fetched_again(repository, tmp_path):
     assert download(config, tmp_path).documents == 101
 
 
-def test_a_killed_download_goes_on_after_its_last_partition(repository, tmp_path):
+def test_a_killed_download_resumes_after_its_last_file(repository, tmp_path):
     script = """
 import os, signal, sys
 from pathlib import Path
 from infini_model.config import HubSource
 from infini_model.data.sources import hub
-hub.PARTITION_BYTES, hub.ROWS_AT_ONCE = 4000, 7
 def die(done, total):
     if done > 10_000:
         os.kill(os.getpid(), signal.SIGKILL)
-hub.fetch_dataset(HubSource(repository=sys.argv[1]), Path(sys.argv[2]) / "raw", die)
+source, raw_dir = HubSource(repository=sys.argv[1]), Path(sys.argv[2]) / "raw"
+hub.fetch_dataset(source, raw_dir, die, file_bytes=4000, batch_rows=7)
 """
     subprocess.run([sys.executable, "-c", script, str(repository), str(tmp_path)])
     there = {path: path.stat().st_mtime_ns for path in (tmp_path / "raw").rglob("part-*.parquet")}
@@ -102,7 +103,7 @@ hub.fetch_dataset(HubSource(repository=sys.argv[1]), Path(sys.argv[2]) / "raw", 
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"column": "article"}, "has no column 'article'; there are: text, number"),
+        ({"column": "article"}, "has no column 'article'; it has: text, number"),
         ({"column": "number"}, "column 'number' is int64, not text"),
         ({"split": "dev"}, "dev"),
         ({"configuration": "other"}, "other"),

@@ -1,4 +1,4 @@
-"""Remote files come down once, go on where they stopped, and say in one line what is wrong."""
+"""Remote files are downloaded once and resumed; errors are one line."""
 
 import functools
 import socket
@@ -97,7 +97,7 @@ def test_a_file_comes_down_once(server, tmp_path):
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_broken_download_is_resumed_where_the_server_can(server, tmp_path, ranges):
     server |= {"cut": 3_000_000, "ranges": ranges}
-    with pytest.raises(SourceUnreachableError, match=r"corpus\.jsonl: c.*") as caught:
+    with pytest.raises(SourceUnreachableError, match=r"corpus\.jsonl: (can|down)") as caught:
         fetch(server, tmp_path)
     assert server["url"] in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -126,7 +126,7 @@ def test_what_the_server_refuses_is_final(server, tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(SourceUnreachableError, match=r"broken\.jsonl: cannot be reached: 503"):
         fetch(server, tmp_path, "/broken.jsonl")
-    with pytest.raises(DataError, match=r"corpus\.zip: cannot be read: takes \.txt"):
+    with pytest.raises(DataError, match=r"corpus\.zip: unknown file format; takes \.txt"):
         fetch(server, tmp_path, "/corpus.zip")
 
 

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from corpora import build, files_config, make_texts, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,7 +111,11 @@ def test_cutting_and_padding_in_the_file_are_undone(tokenizer_file, tmp_path, tr
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(b"{}", "is no tokenizer.json"), (b"no json", "is no tokenizer.json"), (b"\xff", "not UTF-8")],
+    [
+        (b"{}", "is not a tokenizer"),
+        (b"no json", "is not a tokenizer"),
+        (b"\xff", "not UTF-8"),
+    ],
 )
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content, complaint):
     path = tmp_path / "broken.json"
@@ -122,7 +127,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content, complaint):
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     for spec in (str(tmp_path / "gone.json"), "gone.json", "./gone"):
-        with pytest.raises(DataError, match=r"gone.*: there is no such tokenizer file"):
+        with pytest.raises(DataError, match=r"gone.*: no such tokenizer file"):
             load_tokenizer(spec)
 
 
@@ -142,6 +147,23 @@ def test_a_gpu_that_is_not_there_is_refused():
         load_tokenizer("bytes", "cuda:99")
 
 
+@pytest.mark.parametrize("kind", ["bytes", "normalizer"])
+def test_a_device_that_cannot_serve_the_tokenizer_is_warned_about(
+    tokenizer_file, tmp_path, kind, monkeypatch, caplog
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    spec, part = "bytes", "tokenizer bytes"
+    if kind == "normalizer":
+        tree = json.loads(tokenizer_file.read_text()) | {"normalizer": {"type": "NFC"}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+        spec, part = str(tmp_path), "normalizer NFC"
+    tokenizer = load_tokenizer(spec, "cuda:1")
+    assert isinstance(tokenizer, ByteTokenizer | BPETokenizer)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"device=cuda:1 has no effect: {part} is not supported on a GPU; tokenising on the CPU"
+    ]
+
+
 def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(
     tmp_path, tokenizer_file, caplog, monkeypatch
 ):
@@ -159,7 +181,7 @@ def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(
         monkeypatch.setattr(dataset, "corpus_tokenizer", lambda *_, it=tokenizer: it)
         with caplog.at_level(logging.WARNING):
             made.append(build(config, tmp_path / str(len(made)))[0])
-    assert caplog.text.count("the fast way and tokenizers disagree") == 1
+    assert caplog.text.count("the fast tokenizer and tokenizers disagree") == 1
     assert made[0].splits == made[1].splits
 
 
@@ -198,9 +220,9 @@ def test_a_dataset_keeps_its_tokenizer(tmp_path, tokenizer_file):
         hashlib.sha256(tokenizer_file.read_bytes()).digest()
     )
     train_tokenizer([TEXTS], 290).save(folder)
-    with pytest.raises(DataError, match=r"tokenizer\.json: is not the tokenizer of its manifest"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: does not match manifest"):
         load_dataset_tokenizer(folder)
-    with pytest.raises(DataError, match="is no dataset folder"):
+    with pytest.raises(DataError, match="is not a dataset folder"):
         load_dataset_tokenizer(tmp_path / "gone")
 
 

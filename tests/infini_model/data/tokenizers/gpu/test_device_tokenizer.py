@@ -22,12 +22,12 @@ from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, PROBE, BPETokenizer
 from infini_model.data.tokenizers.gpu import device_tokenizer, word_table
 from infini_model.data.tokenizers.gpu.device_tokenizer import (
     DeviceTokenizer,
-    UnsupportedTokenizerError,
     close_documents,
     put_on_device,
 )
 from infini_model.data.tokenizers.gpu.pretokens import GPT2_PATTERN, PATTERNS
-from infini_model.data.tokenizers.tokenizer import Ragged
+from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Ragged
 
 CPU = torch.device("cpu")
 TEXTS = make_texts(60)
@@ -166,16 +166,17 @@ def test_documents_are_closed(llama):
     assert close_documents(llama.encode([]), 0).offsets.tolist() == [0]
 
 
-def test_a_file_is_put_on_a_device_or_says_why_not(llama_definition, monkeypatch, caplog):
+def test_a_file_is_put_on_a_device_or_says_why_not(llama_definition, monkeypatch):
     host = BPETokenizer("x", llama_definition)
     assert isinstance(put_on_device(host, "cpu"), DeviceTokenizer)
     monkeypatch.setattr(host, "same_ids", lambda text, ids: False)
-    assert put_on_device(host, "cpu") is host
-    assert "x: cpu gives other ids than tokenizers; not used" in caplog.text
+    with pytest.raises(UnsupportedTokenizerError, match="cpu and tokenizers disagree on x"):
+        put_on_device(host, "cpu")
     tree = json.loads(llama_definition) | {"normalizer": {"type": "NFC"}}
-    host = BPETokenizer("y", json.dumps(tree))
-    assert put_on_device(host, "cpu") is host
-    assert "y: is tokenised on the CPU: normalizer NFC is not done on a GPU" in caplog.text
+    with pytest.raises(UnsupportedTokenizerError, match="normalizer NFC is not supported"):
+        put_on_device(BPETokenizer("y", json.dumps(tree)), "cpu")
+    with pytest.raises(UnsupportedTokenizerError, match="tokenizer bytes is not supported"):
+        put_on_device(ByteTokenizer(), "cpu")
 
 
 # Tokens that begin like others, lie in others, hold blanks and parts of contractions.
@@ -241,7 +242,7 @@ def test_what_is_not_supported_is_named(change, complaint):
             tree[part] = fields
         else:
             tree[part].update(fields)
-    with pytest.raises(UnsupportedTokenizerError, match=f"{complaint} is not done on a GPU"):
+    with pytest.raises(UnsupportedTokenizerError, match=f"{complaint} is not supported on a GPU"):
         on_device(json.dumps(tree))
 
 
@@ -346,6 +347,6 @@ def test_too_little_memory_halves_the_batches(monkeypatch, llama, caplog):
     with caplog.at_level("INFO"):
         assert_exact(fresh, texts)
     assert fresh.batch_bytes <= 3000
-    assert "batches are halved" in caplog.text
-    assert "too small for a document; it is tokenised on the CPU" in caplog.text
+    assert "halving the batch size" in caplog.text
+    assert "out of memory: tokenising a document on the CPU" in caplog.text
     assert isinstance(fresh.encode_batch(["a"]), Ragged)

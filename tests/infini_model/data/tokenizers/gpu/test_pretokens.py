@@ -13,8 +13,8 @@ from infini_model.data.tokenizers.gpu.pretokens import (
     GPT2_PATTERN,
     PADDING,
     PATTERNS,
-    Cutter,
-    Octets,
+    PreTokenizer,
+    TextBytes,
 )
 
 CPU = torch.device("cpu")
@@ -64,9 +64,9 @@ def cut(expression: str, texts: list[str]) -> list[list[int]]:
     padded = np.zeros(-(-len(data) // 8) * 8 + PADDING, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     bounds = np.cumsum([0, *(len(text.encode()) for text in texts)])
-    cutter = Cutter(PATTERNS[expression], CPU)
-    text = Octets(torch.from_numpy(padded), len(data))
-    starts = cutter.cut(text, torch.from_numpy(bounds[:-1])).numpy()
+    pre_tokenizer = PreTokenizer(PATTERNS[expression], CPU)
+    text = TextBytes(torch.from_numpy(padded), len(data))
+    starts = pre_tokenizer.split(text, torch.from_numpy(bounds[:-1])).numpy()
     rows = np.split(starts, np.searchsorted(starts, bounds[1:-1]))
     return [(row - first).tolist() for row, first in zip(rows, bounds, strict=False)]
 

@@ -22,7 +22,7 @@ PADDING = 16
 class Pattern(NamedTuple):
     """How to split text. `digits` is the longest run of digits in a piece, for Llama 3 and its kin.
 
-    None is GPT-2, where runs of letters, of digits and of others take one space before them.
+    None is GPT-2, where each run of letters, digits or others takes one space before it.
     """
 
     digits: int | None
@@ -144,20 +144,20 @@ def _llama3(text: _Characters, digits: int) -> torch.Tensor:
     classes, border = text.classes, text.border
     before = _before(classes)
     inside = ~text.first
-    # A word takes the character before it: a blank, or a single other one without a space before.
+    # Letters take the character before them: a blank, or a lone OTHER without a space before it.
     lone = _before((classes == cc.OTHER) & border & ~text.spaced)
     taken = (classes == cc.LETTER) & inside & ((before == cc.WHITE) | lone)
-    # Others take the space before and the newlines after them; newlines take the blanks before.
+    # OTHERs take the space before and the newlines after them; newlines take the blanks before.
     taken |= (classes == cc.OTHER) & text.spaced
     taken |= (classes == cc.NEWLINE) & inside & ((before == cc.WHITE) | (before == cc.OTHER))
     starts = (border & ~taken) | _last_blank(text)
     starts[_blanks_between_newlines(text)] = False
     number = torch.nonzero(classes == cc.NUMBER).squeeze(1)
-    starts[number] = _every(number, border[number], digits)
+    starts[number] = _group_starts(number, border[number], digits)
     return starts
 
 
-def _every(places: torch.Tensor, border: torch.Tensor, count: int) -> torch.Tensor:
+def _group_starts(places: torch.Tensor, border: torch.Tensor, count: int) -> torch.Tensor:
     """Whether each of the characters at `places` int64 [n] starts a group of `count` in its run."""
     run = torch.cumsum(border, 0) - 1
     return (places - places[border][run]) % count == 0
@@ -166,7 +166,7 @@ def _every(places: torch.Tensor, border: torch.Tensor, count: int) -> torch.Tens
 def _blanks_between_newlines(text: _Characters) -> torch.Tensor:
     """Where blanks between newlines start, which start no piece: int64 [n].
 
-    White space up to its last newline is one piece, except for newlines that belong to others.
+    White space up to its last newline is one piece, except for newlines that OTHERs take.
     """
     runs = torch.nonzero(text.border).squeeze(1)
     classes = text.classes[runs]

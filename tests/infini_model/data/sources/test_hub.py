@@ -65,7 +65,7 @@ def test_the_limit_counts_rows_before_the_filter(repository, tmp_path):
     assert (corpus.documents, corpus.skipped) == (kept, 10 - kept)
 
 
-def test_a_complete_download_is_never_fetched_again(repository, tmp_path):
+def test_a_complete_download_is_never_repeated(repository, tmp_path):
     copy = shutil.copytree(repository, tmp_path / "copy")
     config = config_of(copy)
     corpus = download(config, tmp_path)
@@ -73,9 +73,9 @@ def test_a_complete_download_is_never_fetched_again(repository, tmp_path):
     assert download(config, tmp_path) == corpus
     assert [file.path.stat().st_mtime_ns for file in corpus.files] == stamps
     (record,) = (tmp_path / "raw").glob("*/complete.json")
-    told = json.loads(record.read_text())
-    assert told["rows"] == 100
-    assert len(told["commit"]) == 64
+    complete = json.loads(record.read_text())
+    assert complete["rows"] == 100
+    assert len(complete["commit"]) == 64
     write_parquet(copy / "train-2.parquet", ["another"])
     assert download(config, tmp_path).documents == 101
 
@@ -109,7 +109,7 @@ hub.fetch_dataset(source, raw_dir, die, file_bytes=4000, batch_rows=7)
         ({"configuration": "other"}, "other"),
     ],
 )
-def test_what_does_not_exist_is_one_line(repository, tmp_path, fields, complaint):
+def test_what_does_not_exist_is_named_in_one_line(repository, tmp_path, fields, complaint):
     with pytest.raises(DataError, match=complaint) as caught:
         download(config_of(repository, **fields), tmp_path)
     assert "\n" not in str(caught.value)
@@ -117,7 +117,7 @@ def test_what_does_not_exist_is_one_line(repository, tmp_path, fields, complaint
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as pinning a revision and fetching a tokenizer need."""
+    """The endpoints of the hub that pin a revision and serve a tokenizer."""
 
     protocol_version = "HTTP/1.1"
     commit = "c" * 40
@@ -183,7 +183,7 @@ except (ValueError, ConnectionError) as error:
 
 
 def ask(endpoint, home, kind, name, offline="0"):
-    """The hub's address is read when its package is imported, so this takes a new process."""
+    """A new process, since the hub's address is read when its package is imported."""
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     environment["HF_HUB_OFFLINE"] = offline
     done = subprocess.run(
@@ -206,7 +206,7 @@ def test_revisions_are_pinned_and_tokenizers_fetched_once(endpoint, tmp_path):
 
 
 def test_a_hub_that_does_not_answer_is_a_connection_error(tmp_path):
-    # For a tokenizer the hub's package tries for half a minute, unless it is told not to.
+    # The hub's package retries a tokenizer for half a minute, unless it is offline.
     for kind, name, offline in (("dataset", "team/data", "0"), ("tokenizer", "team/model", "1")):
         line = ask("http://127.0.0.1:9", tmp_path, kind, name, offline)
         assert line.startswith(f"SourceUnreachableError: {kind} {name}: the hub cannot be reached")

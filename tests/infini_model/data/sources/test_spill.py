@@ -1,4 +1,4 @@
-"""Text that is spilled comes back by bucket, whole and once."""
+"""Spilled documents are read back by bucket, complete and once."""
 
 import contextlib
 from collections import Counter
@@ -24,7 +24,7 @@ def spilled(folder, documents, wanted=None, min_run_bytes=MIN_RUN_BYTES):
     paths = sorted(write_files(folder / "raw", documents).iterdir())
     target = folder / "spill"
     target.mkdir()
-    # A part for each file, so that threads have something to share.
+    # One part per file, so that the threads share the work.
     parts = [part for path in paths for part in parts_of([path])]
     return target, write_spill(parts, Reading(), target, 2, lambda _: None, wanted, min_run_bytes)
 
@@ -63,7 +63,7 @@ def test_only_wanted_buckets_are_written(tmp_path):
     assert set(found[1] + found[3]) < set(documents)
 
 
-def test_documents_of_a_bucket_that_one_array_cannot_hold_are_several(tmp_path):
+def test_a_bucket_too_large_for_one_array_becomes_several(tmp_path):
     documents = [f"document {number}" for number in range(100)]
     folder, _ = spilled(tmp_path, documents, min_run_bytes=1)
     with Spill(folder) as spill:
@@ -73,7 +73,7 @@ def test_documents_of_a_bucket_that_one_array_cannot_hold_are_several(tmp_path):
     assert sorted(texts.to_pylist()) == sorted(documents)
 
 
-def test_it_stays_readable_when_its_folder_goes(tmp_path):
+def test_it_stays_readable_when_its_folder_is_deleted(tmp_path):
     folder, _ = spilled(tmp_path, ["one", "two"])
     with Spill(folder) as spill:
         for path in folder.iterdir():
@@ -81,7 +81,7 @@ def test_it_stays_readable_when_its_folder_goes(tmp_path):
         assert sorted(spill.texts(0, 1).to_pylist()) == ["one", "two"]
 
 
-def test_a_text_that_is_cut_off_is_no_document(tmp_path):
+def test_truncated_text_is_an_unusable_spill(tmp_path):
     folder, _ = spilled(tmp_path, ["one", "two"])
     with (folder / "texts").open("r+b") as file:
         file.truncate(4)
@@ -95,20 +95,20 @@ def test_a_text_that_is_cut_off_is_no_document(tmp_path):
 
 
 @pytest.mark.parametrize("byte", [*range(0, 48, 5), 47])
-def test_damaged_entries_end_in_no_other_error(tmp_path, byte):
+def test_damaged_entries_raise_no_other_error(tmp_path, byte):
     folder, _ = spilled(tmp_path, ["one", "three"])
     data = bytearray((folder / "entries").read_bytes())
     assert len(data) == 48
     data[byte] ^= 0x40
     (folder / "entries").write_bytes(data)
-    # Whoever reads compares the hashes, so wrong documents are as good as an error.
+    # Readers compare the hashes, so wrong documents are detected later.
     with contextlib.suppress(UnusableSpillError), Spill(folder) as spill:
         for bucket in range(2):
             for chunk in spill.texts(bucket, 2).chunks:
                 hash_documents(chunk)
 
 
-def test_hashes_are_ordered_by_their_bytes():
+def test_hashes_are_sorted_by_their_bytes():
     hashes = np.array([[2, 1], [1, 2], [2, 0], [1, 2], [2**64 - 1, 0]], np.uint64)
     assert sort_order(hashes).tolist() == [1, 3, 2, 0, 4]
     assert buckets_of(hashes, 2).tolist() == [0, 0, 0, 0, 1]

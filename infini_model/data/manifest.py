@@ -1,7 +1,7 @@
-"""What a corpus and a dataset folder say about themselves, and whether it is true.
+"""Records of a corpus and a dataset folder, and verifying a folder against its manifest.
 
-Both are frozen models that go to JSON and back without loss, so that a stage's result can be a
-file and a later process can act on it.
+The records are frozen models that go to JSON and back without loss, so that the result of a stage
+can be a file that a later process reads.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class Record(BaseModel):
-    """A part of a manifest: it does not change, and knows no other fields than its own."""
+    """A part of a manifest: immutable, and without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RawFile(Record):
-    """A file that documents are read from."""
+    """A source file."""
 
     path: Path
     bytes: int
@@ -48,11 +48,11 @@ class Bucket(Record):
 
 
 class Corpus(Record):
-    """A source that has been fetched and read once: what it holds, by content.
+    """What a source holds, by content, after it was downloaded and read once.
 
     `fingerprint` depends on the documents alone, as a multiset: not on the names, the order or the
     format of the files, nor on the number of buckets. `bytes` counts the documents' UTF-8,
-    `skipped` the documents left out because they were empty, too short or not text.
+    `skipped` the documents left out because they were empty, too short or not UTF-8.
     """
 
     files: list[RawFile]
@@ -64,7 +64,7 @@ class Corpus(Record):
 
 
 class Shard(Record):
-    """One Arrow file of a split; `partition` is the key of the partition that it belongs to."""
+    """An Arrow file of a split; `partition` is the key of the partition it comes from."""
 
     file: str
     partition: str
@@ -83,7 +83,7 @@ class SplitRecord(Record):
 
 
 class TokenizerRecord(Record):
-    """The tokenizer that made the ids; `dtype` is the smallest type that holds them."""
+    """The tokenizer of a dataset; `dtype` is the smallest type that holds its ids."""
 
     spec: str
     vocab_size: int
@@ -102,7 +102,7 @@ class CorpusRecord(Record):
 
 
 class Manifest(Record):
-    """What a dataset folder holds. `key` is the hash of `ingredients` and of nothing else."""
+    """What a dataset folder holds. `key` is the content key of `ingredients`."""
 
     format_version: int
     name: str
@@ -122,16 +122,16 @@ class Manifest(Record):
 
     @property
     def documents(self) -> int:
-        """Documents of all splits."""
+        """Number of documents in all splits."""
         return sum(split.documents for split in self.splits.values())
 
     @property
     def tokens(self) -> int:
-        """Tokens of all splits, the end-of-text tokens counted."""
+        """Number of tokens in all splits, including end-of-text tokens."""
         return sum(split.tokens for split in self.splits.values())
 
     def files(self) -> Iterator[tuple[str, Shard]]:
-        """Every shard with its path inside the dataset folder."""
+        """Every shard with its path in the dataset folder."""
         for name, split in self.splits.items():
             for shard in split.shards:
                 yield f"{name}/{shard.file}", shard
@@ -141,7 +141,7 @@ RecordType = TypeVar("RecordType", bound=Record)
 
 
 def read_record(path: Path, kind: type[RecordType]) -> RecordType:
-    """Read a JSON file as `kind`. Raises `DataError` that names the file if it is no such thing."""
+    """Read a JSON file as `kind`. Raises `DataError` that names a missing or damaged file."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -160,25 +160,25 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a dataset folder, read but not checked against the shards.
+    """The manifest of a dataset folder; the shards are not verified.
 
-    Raises `DataError` in one line where the folder is missing, incomplete or no dataset.
+    Raises `DataError` in one line if the folder is missing, incomplete or not a dataset.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: is no dataset folder: it does not exist")
+        raise DataError(f"{folder}: is not a dataset folder: it does not exist")
     if not (folder / "manifest.json").is_file():
-        raise DataError(f"{folder}: is no complete dataset folder: it has no manifest.json")
+        raise DataError(f"{folder}: is not a complete dataset folder: it has no manifest.json")
     manifest = read_record(folder / "manifest.json", Manifest)
     if manifest.format_version != FORMAT_VERSION:
         raise DataError(
-            f"{folder}: has format version {manifest.format_version}, this program reads "
-            f"version {FORMAT_VERSION}; make the dataset again"
+            f"{folder}: has format version {manifest.format_version}, but this program reads "
+            f"version {FORMAT_VERSION}; run the preprocess stage again"
         )
     return manifest
 
 
-def companions(manifest: Manifest) -> Iterator[str]:
-    """The files beside the shards, by their paths inside the dataset folder."""
+def metadata_files(manifest: Manifest) -> Iterator[str]:
+    """The files beside the shards, as paths in the dataset folder."""
     yield "dataset_dict.json"
     if manifest.tokenizer.spec != "bytes":
         yield "tokenizer.json"
@@ -188,13 +188,13 @@ def companions(manifest: Manifest) -> Iterator[str]:
 
 
 def shard_fault(path: Path, size: int, checksum: str) -> str | None:
-    """What is wrong with a shard, or None: it must be there, with its size and its SHA-256."""
+    """What is wrong with a shard, or None if it exists with this size and SHA-256."""
     try:
         found = path.stat().st_size
         if found != size:
-            return f"has {found} bytes, its manifest says {size}"
+            return f"has {found} bytes, the manifest says {size}"
         if storage.sha256(path) != checksum:
-            return "is damaged: its bytes do not have the checksum of its manifest"
+            return "is damaged: its checksum differs from the manifest"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -203,12 +203,12 @@ def shard_fault(path: Path, size: int, checksum: str) -> str | None:
 
 
 def verify_dataset(folder: Path) -> Manifest:
-    """Check every shard of a dataset folder against its manifest, reading all of them.
+    """Verify the checksum of every shard of a dataset folder against its manifest.
 
     Raises `DataError` in one line that names the first shard that is missing or damaged.
     """
     manifest = read_manifest(folder)
-    for name in companions(manifest):
+    for name in metadata_files(manifest):
         if not (folder / name).is_file():
             raise DataError(f"{folder / name}: is missing")
 
@@ -225,7 +225,7 @@ def verify_dataset(folder: Path) -> Manifest:
 
 
 def latest_dataset(datasets_dir: Path) -> Path:
-    """The folder that `<datasets>/latest` points at. Raises `DataError` where there is none."""
+    """The folder that `<datasets>/latest` points to. Raises `DataError` if there is none."""
     link = datasets_dir / "latest"
     if not link.exists():
         raise DataError(f"{link}: there is no finished dataset yet; run the preprocess stage first")

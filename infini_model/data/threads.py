@@ -1,4 +1,4 @@
-"""Work shared out to threads: Arrow, hashing and the tokenizers do theirs without Python's lock."""
+"""Work shared by threads: Arrow, hashing and the tokenizers release Python's lock."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from typing import TypeAlias, TypeVar
 from infini_model.runtime.cores import available_cores
 
 T = TypeVar("T")
-# Told how many more bytes are done.
-Tell: TypeAlias = Callable[[int], None]
-Worker: TypeAlias = Callable[[T, Tell], None]
+# Called with the number of bytes done since the last call.
+Advance: TypeAlias = Callable[[int], None]
+Worker: TypeAlias = Callable[[T, Advance], None]
 
 
-class _AbandonedError(Exception):
-    """Another worker has failed, so that nobody wants this one's result."""
+class _CancelledError(Exception):
+    """Another worker has failed, so this one's result is not needed."""
 
 
-def for_each(items: Iterable[T], workers: Sequence[Worker[T]], tell: Tell) -> None:
-    """Give each item to a worker that is free, a thread to each of them; return when all is done.
+def for_each(items: Iterable[T], workers: Sequence[Worker[T]], advance: Advance) -> None:
+    """Process each item with the next free worker, one thread per worker; return when all are done.
 
-    A worker is called with the item and a function to tell bytes with, which goes on to `tell`,
-    one thread at a time. The first error, Ctrl-C included, is raised; the other workers end where
-    they next tell something.
+    A worker is called with an item and a function that reports bytes; its calls reach `advance`
+    one at a time. The first error, Ctrl-C included, is raised; the other workers stop at their
+    next report.
     """
-    supply, lock, ended = iter(items), threading.Lock(), threading.Event()
-    nothing = object()
+    queue, lock, stopped = iter(items), threading.Lock(), threading.Event()
+    end = object()
 
-    def told(count: int) -> None:
-        if ended.is_set():
-            raise _AbandonedError
+    def report(count: int) -> None:
+        if stopped.is_set():
+            raise _CancelledError
         with lock:
-            tell(count)
+            advance(count)
 
-    def serve(worker: Worker[T]) -> None:
-        while not ended.is_set():
+    def run(worker: Worker[T]) -> None:
+        while not stopped.is_set():
             with lock:
-                item = next(supply, nothing)
-            if item is nothing:
+                item = next(queue, end)
+            if item is end:
                 return
-            worker(item, told)  # type: ignore[arg-type]
+            worker(item, report)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="data") as pool:
         try:
-            for future in as_completed([pool.submit(serve, worker) for worker in workers]):
+            for future in as_completed([pool.submit(run, worker) for worker in workers]):
                 future.result()
         except BaseException:
-            ended.set()
+            stopped.set()
             raise
 
 
-def thread_count(asked: int) -> int:
-    """`asked`, or where that is 0 as many as there are cores for this process."""
-    return asked or available_cores()
+def thread_count(requested: int) -> int:
+    """`requested`, or if that is 0 the number of cores that this process may use."""
+    return requested or available_cores()

@@ -159,6 +159,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def content_key(tree: Any) -> str:
+    """The SHA-256, in hexadecimal, of a JSON tree whose objects are sorted by key.
+
+    Equal trees have equal keys on every machine, so that a key can name a file or a folder.
+    """
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
 @contextlib.contextmanager
 def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold an exclusive lock on the file `path`; yields False if `wait` is false and it is held.

@@ -156,16 +156,16 @@ DOCUMENTS: dict[str, tuple[str, bytes, str]] = {
     "not UTF-8": ("a.txt", b"caf\xe9 noir", "a.txt: is not UTF-8: invalid continuation byte at"),
     "binary": ("a.txt", b"PK\x03\x04\0\0", "a.txt: is binary, not text: it has a NUL at byte 4"),
     "a row not UTF-8": ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', "a.jsonl, line 2: is not"),
-    "no JSON": ("a.jsonl", b'{"text": "x"}\n{', "a.jsonl, line 2: is no JSON"),
+    "no JSON": ("a.jsonl", b'{"text": "x"}\n{', "a.jsonl, line 2: is not JSON"),
     "a column missing": (
         "a.jsonl",
         b'{"body": "x"}',
-        "a.jsonl, line 1: has no column 'text'; there are: body",
+        "a.jsonl, line 1: has no column 'text'; it has: body",
     ),
     "no Parquet": ("a.parquet", b"PAR1 or not", "a.parquet: cannot be read"),
     "no Arrow": ("a.arrow", b"ARROW1 or not", "a.arrow: cannot be read"),
     "no gzip": ("a.jsonl.gz", b"not gzip at all", "a.jsonl.gz: cannot be read"),
-    "an unknown format": ("a.exe", b"MZ", "a.exe: cannot be read: takes .txt .md"),
+    "an unknown format": ("a.exe", b"MZ", "a.exe: unknown file format; takes .txt .md"),
 }
 
 
@@ -191,7 +191,7 @@ def test_a_missing_column_of_a_table_is_named(
     make = partial(tiny, text_files, output)
     settings = write_settings(tmp_path / "s.yaml", make(data={"source": source}))
     told = stage("download", settings, alone)
-    assert told["error"].endswith("has no column 'text'; there are: body, number")
+    assert told["error"].endswith("has no column 'text'; it has: body, number")
     source["column"] = "number"
     settings = write_settings(tmp_path / "s.yaml", make(data={"source": source}))
     assert "column 'number' is int64, not text" in stage("download", settings, alone)["error"]
@@ -245,9 +245,9 @@ def test_a_tokenizer_file_that_is_none_is_named(
     settings = write_settings(tmp_path / "s.yaml", tree)
     corpus = stage("download", settings, alone)["corpus"]
     for step, name, named in (
-        ("plan", "missing.json", "missing.json: there is no such tokenizer file"),
-        ("plan", "text.json", "text.json: is no tokenizer.json"),
-        ("shard", "text.json", "text.json: is no tokenizer.json"),
+        ("plan", "missing.json", "missing.json: no such tokenizer file"),
+        ("plan", "text.json", "text.json: is not a tokenizer.json"),
+        ("shard", "text.json", "text.json: is not a tokenizer.json"),
     ):
         tree["data"]["tokenizer"] = {"spec": str(tmp_path / name)}
         told = stage(step, write_settings(settings, tree), alone, "--corpus", corpus)
@@ -267,10 +267,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, text_files: Path) -> Path:
 @pytest.mark.parametrize(
     ("harm", "named"),
     [
-        ("missing", "is no dataset folder: it does not exist"),
-        ("other", "is no complete dataset folder: it has no manifest.json"),
+        ("missing", "is not a dataset folder: it does not exist"),
+        ("other", "is not a complete dataset folder: it has no manifest.json"),
         ("manifest", "manifest.json: is damaged"),
-        ("version", "has format version 99, this program reads"),
+        ("version", "has format version 99, but this program reads"),
         ("lost", "train/data-00000-of-00001.arrow: is missing"),
         ("short", "train/data-00000-of-00001.arrow: has "),
         ("flipped", "train/data-00000-of-00001.arrow: is damaged"),

@@ -1,22 +1,16 @@
-"""From a corpus to a dataset folder: token shards that anyone can map, and a manifest.
+"""From a corpus to a dataset folder of memory-mapped token shards and a manifest.
 
-The work is done partition by partition and each is kept by its content, so that only what changed
-is made again; the dataset folder is links to the partitions' files, and appears when complete.
+The work is done partition by partition, and each partition is cached by content, so that only what
+changed is made again. The dataset folder links to the partitions' files and appears when complete.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.metadata
-import json
 import logging
-import os
-import platform
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -24,27 +18,18 @@ import numpy as np
 from infini_model.config import DataConfig, SplitsConfig
 from infini_model.data.manifest import (
     FORMAT_VERSION,
-    SPLITS,
     Corpus,
-    CorpusRecord,
     Manifest,
-    Shard,
-    Split,
-    SplitRecord,
-    TokenizerRecord,
     latest_dataset,
     read_manifest,
     verify_dataset,
-    write_record,
 )
+from infini_model.data.shards.folder import Ingredients, make_manifest, write_folder
 from infini_model.data.shards.partitions import (
     PartitionRecord,
     PartitionTask,
-    features,
     find_partition,
-    id_dtype,
     partition_key,
-    shard_path,
 )
 from infini_model.data.shards.stream import TokenStream, open_split
 from infini_model.data.shards.workers import make_partitions, worker_devices
@@ -52,7 +37,7 @@ from infini_model.data.sources.corpus import drop_spill
 from infini_model.data.sources.documents import Progress, parts_of
 from infini_model.data.sources.download import reading_of, spill_folder
 from infini_model.data.sources.spill import Spill, UnusableSpillError, write_spill
-from infini_model.data.threads import Tell, thread_count
+from infini_model.data.threads import Advance, thread_count
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.tokenizers.vocabulary import corpus_tokenizer
 from infini_model.runtime import storage
@@ -74,13 +59,10 @@ log = logging.getLogger(__name__)
 
 def dataset_key(corpus: Corpus, tokenizer: Tokenizer, splits: SplitsConfig) -> str:
     """Hash of what decides the content of a dataset folder, in hexadecimal."""
-    ingredients = _ingredients(corpus, tokenizer, splits)
-    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
+    return storage.content_key(_ingredients(corpus, tokenizer, splits))
 
 
-def _ingredients(
-    corpus: Corpus, tokenizer: Tokenizer, splits: SplitsConfig
-) -> dict[str, str | int | float]:
+def _ingredients(corpus: Corpus, tokenizer: Tokenizer, splits: SplitsConfig) -> Ingredients:
     return {
         "corpus": corpus.fingerprint,
         "tokenizer": tokenizer.fingerprint,
@@ -100,54 +82,57 @@ def build_dataset(
     datasets_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Make `<datasets_dir>/<name>-<key>/`, or find it there, and point `latest` at it.
+    """Build `<datasets_dir>/<name>-<key>/`, or reuse it, and point `latest` at it.
 
-    `datasets_dir` is `<output_dir>/datasets` where it is not given.
+    `datasets_dir` defaults to `<output_dir>/datasets`.
 
-    A folder that stands is believed after every shard has been checked; what is damaged or lost is
-    made again, alone. Two processes that ask for the same dataset do the work once. `progress` is
-    told bytes of text, of those that have to be tokenised.
+    An existing folder is reused once the checksum of every shard verifies; only damaged or missing
+    shards are made again. If two processes ask for the same dataset, one does the work.
+    `progress(done, total)` counts the bytes of text to tokenise.
 
     Raises `DataError` in one line for a bad tokenizer or a source that changed, `UserError` for a
     full disk or a folder that cannot be written.
     """
     datasets_dir = datasets_dir or output_dir / "datasets"
     tokenizer = corpus_tokenizer(corpus, config, output_dir)
-    key = dataset_key(corpus, tokenizer, config.splits)
-    folder = datasets_dir / f"{config.name}-{key[:16]}"
+    ingredients = _ingredients(corpus, tokenizer, config.splits)
+    folder = datasets_dir / f"{config.name}-{storage.content_key(ingredients)[:16]}"
     kept_spill = spill_folder(corpus, config, output_dir)
     with storage.lock(datasets_dir / ".locks" / folder.name):
-        manifest = _standing(folder)
+        manifest = _find_intact(folder)
         if manifest is None:
             storage.remove_leftovers(datasets_dir, folder.name)
             began = time.monotonic()
             try:
                 partitions = _partitions(corpus, tokenizer, config, folder, kept_spill, progress)
-            except UserError:  # the disk is full, perhaps; what has to be mended may take long
+            except UserError:  # the disk may be full, and the fix may take the user long
                 drop_spill(kept_spill)
                 raise
-            manifest = _describe(corpus, tokenizer, config, key, partitions)
-            manifest = manifest.model_copy(update={"seconds": round(time.monotonic() - began, 3)})
-            _assemble(folder, manifest, tokenizer)
+            seconds = time.monotonic() - began
+            manifest = make_manifest(
+                config.name, ingredients, corpus, tokenizer, partitions, seconds
+            )
+            write_folder(folder, manifest, tokenizer, _partitions_dir(folder))
         storage.point_latest(folder)
     drop_spill(kept_spill)
     return manifest
 
 
-def _standing(folder: Path) -> Manifest | None:
-    """The manifest of a dataset folder that is there and whole, or None."""
+def _partitions_dir(folder: Path) -> Path:
+    return folder.parent / ".partitions"
+
+
+def _find_intact(folder: Path) -> Manifest | None:
+    """The manifest of an existing dataset folder that is intact, or None."""
     if not folder.exists():
         return None
     try:
         manifest = verify_dataset(folder)
     except DataError as error:
-        log.warning("%s; it is made again", error)
+        log.warning("%s; rebuilding the dataset from its partitions", error)
         return None
-    log.info("dataset %s: reused, all shards checked", folder)
+    log.info("dataset %s: reused, all checksums verified", folder)
     return manifest
-
-
-Partitions = list[tuple[str, PartitionRecord]]
 
 
 def _partitions(
@@ -157,9 +142,9 @@ def _partitions(
     folder: Path,
     kept_spill: Path,
     progress: Progress | None,
-) -> Partitions:
-    """The partitions of the corpus by bucket, with their keys; those that are missing are made."""
-    partitions_dir = folder.parent / ".partitions"
+) -> list[PartitionRecord]:
+    """The partitions of the corpus, in the order of the buckets; makes those that are missing."""
+    partitions_dir = _partitions_dir(folder)
     tasks = [
         PartitionTask(
             key=partition_key(bucket, tokenizer, config.splits),
@@ -178,7 +163,7 @@ def _partitions(
     records = {key: record for key, record in found.items() if record is not None}
     missing = [task for task in tasks if task.key not in records]
     if missing:
-        records |= _make(missing, corpus, tokenizer, config, folder, kept_spill, progress)
+        records |= _make_missing(missing, corpus, tokenizer, config, folder, kept_spill, progress)
     log.info(
         "dataset %s: %d of %d partitions made, %d reused",
         folder,
@@ -186,10 +171,10 @@ def _partitions(
         len(tasks),
         len(tasks) - len(missing),
     )
-    return [(task.key, records[task.key]) for task in tasks]
+    return [records[task.key] for task in tasks]
 
 
-def _make(
+def _make_missing(
     tasks: Sequence[PartitionTask],
     corpus: Corpus,
     tokenizer: Tokenizer,
@@ -198,29 +183,30 @@ def _make(
     kept_spill: Path,
     progress: Progress | None,
 ) -> dict[str, PartitionRecord]:
-    """Make partitions of the text that the scan has kept, or else of the source once more."""
+    """Make partitions from the spill of the scan, or read the source again if it is unusable."""
     devices = worker_devices(config, tokenizer)
     text_bytes = sum(task.bytes for task in tasks)
     try:
         with Spill(kept_spill) as spill:
-            tell = _counter(text_bytes, progress)
-            return make_partitions(tasks, spill, tokenizer, devices, tell)
+            advance = _progress_counter(text_bytes, progress)
+            return make_partitions(tasks, spill, tokenizer, devices, advance)
     except UnusableSpillError as error:
-        log.info("dataset %s: the source is read again: %s", folder, error)
+        log.info("dataset %s: reading the source again: %s", folder, error)
     drop_spill(kept_spill)
-    tell = _counter(sum(file.bytes for file in corpus.files) + text_bytes, progress)
+    source_bytes = sum(file.bytes for file in corpus.files)
+    advance = _progress_counter(source_bytes + text_bytes, progress)
     buckets = [task.bucket for task in tasks]
-    with _spilled_again(corpus, config, buckets, folder, tell) as spill:
-        return make_partitions(tasks, spill, tokenizer, devices, tell)
+    with _respilled(corpus, config, buckets, folder, advance) as spill:
+        return make_partitions(tasks, spill, tokenizer, devices, advance)
 
 
 @contextlib.contextmanager
-def _spilled_again(
-    corpus: Corpus, config: DataConfig, buckets: list[int], folder: Path, tell: Tell
+def _respilled(
+    corpus: Corpus, config: DataConfig, buckets: list[int], folder: Path, advance: Advance
 ) -> Iterator[Spill]:
-    """The documents of some buckets, out of the source once more; gone when the block ends.
+    """Read the source again and spill some buckets, to a folder that is deleted on exit.
 
-    Raises `DataError` where the source has changed since it was scanned, as in the block.
+    Raises `DataError` if the source has changed since the scan, also when the block notices.
     """
     wanted = np.zeros(len(corpus.buckets), bool)
     wanted[buckets] = True
@@ -231,7 +217,7 @@ def _spilled_again(
         try:
             parts = list(parts_of(file.path for file in corpus.files))
             threads = thread_count(config.workers)
-            write_spill(parts, reading_of(config), scratch, threads, tell, wanted)
+            write_spill(parts, reading_of(config), scratch, threads, advance, wanted)
             with Spill(scratch) as spill:
                 yield spill
         except UnusableSpillError as error:
@@ -240,116 +226,14 @@ def _spilled_again(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _counter(total: int, progress: Progress | None) -> Tell:
-    """Adds up bytes and tells how many of how many there are."""
+def _progress_counter(total: int, progress: Progress | None) -> Advance:
+    """Sum up the bytes done and pass them to `progress` with their total."""
     done = 0
 
-    def tell(count: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done
         done = min(done + count, total)
         if progress is not None:
             progress(done, total)
 
-    return tell
-
-
-def _describe(
-    corpus: Corpus, tokenizer: Tokenizer, config: DataConfig, key: str, partitions: Partitions
-) -> Manifest:
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        name=config.name,
-        key=key,
-        ingredients=_ingredients(corpus, tokenizer, config.splits),
-        corpus=CorpusRecord(
-            fingerprint=corpus.fingerprint,
-            documents=corpus.documents,
-            bytes=corpus.bytes,
-            skipped=corpus.skipped,
-        ),
-        tokenizer=TokenizerRecord(
-            spec=tokenizer.spec,
-            vocab_size=tokenizer.vocab_size,
-            eos_token_id=tokenizer.eos_token_id,
-            fingerprint=tokenizer.fingerprint,
-            dtype=id_dtype(tokenizer.vocab_size).name,
-        ),
-        splits={split: _describe_split(split, partitions) for split in SPLITS},
-        versions=_versions(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds=0.0,
-    )
-
-
-def _describe_split(split: Split, partitions: Partitions) -> SplitRecord:
-    shards = [record.shards[split] for _, record in partitions]
-    # A split without documents still needs a file, or `datasets` would not open it.
-    kept = [shard for shard in shards if shard.documents] or shards[:1]
-    return SplitRecord(
-        documents=sum(shard.documents for shard in kept),
-        tokens=sum(shard.tokens for shard in kept),
-        shards=[
-            shard.model_copy(update={"file": f"data-{number:05d}-of-{len(kept):05d}.arrow"})
-            for number, shard in enumerate(kept)
-        ],
-    )
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("infini-llama", "numpy", "pyarrow", "tokenizers", "gigatoken"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _assemble(folder: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
-    """Link the partitions' shards into the dataset folder and write what describes them."""
-    partitions_dir = folder.parent / ".partitions"
-    with storage.atomic_folder(folder) as temporary:
-        for split, record in manifest.splits.items():
-            (temporary / split).mkdir()
-            for shard in record.shards:
-                _link(
-                    shard_path(partitions_dir, shard.partition, split),
-                    temporary / split / shard.file,
-                )
-            _write_dataset_files(temporary / split, split, record.shards, manifest)
-        (temporary / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
-        tokenizer.save(temporary)
-        write_record(temporary / "manifest.json", manifest)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Share the file where the file system can, copy it where not."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def _write_dataset_files(
-    folder: Path, split: Split, shards: Sequence[Shard], manifest: Manifest
-) -> None:
-    """What `datasets.load_from_disk` reads beside the shards."""
-    dtype = id_dtype(manifest.tokenizer.vocab_size)
-    state: dict[str, object] = {
-        "_data_files": [{"filename": shard.file} for shard in shards],
-        "_fingerprint": hashlib.sha256(f"{manifest.key} {split}".encode()).hexdigest()[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": split,
-    }
-    info = {
-        "citation": "",
-        "description": "",
-        "features": features(dtype),
-        "homepage": "",
-        "license": "",
-    }
-    (folder / "state.json").write_text(json.dumps(state, indent=2))
-    (folder / "dataset_info.json").write_text(json.dumps(info, indent=2))
+    return advance

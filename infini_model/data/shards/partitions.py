@@ -1,8 +1,7 @@
-"""One partition: the documents of one bucket as token shards, made once and kept by content."""
+"""A partition: the documents of one bucket as token shards, made once and cached by content."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -24,26 +23,26 @@ from infini_model.data.manifest import (
     shard_fault,
     write_record,
 )
-from infini_model.data.sources.content import digest, hash_documents, in_order, splits_of
-from infini_model.data.sources.documents import LARGEST_DOCUMENT, string_buffers
+from infini_model.data.sources.content import digest, hash_documents, sort_order, splits_of
 from infini_model.data.sources.spill import Spill, UnusableSpillError
-from infini_model.data.threads import Tell
+from infini_model.data.sources.string_arrays import MAX_OFFSET, string_buffers
+from infini_model.data.threads import Advance
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
-# Text that is encoded at once, unless it is one document that is longer.
+# The most text encoded at once, unless a single document is longer.
 ENCODE_BYTES = 16 << 20
-# Of so many documents of a shard one is compared with the reference, the first always.
+# One document in so many, and always the first of a shard, is compared with the reference.
 SAMPLE_EVERY = 1000
 RECORD = "partition.json"
 
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """What a worker needs to know to make a partition of one bucket of so many."""
+    """What a worker needs to make the partition of bucket `bucket` out of `bucket_count`."""
 
     key: str
     bucket: int
@@ -56,17 +55,17 @@ class PartitionTask:
 
 
 class PartitionRecord(Record):
-    """A finished partition: one shard a split."""
+    """A finished partition: one shard per split."""
 
     shards: dict[Split, Shard]
 
 
-class _OtherIdsError(Exception):
+class _TokenMismatchError(Exception):
     """The fast tokenizer and the reference disagree on a document."""
 
 
 def partition_key(bucket: Bucket, tokenizer: Tokenizer, splits: SplitsConfig) -> str:
-    """Hash of what decides the content of a partition, and of nothing else."""
+    """Hash of exactly what decides the content of a partition, in hexadecimal."""
     ingredients = [
         FORMAT_VERSION,
         bucket.digest,
@@ -74,7 +73,7 @@ def partition_key(bucket: Bucket, tokenizer: Tokenizer, splits: SplitsConfig) ->
         tokenizer.eos_token_id,
         splits.model_dump(),
     ]
-    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+    return storage.content_key(ingredients)[:32]
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -90,7 +89,7 @@ def shard_path(partitions_dir: Path, key: str, split: Split) -> Path:
 
 
 def find_partition(partitions_dir: Path, key: str) -> PartitionRecord | None:
-    """The finished partition of this key, its shards checked byte for byte, or None."""
+    """The finished partition of this key, its checksums verified, or None."""
     try:
         record = read_record(partitions_dir / key / RECORD, PartitionRecord)
     except DataError:
@@ -99,74 +98,74 @@ def find_partition(partitions_dir: Path, key: str) -> PartitionRecord | None:
         path = shard_path(partitions_dir, key, split)
         fault = shard_fault(path, shard.bytes, shard.sha256)
         if fault:
-            log.warning("%s: %s; it is made again", path, fault)
+            log.warning("%s: %s; making its partition again", path, fault)
             return None
     return record
 
 
 def make_partition(
-    task: PartitionTask, spill: Spill, tokenizer: Tokenizer, tell: Tell
+    task: PartitionTask, spill: Spill, tokenizer: Tokenizer, advance: Advance
 ) -> PartitionRecord:
     """Tokenise the documents of a bucket into `<partitions_dir>/<key>/`.
 
-    Whoever asks for the same key meanwhile waits and takes what was made. `tell` is told the bytes
-    of text as they are tokenised.
+    Another process that asks for the same key waits and uses the result. `advance` receives the
+    bytes of text as they are tokenised.
 
-    Raises `UnusableSpillError` if the documents are not those that were scanned, `UserError` on a
-    full disk.
+    Raises `UnusableSpillError` if the documents differ from those that were scanned, `UserError`
+    on a full disk.
     """
     with storage.lock(task.partitions_dir / ".locks" / task.key):
         found = find_partition(task.partitions_dir, task.key)
         if found is not None:
-            tell(task.bytes)
+            advance(task.bytes)
             return found
         storage.remove_leftovers(task.partitions_dir, task.key)
-        documents = _documents(task, spill)
+        bucket = _read_bucket(task, spill)
         with storage.atomic_folder(task.partitions_dir / task.key) as folder:
             try:
-                record = _write_shards(task, tokenizer, documents, folder, tell)
-            except _OtherIdsError:
+                record = _write_shards(task, tokenizer, bucket, folder, advance)
+            except _TokenMismatchError:
                 log.warning(
-                    "%s: the fast way and tokenizers disagree on a document; tokenizers makes "
-                    "partition %s",
+                    "%s: the fast tokenizer and tokenizers disagree on a document; using "
+                    "tokenizers for partition %s",
                     tokenizer.spec,
                     task.key,
                 )
-                slow = tokenizer.reference()
-                record = _write_shards(task, slow, documents, folder, tell)
+                reference = tokenizer.reference()
+                record = _write_shards(task, reference, bucket, folder, advance)
             write_record(folder / RECORD, record)
     return record
 
 
 @dataclass(frozen=True)
-class _Documents:
-    """The documents of a bucket as they were read, and the rows of each split in their order."""
+class _Bucket:
+    """The documents of a bucket in the order they were read, and the sorted rows of each split."""
 
     texts: pa.ChunkedArray
     rows: dict[Split, np.ndarray]
 
 
-def _documents(task: PartitionTask, spill: Spill) -> _Documents:
-    """Read a bucket and compare its content. Raises `UnusableSpillError`."""
+def _read_bucket(task: PartitionTask, spill: Spill) -> _Bucket:
+    """Read a bucket and verify its content. Raises `UnusableSpillError`."""
     texts = spill.texts(task.bucket, task.bucket_count)
     none = np.empty((0, 2), np.uint64)
     hashes = np.concatenate([none, *map(hash_documents, texts.chunks)])
-    order = in_order(hashes)
+    order = sort_order(hashes)
     if digest(hashes[order]) != task.digest:
         raise UnusableSpillError("its text is not what was scanned")
     split_of = splits_of(hashes[order], task.splits)
     rows = {split: order[split_of == number] for number, split in enumerate(SPLITS)}
-    return _Documents(texts, rows)
+    return _Bucket(texts, rows)
 
 
 def _write_shards(
-    task: PartitionTask, tokenizer: Tokenizer, documents: _Documents, folder: Path, tell: Tell
+    task: PartitionTask, tokenizer: Tokenizer, bucket: _Bucket, folder: Path, advance: Advance
 ) -> PartitionRecord:
-    encoded = _encode(tokenizer, documents.texts, task.batch_size, tell)
+    encoded = _encode(tokenizer, bucket.texts, task.batch_size, advance)
     shards: dict[Split, Shard] = {}
-    for split, rows in documents.rows.items():
+    for split, rows in bucket.rows.items():
         closed = encoded.take(rows)
-        _check(tokenizer, documents.texts, rows, closed)
+        _verify_sample(tokenizer, bucket.texts, rows, closed)
         path = folder / f"{split}.arrow"
         write_shard(path, closed)
         shards[split] = Shard(
@@ -182,7 +181,7 @@ def _write_shards(
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Documents of ids as they were read, the end-of-text token as one more document behind them.
+    """Token ids of documents in the order they were read, then the end-of-text token as one more.
 
     `ids` uint8, uint16 or int32 [N + 1], `offsets` int64 [documents + 2].
     """
@@ -191,9 +190,9 @@ class _Encoded:
     offsets: np.ndarray
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """The documents `rows` in this order, the end-of-text token behind each.
+        """The documents `rows` in this order, the end-of-text token after each.
 
-        Arrow copies rows of bytes whole, rows of numbers one by one; hence bytes.
+        They are taken as binary rows, which Arrow copies whole; lists it copies number by number.
         """
         end_of_text = len(self.offsets) - 2
         chosen = np.full(2 * len(rows), end_of_text)
@@ -204,20 +203,22 @@ class _Encoded:
         taken = documents.take(pa.array(chosen))
         if not len(taken):
             return Ragged(self.ids[:0], np.zeros(1, np.int64))
-        _, ends, octets = taken.buffers()
+        _, ends, data = taken.buffers()
         offsets = np.frombuffer(ends, np.int64)[: len(taken) + 1 : 2] // width
-        return Ragged(np.frombuffer(octets, self.ids.dtype)[: offsets[-1]], offsets)
+        return Ragged(np.frombuffer(data, self.ids.dtype)[: offsets[-1]], offsets)
 
 
-def _encode(tokenizer: Tokenizer, texts: pa.ChunkedArray, batch_size: int, tell: Tell) -> _Encoded:
-    """The ids of all documents, which are encoded a batch at a time."""
+def _encode(
+    tokenizer: Tokenizer, texts: pa.ChunkedArray, batch_size: int, advance: Advance
+) -> _Encoded:
+    """The ids of all documents, encoded a batch at a time."""
     dtype = id_dtype(tokenizer.vocab_size)
     parts, sizes = [], []
     for batch in _batches(texts, batch_size):
         ragged = tokenizer.encode_batch(batch)
         parts.append(ragged.ids)
         sizes.append(np.diff(ragged.offsets))
-        tell(batch.nbytes)
+        advance(batch.nbytes)
     end_of_text = np.array([tokenizer.eos_token_id], dtype)
     ids = np.concatenate([*parts, end_of_text], dtype=dtype, casting="unsafe")
     offsets = np.zeros(len(texts) + 2, np.int64)
@@ -225,40 +226,42 @@ def _encode(tokenizer: Tokenizer, texts: pa.ChunkedArray, batch_size: int, tell:
     return _Encoded(ids, offsets)
 
 
-def _batches(texts: pa.ChunkedArray, batch_size: int) -> Iterator[pa.StringArray]:
-    """All documents in their order, cut into arrays that are encoded at once."""
+def _batches(
+    texts: pa.ChunkedArray, batch_size: int, batch_bytes: int = ENCODE_BYTES
+) -> Iterator[pa.StringArray]:
+    """All documents in order, in arrays of at most `batch_size` documents and `batch_bytes`."""
     for chunk in texts.chunks:
         offsets, _ = string_buffers(chunk)
         start = 0
         while start < len(chunk):
-            most = min(int(offsets[start]) + ENCODE_BYTES, LARGEST_DOCUMENT)
-            end = int(np.searchsorted(offsets, np.int32(most), "right")) - 1
+            limit = min(int(offsets[start]) + batch_bytes, MAX_OFFSET)
+            end = int(np.searchsorted(offsets, np.int32(limit), "right")) - 1
             end = min(max(end, start + 1), start + batch_size)
             yield chunk.slice(start, end - start)
             start = end
 
 
-def _check(
+def _verify_sample(
     tokenizer: Tokenizer, texts: pa.ChunkedArray, rows: np.ndarray, documents: Ragged
 ) -> None:
-    """Compare a sample of the documents with the reference. Raises `_OtherIdsError`."""
+    """Compare a sample of the documents with the reference. Raises `_TokenMismatchError`."""
     for index in range(0, len(rows), SAMPLE_EVERY):
         ids = documents.ids[documents.offsets[index] : documents.offsets[index + 1] - 1]
         text = memoryview(texts[int(rows[index])].as_buffer())
         if not tokenizer.same_ids(text, ids):
-            raise _OtherIdsError
+            raise _TokenMismatchError
 
 
 def write_shard(path: Path, documents: Ragged) -> None:
-    """Write closed documents as an Arrow stream of one record batch.
+    """Write documents with their end-of-text tokens as an Arrow stream of one record batch.
 
-    Raises `DataError` where a shard would have more tokens than its 31-bit offsets address.
+    Raises `DataError` if there are more tokens than 31-bit offsets can address.
     """
     ids, offsets = documents
-    if len(ids) > LARGEST_DOCUMENT:
+    if len(ids) > MAX_OFFSET:
         raise DataError(
-            f"data.partition_megabytes: a partition has {len(ids)} tokens, a shard holds "
-            f"{LARGEST_DOCUMENT} at most; take a smaller one"
+            f"data.partition_megabytes: a partition has {len(ids)} tokens, but a shard "
+            f"holds at most {MAX_OFFSET}; choose a smaller value"
         )
     rows = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids))
     schema = pa.schema(
@@ -270,6 +273,6 @@ def write_shard(path: Path, documents: Ragged) -> None:
 
 
 def features(dtype: np.dtype) -> dict[str, object]:
-    """The columns of a shard in the words of the `datasets` library."""
+    """The columns of a shard as the `datasets` library describes them."""
     value = {"dtype": dtype.name, "_type": "Value"}
     return {"input_ids": {"feature": value, "_type": "List"}}

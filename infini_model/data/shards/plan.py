@@ -1,4 +1,4 @@
-"""Which dataset folder a configuration asks for, and whether it stands."""
+"""The plan stage: which dataset folder a configuration asks for, and whether it is intact."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from infini_model.runtime.errors import DataError
 
 
 class Plan(Record):
-    """A dataset by its content key, and the folder that is or will be its own.
+    """A dataset by its content key, and the folder where it is or will be.
 
-    `intact` means that every shard has been compared with its checksum; `fault` says in one line
-    what is wrong with a folder that stands but is not intact.
+    `intact` means that the checksum of every shard was verified; `fault` says in one line what is
+    wrong with an existing folder that is not intact.
     """
 
     key: str
@@ -33,7 +33,7 @@ class Plan(Record):
 
 
 def plan_dataset(corpus: Corpus, config: Config) -> Plan:
-    """The dataset that a corpus becomes. The tokenizer is trained where that is asked for.
+    """The dataset that a corpus becomes. Trains the tokenizer if the configuration says so.
 
     Raises `DataError` in one line for a bad tokenizer.
     """
@@ -52,9 +52,9 @@ def plan_dataset(corpus: Corpus, config: Config) -> Plan:
 
 
 def finished_dataset(config: Config) -> Plan:
-    """The dataset of `data.folder` (one, or a folder of them with `latest`), or the newest one.
+    """The dataset of `data.folder` (a dataset, or a folder with a `latest` link), or the newest.
 
-    Raises `DataError` in one line where there is none, or a shard is missing or damaged.
+    Raises `DataError` in one line if there is none, or a shard is missing or damaged.
     """
     folder = config.data.folder
     if folder is None:

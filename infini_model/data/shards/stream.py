@@ -1,4 +1,4 @@
-"""The token stream of a split: its shards, memory-mapped, read as if they were one array."""
+"""The token stream of a split: its memory-mapped shards, read like a single array."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infini_model.runtime.errors import DataError
 
 
 class Span(NamedTuple):
-    """Tokens of one document: `first` to `last` (not included) of shard number `shard`.
+    """Tokens of one document: `first` to `last` (exclusive) in shard number `shard`.
 
     `row` is the document's number in the shard, `document` its number in the split.
     """
@@ -28,9 +28,9 @@ class Span(NamedTuple):
 
 
 class TokenStream:
-    """Shards one after another: `values` of each is its tokens, `offsets` its document starts.
+    """Consecutive shards: `values` holds the tokens of each, `offsets` its document starts.
 
-    Nothing is copied when it is opened. `tokens` and `documents` count the whole stream.
+    Opening it copies nothing. `tokens` and `documents` count the whole stream.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TokenStream:
         return np.concatenate([*parts, self._token_starts[-1:]])
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of one document, its end-of-text token last, not copied."""
+        """The tokens of one document with its end-of-text token, without a copy."""
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of {self.documents}")
         shard = int(np.searchsorted(self._document_starts, index, side="right")) - 1
@@ -62,7 +62,7 @@ class TokenStream:
         return self.values[shard][first:last]
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """The tokens from `start` to `stop` (not included), document by document."""
+        """The tokens from `start` to `stop` (exclusive), document by document."""
         shard = int(np.searchsorted(self._token_starts, start, side="right")) - 1
         while start < stop:
             origin, end = (int(edge) for edge in self._token_starts[shard : shard + 2])
@@ -76,9 +76,9 @@ class TokenStream:
             shard += 1
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Rows of `length` tokens from each of `starts` on: [rows, length] in the stored type.
+        """Rows of `length` tokens from each of `starts`: [rows, length] in the stored type.
 
-        A row that would run over the end of the stream repeats the last token.
+        A row that would run past the end of the stream repeats the last token.
         """
         dtype = self.values[0].dtype
         rows = np.empty((len(starts), length), dtype)
@@ -88,12 +88,12 @@ class TokenStream:
             here = np.flatnonzero(whole & (shards == shard))
             windows = np.lib.stride_tricks.sliding_window_view(self.values[shard], length)
             rows[here] = windows[starts[here] - self._token_starts[shard]]
-        torn = np.flatnonzero(~whole)
-        if len(torn):
-            rows[torn] = self._gather_torn(starts[torn], length)
+        crossing = np.flatnonzero(~whole)
+        if len(crossing):
+            rows[crossing] = self._gather_crossing(starts[crossing], length)
         return rows
 
-    def _gather_torn(self, starts: np.ndarray, length: int) -> np.ndarray:
+    def _gather_crossing(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Rows that cross from one shard into the next, token by token."""
         positions = np.minimum(starts[:, None] + np.arange(length), self.tokens - 1)
         shards = np.searchsorted(self._token_starts, positions, side="right") - 1
@@ -111,28 +111,28 @@ def _starts(sizes: Sequence[int]) -> np.ndarray:
 def map_shard(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and document offsets of a shard file, memory-mapped without a copy.
 
-    Raises `DataError` that names a file that is no shard.
+    Raises `DataError` that names the file if it is not a shard.
     """
     try:
-        # The map outlives the file's closing, so that thousands of shards need no descriptors.
+        # The mapping outlives the file descriptor, so that thousands of shards can be open.
         with pa.memory_map(str(path)) as source:
             column = pa.ipc.open_stream(source).read_next_batch().column(0)
     except (OSError, pa.ArrowException, StopIteration) as error:
-        raise DataError(f"{path}: is no shard: {str(error).splitlines()[:1]}") from error
+        raise DataError(f"{path}: is not a shard: {str(error).splitlines()[:1]}") from error
     offsets = np.frombuffer(column.buffers()[1], np.int32)[: len(column) + 1]
     values = column.values
-    octets = values.buffers()[1]
+    data = values.buffers()[1]
     dtype = values.type.to_pandas_dtype()
     if not len(values):
         return np.zeros(0, dtype), np.zeros(1, np.int32)
-    return np.frombuffer(octets, dtype)[: len(values)], offsets
+    return np.frombuffer(data, dtype)[: len(values)], offsets
 
 
 def open_split(dataset_dir: Path, split: str) -> TokenStream:
     """Map the shards of one split (`train`, `validation` or `test`) of a dataset folder.
 
-    Raises `DataError` where the folder is missing, incomplete or none, a shard is lost or not of
-    the size that the manifest says, or the split has no tokens.
+    Raises `DataError` if the folder is missing, incomplete or not a dataset, if the split is
+    unknown, or if a shard is missing or differs in size from the manifest.
     """
     manifest = read_manifest(dataset_dir)
     name = next((known for known in SPLITS if known == split), None)
@@ -157,6 +157,6 @@ def _check_sizes(folder: Path, record: SplitRecord) -> None:
             raise DataError(f"{path}: is missing; run the preprocess stage again") from error
         if size != shard.bytes:
             raise DataError(
-                f"{path}: has {size} bytes, its manifest says {shard.bytes}; "
+                f"{path}: has {size} bytes, the manifest says {shard.bytes}; "
                 "run the preprocess stage again"
             )

@@ -1,8 +1,8 @@
-"""What a document is known by: a hash of its content, and nothing else.
+"""Content hashes of documents, and the bucket and split that they decide.
 
-The hash is the first 16 bytes of the SHA-256 of the document's UTF-8, as two words, the first of
-them the high one. Its first bits choose the bucket and its last bits the split, so both depend on
-the document alone.
+The hash is the first 16 bytes of the SHA-256 of the document's UTF-8, as a high and a low 64-bit
+word. Its first bits choose the bucket and its last bits the split, so both depend on the document
+alone.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.config import SplitsConfig
-from infini_model.data.sources.documents import string_buffers
+from infini_model.data.sources.string_arrays import string_buffers
 
 
 def hash_documents(texts: pa.StringArray) -> np.ndarray:
     """The content hashes of documents: uint64 [n, 2], the high word and the low word."""
-    offsets, octets = string_buffers(texts)
-    data, sha256 = octets.data, hashlib.sha256
-    # Processors have instructions for it: twice as fast as the hashes made to be fast without.
+    offsets, buffer = string_buffers(texts)
+    data, sha256 = buffer.data, hashlib.sha256
+    # With the processor's SHA instructions it is twice as fast as hashes designed for speed.
     digests = b"".join(
         [sha256(data[start:end]).digest() for start, end in pairwise(offsets.tolist())]
     )
     return np.frombuffer(digests, ">u8").reshape(-1, 4)[:, :2].astype(np.uint64)
 
 
-def in_order(hashes: np.ndarray) -> np.ndarray:
-    """The rows of hashes, int64 [n], by the order of their bytes; equal ones as they stand."""
+def sort_order(hashes: np.ndarray) -> np.ndarray:
+    """The rows of `hashes`, int64 [n], in ascending order of the hashes; the sort is stable."""
     return np.lexsort((hashes[:, 1], hashes[:, 0]))
 
 
 def bucket_starts(bucket_count: int) -> np.ndarray:
-    """The least high word of each bucket, uint64 [bucket_count], which is a power of two."""
+    """The lowest high word of each bucket: uint64 [bucket_count], which is a power of two."""
     bits = bucket_count.bit_length() - 1
     return np.arange(bucket_count, dtype=np.uint64) << np.uint64(64 - bits if bits else 0)
 
@@ -51,11 +51,11 @@ def splits_of(hashes: np.ndarray, splits: SplitsConfig) -> np.ndarray:
     return (place >= splits.train).astype(np.int64) + (place >= validation_ends)
 
 
-def ordered_bytes(hashes: np.ndarray) -> bytes:
-    """The hashes as they came from SHA-256, on machines of either byte order."""
+def big_endian_bytes(hashes: np.ndarray) -> bytes:
+    """The hashes as SHA-256 computed them, on machines of either byte order."""
     return hashes.astype(">u8").tobytes()
 
 
 def digest(hashes: np.ndarray) -> str:
-    """The SHA-256 of sorted hashes, [n, 2] in the order of their bytes."""
-    return hashlib.sha256(ordered_bytes(hashes)).hexdigest()
+    """The SHA-256, in hexadecimal, of sorted hashes [n, 2]."""
+    return hashlib.sha256(big_endian_bytes(hashes)).hexdigest()

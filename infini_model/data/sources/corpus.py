@@ -1,15 +1,14 @@
-"""A corpus, known by the content of its documents.
+"""The scan of a corpus: its documents read once and fingerprinted by content.
 
-One pass over the files spills the documents (see `spill`), and from their hashes in order come the
-fingerprint of the corpus and the digest of every bucket. The spill is kept for whoever makes the
-dataset, so that the files need not be decoded again.
+One pass over the files spills the documents (see `spill`). Their sorted hashes give the fingerprint
+of the corpus and the digest of every bucket. The spill is kept for building the dataset, so that
+the files need not be decoded again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,15 +21,15 @@ from infini_model.data.manifest import (
     read_record,
     write_record,
 )
-from infini_model.data.sources import documents
-from infini_model.data.sources.content import digest, in_order, ordered_bytes
-from infini_model.data.sources.documents import Progress, Reading
+from infini_model.data.sources.content import big_endian_bytes, digest, sort_order
+from infini_model.data.sources.documents import Progress, parts_of
+from infini_model.data.sources.formats import Reading, suffix
 from infini_model.data.sources.spill import Spill, write_spill
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
-# A corpus of less than many partitions of full size has smaller ones, down to this many bytes.
-MANY_PARTITIONS, SMALL_PARTITION = 64, 8 << 20
+# A small corpus gets smaller partitions, down to this size, so that several cores share the work.
+TARGET_PARTITIONS, SMALL_PARTITION_BYTES = 64, 8 << 20
 SPILL = ".spill"
 
 
@@ -42,19 +41,19 @@ def scan(
     threads: int,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Read every document once, in so many threads, and say what the corpus holds.
+    """Read every document once, with `threads` threads, and describe the corpus.
 
-    The answer is kept under `corpora_dir`, keyed by the contents of the files and by what decides
-    the documents: an unchanged source is not read again, wherever its files have moved. A source
-    that is read leaves its spill at `spill_folder`, in the place of any that was there.
+    The result is cached under `corpora_dir`, keyed by the contents of the files and the settings
+    that decide the documents: an unchanged source is not read again, even if its files were moved.
+    Reading a source leaves its spill at `spill_folder` and deletes older spills.
 
-    Raises `DataError` in one line: a file that cannot be read, or no documents left.
+    Raises `DataError` in one line if a file cannot be read or no documents are left.
     """
     key = _scan_key(files, reading, partition_bytes)
     path = corpora_dir / f"{key}.json"
     with storage.lock(corpora_dir / ".locks" / key):
         known = None
-        with contextlib.suppress(DataError):  # a damaged answer is as good as none
+        with contextlib.suppress(DataError):  # a missing or damaged record means a new scan
             known = read_record(path, Corpus).model_copy(update={"files": list(files)})
         for kept in corpora_dir.glob(f"*{SPILL}"):
             was_killed = not kept.with_suffix(".json").exists()
@@ -77,12 +76,12 @@ def scan(
 def spill_folder(
     files: Sequence[RawFile], reading: Reading, partition_bytes: int, corpora_dir: Path
 ) -> Path:
-    """Where a scan with these arguments leaves the text for those who make datasets of it."""
+    """Where a scan with these arguments leaves its spill."""
     return corpora_dir / f"{_scan_key(files, reading, partition_bytes)}{SPILL}"
 
 
 def drop_spill(folder: Path) -> None:
-    """Delete a spill that a scan has left, unless the scan is still at it."""
+    """Delete a spill, unless a scan is still writing it."""
     if not folder.is_dir():
         return
     with storage.lock(folder.parent / ".locks" / folder.stem, wait=False) as is_idle:
@@ -91,7 +90,7 @@ def drop_spill(folder: Path) -> None:
 
 
 def _scan_key(files: Sequence[RawFile], reading: Reading, partition_bytes: int) -> str:
-    contents = sorted((documents.suffix(file.path), file.sha256) for file in files)
+    contents = sorted((suffix(file.path), file.sha256) for file in files)
     ingredients = [
         FORMAT_VERSION,
         contents,
@@ -101,14 +100,14 @@ def _scan_key(files: Sequence[RawFile], reading: Reading, partition_bytes: int) 
         reading.separator,
         partition_bytes,
     ]
-    return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
+    return storage.content_key(ingredients)[:32]
 
 
 def _bucket_count(total_bytes: int, partition_bytes: int) -> int:
-    """A power of two: no partition is larger than that, and little text still has several."""
+    """The number of buckets: a power of two, so that none has more text than a partition may."""
     count = 1
     while total_bytes > count * partition_bytes or (
-        count < MANY_PARTITIONS and total_bytes > 2 * count * SMALL_PARTITION
+        count < TARGET_PARTITIONS and total_bytes > 2 * count * SMALL_PARTITION_BYTES
     ):
         count *= 2
     return count
@@ -122,43 +121,43 @@ def _read(
     threads: int,
     progress: Progress | None,
 ) -> Corpus:
-    """Spill every document; `progress` is told bytes of the files."""
+    """Spill every document; `progress` counts bytes of the files."""
     total = sum(file.bytes for file in files)
     done = 0
 
-    def count(read_bytes: int) -> None:
+    def advance(read_bytes: int) -> None:
         nonlocal done
         done += read_bytes
         if progress is not None and read_bytes:
             progress(done, total)
 
     with storage.named_os_errors(storage.make_folder(folder)):
-        parts = list(documents.parts_of(file.path for file in files))
-        written = write_spill(parts, reading, folder, threads, count)
-    if not written.documents:
-        raise DataError(_nothing_left(files, reading, written.skipped))
-    whole = hashlib.sha256()
+        parts = list(parts_of(file.path for file in files))
+        spilled = write_spill(parts, reading, folder, threads, advance)
+    if not spilled.documents:
+        raise DataError(_no_documents_message(files, reading, spilled.skipped))
+    fingerprint = hashlib.sha256()
     buckets = []
-    bucket_count = _bucket_count(written.bytes, partition_bytes)
+    bucket_count = _bucket_count(spilled.bytes, partition_bytes)
     with Spill(folder) as spill:
         for number in range(bucket_count):
             hashes, sizes = spill.entries(number, bucket_count)
-            hashes = hashes[in_order(hashes)]
-            whole.update(ordered_bytes(hashes))
+            hashes = hashes[sort_order(hashes)]
+            fingerprint.update(big_endian_bytes(hashes))
             buckets.append(
                 Bucket(documents=len(sizes), bytes=int(sizes.sum()), digest=digest(hashes))
             )
     return Corpus(
         files=list(files),
-        documents=written.documents,
-        bytes=written.bytes,
-        skipped=written.skipped,
-        fingerprint=whole.hexdigest(),
+        documents=spilled.documents,
+        bytes=spilled.bytes,
+        skipped=spilled.skipped,
+        fingerprint=fingerprint.hexdigest(),
         buckets=buckets,
     )
 
 
-def _nothing_left(files: Sequence[RawFile], reading: Reading, skipped: int) -> str:
+def _no_documents_message(files: Sequence[RawFile], reading: Reading, skipped: int) -> str:
     first = files[0].path if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
     why = "empty"
     if reading.min_characters:

@@ -1,4 +1,4 @@
-"""From `data.source` to a corpus: find the files, bring them down, fingerprint, read once."""
+"""The download stage: find the source files, download and fingerprint them, read them once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from infini_model.config import MEBIBYTE, DataConfig, FilesSource, HubSource
 from infini_model.data.manifest import Corpus, RawFile
 from infini_model.data.sources import corpus
-from infini_model.data.sources.documents import Progress, Reading, check_format
+from infini_model.data.sources.documents import Progress
+from infini_model.data.sources.formats import Reading, check_format
 from infini_model.data.threads import thread_count
 from infini_model.runtime import storage
 from infini_model.runtime.cores import available_cores
@@ -24,14 +25,14 @@ NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 def download(config: DataConfig, output_dir: Path, *, progress: Progress | None = None) -> Corpus:
-    """Fetch what is not here yet, then read every document once and fingerprint the whole.
+    """Download what is missing, then read every document once and fingerprint the corpus.
 
-    Remote files and hub datasets come down into `<output_dir>/raw/`, resumed where an earlier try
-    ended, and never twice; local files are read in place. `progress(done, total)` is told bytes,
-    first of what is fetched, then of what is read.
+    Remote files and hub datasets are downloaded to `<output_dir>/raw/`, once, resuming earlier
+    attempts; local files are read in place. `progress(done, total)` counts bytes, first of the
+    downloads, then of the files read.
 
     Raises `DataError` in one line that names the file, the row, the column or the address;
-    `SourceUnreachableError` where trying again may help; `UserError` on a full disk.
+    `SourceUnreachableError` if a retry may help; `UserError` on a full disk.
     """
     raw_dir = output_dir / "raw"
     if isinstance(config.source, HubSource):
@@ -55,7 +56,7 @@ def _corpora_dir(output_dir: Path) -> Path:
 
 
 def spill_folder(found: Corpus, config: DataConfig, output_dir: Path) -> Path:
-    """Where `download` with these arguments leaves the text that it has read, if it reads any."""
+    """Where `download` with these arguments leaves the spill of the text, if it reads any."""
     partition_bytes = config.partition_megabytes * MEBIBYTE
     return corpus.spill_folder(
         found.files, reading_of(config), partition_bytes, _corpora_dir(output_dir)
@@ -63,7 +64,7 @@ def spill_folder(found: Corpus, config: DataConfig, output_dir: Path) -> Path:
 
 
 def reading_of(config: DataConfig) -> Reading:
-    """The settings of a source that decide what its documents are."""
+    """The settings of a source that decide its documents."""
     source = config.source
     if isinstance(source, FilesSource):
         return Reading(source.column, source.errors, source.min_characters, source.separator)
@@ -71,9 +72,9 @@ def reading_of(config: DataConfig) -> Reading:
 
 
 def list_files(source: FilesSource, raw_dir: Path, progress: Progress | None = None) -> list[Path]:
-    """The files that the source's globs and addresses name, each once, sorted.
+    """The files that the source's globs and addresses match, each once, sorted.
 
-    Raises `DataError` where a glob matches nothing or a file has an extension that is not read.
+    Raises `DataError` if a glob matches nothing or a file has an unknown extension.
     """
     found: set[Path] = set()
     addresses: list[str] = []
@@ -92,11 +93,11 @@ def list_files(source: FilesSource, raw_dir: Path, progress: Progress | None = N
 
 
 def _expand(pattern: str) -> Iterator[Path]:
-    """The files of one glob. `{stdlib}` is the folder of Python's own sources."""
+    """The files that a glob matches. `{stdlib}` is the folder of Python's standard library."""
     if pattern.startswith(STDLIB):
         files = _stdlib_files(pattern.removeprefix(STDLIB).lstrip("/"))
     else:
-        expanded = os.path.expanduser(pattern)  # noqa: PTH111 -- a pattern is no path yet
+        expanded = os.path.expanduser(pattern)  # noqa: PTH111 -- a pattern is not a path
         files = _glob(expanded)
     if not files:
         is_folder = Path(pattern).expanduser().is_dir()
@@ -111,10 +112,10 @@ def _glob(pattern: str) -> list[Path]:
 
 
 def _stdlib_files(pattern: str) -> list[Path]:
-    """The files that `pattern` means below the standard library, installed packages left out.
+    """The files that `pattern` matches in the standard library, without installed packages.
 
-    A leading `**/` is followed child by child: going through all that is installed takes longer
-    than reading the library itself.
+    A leading `**/` is expanded per subfolder, since walking all installed packages would take
+    longer than reading the library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     start = glob.escape(str(root))
@@ -129,7 +130,7 @@ def _stdlib_files(pattern: str) -> list[Path]:
 
 
 def fingerprint(paths: list[Path]) -> list[RawFile]:
-    """Size and SHA-256 of each file. Raises `DataError` that names one that cannot be read."""
+    """Size and SHA-256 of each file. Raises `DataError` that names an unreadable file."""
 
     def one(path: Path) -> RawFile:
         try:

@@ -1,15 +1,14 @@
-"""Datasets and tokenizers of the Hugging Face hub.
+"""Datasets and tokenizers from the Hugging Face hub.
 
-A dataset is streamed into Parquet partitions of bounded size. Its revision is pinned to a commit
-first, and the folder is keyed by it and by everything else that decides the rows; a killed download
-goes on after its last complete partition, a complete one is never fetched again.
+A dataset is streamed into Parquet files of bounded size. Its revision is first pinned to a commit,
+and the folder is keyed by that and everything else that decides the rows. A killed download resumes
+after its last complete file; a complete download is never repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -28,13 +27,13 @@ from infini_model.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
-PARTITION_BYTES = 64 << 20
-ROWS_AT_ONCE = 64
+FILE_BYTES = 64 << 20
+BATCH_ROWS = 64
 COMPLETE = "complete.json"
 
 
 class HubDownload(Record):
-    """What a complete download holds; `commit` is the revision that was read."""
+    """The record of a complete download; `commit` is the revision that was read."""
 
     repository: str
     configuration: str | None
@@ -46,16 +45,25 @@ class HubDownload(Record):
     files: list[str]
 
 
-def fetch_dataset(source: HubSource, raw_dir: Path, progress: Progress | None = None) -> list[Path]:
+def fetch_dataset(
+    source: HubSource,
+    raw_dir: Path,
+    progress: Progress | None = None,
+    *,
+    file_bytes: int = FILE_BYTES,
+    batch_rows: int = BATCH_ROWS,
+) -> list[Path]:
     """Stream a dataset's text column into Parquet files under `raw_dir`; returns them in order.
 
-    `source.repository` is a name on the hub or a local folder. No code of the repository is run.
+    `source.repository` is a name on the hub or a local folder; none of its code is run. A file is
+    closed once it holds `file_bytes` of text, read `batch_rows` at a time.
+
     Raises `DataError` for a name, configuration, split, revision or column that does not exist,
-    `SourceUnreachableError` where the hub does not answer, `UserError` on a full disk.
+    `SourceUnreachableError` if the hub does not answer, `UserError` on a full disk.
     """
-    _no_telemetry()
+    _disable_telemetry()
     commit = _pin(source)
-    decides = [
+    ingredients = [
         source.repository,
         source.configuration,
         source.split,
@@ -63,18 +71,18 @@ def fetch_dataset(source: HubSource, raw_dir: Path, progress: Progress | None = 
         source.column,
         source.limit,
     ]
-    key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    key = storage.content_key(ingredients)[:32]
     folder = raw_dir / key
     with storage.lock(raw_dir / ".locks" / key):
         if not (folder / COMPLETE).is_file():
             storage.remove_leftovers(storage.make_folder(folder))
-            rows = _stream(source, commit, folder, progress)
+            rows = _stream(source, commit, folder, progress, file_bytes, batch_rows)
             record = HubDownload(
                 **source.model_dump(include={"repository", "configuration", "split"}),
                 **source.model_dump(include={"column", "limit"}),
                 commit=commit,
                 rows=rows,
-                files=[path.name for path in _partitions(folder)],
+                files=[path.name for path in _files(folder)],
             )
             write_record(folder / COMPLETE, record)
             log.info("%s: %d rows of commit %s", source.repository, rows, commit)
@@ -83,31 +91,31 @@ def fetch_dataset(source: HubSource, raw_dir: Path, progress: Progress | None = 
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """The `tokenizer.json` of a model on the hub, from the hub's own cache once it is there.
+    """The `tokenizer.json` of a model on the hub, kept in the hub's local cache.
 
-    Raises `DataError` for a name that does not exist or has none, `SourceUnreachableError` where
-    the hub does not answer.
+    Raises `DataError` if the model or the file does not exist, `SourceUnreachableError` if the hub
+    does not answer.
     """
-    _no_telemetry()
+    _disable_telemetry()
     from huggingface_hub import hf_hub_download
 
     with _hub_errors(f"tokenizer {name}"):
         return Path(hf_hub_download(repo_id=name, filename="tokenizer.json"))
 
 
-def _no_telemetry() -> None:
+def _disable_telemetry() -> None:
     for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
         os.environ.setdefault(name, "1")
 
 
 def _pin(source: HubSource) -> str:
-    """The commit that the revision stands for now; of a local folder, a hash of its files."""
+    """The commit that the revision points at now; for a local folder, a hash of its files."""
     folder = Path(source.repository)
     if folder.is_dir():
-        whole = hashlib.sha256()
+        digest = hashlib.sha256()
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            whole.update(f"{path.relative_to(folder)} {storage.sha256(path)}\n".encode())
-        return whole.hexdigest()
+            digest.update(f"{path.relative_to(folder)} {storage.sha256(path)}\n".encode())
+        return digest.hexdigest()
     if source.revision and re.fullmatch(r"[0-9a-f]{40}", source.revision):
         return source.revision
     from huggingface_hub import HfApi
@@ -115,13 +123,13 @@ def _pin(source: HubSource) -> str:
     with _hub_errors(f"dataset {source.repository}"):
         commit = HfApi().dataset_info(source.repository, revision=source.revision).sha
     if commit is None:
-        raise DataError(f"dataset {source.repository}: the hub names no commit")
+        raise DataError(f"dataset {source.repository}: the hub returned no commit")
     return commit
 
 
 @contextlib.contextmanager
 def _hub_errors(what: str) -> Iterator[None]:
-    """Tell what the hub refuses, which is final, from a hub that does not answer."""
+    """Tell a refusal, which is final, from a hub that does not answer, which is worth a retry."""
     try:
         yield
     except Exception as error:
@@ -132,7 +140,7 @@ def _hub_errors(what: str) -> Iterator[None]:
             LocalEntryNotFoundError,
         )
 
-        # The client below the hub's package has had several names; its base class is this one.
+        # The HTTP client has changed between versions; its base error is the base of this one.
         network_error = HfHubHTTPError.__bases__[0]
         reason = next((line for line in str(error).splitlines() if line.strip()), "") or repr(error)
         if isinstance(error, HfHubHTTPError):
@@ -142,7 +150,7 @@ def _hub_errors(what: str) -> Iterator[None]:
             final = isinstance(
                 error, HFValidationError | EntryNotFoundError | FileNotFoundError
             ) and not isinstance(error, LocalEntryNotFoundError)
-        # A wrong split or configuration is a ValueError, a dataset that is a script RuntimeError.
+        # A wrong split or configuration raises ValueError, a dataset script RuntimeError.
         if final or isinstance(error, ValueError | RuntimeError | KeyError):
             raise DataError(f"{what}: {reason}") from error
         if isinstance(error, (OSError, network_error)):
@@ -150,47 +158,54 @@ def _hub_errors(what: str) -> Iterator[None]:
         raise
 
 
-def _partitions(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("part-*.parquet"))
 
 
-def _stream(source: HubSource, commit: str, folder: Path, progress: Progress | None) -> int:
-    """Write the partitions that are still missing; returns the rows of all."""
+def _stream(
+    source: HubSource,
+    commit: str,
+    folder: Path,
+    progress: Progress | None,
+    file_bytes: int,
+    batch_rows: int,
+) -> int:
+    """Write the files that are still missing; returns the number of rows in all files."""
     import pyarrow.parquet as pq
 
-    parts = _partitions(folder)
-    rows: int = sum(pq.read_metadata(path).num_rows for path in parts)
-    done = sum(path.stat().st_size for path in parts)
-    waiting: list[pa.Array] = []
+    existing = _files(folder)
+    rows: int = sum(pq.read_metadata(path).num_rows for path in existing)
+    done = sum(path.stat().st_size for path in existing)
+    pending: list[pa.Array] = []
     size = 0
 
     def write() -> None:
-        nonlocal waiting, size
-        target = folder / f"part-{len(_partitions(folder)):05d}.parquet"
+        nonlocal pending, size
+        target = folder / f"part-{len(_files(folder)):05d}.parquet"
         with storage.atomic_file(target) as temporary:
             pq.write_table(
-                pa.table({source.column: pa.chunked_array(waiting)}), temporary, compression="zstd"
+                pa.table({source.column: pa.chunked_array(pending)}), temporary, compression="zstd"
             )
-        waiting, size = [], 0
+        pending, size = [], 0
 
-    for texts in _texts(source, commit, rows):
-        waiting.append(texts)
+    for texts in _texts(source, commit, rows, batch_rows):
+        pending.append(texts)
         rows += len(texts)
         size += texts.nbytes
         done += texts.nbytes
         if progress is not None:
             progress(done, done)
-        if size >= PARTITION_BYTES:
+        if size >= file_bytes:
             write()
-    if waiting:
+    if pending:
         write()
     if not rows:
         raise DataError(f"dataset {source.repository}: split {source.split} has no rows")
     return rows
 
 
-def _texts(source: HubSource, commit: str, skip: int) -> Iterator[pa.Array]:
-    """The column from row `skip` on, a few rows at a time, as large strings."""
+def _texts(source: HubSource, commit: str, skip: int, batch_rows: int) -> Iterator[pa.Array]:
+    """The column from row `skip` on, `batch_rows` at a time, as large strings."""
     what = f"dataset {source.repository}"
     left = None if source.limit is None else source.limit - skip
     if left == 0:
@@ -198,7 +213,7 @@ def _texts(source: HubSource, commit: str, skip: int) -> Iterator[pa.Array]:
     with _hub_errors(what):
         rows = _open_stream(source, commit).skip(skip)
         tables = (rows if left is None else rows.take(left)).with_format("arrow")
-        batches = iter(tables.iter(batch_size=ROWS_AT_ONCE))
+        batches = iter(tables.iter(batch_size=batch_rows))
     while True:
         with _hub_errors(what):
             table = next(batches, None)
@@ -206,7 +221,7 @@ def _texts(source: HubSource, commit: str, skip: int) -> Iterator[pa.Array]:
             return
         if source.column not in table.column_names:
             names = ", ".join(table.column_names)
-            raise DataError(f"{what}: has no column {source.column!r}; there are: {names}")
+            raise DataError(f"{what}: has no column {source.column!r}; it has: {names}")
         column = table.column(source.column)
         if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
             raise DataError(f"{what}: column {source.column!r} is {column.type}, not text")

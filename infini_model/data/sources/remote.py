@@ -1,15 +1,13 @@
-"""Files from elsewhere, by `fsspec`: brought down once, resumed where the last try ended.
+"""Remote files, through `fsspec`: downloaded once, resumed where the last attempt ended.
 
-A file comes down as `<raw>/<key>/<name>.partial` and gets its name when it has the size that the
-server promised; the key is a hash of the address and of what the server says identifies the
-content (entity tag, else date and size), so that a changed file is another file.
+A file is downloaded to `<raw>/<key>/<name>.partial` and renamed once it has the size that the
+server announced. The key is a hash of the address and of what identifies the content according to
+the server (entity tag, else date and size), so that a changed file is a new file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -18,27 +16,28 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from infini_model.data.sources.documents import ROWS, TEXT, Progress, suffix
+from infini_model.data.sources.documents import Progress
+from infini_model.data.sources.formats import check_format
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
-SECONDS_TO_CONNECT = 30.0
-SECONDS_OF_SILENCE = 60.0
-# What a server answers when it is busy: trying again later is the remedy.
+CONNECT_TIMEOUT = 30.0  # seconds
+READ_TIMEOUT = 60.0
+# HTTP status codes of a busy server: worth a retry.
 BUSY = (408, 425, 429)
 IDENTITY_FIELDS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "mtime")
 
 
 class SourceUnreachableError(ConnectionError):
-    """A host that does not answer, or breaks off; trying again may help. One line, names it."""
+    """A host does not answer or closes the connection; a retry may help. One line names it."""
 
 
 @dataclass(frozen=True)
 class _Remote:
-    """A remote file: its file system, its path there, its size where known, its raw partition."""
+    """A remote file: its file system, its path there, its size if known, its local file."""
 
     address: str
     system: Any
@@ -50,9 +49,9 @@ class _Remote:
 def fetch_files(
     addresses: Sequence[str], raw_dir: Path, progress: Progress | None = None
 ) -> list[Path]:
-    """Bring the files at these addresses down into `raw_dir`; what is there already is not asked.
+    """Download the files at these addresses into `raw_dir`, unless they are there already.
 
-    A `*` in an address is a glob, where the file system can list. Raises `DataError` for an
+    A `*` in an address is a glob, if the file system can list files. Raises `DataError` for an
     address that is refused, not found or of an unknown format, `SourceUnreachableError` for a host
     that does not answer, `UserError` on a full disk.
     """
@@ -60,7 +59,7 @@ def fetch_files(
     total = sum(remote.size or 0 for remote in remotes)
     done = 0
     for remote in remotes:
-        for count in _fetch(remote):
+        for count in _download(remote):
             done += count
             if progress is not None:
                 progress(done, max(done, total))
@@ -68,7 +67,7 @@ def fetch_files(
 
 
 def _resolve(address: str, raw_dir: Path) -> Iterator[_Remote]:
-    """The files that an address names, as the server describes them."""
+    """The files that an address matches, as the server describes them."""
     from fsspec.core import url_to_fs
 
     try:
@@ -84,27 +83,26 @@ def _resolve(address: str, raw_dir: Path) -> Iterator[_Remote]:
     for found in paths:
         name = system.unstrip_protocol(found)
         file = Path(unquote(urlsplit(name).path)).name
-        if not suffix(Path(file)):
-            raise DataError(f"{name}: cannot be read: takes {' '.join((*TEXT, *ROWS))}")
+        check_format(Path(file), name)
         with _reachable(name):
             info = system.info(found)
         identity = [name, info.get("size"), *(str(info.get(field)) for field in IDENTITY_FIELDS)]
-        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+        key = storage.content_key(identity)[:32]
         yield _Remote(name, system, found, info.get("size"), raw_dir / key / file)
 
 
 def _options(address: str) -> dict[str, Any]:
-    """For http: proxies as the environment says, no deadline for the whole, the bytes as stored."""
+    """For HTTP: proxies from the environment, no total timeout, the bytes as stored."""
     if not address.startswith(("http://", "https://")):
         return {}
     import aiohttp
 
-    deadline = aiohttp.ClientTimeout(
-        total=None, sock_connect=SECONDS_TO_CONNECT, sock_read=SECONDS_OF_SILENCE
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT
     )
     return {
         "client_kwargs": {
-            "timeout": deadline,
+            "timeout": timeout,
             "trust_env": True,
             "auto_decompress": False,
             "headers": {"Accept-Encoding": "identity"},
@@ -112,8 +110,8 @@ def _options(address: str) -> dict[str, Any]:
     }
 
 
-def _fetch(remote: _Remote) -> Iterator[int]:
-    """Bring one file down; yields the bytes as they are there, those of earlier tries first."""
+def _download(remote: _Remote) -> Iterator[int]:
+    """Download one file; yields the bytes as they arrive, first those of earlier attempts."""
     folder = storage.make_folder(remote.target.parent)
     with storage.lock(folder / ".lock"):
         if remote.target.is_file():
@@ -123,9 +121,9 @@ def _fetch(remote: _Remote) -> Iterator[int]:
         with storage.named_os_errors(remote.target), partial.open("ab") as file:
             offset = file.tell()
             if remote.size is None or offset != remote.size:
-                with _opened(remote, offset) as (source, begins):
-                    file.truncate(begins)
-                    yield begins
+                with _opened(remote, offset) as (source, start):
+                    file.truncate(start)
+                    yield start
                     yield from _copy(remote, source, file)
             else:
                 yield offset
@@ -135,11 +133,11 @@ def _fetch(remote: _Remote) -> Iterator[int]:
         if remote.size is not None and size != remote.size:
             partial.unlink()
             raise SourceUnreachableError(
-                f"{remote.address}: came down with {size} bytes instead of {remote.size}"
+                f"{remote.address}: downloaded {size} bytes, expected {remote.size}"
             )
         with storage.named_os_errors(remote.target):
             os.replace(partial, remote.target)
-    log.info("%s: brought down, %d bytes", remote.address, size)
+    log.info("%s: downloaded, %d bytes", remote.address, size)
 
 
 def _copy(remote: _Remote, source: Any, file: Any) -> Iterator[int]:
@@ -149,48 +147,48 @@ def _copy(remote: _Remote, source: Any, file: Any) -> Iterator[int]:
         if not chunk:
             return
         file.write(chunk)
-        # On the disk before the next wait: a killed download goes on from here.
+        # Written before the next wait, so that a killed download resumes from here.
         file.flush()
         yield len(chunk)
 
 
 @contextlib.contextmanager
 def _opened(remote: _Remote, offset: int) -> Iterator[tuple[Any, int]]:
-    """The remote file as a stream, and the byte at which it begins: `offset` if the server can."""
+    """The remote file as a stream, and where it starts: at `offset` if the server supports it."""
     with _reachable(remote.address):
         if not remote.address.startswith(("http://", "https://")):
             source = remote.system.open(remote.path, "rb", block_size=CHUNK_BYTES)
             source.seek(offset)
-            begins = offset
+            start = offset
         else:
             headers = {"Range": f"bytes={offset}-"} if offset else {}
             source = remote.system.open(
                 remote.path, "rb", block_size=0, size=remote.size, headers=headers
             )
-            begins = offset if source.r.status == 206 else 0
+            start = offset if source.r.status == 206 else 0
     with contextlib.closing(source):
-        yield source, begins
+        yield source, start
 
 
 @contextlib.contextmanager
 def _reachable(address: str) -> Iterator[None]:
-    """Tell a host that refuses, which is final, from one that does not answer, which may pass."""
+    """Tell a refusal, which is final, from a host that does not answer, which is worth a retry."""
     try:
         yield
     except Exception as error:
-        # Asked for a file's size, fsspec calls every failure a FileNotFoundError; what it was is
-        # the cause.
+        # When asked for a file's size, fsspec raises FileNotFoundError for every failure; the real
+        # one is its cause.
         cause: BaseException = error
         if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
             cause = error.__cause__
         status = getattr(cause, "status", None)
         if isinstance(status, int) and 400 <= status < 500 and status not in BUSY:
-            word = "not found" if status in (404, 410) else getattr(cause, "message", "refused")
-            raise DataError(f"{address}: {word} (HTTP {status})") from error
+            reason = "not found" if status in (404, 410) else getattr(cause, "message", "refused")
+            raise DataError(f"{address}: {reason} (HTTP {status})") from error
         if isinstance(cause, FileNotFoundError):
             raise DataError(f"{address}: not found") from error
         if isinstance(cause, PermissionError):
-            raise DataError(f"{address}: access is refused") from error
+            raise DataError(f"{address}: access denied") from error
         if not isinstance(cause, _network_errors()):
             raise
         reason = " ".join(str(cause).split()) or type(cause).__name__

@@ -1,13 +1,13 @@
-"""The text of a corpus on disk, from which any bucket's documents can be had: an external sort.
+"""The text of a corpus on disk, sorted so that the documents of any bucket can be read back.
 
-Documents are written in runs of some megabytes, each sorted by content hash, so that a bucket is
-one stretch of every run, however many buckets there are to be. A spill is never trusted: whoever
-reads documents from it compares their hashes with those of the corpus, and a spill that is torn,
-gone or of other documents is written anew from the source.
+This is the first half of an external sort: documents are written in runs of some megabytes, each
+sorted by content hash, so that a bucket is one contiguous slice of every run, whatever the number
+of buckets. A spill is never trusted: readers compare the hashes of its documents with those of the
+corpus, and a spill that is damaged, missing or out of date is written again from the source.
 
     texts      the UTF-8 of the documents, run after run
-    entries    of each run the high words, the low words and the ends in it of its documents, uint64
-    runs.json  the number of documents of each run, written last
+    entries    for each run the high words, low words and end offsets of its documents, uint64
+    runs.json  the number of documents in each run, written last
 """
 
 from __future__ import annotations
@@ -23,30 +23,25 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.sources.content import bucket_starts, buckets_of, hash_documents, in_order
-from infini_model.data.sources.documents import (
-    LARGEST_DOCUMENT,
-    Batch,
-    Part,
-    Reading,
-    read_part,
-    string_buffers,
-)
-from infini_model.data.threads import Tell, for_each
+from infini_model.data.sources.content import bucket_starts, buckets_of, hash_documents, sort_order
+from infini_model.data.sources.documents import DocumentBatch, Part, read_part
+from infini_model.data.sources.formats import Reading
+from infini_model.data.sources.string_arrays import MAX_OFFSET, string_buffers
+from infini_model.data.threads import Advance, for_each
 from infini_model.runtime import storage
 
 TEXTS, ENTRIES, RUNS = "texts", "entries", "runs.json"
-# Runs are longer where the files are larger, so that a bucket is not too many small stretches.
-SHORT_RUN, LONG_RUN, MANY_RUNS = 4 << 20, 64 << 20, 1024
+# Runs grow with the corpus, so that a bucket does not become too many small slices.
+MIN_RUN_BYTES, MAX_RUN_BYTES, TARGET_RUNS = 4 << 20, 64 << 20, 1024
 
 
 class UnusableSpillError(Exception):
-    """A spill is gone, torn, or holds other documents than those that are asked of it."""
+    """A spill is missing, damaged, or holds other documents than the corpus."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """What went into a spill: documents and bytes of text; `skipped` documents were left out."""
+class SpillSize:
+    """What a spill holds: documents and bytes of text; `skipped` documents were left out."""
 
     documents: int
     bytes: int
@@ -58,60 +53,62 @@ def write_spill(
     reading: Reading,
     folder: Path,
     threads: int,
-    tell: Tell,
+    advance: Advance,
     wanted: np.ndarray | None = None,
-) -> Written:
-    """Read files in so many threads and leave a spill of their documents in `folder`.
+    min_run_bytes: int = MIN_RUN_BYTES,
+) -> SpillSize:
+    """Read files with `threads` threads and write a spill of their documents to `folder`.
 
-    Of the buckets those that are true in `wanted`, bool [bucket_count]; None is all. `tell` is
-    told the bytes of the files. Raises `DataError` as `read_part` does, `OSError` as the disk does.
+    `wanted`, bool [bucket_count], selects buckets; None selects all. `advance` receives the bytes
+    read from the files. Raises `DataError` as `read_part` does, and `OSError` on disk errors.
     """
-    run_bytes = max(SHORT_RUN, min(LONG_RUN, sum(part.bytes for part in parts) // MANY_RUNS))
+    source_bytes = sum(part.bytes for part in parts)
+    run_bytes = max(min_run_bytes, min(MAX_RUN_BYTES, source_bytes // TARGET_RUNS))
     writer = _Writer(folder, run_bytes, wanted)
 
-    def read(part: Part, tell: Tell) -> None:
+    def read(part: Part, advance: Advance) -> None:
         for batch in read_part(part, reading):
             writer.add(batch)
-            tell(0)
-        tell(part.bytes)
+            advance(0)
+        advance(part.bytes)
 
-    for_each(parts, [read] * threads, tell)
-    written = writer.close()
-    # What the threads have used would otherwise lie beside what tokenising is about to use.
+    for_each(parts, [read] * threads, advance)
+    size = writer.close()
+    # Otherwise Arrow keeps this memory while tokenisation allocates more.
     pa.default_memory_pool().release_unused()
-    return written
+    return size
 
 
 class _Writer:
-    """Takes batches from several threads."""
+    """Sorts batches from several threads into runs; thread-safe."""
 
     def __init__(self, folder: Path, run_bytes: int, wanted: np.ndarray | None) -> None:
         self._folder, self._run_bytes, self._wanted = folder, run_bytes, wanted
         self._lock = threading.Lock()
-        self._waiting: list[pa.StringArray] = []
-        self._waiting_bytes = self._bytes = self._skipped = 0
+        self._pending: list[pa.StringArray] = []
+        self._pending_bytes = self._bytes = self._skipped = 0
         self._runs: list[int] = []
         for name in (TEXTS, ENTRIES):
             (folder / name).touch()
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: DocumentBatch) -> None:
         with self._lock:
             self._skipped += batch.skipped
         if batch.texts.nbytes >= self._run_bytes:
             self._write([batch.texts])
             return
         with self._lock:
-            self._waiting.append(batch.texts)
-            self._waiting_bytes += batch.texts.nbytes
-            if self._waiting_bytes < self._run_bytes:
+            self._pending.append(batch.texts)
+            self._pending_bytes += batch.texts.nbytes
+            if self._pending_bytes < self._run_bytes:
                 return
-            waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        self._write(waiting)
+            pending, self._pending, self._pending_bytes = self._pending, [], 0
+        self._write(pending)
 
-    def close(self) -> Written:
-        self._write(self._waiting)
+    def close(self) -> SpillSize:
+        self._write(self._pending)
         storage.dump_json(self._folder / RUNS, self._runs)
-        return Written(sum(self._runs), self._bytes, self._skipped)
+        return SpillSize(sum(self._runs), self._bytes, self._skipped)
 
     def _write(self, arrays: list[pa.StringArray]) -> None:
         """Sort the documents and append them as one run."""
@@ -119,12 +116,12 @@ class _Writer:
             return
         texts = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
         hashes = hash_documents(texts)
-        order = in_order(hashes)
+        order = sort_order(hashes)
         if self._wanted is not None:
             order = order[self._wanted[buckets_of(hashes[order], len(self._wanted))]]
         if not len(order):
             return
-        offsets, octets = string_buffers(texts.take(pa.array(order)))
+        offsets, data = string_buffers(texts.take(pa.array(order)))
         ends = offsets[1:].astype(np.uint64)
         with self._lock:
             start = self._bytes
@@ -134,13 +131,13 @@ class _Writer:
                 file.write(np.stack([hashes[order, 0], hashes[order, 1], ends]).data)
         with (self._folder / TEXTS).open("r+b") as file:
             file.seek(start)
-            file.write(octets[: offsets[-1]].data)
+            file.write(data[: offsets[-1]].data)
 
 
 class Spill:
-    """What `write_spill` left in `folder`, open: it stays readable when the folder goes.
+    """The spill that `write_spill` wrote to `folder`; readable even after the folder is deleted.
 
-    A context. Raises `UnusableSpillError` where the files are not there or do not fit each other.
+    A context manager. Raises `UnusableSpillError` if files are missing or inconsistent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -155,7 +152,7 @@ class Spill:
                 first, start = first + count, start + int(ends[-1])
             self._texts = (folder / TEXTS).open("rb", buffering=0)
         except FileNotFoundError as error:
-            raise UnusableSpillError("its text is not kept") from error
+            raise UnusableSpillError("its text was not kept") from error
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UnusableSpillError(f"its text is damaged: {error}") from error
 
@@ -167,33 +164,35 @@ class Spill:
 
     def entries(self, bucket: int, bucket_count: int) -> tuple[np.ndarray, np.ndarray]:
         """The hashes of a bucket's documents, uint64 [n, 2], and their bytes, int64 [n]."""
-        none = _Stretch(np.empty((0, 2), np.uint64), np.empty(0, np.int64), 0)
-        stretches = [none, *self._stretches(bucket, bucket_count)]
+        none = _RunSlice(np.empty((0, 2), np.uint64), np.empty(0, np.int64), 0)
+        slices = [none, *self._slices(bucket, bucket_count)]
         return (
-            np.concatenate([stretch.hashes for stretch in stretches]),
-            np.concatenate([stretch.sizes for stretch in stretches]),
+            np.concatenate([part.hashes for part in slices]),
+            np.concatenate([part.sizes for part in slices]),
         )
 
-    def texts(self, bucket: int, bucket_count: int) -> pa.ChunkedArray:
-        """The documents of a bucket as they were written: their hashes are still to be compared.
+    def texts(
+        self, bucket: int, bucket_count: int, array_bytes: int = MAX_OFFSET
+    ) -> pa.ChunkedArray:
+        """The documents of a bucket, in arrays of at most `array_bytes` unless one run has more.
 
-        Raises `UnusableSpillError` if there are fewer.
+        Their hashes are not verified. Raises `UnusableSpillError` if documents are missing.
         """
         arrays: list[pa.StringArray] = []
-        waiting: list[_Stretch] = []
+        pending: list[_RunSlice] = []
         size = 0
-        for stretch in self._stretches(bucket, bucket_count):
-            if waiting and size + stretch.bytes > LARGEST_DOCUMENT:
-                arrays.append(self._read(waiting, size))
-                waiting, size = [], 0
-            waiting.append(stretch)
-            size += stretch.bytes
-        if waiting:
-            arrays.append(self._read(waiting, size))
+        for part in self._slices(bucket, bucket_count):
+            if pending and size + part.bytes > array_bytes:
+                arrays.append(self._read(pending, size))
+                pending, size = [], 0
+            pending.append(part)
+            size += part.bytes
+        if pending:
+            arrays.append(self._read(pending, size))
         return pa.chunked_array(arrays, pa.string())
 
-    def _stretches(self, bucket: int, bucket_count: int) -> Iterator[_Stretch]:
-        """The rows of a bucket in each run that has any."""
+    def _slices(self, bucket: int, bucket_count: int) -> Iterator[_RunSlice]:
+        """The slice of a bucket in each run that has documents of it."""
         starts = bucket_starts(bucket_count)
         for run in self._runs:
             first, last = int(np.searchsorted(run.high, starts[bucket])), len(run.high)
@@ -203,26 +202,25 @@ class Spill:
                 hashes = np.stack([run.high[first:last], run.low[first:last]], axis=1)
                 before = int(run.ends[first - 1]) if first else 0
                 sizes = np.diff(run.ends[first:last].astype(np.int64), prepend=before)
-                yield _Stretch(hashes, sizes, run.start + before)
+                yield _RunSlice(hashes, sizes, run.start + before)
 
-    def _read(self, stretches: list[_Stretch], size: int) -> pa.StringArray:
-        """The documents of stretches of so many bytes in all, joined."""
-        sizes = np.concatenate([stretch.sizes for stretch in stretches])
-        if sizes.min() < 0 or size > LARGEST_DOCUMENT:
+    def _read(self, slices: list[_RunSlice], size: int) -> pa.StringArray:
+        """The documents of slices of `size` bytes in total, as one array."""
+        sizes = np.concatenate([part.sizes for part in slices])
+        if sizes.min() < 0 or size > MAX_OFFSET:
             raise UnusableSpillError("its text is damaged: impossible sizes")
-        octets = np.empty(size, np.uint8).data
+        buffer = np.empty(size, np.uint8).data
         done = 0
-        for stretch in stretches:
-            part = octets[done : done + stretch.bytes]
-            _read_fully(self._texts.fileno(), part, stretch.start)
-            done += stretch.bytes
+        for part in slices:
+            _read_fully(self._texts.fileno(), buffer[done : done + part.bytes], part.start)
+            done += part.bytes
         offsets = np.zeros(len(sizes) + 1, np.int32)
         np.cumsum(sizes, out=offsets[1:])
-        return pa.StringArray.from_buffers(len(sizes), pa.py_buffer(offsets), pa.py_buffer(octets))
+        return pa.StringArray.from_buffers(len(sizes), pa.py_buffer(offsets), pa.py_buffer(buffer))
 
 
 def _read_fully(descriptor: int, target: memoryview, position: int) -> None:
-    """Fill `target`; several threads may do it on one descriptor."""
+    """Fill `target` from `position`; several threads may share one descriptor."""
     done = 0
     while done < len(target):
         try:
@@ -236,7 +234,7 @@ def _read_fully(descriptor: int, target: memoryview, position: int) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """Documents by their hashes: uint64 [n] each; the text of the first one begins at `start`."""
+    """The index of a run: hashes and end offsets, uint64 [n] each; its text begins at `start`."""
 
     high: np.ndarray
     low: np.ndarray
@@ -245,8 +243,11 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """Some documents of a run: `hashes` uint64 [n, 2], `sizes` int64 [n]; they begin at `start`."""
+class _RunSlice:
+    """Consecutive documents of a run: `hashes` uint64 [n, 2], `sizes` int64 [n].
+
+    Their text begins at byte `start` of the file.
+    """
 
     hashes: np.ndarray
     sizes: np.ndarray

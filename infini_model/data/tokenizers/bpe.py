@@ -1,12 +1,11 @@
-"""Byte-pair encoding: a `tokenizer.json`, and training one.
+"""Byte-pair encoding: loading a `tokenizer.json`, and training one.
 
-`gigatoken` does the work where it is installed and proves to give the same ids; `tokenizers` does
-otherwise.
+`gigatoken` encodes if it is installed and gives the same ids as `tokenizers`; otherwise
+`tokenizers` does.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable
@@ -16,25 +15,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.sources.documents import string_buffers
+from infini_model.data.sources.string_arrays import string_buffers
 from infini_model.data.tokenizers.tokenizer import Ragged, Texts, as_array, without_eos
+from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
-# The token that closes a document is the first of these that the vocabulary has.
+# The end-of-text token is the first of these in the vocabulary.
 END_OF_TEXT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 TOKENIZER_FILE = "tokenizer.json"
 BYTES = 256
-# How Llama 3 cuts text into the pieces inside which bytes are merged.
+# How Llama 3 splits text into the pieces inside which bytes are merged.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# `tokenizers` takes its time: of a text longer than both ends together it encodes these, each of so
-# many bytes; so many tokens at the cut do not count, where the rest of the text would have decided.
+# `tokenizers` is slow, so of a long text only both ends are compared, each of END_BYTES. END_MARGIN
+# tokens next to the cut are ignored, since the missing text could change them.
 END_BYTES, END_MARGIN = 1 << 15, 32
-# Text on which an implementation must give the ids of `tokenizers` before it is used at all.
+# Text on which an implementation must give the ids of `tokenizers` before it is used.
 PROBE = (
     "",
     "a",
@@ -51,7 +51,7 @@ PROBE = (
 class BPETokenizer:
     """A `tokenizer.json`.
 
-    `fast` is a `gigatoken.Tokenizer` of the same file, or None to use `tokenizers` alone.
+    `fast` is a `gigatoken.Tokenizer` of the same file, or None to use only `tokenizers`.
     """
 
     def __init__(self, spec: str, text: str, *, fast: Any = None) -> None:
@@ -61,8 +61,8 @@ class BPETokenizer:
         try:
             self._reference = Reference.from_str(text)
         except Exception as error:  # `tokenizers` raises bare Exceptions
-            raise DataError(f"{spec}: is no tokenizer.json: {_first_line(error)}") from error
-        # A file may ask for documents to be cut or padded; a corpus wants neither.
+            raise DataError(f"{spec}: is not a tokenizer.json: {_first_line(error)}") from error
+        # A file may enable truncation or padding; a corpus needs neither.
         self._reference.no_truncation()
         self._reference.no_padding()
         self._text = text
@@ -79,27 +79,27 @@ class BPETokenizer:
         self.fingerprint = self._fingerprint()
 
     def definition(self) -> str:
-        """The file in its canonical form: JSON with every field."""
+        """The file in canonical form: JSON with every field."""
         text: str = self._reference.to_str()
         return text
 
     def vocabulary(self) -> list[str]:
-        """The text of every id; bytes that are no text are U+FFFD."""
+        """The text of every id, with U+FFFD for bytes that are not UTF-8."""
         rows = [[number] for number in range(self.vocab_size)]
         texts: list[str] = self._reference.decode_batch(rows, skip_special_tokens=False)
         return texts
 
     def _fingerprint(self) -> str:
-        """Hash of the parts of the file that decide the ids, in their canonical form."""
+        """Content key of the parts of the file that decide the ids, in canonical form."""
         tree = json.loads(self.definition())
         deciding = {
             part: tree[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")
         }
         deciding["end_of_text"] = self.eos_token_id
-        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+        return storage.content_key(deciding)
 
     def encode_batch(self, texts: Texts) -> Ragged:
-        """The ids of each document; special tokens spelt out in the text count as such."""
+        """The ids of each document; special tokens spelt out in the text become their ids."""
         array = as_array(texts)
         if not len(array):
             return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
@@ -120,7 +120,7 @@ class BPETokenizer:
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether `tokenizers` gives `ids` for `text`, which is UTF-8.
 
-        A long text is compared at both ends, and as a whole where these seem to differ.
+        A long text is compared at both ends, and as a whole if they differ.
         """
         if len(text) > 2 * END_BYTES:
             head = self._expected(text[:END_BYTES])[:-END_MARGIN]
@@ -131,9 +131,9 @@ class BPETokenizer:
         return np.array_equal(ids, self._expected(text))
 
     def _expected(self, text: memoryview | bytes) -> list[int]:
-        # At the cut there may be half a character; anywhere else there is none.
+        # There may be half a character at the cut, and nowhere else.
         decoded = str(text, "utf-8", "ignore")
-        # A batch of one, since only a batch leaves Python's lock to other threads.
+        # A batch of one, since only batches release Python's lock.
         (encoding,) = self._reference.encode_batch_fast([decoded], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
@@ -147,7 +147,7 @@ class BPETokenizer:
         (folder / TOKENIZER_FILE).write_text(self._text, encoding="utf-8")
 
     def use_gigatoken(self) -> None:
-        """Let `gigatoken` encode from now on, if it is installed and agrees on the probe."""
+        """Encode with `gigatoken` from now on, if it is installed and agrees on the probe."""
         try:
             from gigatoken import Tokenizer as Fast
         except ImportError:
@@ -156,21 +156,21 @@ class BPETokenizer:
             fast = Fast.from_json(self._text)
             ragged = _encode_fast(fast, as_array(list(PROBE)))
         except Exception as error:  # noqa: BLE001 -- whatever it cannot do, `tokenizers` can
-            log.info("%s: gigatoken declines: %s", self.spec, _first_line(error))
+            log.info("%s: not using gigatoken: %s", self.spec, _first_line(error))
             return
         rows = np.split(ragged.ids, ragged.offsets[1:-1])
         if all(self.same_ids(text.encode(), ids) for text, ids in zip(PROBE, rows, strict=True)):
             self._fast = fast
         else:
-            log.warning("%s: gigatoken gives other ids than tokenizers; not used", self.spec)
+            log.warning("%s: not using gigatoken: tokenizers gives other ids", self.spec)
 
 
 def _encode_fast(fast: Any, texts: pa.StringArray) -> Ragged:
-    """Encode by `gigatoken`, which reads Arrow's own buffers by way of an awkward array."""
+    """Encode with `gigatoken`, which reads Arrow's buffers through an awkward array."""
     import awkward as ak  # type: ignore[import-untyped]
 
-    offsets, octets = string_buffers(texts)
-    characters = ak.contents.NumpyArray(octets, parameters={"__array__": "char"})
+    offsets, data = string_buffers(texts)
+    characters = ak.contents.NumpyArray(data, parameters={"__array__": "char"})
     strings = ak.contents.ListOffsetArray(
         ak.index.Index64(offsets.astype(np.int64)), characters, parameters={"__array__": "string"}
     )
@@ -188,8 +188,8 @@ def _first_line(error: Exception) -> str:
 def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer:
     """Train a byte-level BPE with the Llama-3 pattern and `<|end_of_text|>` on batches of texts.
 
-    The result depends on the documents as a multiset and on `vocab_size`; a corpus too small for
-    so many merges gives fewer entries. Raises `DataError` where `vocab_size` cannot hold the bytes.
+    The result depends on the documents as a multiset and on `vocab_size`. A small corpus may give
+    fewer entries. Raises `DataError` if `vocab_size` is too small for the bytes.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Reference

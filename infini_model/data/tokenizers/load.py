@@ -1,7 +1,8 @@
-"""The tokenizer that a name stands for: bytes, a `tokenizer.json`, or one from the hub."""
+"""Loading a tokenizer by name: bytes, a `tokenizer.json`, or one from the hub."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from infini_model.data.manifest import read_manifest
@@ -9,36 +10,45 @@ from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from infini_model.runtime.errors import DataError, DeviceError
 
+log = logging.getLogger(__name__)
+
 
 def load_tokenizer(spec: str, device: str = "cpu") -> Tokenizer:
     """The tokenizer that `spec` names: `bytes`, a path to a `tokenizer.json`, or a hub name.
 
-    `device` is `cpu`, `auto` (the CPU as well), `cuda` or `cuda:N`. On a GPU comes a
-    `DeviceTokenizer`, unless the tokenizer has a part that only the CPU knows: then one log line
-    names it. Bytes are always counted on the CPU.
+    `device` is `cpu`, `auto` (also the CPU), `cuda` or `cuda:N`. A GPU gives a `DeviceTokenizer`,
+    or the tokenizer on the CPU with a warning if it cannot run on a GPU, as that of bytes.
 
-    Raises `DataError` where the file is no tokenizer or has no end-of-text token, `DeviceError`
-    where the device is not there, `SourceUnreachableError` where the hub cannot be reached.
+    Raises `DataError` if the file is not a tokenizer or has no end-of-text token, `DeviceError` if
+    the device does not exist, `SourceUnreachableError` if the hub cannot be reached.
     """
     check_device(device)
+    tokenizer = _load(spec)
+    if not device.startswith("cuda"):
+        return tokenizer
+    return _on_gpu(tokenizer, device)
+
+
+def _load(spec: str) -> Tokenizer:
+    """The tokenizer that `spec` names, on the CPU."""
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "train":
-        raise DataError("tokenizer train: is made from a corpus, by build_dataset")
+        raise DataError("tokenizer train: is trained on a corpus, by build_dataset")
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
         if spec.endswith(".json") or spec.count("/") > 1 or spec.startswith((".", "/", "~")):
-            raise DataError(f"{spec}: there is no such tokenizer file")
+            raise DataError(f"{spec}: no such tokenizer file")
         from infini_model.data.sources.hub import fetch_tokenizer
 
         path = fetch_tokenizer(spec)
-    return _load_file(path, spec, device)
+    return _load_file(path, spec)
 
 
 def check_device(device: str) -> None:
-    """Raise `DeviceError` where `device` is a GPU that is not there."""
+    """Raise `DeviceError` if `device` is a GPU that does not exist."""
     if not device.startswith("cuda"):
         return
     import torch
@@ -46,41 +56,49 @@ def check_device(device: str) -> None:
     index = int(device.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
         raise DeviceError(
-            f"data.device: got {device!r}: there are {torch.cuda.device_count()} GPUs"
+            f"data.device: got {device!r}: this machine has {torch.cuda.device_count()} GPUs"
         )
 
 
-def _load_file(path: Path, spec: str, device: str) -> Tokenizer:
+def _load_file(path: Path, spec: str) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is no tokenizer.json: it is not UTF-8") from error
+        raise DataError(f"{path}: is not a tokenizer.json: it is not UTF-8") from error
     tokenizer = BPETokenizer(spec, text)
     tokenizer.use_gigatoken()
-    if not device.startswith("cuda"):
-        return tokenizer
-    from infini_model.data.tokenizers.gpu.device_tokenizer import put_on_device
+    return tokenizer
 
-    return put_on_device(tokenizer, device)
+
+def _on_gpu(tokenizer: Tokenizer, device: str) -> Tokenizer:
+    """The tokenizer on a GPU, or itself with a warning if it cannot run there."""
+    from infini_model.data.tokenizers.gpu.device_tokenizer import put_on_device
+    from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
+
+    try:
+        return put_on_device(tokenizer, device)
+    except UnsupportedTokenizerError as error:
+        log.warning("device=%s has no effect: %s; tokenising on the CPU", device, error)
+        return tokenizer
 
 
 def load_saved(folder: Path, spec: str) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` left in `folder`; `spec` is what it was asked for as."""
+    """The tokenizer that `Tokenizer.save` wrote to `folder`; `spec` is its original name."""
     if spec == "bytes":
         return ByteTokenizer()
-    return _load_file(folder / TOKENIZER_FILE, spec, "cpu")
+    return _load_file(folder / TOKENIZER_FILE, spec)
 
 
 def load_dataset_tokenizer(dataset_dir: Path) -> Tokenizer:
-    """The tokenizer that a dataset folder was made with, from the copy that it keeps.
+    """The tokenizer of a dataset, from the copy in its folder.
 
-    Raises `DataError` where the folder is no complete dataset, or the copy is not the one that
-    its manifest tells of.
+    Raises `DataError` if the folder is not a complete dataset, or the copy does not match the
+    manifest.
     """
     record = read_manifest(dataset_dir).tokenizer
     tokenizer = load_saved(dataset_dir, record.spec)
     if tokenizer.fingerprint != record.fingerprint:
-        raise DataError(f"{dataset_dir / TOKENIZER_FILE}: is not the tokenizer of its manifest")
+        raise DataError(f"{dataset_dir / TOKENIZER_FILE}: does not match manifest.json")
     return tokenizer

@@ -1,7 +1,7 @@
-"""What a tokenizer is: documents in as Arrow strings, ids out; and the plainest one, of bytes.
+"""The tokenizer protocol, from Arrow strings to ids, and the byte tokenizer.
 
-All keep one contract: the ids come out as one array and the offsets of the documents in it, and
-they are exactly those of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)`.
+Every implementation returns the ids as one array with the offsets of the documents in it, and
+exactly the ids of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.sources.documents import string_buffers
+from infini_model.data.sources.string_arrays import string_buffers
 
 Texts: TypeAlias = list[str] | pa.StringArray
 
 
 class Ragged(NamedTuple):
-    """Documents of ids: document i is `ids[offsets[i]:offsets[i + 1]]`.
+    """Token ids of documents: document i is `ids[offsets[i]:offsets[i + 1]]`.
 
-    `ids` int32 [N], of bytes uint8 [N]; `offsets` int64 [documents + 1].
+    `ids` int32 [N], or uint8 [N] for bytes; `offsets` int64 [documents + 1].
     """
 
     ids: np.ndarray
@@ -29,11 +29,11 @@ class Ragged(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What the data stage, training and generation rely on."""
+    """What the data stages, training and generation need of a tokenizer."""
 
     @property
     def spec(self) -> str:
-        """What the tokenizer was asked for as."""
+        """The name that the tokenizer was loaded by."""
 
     @property
     def vocab_size(self) -> int:
@@ -41,17 +41,17 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_id(self) -> int:
-        """The id that closes a document."""
+        """The id of the end-of-text token, which ends every document."""
 
     @property
     def fingerprint(self) -> str:
         """Hash of what decides the ids."""
 
     def encode_batch(self, texts: Texts) -> Ragged:
-        """The ids of each document, without any token added."""
+        """The ids of each document, without added tokens."""
 
     def decode(self, ids: Any) -> str:
-        """The text of ids (any sequence of integers); one end-of-text token at the end is cut."""
+        """The text of ids (any sequence of integers), without an end-of-text token at the end."""
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether the reference implementation gives `ids` for `text`, which is UTF-8."""
@@ -60,16 +60,16 @@ class Tokenizer(Protocol):
         """The same tokenizer in its reference implementation."""
 
     def save(self, folder: Path) -> None:
-        """Leave in `folder` what `load_saved` needs."""
+        """Write to `folder` what `load_saved` needs."""
 
 
 def as_array(texts: Texts) -> pa.StringArray:
-    """Documents as Arrow strings, if they are not."""
+    """Documents as Arrow strings."""
     return texts if isinstance(texts, pa.Array) else pa.array(texts, pa.string())
 
 
 class ByteTokenizer:
-    """Each UTF-8 byte is a token; 0xFF never occurs in UTF-8, so 255 is free to end a text."""
+    """Each UTF-8 byte is a token; 255, which never occurs in UTF-8, is the end-of-text token."""
 
     spec = "bytes"
     vocab_size = 256
@@ -78,12 +78,12 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The bytes of each document as ids."""
-        offsets, octets = string_buffers(as_array(texts))
+        offsets, data = string_buffers(as_array(texts))
         wide = offsets.astype(np.int64)
-        return Ragged(octets[wide[0] : wide[-1]], wide - wide[0])
+        return Ragged(data[wide[0] : wide[-1]], wide - wide[0])
 
     def decode(self, ids: Any) -> str:
-        """The text of bytes; what is not UTF-8 becomes U+FFFD."""
+        """The text of bytes, with U+FFFD for what is not UTF-8."""
         values = without_eos(ids, self.eos_token_id)
         return values.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
@@ -96,10 +96,10 @@ class ByteTokenizer:
         return self
 
     def save(self, folder: Path) -> None:
-        """Nothing: the name is enough."""
+        """Write nothing: the name is enough."""
 
 
 def without_eos(ids: Any, eos_token_id: int) -> np.ndarray:
-    """Ids without one end-of-text token at their end, as int64 [N]."""
+    """Ids as int64 [N], without an end-of-text token at the end."""
     values = np.asarray(ids, dtype=np.int64)
     return values[:-1] if len(values) and values[-1] == eos_token_id else values

@@ -1,13 +1,11 @@
-"""The tokenizer of a dataset: the one that the configuration names, or one trained on its corpus.
+"""The tokenizer of a dataset: loaded by name, or trained on the corpus.
 
-Training is a cached stage of its own: the same documents and size give the same `tokenizer.json`,
-kept under `<output_dir>/datasets/.tokenizers/<key>/`.
+A trained tokenizer is cached under `<output_dir>/datasets/.tokenizers/<key>/`: the same documents
+and vocabulary size give the same `tokenizer.json`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,9 @@ import pyarrow as pa
 from infini_model.config import DataConfig
 from infini_model.data.manifest import Corpus
 from infini_model.data.sources.content import hash_documents
-from infini_model.data.sources.documents import Reading, read_documents
+from infini_model.data.sources.documents import read_documents
 from infini_model.data.sources.download import reading_of
+from infini_model.data.sources.formats import Reading
 from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, TOKENIZER_FILE, train_tokenizer
 from infini_model.data.tokenizers.load import check_device, load_saved, load_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
@@ -27,16 +26,16 @@ from infini_model.runtime import storage
 
 log = logging.getLogger(__name__)
 
-# More text hardly changes the merges, and the trainer keeps its words in memory.
+# More text hardly changes the merges, and the trainer keeps all words in memory.
 SAMPLE_BYTES = 128 << 20
 
 
 def corpus_tokenizer(corpus: Corpus, config: DataConfig, output_dir: Path) -> Tokenizer:
-    """The tokenizer that `config` asks for; `train` makes one of the corpus, once, and keeps it.
+    """The tokenizer that `config` asks for, on the CPU; `train` trains it once on the corpus.
 
-    It is here to know and to be known by, on the CPU: the workers have it where they are told to.
-    A corpus of over 128 MiB is sampled to that size by content hash. Raises `DataError` as
-    `load_tokenizer` and `train_tokenizer` do, `DeviceError` for a GPU that is not there.
+    The workers put it on their devices. A corpus of over 128 MiB is sampled to that size by content
+    hash. Raises `DataError` as `load_tokenizer` and `train_tokenizer` do, `DeviceError` for a GPU
+    that does not exist.
     """
     check_device(config.device)
     if config.tokenizer.spec != "train":
@@ -44,7 +43,7 @@ def corpus_tokenizer(corpus: Corpus, config: DataConfig, output_dir: Path) -> To
     tokenizers_dir = output_dir / "datasets" / ".tokenizers"
     size = config.tokenizer.vocab_size
     ingredients = [corpus.fingerprint, size, LLAMA3_PATTERN, SAMPLE_BYTES]
-    key = hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
+    key = storage.content_key(ingredients)[:32]
     folder = tokenizers_dir / key
     with storage.lock(tokenizers_dir / ".locks" / key):
         if not (folder / TOKENIZER_FILE).is_file():
@@ -52,7 +51,7 @@ def corpus_tokenizer(corpus: Corpus, config: DataConfig, output_dir: Path) -> To
             trained = train_tokenizer(_sample(corpus, reading_of(config)), size)
             if trained.vocab_size < size:
                 log.warning(
-                    "the corpus gives a vocabulary of %d, fewer than data.tokenizer.vocab_size %d",
+                    "the corpus yields only %d tokens, fewer than data.tokenizer.vocab_size=%d",
                     trained.vocab_size,
                     size,
                 )
@@ -62,14 +61,14 @@ def corpus_tokenizer(corpus: Corpus, config: DataConfig, output_dir: Path) -> To
 
 
 def _sample(corpus: Corpus, reading: Reading) -> Iterator[pa.StringArray]:
-    """The documents, or as many of them as make `SAMPLE_BYTES`, chosen by their content."""
+    """The documents, or a sample of about `SAMPLE_BYTES` chosen by content hash."""
     share = min(1.0, SAMPLE_BYTES / corpus.bytes)
     if share < 1.0:
-        log.info("the tokenizer is trained on %.1f%% of the documents", 100 * share)
+        log.info("training the tokenizer on %.1f%% of the documents", 100 * share)
     for batch in read_documents([file.path for file in corpus.files], reading):
         if share == 1.0:
             yield batch.texts
         else:
-            # The middle bits of the hash: neither those of the bucket nor those of the split.
+            # The middle bits of the hash, which decide neither the bucket nor the split.
             place = (hash_documents(batch.texts)[:, 0] & np.uint64(0xFFFFFFFF)) / 2.0**32
             yield batch.texts.filter(pa.array(place < share))

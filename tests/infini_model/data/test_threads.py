@@ -1,4 +1,4 @@
-"""Work shared out to threads is done once, told in turn, and given up when it has failed."""
+"""Threads process each item once, report one at a time, and stop at the first error."""
 
 import os
 import signal
@@ -10,64 +10,64 @@ import pytest
 from infini_model.data.threads import for_each, thread_count
 
 
-def test_every_item_is_done_once_and_told_by_one_at_a_time():
+def test_every_item_is_processed_once_and_reported_one_at_a_time():
     done: list[int] = []
     inside = threading.Lock()
-    told = 0
+    total = 0
 
-    def tell(count):
-        nonlocal told
+    def advance(count):
+        nonlocal total
         assert inside.acquire(blocking=False)
-        before = told
+        before = total
         time.sleep(0.0001)
-        told = before + count
+        total = before + count
         inside.release()
 
-    def work(item, tell):
-        tell(item)
+    def work(item, advance):
+        advance(item)
         done.append(item)
 
-    for_each(iter(range(100)), [work] * 4, tell)
+    for_each(iter(range(100)), [work] * 4, advance)
     assert sorted(done) == list(range(100))
-    assert told == sum(range(100))
+    assert total == sum(range(100))
 
 
-def test_the_first_error_is_raised_and_ends_the_others():
-    begun = []
+def test_the_first_error_is_raised_and_stops_the_other_workers():
+    started = []
     all_at_work = threading.Barrier(3)
 
-    def work(item, tell):
-        begun.append(item)
+    def work(item, advance):
+        started.append(item)
         all_at_work.wait(timeout=10)
         if item == 1:
             raise ValueError("item 1")
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            tell(1)
+            advance(1)
             time.sleep(0.001)
 
     began = time.monotonic()
     with pytest.raises(ValueError, match="item 1"):
         for_each(range(100), [work] * 3, lambda _: None)
     assert time.monotonic() - began < 5
-    assert sorted(begun) == [0, 1, 2]
+    assert sorted(started) == [0, 1, 2]
 
 
-def test_what_the_supply_raises_is_raised():
-    def supply():
+def test_an_error_of_the_iterable_is_raised():
+    def items():
         yield 1
         raise OSError("torn")
 
     with pytest.raises(OSError, match="torn"):
-        for_each(supply(), [lambda _item, tell: tell(1)] * 2, lambda _: None)
+        for_each(items(), [lambda _item, advance: advance(1)] * 2, lambda _: None)
 
 
-def test_ctrl_c_ends_the_work():
-    def work(_item, tell):
+def test_ctrl_c_stops_the_work():
+    def work(_item, advance):
         os.kill(os.getpid(), signal.SIGINT)
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            tell(1)
+            advance(1)
             time.sleep(0.001)
 
     began = time.monotonic()
@@ -76,6 +76,6 @@ def test_ctrl_c_ends_the_work():
     assert time.monotonic() - began < 5
 
 
-def test_threads_are_as_many_as_asked_or_as_cores():
+def test_threads_are_as_many_as_requested_or_as_cores():
     assert thread_count(3) == 3
     assert thread_count(0) == len(os.sched_getaffinity(0))

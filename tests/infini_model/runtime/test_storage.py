@@ -142,3 +142,10 @@ def test_sha256_matches_hashlib(tmp_path_factory, data):
     long = data + bytes(storage.SMALL_BYTES - len(data) // 2)
     path.write_bytes(long)
     assert storage.sha256(path) == hashlib.sha256(long).hexdigest()
+
+
+def test_a_content_key_does_not_depend_on_the_order_of_keys():
+    key = storage.content_key({"a": [1, "é", None], "b": 0.5})
+    assert key == storage.content_key({"b": 0.5, "a": (1, "é", None)})
+    assert key != storage.content_key({"b": 0.5, "a": ["é", 1, None]})
+    assert len(key) == 64

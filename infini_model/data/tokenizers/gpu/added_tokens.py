@@ -1,4 +1,4 @@
-"""Added and special tokens spelt out in text: found on a device, before anything else is cut."""
+"""Finding added and special tokens in text on a device, before it is split into words."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infini_model.data.tokenizers.gpu.pretokens import Octets
+from infini_model.data.tokenizers.gpu.pretokens import TextBytes
 
 
 class Matches(NamedTuple):
-    """Tokens found in a text, none overlapping another, in their order.
+    """Tokens found in a text, in order, without overlaps.
 
     `starts` and `lengths` in bytes and `ids`, each int64 [M].
     """
@@ -22,10 +22,10 @@ class Matches(NamedTuple):
 
 
 class AddedTokens:
-    """Finds tokens as `tokenizers` does: from left to right the longest one.
+    """Finds tokens as `tokenizers` does: from left to right, the longest match first.
 
-    `added` are the entries of a `tokenizer.json`. Those that a normalizer may not touch are looked
-    for first; the others in what is left, where no normalizer has changed it.
+    `added` are the entries of a `tokenizer.json`. Those with `normalized: false` are searched
+    first, the others in the rest of the text, which is the same since there is no normalizer.
     """
 
     def __init__(self, added: Iterable[Mapping[str, Any]], device: torch.device) -> None:
@@ -37,9 +37,10 @@ class AddedTokens:
                 (normalized if token["normalized"] else raw).append((content, token["id"]))
         self._passes = [_Literals(group, device) for group in (raw, normalized) if group]
 
-    def find(self, text: Octets, bounds: torch.Tensor) -> Matches:
-        """The tokens in a text. `bounds` int64 [D + 1] begin at 0, ascend and end at `text.size`;
-        no token crosses one of them.
+    def find(self, text: TextBytes, bounds: torch.Tensor) -> Matches:
+        """The tokens in a text; none crosses a bound.
+
+        `bounds` int64 [D + 1] ascend from 0 to `text.size`.
         """
         nothing = bounds.new_zeros(0)
         found = Matches(nothing, nothing, nothing)
@@ -54,24 +55,24 @@ class AddedTokens:
 
 
 class _Literals:
-    """Strings of bytes, each with an id, to be looked for all at once."""
+    """Byte strings with ids, searched for all at once."""
 
     def __init__(self, tokens: list[tuple[bytes, int]], device: torch.device) -> None:
-        # Which bytes begin one of them, and which pairs: few places of a text are looked at again.
-        begins = torch.zeros(256, 256, dtype=torch.bool)
+        # The first byte, and the first two, rule out most places of a text.
+        prefixes = torch.zeros(256, 256, dtype=torch.bool)
         by_length: dict[int, list[tuple[bytes, int]]] = {}
         for content, number in tokens:
-            begins[content[0], content[1] if len(content) > 1 else slice(None)] = True
+            prefixes[content[0], content[1] if len(content) > 1 else slice(None)] = True
             by_length.setdefault(len(content), []).append((content, number))
-        self._first, self._begins = begins.any(1).to(device), begins.to(device)
-        self._groups = [_Group(group, device) for _, group in sorted(by_length.items())]
+        self._first, self._prefixes = prefixes.any(1).to(device), prefixes.to(device)
+        self._groups = [_SameLength(group, device) for _, group in sorted(by_length.items())]
 
-    def find(self, text: Octets, bounds: torch.Tensor) -> Matches:
-        """The longest at each place, overlapping or not, none across one of `bounds`."""
-        octets = text.padded[: text.size]
-        at = torch.nonzero(self._first.index_select(0, octets.int())).squeeze(1)
+    def find(self, text: TextBytes, bounds: torch.Tensor) -> Matches:
+        """The longest match at each place, possibly overlapping; none crosses a bound."""
+        data = text.padded[: text.size]
+        at = torch.nonzero(self._first.index_select(0, data.int())).squeeze(1)
         one, two = (text.padded[at + place].long() for place in (0, 1))
-        at = at[self._begins[one, two]]
+        at = at[self._prefixes[one, two]]
         room = bounds[torch.searchsorted(bounds, at, right=True)] - at
         lengths, ids = torch.zeros_like(at), torch.zeros_like(at)
         for group in self._groups:
@@ -82,15 +83,15 @@ class _Literals:
         return Matches(at[found], lengths[found], ids[found])
 
 
-class _Group:
-    """Strings of one length in bytes."""
+class _SameLength:
+    """Byte strings of the same length, found by their hash and then compared."""
 
     def __init__(self, tokens: list[tuple[bytes, int]], device: torch.device) -> None:
         self.length = len(tokens[0][0])
         contents = torch.tensor([list(content) for content, _ in tokens], dtype=torch.uint8)
         draw = torch.Generator().manual_seed(0)
         distinct = 0
-        while distinct < len(tokens):  # in practice once
+        while distinct < len(tokens):  # almost always once
             weights = torch.randint(-(1 << 62), 1 << 62, (self.length,), generator=draw)
             hashes, order = (contents * weights).sum(1).sort()
             distinct = len(set(hashes.tolist()))
@@ -98,8 +99,8 @@ class _Group:
         self._weights, self._hashes = weights.to(device), hashes.to(device)
         self._contents, self._numbers = contents[order].to(device), numbers[order].to(device)
 
-    def match(self, text: Octets, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether one of them stands at each of the places `at` int64 [n], and its id."""
+    def match(self, text: TextBytes, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether one of them is at each of the offsets `at` int64 [n], and its id."""
         read = text.padded[at[:, None] + torch.arange(self.length, device=at.device)]
         place = torch.searchsorted(self._hashes, (read * self._weights).sum(1))
         place = place.clamp(max=len(self._hashes) - 1)
@@ -107,7 +108,7 @@ class _Group:
 
 
 def _outside(matches: Matches, others: Matches) -> torch.Tensor:
-    """Which matches begin in none of `others`: bool [M]."""
+    """Which matches start outside all of `others`: bool [M]."""
     if not len(others.starts):
         return torch.ones_like(matches.starts, dtype=torch.bool)
     other = torch.searchsorted(others.starts, matches.starts, right=True) - 1
@@ -116,7 +117,7 @@ def _outside(matches: Matches, others: Matches) -> torch.Tensor:
 
 
 def _leftmost(matches: Matches) -> Matches:
-    """Matches without those that overlap an earlier one that stays."""
+    """Matches without those that overlap an earlier match that is kept."""
     ends = matches.starts + matches.lengths
     if bool((matches.starts[1:] >= ends[:-1]).all()):
         return matches

@@ -1,8 +1,8 @@
-"""What each code point is to the patterns of byte-level BPE: letter, number, white space or other.
+"""The class of each code point in the patterns of byte-level BPE: letter, number, blank or other.
 
-The installed `tokenizers` is asked, once a process: Python's own tables are of another version of
-Unicode. The tables need no place in a dataset's key: they are right or wrong, and where they are
-right the ids are those of `tokenizers`.
+The installed `tokenizers` is queried once per process, since Python's tables may be of another
+version of Unicode. The tables are not part of a dataset's key: if they are correct, the ids are
+those of `tokenizers`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import functools
 import numpy as np
 
 CODE_POINTS = 0x110000
-# The low bits of a kind are its class; zero is no character at all.
+# The low bits of a kind are its class; zero is not a character.
 CLASS = 0b111
 OTHER, LETTER, NUMBER, WHITE, NEWLINE = range(1, 6)
-# The kinds that patterns name: characters with a part of their own.
+# Kinds of characters that the patterns mention explicitly.
 SPACE = WHITE | 1 << 3
 APOSTROPHE = OTHER | 1 << 3
 # In 's 't 'm 'd; in 'll; the first letter and the second of 're and 've.
@@ -28,7 +28,7 @@ _BLOCK = 1 << 12
 def _classes() -> np.ndarray:
     """The class of every code point, NEWLINE for CR and LF alone: uint8 [0x110000]."""
     classes = np.full(CODE_POINTS, OTHER, np.uint8)
-    # All but the surrogates, which are no characters.
+    # All code points except surrogates, which are not characters.
     every = "".join(map(chr, (*range(0xD800), *range(0xE000, CODE_POINTS))))
     for expression, number in ((r"\p{L}+", LETTER), (r"\p{N}+", NUMBER), (r"\s+", WHITE)):
         classes[_matching(expression, every)] = number
@@ -37,7 +37,7 @@ def _classes() -> np.ndarray:
 
 
 def _matching(expression: str, characters: str) -> np.ndarray:
-    """Which `characters` `tokenizers` finds to match `expression`: bool [0x110000]."""
+    """Which `characters` match `expression` according to `tokenizers`: bool [0x110000]."""
     from tokenizers import Regex
     from tokenizers.normalizers import Replace
 
@@ -52,8 +52,8 @@ def _matching(expression: str, characters: str) -> np.ndarray:
 def kinds(*, newlines: bool, any_case: bool) -> np.ndarray:
     """The kind of every code point: uint8 [0x110000].
 
-    `newlines` keeps CR and LF apart from the other white space; `any_case` lets contractions have
-    capitals, and U+017F (ſ) stand for s, as a pattern without regard to case does.
+    `newlines` distinguishes CR and LF from other white space; `any_case` makes contractions case
+    insensitive, where U+017F (ſ) counts as s.
     """
     table = _classes().copy()
     if not newlines:

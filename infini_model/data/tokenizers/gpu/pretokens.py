@@ -1,7 +1,7 @@
-"""Where byte-level BPE cuts text before it merges: the GPT-2 and Llama-3 patterns without a regex.
+"""Pre-tokenization for byte-level BPE: the GPT-2 and Llama-3 patterns without a regex.
 
-Every alternative of these patterns is local to runs of characters of one class, so all cuts of all
-documents are found at once by comparing each character with its neighbours. The same operations
+Every alternative of these patterns is local to runs of characters of one class, so all splits of
+all documents are found at once by comparing each character with its neighbours. The same operations
 run on the CPU and on a GPU.
 """
 
@@ -15,19 +15,20 @@ from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN
 from infini_model.data.tokenizers.gpu import character_classes as cc
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# A text is followed by so many zero bytes at least, so that whole words of it can be read.
+# At least this many zero bytes follow a text, so that 8-byte reads stay inside the buffer.
 PADDING = 16
 
 
 class Pattern(NamedTuple):
-    """A way of cutting. `digits` is the longest row of digits in one piece, in the family of
-    Llama 3; None is GPT-2, which gives digits and letters a space before them, nothing else.
+    """How to split text. `digits` is the longest run of digits in a piece, for Llama 3 and its kin.
+
+    None is GPT-2, where each run of letters, digits or others takes one space before it.
     """
 
     digits: int | None
 
 
-# Qwen's pattern is that of Llama 3 with every digit by itself.
+# Qwen's pattern is that of Llama 3 with single digits.
 PATTERNS = {
     GPT2_PATTERN: Pattern(None),
     LLAMA3_PATTERN: Pattern(3),
@@ -35,19 +36,19 @@ PATTERNS = {
 }
 
 
-class Octets(NamedTuple):
-    """Text on a device: `padded` uint8 [a multiple of 8], of which the first `size` are UTF-8."""
+class TextBytes(NamedTuple):
+    """Text on a device: the first `size` bytes of `padded`, uint8 [a multiple of 8], are UTF-8."""
 
     padded: torch.Tensor
     size: int
 
 
 class _Characters(NamedTuple):
-    """All characters of a text, C in number, and what stands before them.
+    """The C characters of a text and what precedes them.
 
-    `kinds` and `classes` uint8 [C]; `first` bool [C], whether a section begins here; `border`
-    bool [C], whether a run of one class does; `spaced` bool [C], whether the character before is
-    a space of the same section.
+    `kinds` and `classes` uint8 [C]; `first` bool [C], whether a section starts here; `border`
+    bool [C], whether a run of one class starts here; `spaced` bool [C], whether the previous
+    character is a space of the same section.
     """
 
     kinds: torch.Tensor
@@ -57,8 +58,8 @@ class _Characters(NamedTuple):
     spaced: torch.Tensor
 
 
-class Cutter:
-    """Cuts text on `device` by a pattern."""
+class PreTokenizer:
+    """Splits text on `device` by a pattern."""
 
     def __init__(self, pattern: Pattern, device: torch.device) -> None:
         self._pattern = pattern
@@ -66,25 +67,25 @@ class Cutter:
         table = cc.kinds(newlines=llama, any_case=llama)
         self._table = torch.from_numpy(table).to(device)
 
-    def cut(self, text: Octets, sections: torch.Tensor) -> torch.Tensor:
-        """The bytes at which pieces begin, ascending: int64 [pieces].
+    def split(self, text: TextBytes, sections: torch.Tensor) -> torch.Tensor:
+        """The byte offsets at which pieces start, ascending: int64 [pieces].
 
-        `sections` int64 [S] are the bytes where a document, or a part of one to be cut by itself,
-        begins; the first is 0. Such a part may be empty.
+        `sections` int64 [S] are the byte offsets of parts that are split independently, such as
+        documents; the first is 0. Sections may be empty.
         """
-        octets = text.padded[: text.size]
-        at = torch.nonzero((octets & 0xC0) != 0x80).squeeze(1)
-        opens = torch.zeros(text.size + 1, dtype=torch.bool, device=octets.device)
-        opens[sections] = True
-        characters = _characters(self._table.index_select(0, _code_points(text, at)), opens[at])
+        data = text.padded[: text.size]
+        at = torch.nonzero((data & 0xC0) != 0x80).squeeze(1)
+        is_start = torch.zeros(text.size + 1, dtype=torch.bool, device=data.device)
+        is_start[sections] = True
+        characters = _characters(self._table.index_select(0, _code_points(text, at)), is_start[at])
         if self._pattern.digits is None:
             starts = _gpt2(characters)
         else:
             starts = _llama3(characters, self._pattern.digits)
-        return at[_contract(characters, starts)]
+        return at[_split_contractions(characters, starts)]
 
 
-def _code_points(text: Octets, at: torch.Tensor) -> torch.Tensor:
+def _code_points(text: TextBytes, at: torch.Tensor) -> torch.Tensor:
     """The code points whose first bytes are at `at` int64 [C]: int32 [C]."""
     points = text.padded[at].int()
     several = torch.nonzero(points >= 0x80).squeeze(1)
@@ -92,8 +93,8 @@ def _code_points(text: Octets, at: torch.Tensor) -> torch.Tensor:
     return points
 
 
-def _decode(text: Octets, at: torch.Tensor) -> torch.Tensor:
-    """The same of code points that have two, three or four bytes."""
+def _decode(text: TextBytes, at: torch.Tensor) -> torch.Tensor:
+    """The same for code points of two, three or four bytes."""
     one, two, three, four = (text.padded[at + place].int() for place in range(4))
     two, three, four = two & 0x3F, three & 0x3F, four & 0x3F
     wide = torch.where(
@@ -105,14 +106,14 @@ def _decode(text: Octets, at: torch.Tensor) -> torch.Tensor:
 
 
 def _before(values: torch.Tensor, steps: int = 1) -> torch.Tensor:
-    """What stands `steps` places before each element; zero before the first."""
+    """The values shifted right by `steps`, with zeros first."""
     moved = torch.zeros_like(values)
     moved[steps:] = values[: max(0, len(values) - steps)]
     return moved
 
 
 def _after(values: torch.Tensor, steps: int = 1) -> torch.Tensor:
-    """What stands `steps` places after each element; zero after the last."""
+    """The values shifted left by `steps`, with zeros last."""
     moved = torch.zeros_like(values)
     moved[: max(0, len(values) - steps)] = values[steps:]
     return moved
@@ -125,7 +126,7 @@ def _characters(kinds: torch.Tensor, first: torch.Tensor) -> _Characters:
 
 
 def _last_blank(text: _Characters) -> torch.Tensor:
-    """Where the last blank of a run stands before a visible character: it parts from the others."""
+    """The last blank of a run before a visible character, where a new piece starts: bool [C]."""
     blank = text.classes >= cc.WHITE
     ends = torch.ones_like(text.first)
     ends[:-1] = text.first[1:]
@@ -133,40 +134,39 @@ def _last_blank(text: _Characters) -> torch.Tensor:
 
 
 def _gpt2(text: _Characters) -> torch.Tensor:
-    """Runs, each with one space before it: bool [C]."""
+    """Where pieces start: at runs, or at a single space before them: bool [C]."""
     visible = text.classes < cc.WHITE
     return (text.border & ~(text.spaced & visible)) | _last_blank(text)
 
 
 def _llama3(text: _Characters, digits: int) -> torch.Tensor:
-    """The pieces of Llama 3, contractions not regarded: bool [C]."""
+    """Where the pieces of Llama 3 start, ignoring contractions: bool [C]."""
     classes, border = text.classes, text.border
     before = _before(classes)
     inside = ~text.first
-    # A letter takes the character before it: a blank, or the only one of its run of others unless
-    # that has a space before it.
+    # Letters take the character before them: a blank, or a lone OTHER without a space before it.
     lone = _before((classes == cc.OTHER) & border & ~text.spaced)
     taken = (classes == cc.LETTER) & inside & ((before == cc.WHITE) | lone)
-    # Others take a space before them and the newlines after; newlines take the blanks before.
+    # OTHERs take the space before and the newlines after them; newlines take the blanks before.
     taken |= (classes == cc.OTHER) & text.spaced
     taken |= (classes == cc.NEWLINE) & inside & ((before == cc.WHITE) | (before == cc.OTHER))
     starts = (border & ~taken) | _last_blank(text)
     starts[_blanks_between_newlines(text)] = False
     number = torch.nonzero(classes == cc.NUMBER).squeeze(1)
-    starts[number] = _every(number, border[number], digits)
+    starts[number] = _group_starts(number, border[number], digits)
     return starts
 
 
-def _every(places: torch.Tensor, border: torch.Tensor, count: int) -> torch.Tensor:
-    """Which of the characters at `places` int64 [n] are the first of `count`, from a border on."""
+def _group_starts(places: torch.Tensor, border: torch.Tensor, count: int) -> torch.Tensor:
+    """Whether each of the characters at `places` int64 [n] starts a group of `count` in its run."""
     run = torch.cumsum(border, 0) - 1
     return (places - places[border][run]) % count == 0
 
 
 def _blanks_between_newlines(text: _Characters) -> torch.Tensor:
-    """The runs of blanks that newlines take, though newlines stand before them: int64 [n].
+    """Where blanks between newlines start, which start no piece: int64 [n].
 
-    White space up to its last newline is one piece, but for the newlines that others took.
+    White space up to its last newline is one piece, except for newlines that OTHERs take.
     """
     runs = torch.nonzero(text.border).squeeze(1)
     classes = text.classes[runs]
@@ -178,14 +178,14 @@ def _blanks_between_newlines(text: _Characters) -> torch.Tensor:
     return runs[between & (two_before != cc.OTHER)]
 
 
-def _contract(text: _Characters, starts: torch.Tensor) -> torch.Tensor:
-    """Cut contractions at their end, where an apostrophe begins a piece by itself."""
+def _split_contractions(text: _Characters, starts: torch.Tensor) -> torch.Tensor:
+    """Make each contraction a piece, where its apostrophe is not part of another piece."""
     kinds = text.kinds
     inside = ~text.first
     one, two = (_after(kinds.masked_fill(text.first, 0), steps) for steps in (1, 2))
-    opens = (kinds == cc.APOSTROPHE) & text.border & ~text.spaced
-    short = opens & (one == cc.ALONE)
+    apostrophe = (kinds == cc.APOSTROPHE) & text.border & ~text.spaced
+    short = apostrophe & (one == cc.ALONE)
     pair = ((one == cc.TWICE) & (two == cc.TWICE)) | ((one == cc.BEFORE_E) & (two == cc.E))
-    long = opens & pair
+    long = apostrophe & pair
     starts = starts & ~(_before(short | long) & inside)
     return starts | _before(short, 2) | _before(long, 3)

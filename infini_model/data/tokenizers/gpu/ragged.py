@@ -6,14 +6,14 @@ import torch
 
 
 def starts_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Where each row begins and the last one ends: int64 [n + 1] from the rows' lengths [n]."""
+    """The offsets of rows with these lengths [n]: int64 [n + 1]."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
 
 
 def ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """`starts[i]`, `starts[i] + 1`, … `lengths[i]` numbers for each row, one row after another.
+    """The concatenation of `starts[i]`, `starts[i] + 1`, …, `lengths[i]` numbers for each row.
 
     `starts` and `lengths` int64 [n]; the result is int64 [sum(lengths)].
     """

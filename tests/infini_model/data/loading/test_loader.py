@@ -191,10 +191,10 @@ def test_the_sample_is_spread_over_the_split_and_grows_by_its_end(count, size, m
 
 
 def test_a_folder_that_is_no_dataset_is_named(tmp_path, byte_dataset):
-    with pytest.raises(DataError, match="gone: is no dataset folder"):
+    with pytest.raises(DataError, match="gone: is not a dataset folder"):
         open_windows(tmp_path / "gone", "train", PACKING, 16)
     (tmp_path / "other").mkdir()
-    with pytest.raises(DataError, match=r"other: is no complete dataset folder"):
+    with pytest.raises(DataError, match=r"other: is not a complete dataset folder"):
         open_windows(tmp_path / "other", "train", PACKING, 16)
     with pytest.raises(DataError, match="split 'dev' is unknown"):
         open_windows(byte_dataset, "dev", PACKING, 16)

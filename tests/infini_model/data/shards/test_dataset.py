@@ -1,4 +1,4 @@
-"""Shards depend on content alone, are reused by content, and survive every accident."""
+"""Shards depend only on content, are reused by content, and survive failures."""
 
 import hashlib
 import itertools
@@ -20,9 +20,8 @@ from corpora import build, files_config, make_texts, write_files, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infini_model.config import TokenizerConfig
-from infini_model.data.manifest import SPLITS
-from infini_model.data.shards import partitions
+from infini_model.config import SplitsConfig, TokenizerConfig
+from infini_model.data.manifest import SPLITS, Bucket, Corpus, RawFile
 from infini_model.data.shards.dataset import (
     build_dataset,
     dataset_key,
@@ -31,8 +30,10 @@ from infini_model.data.shards.dataset import (
     read_manifest,
     verify_dataset,
 )
-from infini_model.data.shards.partitions import _batches, _Encoded
+from infini_model.data.shards.partitions import _batches, _Encoded, partition_key
+from infini_model.data.sources.corpus import spill_folder as spill_path
 from infini_model.data.sources.download import download, spill_folder
+from infini_model.data.sources.formats import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
@@ -99,7 +100,7 @@ def partitions_of(output_dir):
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train"])
-def test_load_from_disk_gives_every_document_back_once(tmp_path, spec):
+def test_load_from_disk_returns_every_document_once(tmp_path, spec):
     import datasets
 
     texts = [*make_texts(200), "twice", "twice"]
@@ -128,7 +129,7 @@ def test_load_from_disk_gives_every_document_back_once(tmp_path, spec):
     assert latest_dataset(tmp_path / "datasets") == folder
 
 
-def test_a_split_depends_on_the_document_alone(tmp_path):
+def test_a_split_depends_only_on_the_document(tmp_path):
     texts = make_texts(100)
     where = {}
     for part in (texts, texts[:30]):
@@ -166,7 +167,7 @@ def test_the_stream_does_not_depend_on_how_it_was_made(tmp_path):
     assert len(shard_bytes(folders[0])) == 3 < len(shard_bytes(folders[1]))
 
 
-def test_the_key_is_of_content_only(tmp_path):
+def test_the_key_depends_only_on_content(tmp_path):
     corpus = download(files_config(write_files(tmp_path / "raw", ["a", "b"]) / "*"), tmp_path)
     config = files_config("x")
     key = dataset_key(corpus, ByteTokenizer(), config.splits)
@@ -178,7 +179,22 @@ def test_the_key_is_of_content_only(tmp_path):
     assert dataset_key(changed, ByteTokenizer(), config.splits) != key
 
 
-def test_a_new_file_remakes_one_partition_and_a_new_name_none(tmp_path):
+def test_keys_of_existing_folders_do_not_change():
+    """Datasets, partitions and scanned sources on disk are found by these keys."""
+    bucket = Bucket(documents=2, bytes=3, digest="ab" * 32)
+    corpus = Corpus(
+        files=[], documents=2, bytes=3, skipped=0, fingerprint="cd" * 32, buckets=[bucket]
+    )
+    splits = SplitsConfig(**THIRDS)
+    assert dataset_key(corpus, ByteTokenizer(), splits) == (
+        "25baa9f311a2f784393b27f74b0076e271d21226a118e38f1b39650571176450"
+    )
+    assert partition_key(bucket, ByteTokenizer(), splits) == "44c52ff59ca9f75e892cc6b70690b5e8"
+    file = RawFile(path=Path("a.jsonl"), bytes=3, sha256="ef" * 32)
+    assert spill_path([file], Reading(), 1 << 20, Path()).stem == "b1b619f1f2ceb6b2b877ad8c3f54549a"
+
+
+def test_a_new_file_remakes_one_partition_and_renaming_none(tmp_path):
     raw = write_files(tmp_path / "raw", large_texts())
     config = files_config(raw / "*.txt", partition_megabytes=1)
     _, folder = build(config, tmp_path)
@@ -200,7 +216,7 @@ def test_a_new_file_remakes_one_partition_and_a_new_name_none(tmp_path):
     assert verify_dataset(larger)
 
 
-def test_an_output_folder_that_was_moved_is_reused_where_it_is_now(tmp_path):
+def test_a_moved_output_folder_is_reused(tmp_path):
     config = files_config(write_files(tmp_path / "raw", ["a", "b"]) / "*")
     _, folder = build(config, tmp_path / "output")
     before = partitions_of(tmp_path / "output")
@@ -222,7 +238,7 @@ def test_a_source_is_read_once(tmp_path):
     assert not leftovers(tmp_path)
 
 
-def test_a_file_that_changes_meanwhile_is_noticed(tmp_path):
+def test_a_file_that_changes_after_the_scan_is_detected(tmp_path):
     raw = write_files(tmp_path / "raw", make_texts(5))
     config = files_config(raw / "*.txt")
     corpus = download(config, tmp_path)
@@ -246,24 +262,24 @@ def halve(path):
 
 @pytest.mark.parametrize("name", ["texts", "entries", "runs.json"])
 @pytest.mark.parametrize("harm", [flip, halve, Path.unlink, lambda path: os.truncate(path, 0)])
-def test_a_torn_spill_is_made_again_from_the_source(tmp_path, harm, name):
+def test_a_damaged_spill_is_written_again_from_the_source(tmp_path, harm, name):
     raw = write_parquet(tmp_path / "a.parquet", large_texts())
     config = files_config(raw, partition_megabytes=1, workers=2)
     _, folder = build(config, tmp_path / "whole")
     corpus = download(config, tmp_path)
     harm(spill_folder(corpus, config, tmp_path) / name)
-    told = []
-    manifest = build_dataset(corpus, config, tmp_path, progress=lambda *seen: told.append(seen))
+    reports = []
+    manifest = build_dataset(corpus, config, tmp_path, progress=lambda *seen: reports.append(seen))
     assert shard_bytes(tmp_path / "datasets" / manifest.folder_name) == shard_bytes(folder)
-    done, total = told[-1]
+    done, total = reports[-1]
     assert done == total
-    # The low words in the middle of the entries are the scan's alone.
+    # The flipped bit is in a low word, which only the scan reads.
     if (harm, name) != (flip, "entries"):
         assert total == raw.stat().st_size + corpus.bytes
     assert not leftovers(tmp_path)
 
 
-def test_a_spill_goes_when_nobody_needs_it(tmp_path):
+def test_a_spill_is_deleted_when_it_is_not_needed(tmp_path):
     corpora = tmp_path / "datasets" / ".corpora"
     raw = write_files(tmp_path / "raw", make_texts(5))
     config = files_config(raw / "*.txt")
@@ -272,14 +288,14 @@ def test_a_spill_goes_when_nobody_needs_it(tmp_path):
     assert list(corpora.glob("*.spill")) == [first]
     build_dataset(corpus, config, tmp_path)
     assert not list(corpora.glob("*.spill"))
-    # Another tokenizer reads the source again, and leaves nothing either.
+    # Another tokenizer reads the source again and leaves no spill either.
     other = config.model_copy(update={"tokenizer": TokenizerConfig(spec="train", vocab_size=280)})
     build_dataset(corpus, other, tmp_path)
     assert not list(corpora.glob("*.spill"))
     assert not leftovers(tmp_path)
 
 
-def test_what_a_killed_scan_left_goes_with_the_next_one_of_any_source(tmp_path):
+def test_the_next_scan_of_any_source_deletes_what_a_killed_one_left(tmp_path):
     corpora = tmp_path / "datasets" / ".corpora"
     configs = [
         files_config(write_files(tmp_path / str(number), make_texts(5, number)) / "*")
@@ -296,7 +312,7 @@ spill._Writer.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
     assert not leftovers(tmp_path)
 
 
-def test_one_spill_is_kept_and_none_that_a_scan_is_at(tmp_path):
+def test_only_the_newest_spill_is_kept_besides_those_being_written(tmp_path):
     corpora = tmp_path / "datasets" / ".corpora"
     kept = []
 
@@ -314,7 +330,7 @@ def test_one_spill_is_kept_and_none_that_a_scan_is_at(tmp_path):
 
 
 @pytest.mark.parametrize("harm", [flip, Path.unlink, lambda path: os.truncate(path, 100)])
-def test_a_damaged_shard_is_named_and_made_again_alone(tmp_path, harm):
+def test_only_a_damaged_shard_is_named_and_made_again(tmp_path, harm):
     config = files_config(
         write_parquet(tmp_path / "a.parquet", large_texts()), partition_megabytes=1, workers=1
     )
@@ -328,7 +344,7 @@ def test_a_damaged_shard_is_named_and_made_again_alone(tmp_path, harm):
     build(config, tmp_path)
     assert shard_bytes(verify_dataset_folder(folder)) == whole
     remade = {key for key, inode in partitions_of(tmp_path).items() if inodes[key] != inode}
-    # A lost link is linked again; harm to the file itself reaches the partition that shares it.
+    # A missing link is linked again; damage to the file also damages the partition.
     assert remade == (set() if harm is Path.unlink else {shard.partition})
     assert not leftovers(tmp_path)
 
@@ -338,7 +354,7 @@ def verify_dataset_folder(folder):
     return folder
 
 
-def test_a_lost_partition_and_a_broken_manifest_are_made_again(tmp_path):
+def test_a_missing_partition_and_a_broken_manifest_are_made_again(tmp_path):
     config = files_config(write_parquet(tmp_path / "a.parquet", make_texts(20)))
     _, folder = build(config, tmp_path)
     whole = shard_bytes(folder)
@@ -352,7 +368,7 @@ def test_a_lost_partition_and_a_broken_manifest_are_made_again(tmp_path):
         assert shard_bytes(verify_dataset_folder(folder)) == whole
 
 
-def test_a_lost_companion_is_made_again(tmp_path):
+def test_a_missing_metadata_file_is_made_again(tmp_path):
     config = files_config(
         write_parquet(tmp_path / "a.parquet", make_texts(20)),
         tokenizer={"spec": "train", "vocab_size": 280},
@@ -366,8 +382,8 @@ def test_a_lost_companion_is_made_again(tmp_path):
         verify_dataset(folder)
 
 
-def test_folders_that_are_no_datasets_are_named(tmp_path):
-    with pytest.raises(DataError, match="gone: is no dataset folder"):
+def test_folders_that_are_not_datasets_are_named(tmp_path):
+    with pytest.raises(DataError, match="gone: is not a dataset folder"):
         verify_dataset(tmp_path / "gone")
     with pytest.raises(DataError, match=r"has no manifest\.json"):
         verify_dataset(tmp_path)
@@ -389,7 +405,7 @@ def test_folders_that_are_no_datasets_are_named(tmp_path):
         open_split(folder, "train")
 
 
-def test_the_manifest_tells_the_truth(tmp_path):
+def test_the_manifest_matches_the_files(tmp_path):
     config = files_config(write_parquet(tmp_path / "a.parquet", make_texts(50)), splits=THIRDS)
     manifest, folder = build(config, tmp_path)
     assert read_manifest(folder) == manifest
@@ -433,7 +449,7 @@ def test_a_document_larger_than_a_partition_stays_whole(tmp_path, spec):
     assert max(sizes) == (tmp_path / "large.txt").stat().st_size > 9e6
 
 
-# Dies when it is about to touch its output folder for so many a time.
+# Kills the process before its n-th access to the output folder.
 KILL = """
 import itertools
 moments = itertools.count()
@@ -446,7 +462,7 @@ sys.addaudithook(die)
 """
 
 
-def test_a_build_killed_at_any_moment_ends_the_same(tmp_path):
+def test_a_build_killed_at_any_moment_gives_the_same_result(tmp_path):
     raw = write_parquet(tmp_path / "a.parquet", make_texts(30))
     config = files_config(raw, tokenizer={"spec": "train", "vocab_size": 280}, workers=1)
     _, folder = build(config, tmp_path / "whole")
@@ -483,7 +499,7 @@ build_dataset = lambda *arguments: build_whole(*arguments, progress=die)
     assert not leftovers(tmp_path)
 
 
-def test_two_builders_of_one_key_do_the_work_once(tmp_path):
+def test_two_builds_of_one_key_do_the_work_once(tmp_path):
     raw = write_parquet(tmp_path / "a.parquet", large_texts())
     config = files_config(raw, partition_megabytes=1, workers=1)
     builders = [
@@ -500,7 +516,7 @@ def test_two_builders_of_one_key_do_the_work_once(tmp_path):
     logs = "".join(log for _, log in ended)
     assert len(keys) == 1
     assert logs.count("4 of 4 partitions made") == 1, logs
-    assert logs.count("reused, all shards checked") == 1, logs
+    assert logs.count("reused, all checksums verified") == 1, logs
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
@@ -531,7 +547,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         build(config, tmp_path / "out")
 
 
-def test_an_error_in_a_worker_keeps_its_type_and_ends_the_others(tmp_path):
+def test_an_error_in_a_worker_keeps_its_type_and_stops_the_others(tmp_path):
     config = files_config(
         write_parquet(tmp_path / "a.parquet", large_texts()), partition_megabytes=1, workers=2
     )
@@ -546,9 +562,7 @@ def test_an_error_in_a_worker_keeps_its_type_and_ends_the_others(tmp_path):
 @given(st.lists(st.text(max_size=9), max_size=30), st.integers(1, 7), st.integers(0, 40))
 def test_documents_are_encoded_in_batches_of_bounded_size(texts, batch_size, most):
     chunks = [pa.array(texts[:3], pa.string()), pa.array(["x", *texts[3:]], pa.string()).slice(1)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partitions, "ENCODE_BYTES", most)
-        batches = list(_batches(pa.chunked_array(chunks), batch_size))
+    batches = list(_batches(pa.chunked_array(chunks), batch_size, most))
     assert [text for batch in batches for text in batch.to_pylist()] == texts
     for batch in batches:
         assert 1 <= len(batch) <= batch_size
@@ -560,7 +574,7 @@ def test_documents_are_encoded_in_batches_of_bounded_size(texts, batch_size, mos
     st.sampled_from([np.uint8, np.uint16, np.int32]),
     st.data(),
 )
-def test_documents_are_taken_in_order_and_closed(documents, dtype, data):
+def test_documents_are_taken_in_order_with_end_of_text_tokens(documents, dtype, data):
     rows = data.draw(st.permutations(range(len(documents))))
     rows = rows[: data.draw(st.integers(0, len(rows)))]
     lengths = [*map(len, documents), 1]

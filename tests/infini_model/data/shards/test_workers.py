@@ -1,4 +1,6 @@
-"""Who tokenises where, and that it makes no difference."""
+"""Which device each worker tokenises on, and that it makes no difference."""
+
+import json
 
 import pytest
 import torch
@@ -7,8 +9,10 @@ from corpora import build, files_config, make_texts, write_parquet
 from infini_model.config import DataConfig
 from infini_model.data.shards import dataset
 from infini_model.data.shards.workers import worker_devices
-from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
+from infini_model.data.tokenizers.gpu import device_tokenizer
 from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer
+from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.data.tokenizers.vocabulary import corpus_tokenizer
 
@@ -35,11 +39,57 @@ def test_workers_have_devices(monkeypatch, trained, device, gpus, expected):
     assert worker_devices(DataConfig(device=device, workers=3), trained) == expected
 
 
-def test_what_gpus_cannot_do_the_cpu_does_and_says_so(monkeypatch, caplog):
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "mixed", "cuda:1"])
+@pytest.mark.parametrize("kind", ["bytes", "normalizer"])
+def test_a_device_without_effect_is_one_warning(monkeypatch, trained, caplog, device, kind):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    config = DataConfig(device="cuda", workers=2)
-    assert worker_devices(config, ByteTokenizer()) == ["cpu", "cpu"]
-    assert "bytes: is tokenised on the CPU: tokenizer bytes is not done on a GPU" in caplog.text
+    tokenizer, part = ByteTokenizer(), "tokenizer bytes"
+    if kind == "normalizer":
+        tree = json.loads(trained.definition()) | {"normalizer": {"type": "NFC"}}
+        tokenizer, part = BPETokenizer("x", json.dumps(tree)), "normalizer NFC"
+    assert worker_devices(DataConfig(device=device, workers=2), tokenizer) == ["cpu", "cpu"]
+    assert warnings_of(caplog) == [
+        f"data.device={device} has no effect: {part} is not supported on a GPU; "
+        "tokenising on the CPU with 2 threads instead"
+    ]
+
+
+def test_mixed_without_a_gpu_is_one_warning(monkeypatch, trained, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    worker_devices(DataConfig(device="mixed", workers=3), trained)
+    assert warnings_of(caplog) == [
+        "data.device=mixed has no effect: this machine has no GPU; "
+        "tokenising on the CPU with 3 threads instead"
+    ]
+
+
+def test_a_build_of_bytes_on_a_gpu_warns_and_uses_the_cpu(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    raw = write_parquet(tmp_path / "a.parquet", make_texts(5))
+    manifest, _ = build(files_config(raw, device="cuda", workers=1), tmp_path)
+    assert manifest.documents == 5
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("data.device=cuda has no effect: tokenizer bytes is not supported")
+
+
+def test_a_gpu_that_gives_other_ids_is_replaced_by_the_cpu(monkeypatch, tmp_path, caplog):
+    def disagree(tokenizer, device):
+        raise UnsupportedTokenizerError(f"{device} and tokenizers disagree")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(device_tokenizer, "put_on_device", disagree)
+    raw = write_parquet(tmp_path / "a.parquet", make_texts(5))
+    config = files_config(raw, device="cuda", tokenizer={"spec": "train", "vocab_size": 280})
+    manifest, _ = build(config, tmp_path)
+    assert manifest.documents == 5
+    assert warnings_of(caplog) == [
+        "data.device: cuda:0 is not used: cuda:0 and tokenizers disagree; "
+        "its worker tokenises on the CPU"
+    ]
 
 
 def test_shards_do_not_depend_on_the_device(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Every format gives the same documents, and what cannot be read is named."""
+"""Every format gives the same documents, and errors name the file and the row."""
 
 import gzip
 import json
@@ -12,15 +12,15 @@ from corpora import write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infini_model.data.sources import documents
-from infini_model.data.sources.documents import Reading, parts_of, read_documents
+from infini_model.data.sources.documents import parts_of, read_documents, read_part
+from infini_model.data.sources.formats import BATCH_BYTES, Reading
 from infini_model.runtime.errors import DataError
 
 
-def read(*paths: Path, **reading: object) -> list[str]:
+def read(*paths: Path, batch_bytes: int = BATCH_BYTES, **reading: object) -> list[str]:
     return [
         text
-        for batch in read_documents(paths, Reading(**reading))
+        for batch in read_documents(paths, Reading(**reading), batch_bytes)
         for text in batch.texts.to_pylist()
     ]
 
@@ -63,24 +63,22 @@ def test_a_text_file_is_one_document(tmp_path, suffix):
 
 
 @given(st.lists(st.text("ab \n", min_size=1), min_size=1, max_size=6))
-def test_a_separator_cuts_a_text_file_into_the_documents_between(tmp_path_factory, texts):
+def test_a_separator_splits_a_text_file_into_documents(tmp_path_factory, texts):
     path = tmp_path_factory.mktemp("cut") / "a.txt"
     path.write_text("--".join(texts), newline="")
     assert read(path, separator="--") == texts
 
 
-def test_batches_are_bounded_and_keep_the_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BATCH_BYTES", 1000)
+def test_batches_are_bounded_and_keep_the_order(tmp_path):
     texts = [f"{number} " + "x" * (number * 7 % 600) for number in range(200)]
     paths = write_all_formats(tmp_path, texts)
     for path in paths:
-        batches = list(read_documents([path], Reading()))
+        batches = list(read_documents([path], Reading(), batch_bytes=1000))
         assert len(batches) > 3
         assert [text for batch in batches for text in batch.texts.to_pylist()] == texts
 
 
-def test_parts_are_bounded_and_hold_every_document_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BATCH_BYTES", 3000)
+def test_parts_are_bounded_and_hold_every_document_once(tmp_path):
     texts = [f"{number} " + "x" * (number * 7 % 600) for number in range(100)]
     small = [tmp_path / f"{number:03d}.txt" for number in range(100)]
     for path, text in zip(small, texts, strict=True):
@@ -88,30 +86,29 @@ def test_parts_are_bounded_and_hold_every_document_once(tmp_path, monkeypatch):
     parquet = tmp_path / "050.parquet"
     pq.write_table(pa.table({"text": texts}), parquet, row_group_size=2, use_dictionary=False)
     paths = sorted([*small, parquet])
-    parts = list(parts_of(paths))
+    parts = list(parts_of(paths, batch_bytes=3000))
     assert sum(part.bytes for part in parts) == sum(path.stat().st_size for path in paths)
     assert max(part.bytes for part in parts if part.groups is None) <= 3000
     assert len([part for part in parts if part.groups]) > 5
     found = [
         text
         for part in parts
-        for batch in documents.read_part(part, Reading())
+        for batch in read_part(part, Reading(), batch_bytes=3000)
         for text in batch.texts.to_pylist()
     ]
     assert found == texts[:50] + texts + texts[50:]
 
 
-def test_a_bad_row_is_named_in_whichever_part_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BATCH_BYTES", 50)
+def test_a_bad_row_is_named_in_any_part(tmp_path):
     rows = [b"fine " * 10] * 40
     rows[33] = b"\xe9"
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(rows, pa.binary())}), path, row_group_size=3)
     with pytest.raises(DataError, match=r"a\.parquet, row 34: is not UTF-8"):
-        read(path)
+        read(path, batch_bytes=50)
 
 
-def test_short_and_empty_documents_are_left_out_and_counted(tmp_path):
+def test_short_and_empty_documents_are_skipped_and_counted(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["", "é", "éé", None, "abc"])
     assert read(path, min_characters=2) == ["éé", "abc"]
     assert skipped(path, min_characters=2) == 3
@@ -131,7 +128,7 @@ def test_not_utf8_in_rows_is_named_by_row(tmp_path):
     table = pa.table({"text": pa.array([b"good", b"caf\xe9"], pa.binary())})
     pq.write_table(table, tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": "caf\xe9"}\n')
-    # A column that claims to be text and is not.
+    # A column that is declared as text but is not.
     claimed = pa.Array.from_buffers(pa.string(), 2, table["text"].chunk(0).buffers())
     with pa.ipc.new_stream(tmp_path / "a.arrow", pa.schema([("text", pa.string())])) as out:
         out.write_batch(pa.record_batch([claimed], ["text"]))
@@ -161,13 +158,13 @@ def test_a_binary_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
-def test_a_missing_column_is_named_with_those_that_exist(tmp_path, name):
+def test_a_missing_column_is_named_with_the_existing_ones(tmp_path, name):
     write_all_formats(tmp_path, ["x"])
-    with pytest.raises(DataError, match=rf"{name}.*no column 'article'; there are: .*text"):
+    with pytest.raises(DataError, match=rf"{name}.*no column 'article'; it has: .*text"):
         read(tmp_path / name, column="article")
 
 
-def test_a_column_that_is_no_text_is_refused(tmp_path):
+def test_a_column_that_is_not_text_is_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["x"])
     with pytest.raises(DataError, match=r"a\.parquet: column 'number' is int64, not text"):
         read(path, column="number")
@@ -178,9 +175,9 @@ def test_a_column_that_is_no_text_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [("{broken", "is no JSON"), ("[1]", "needs an object"), ("[" * 100_000, "is no JSON")],
+    [("{broken", "is not JSON"), ("[1]", "needs an object"), ("[" * 100_000, "is not JSON")],
 )
-def test_a_line_that_is_no_object_is_named(tmp_path, line, complaint):
+def test_a_line_that_is_not_an_object_is_named(tmp_path, line, complaint):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + line + "\n")
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*{complaint}") as caught:
@@ -200,7 +197,7 @@ def test_truncated_files_are_named(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_none_of_its_kind_or_gone_is_named(tmp_path):
+def test_a_file_of_the_wrong_format_or_missing_is_named(tmp_path):
     (tmp_path / "a.parquet").write_text("text")
     (tmp_path / "a.arrow").write_text("text")
     for name in ("a.parquet", "a.arrow", "gone.txt"):

@@ -1,4 +1,4 @@
-"""A corpus is known by its documents, not by where or how they are stored."""
+"""A corpus is identified by its documents, not by where or how they are stored."""
 
 import json
 import sysconfig
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from infini_model.config import FilesSource, SplitsConfig
 from infini_model.data.sources.content import buckets_of, hash_documents, splits_of
 from infini_model.data.sources.corpus import _bucket_count
-from infini_model.data.sources.documents import Reading, read_documents
+from infini_model.data.sources.documents import read_documents
 from infini_model.data.sources.download import download, list_files
+from infini_model.data.sources.formats import Reading
 from infini_model.runtime.errors import DataError
 
 
@@ -60,7 +61,7 @@ def test_buckets_are_a_power_of_two_of_bounded_size(tmp_path):
     assert one.fingerprint == corpus.fingerprint == one.buckets[0].digest
 
 
-def test_a_small_corpus_has_parts_for_several_cores():
+def test_a_small_corpus_has_buckets_for_several_cores():
     mebibyte = 1 << 20
     sizes = {16: 1, 17: 2, 100: 8, 500: 32, 600: 64, 8000: 64, 8200: 128}
     for megabytes, count in sizes.items():
@@ -99,14 +100,14 @@ def _arrays(texts):
     yield pa.array(texts)
 
 
-def test_globs_are_sorted_and_name_each_file_once(tmp_path):
+def test_matches_are_sorted_and_each_file_appears_once(tmp_path):
     raw = write_files(tmp_path / "raw", ["a", "b", "c"])
     source = FilesSource(paths=[str(raw / "000[12].txt"), str(raw / "*.txt"), str(raw / "**/*")])
     found = list_files(source, tmp_path)
     assert [path.name for path in found] == ["0000.txt", "0001.txt", "0002.txt"]
 
 
-def test_the_standard_library_is_python_and_nothing_installed(tmp_path):
+def test_the_standard_library_excludes_installed_packages(tmp_path):
     found = list_files(FilesSource(paths=["{stdlib}/*.py", "{stdlib}/json/**/*.py"]), tmp_path)
     root = Path(sysconfig.get_path("stdlib"))
     assert root / "argparse.py" in found
@@ -121,12 +122,12 @@ def test_the_standard_library_is_python_and_nothing_installed(tmp_path):
     [
         ("*.txt", r"'.*\*\.txt' matches no file$"),
         ("", r"matches no file; it is a folder: write .*/\*\*/\*\.txt"),
-        ("image.png", r"image\.png: cannot be read: takes \.txt"),
+        ("image.png", r"image\.png: unknown file format; takes \.txt"),
         ("empty/*", r"0000\.txt and 1 more: no documents left: 2 of 2 are empty"),
         ("latin.md", r"latin\.md: is not UTF-8"),
     ],
 )
-def test_bad_sources_are_one_line(tmp_path, pattern, complaint):
+def test_errors_of_sources_are_one_line(tmp_path, pattern, complaint):
     (tmp_path / "image.png").write_bytes(b"png")
     (tmp_path / "latin.md").write_bytes(b"\xe9")
     write_files(tmp_path / "empty", ["", ""])
@@ -135,7 +136,7 @@ def test_bad_sources_are_one_line(tmp_path, pattern, complaint):
     assert "\n" not in str(caught.value)
 
 
-def test_documents_too_short_leave_nothing(tmp_path):
+def test_no_documents_left_is_an_error(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["abc", "é"])
     config = files_config(tmp_path)
     source = FilesSource(paths=[str(tmp_path / "a.parquet")], min_characters=4)
@@ -143,16 +144,16 @@ def test_documents_too_short_leave_nothing(tmp_path):
         download(config.model_copy(update={"source": source}), tmp_path)
 
 
-def test_progress_is_told_in_bytes(tmp_path):
+def test_progress_is_in_bytes(tmp_path):
     raw = write_files(tmp_path / "raw", ["a" * 10, "b" * 20])
     many = write_parquet(tmp_path / "a.parquet", ["c" * 9_000_000, "d" * 9_000_000] * 2)
     size = 30 + many.stat().st_size
-    told: list[tuple[int, int]] = []
-    download(files_config(raw / "*", many), tmp_path, progress=lambda *seen: told.append(seen))
-    assert {total for _, total in told} == {size}
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert len(told) > 1
-    assert told[-1][0] == size
+    reports: list[tuple[int, int]] = []
+    download(files_config(raw / "*", many), tmp_path, progress=lambda *seen: reports.append(seen))
+    assert {total for _, total in reports} == {size}
+    assert [done for done, _ in reports] == sorted({done for done, _ in reports})
+    assert len(reports) > 1
+    assert reports[-1][0] == size
 
 
 def test_hashes_do_not_depend_on_the_batch():

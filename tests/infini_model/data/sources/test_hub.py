@@ -1,4 +1,4 @@
-"""A hub dataset becomes Parquet partitions: pinned, resumed, never fetched twice."""
+"""A hub dataset becomes Parquet files: pinned, resumed, never downloaded twice."""
 
 import functools
 import json
@@ -14,8 +14,8 @@ import pytest
 from corpora import make_texts, write_parquet
 
 from infini_model.config import DataConfig, HubSource
-from infini_model.data.sources import hub
 from infini_model.data.sources.download import download
+from infini_model.data.sources.hub import fetch_dataset
 from infini_model.runtime.errors import DataError
 
 TEXTS = ["short", *make_texts(99, longest=40)]
@@ -45,12 +45,13 @@ def rows_of(corpus):
     return [text for file in corpus.files for text in pq.read_table(file.path)["text"].to_pylist()]
 
 
-def test_a_split_is_streamed_into_bounded_partitions(repository, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "PARTITION_BYTES", 2000)
-    monkeypatch.setattr(hub, "ROWS_AT_ONCE", 7)
+def test_a_split_is_streamed_into_bounded_files(repository, tmp_path):
+    source = HubSource(repository=str(repository))
+    files = fetch_dataset(source, tmp_path / "raw", file_bytes=2000, batch_rows=7)
+    assert len(files) > 3
     corpus = download(config_of(repository), tmp_path)
+    assert [file.path for file in corpus.files] == files
     assert rows_of(corpus) == TEXTS
-    assert len(corpus.files) > 3
     assert all(file.path.is_relative_to(tmp_path / "raw") for file in corpus.files)
     assert corpus.documents == 100
     other = download(config_of(repository, split="test"), tmp_path)
@@ -64,7 +65,7 @@ def test_the_limit_counts_rows_before_the_filter(repository, tmp_path):
     assert (corpus.documents, corpus.skipped) == (kept, 10 - kept)
 
 
-def test_a_complete_download_is_never_fetched_again(repository, tmp_path):
+def test_a_complete_download_is_never_repeated(repository, tmp_path):
     copy = shutil.copytree(repository, tmp_path / "copy")
     config = config_of(copy)
     corpus = download(config, tmp_path)
@@ -72,24 +73,24 @@ def test_a_complete_download_is_never_fetched_again(repository, tmp_path):
     assert download(config, tmp_path) == corpus
     assert [file.path.stat().st_mtime_ns for file in corpus.files] == stamps
     (record,) = (tmp_path / "raw").glob("*/complete.json")
-    told = json.loads(record.read_text())
-    assert told["rows"] == 100
-    assert len(told["commit"]) == 64
+    complete = json.loads(record.read_text())
+    assert complete["rows"] == 100
+    assert len(complete["commit"]) == 64
     write_parquet(copy / "train-2.parquet", ["another"])
     assert download(config, tmp_path).documents == 101
 
 
-def test_a_killed_download_goes_on_after_its_last_partition(repository, tmp_path):
+def test_a_killed_download_resumes_after_its_last_file(repository, tmp_path):
     script = """
 import os, signal, sys
 from pathlib import Path
 from infini_model.config import HubSource
 from infini_model.data.sources import hub
-hub.PARTITION_BYTES, hub.ROWS_AT_ONCE = 4000, 7
 def die(done, total):
     if done > 10_000:
         os.kill(os.getpid(), signal.SIGKILL)
-hub.fetch_dataset(HubSource(repository=sys.argv[1]), Path(sys.argv[2]) / "raw", die)
+source, raw_dir = HubSource(repository=sys.argv[1]), Path(sys.argv[2]) / "raw"
+hub.fetch_dataset(source, raw_dir, die, file_bytes=4000, batch_rows=7)
 """
     subprocess.run([sys.executable, "-c", script, str(repository), str(tmp_path)])
     there = {path: path.stat().st_mtime_ns for path in (tmp_path / "raw").rglob("part-*.parquet")}
@@ -102,13 +103,13 @@ hub.fetch_dataset(HubSource(repository=sys.argv[1]), Path(sys.argv[2]) / "raw", 
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"column": "article"}, "has no column 'article'; there are: text, number"),
+        ({"column": "article"}, "has no column 'article'; it has: text, number"),
         ({"column": "number"}, "column 'number' is int64, not text"),
         ({"split": "dev"}, "dev"),
         ({"configuration": "other"}, "other"),
     ],
 )
-def test_what_does_not_exist_is_one_line(repository, tmp_path, fields, complaint):
+def test_what_does_not_exist_is_named_in_one_line(repository, tmp_path, fields, complaint):
     with pytest.raises(DataError, match=complaint) as caught:
         download(config_of(repository, **fields), tmp_path)
     assert "\n" not in str(caught.value)
@@ -116,7 +117,7 @@ def test_what_does_not_exist_is_one_line(repository, tmp_path, fields, complaint
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as pinning a revision and fetching a tokenizer need."""
+    """The endpoints of the hub that pin a revision and serve a tokenizer."""
 
     protocol_version = "HTTP/1.1"
     commit = "c" * 40
@@ -182,7 +183,7 @@ except (ValueError, ConnectionError) as error:
 
 
 def ask(endpoint, home, kind, name, offline="0"):
-    """The hub's address is read when its package is imported, so this takes a new process."""
+    """A new process, since the hub's address is read when its package is imported."""
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     environment["HF_HUB_OFFLINE"] = offline
     done = subprocess.run(
@@ -205,7 +206,7 @@ def test_revisions_are_pinned_and_tokenizers_fetched_once(endpoint, tmp_path):
 
 
 def test_a_hub_that_does_not_answer_is_a_connection_error(tmp_path):
-    # For a tokenizer the hub's package tries for half a minute, unless it is told not to.
+    # The hub's package retries a tokenizer for half a minute, unless it is offline.
     for kind, name, offline in (("dataset", "team/data", "0"), ("tokenizer", "team/model", "1")):
         line = ask("http://127.0.0.1:9", tmp_path, kind, name, offline)
         assert line.startswith(f"SourceUnreachableError: {kind} {name}: the hub cannot be reached")

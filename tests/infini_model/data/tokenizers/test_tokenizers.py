@@ -1,4 +1,4 @@
-"""Exact ids, whoever computes them, and the text back."""
+"""Every implementation gives exact ids, and decodes them back to the text."""
 
 import hashlib
 import json
@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from corpora import build, files_config, make_texts, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime.errors import DataError, DeviceError
 
 TEXTS = make_texts(200)
-# Pieces at which patterns decide: apostrophes, digits, blanks, line ends, marks, other scripts.
+# What patterns distinguish: apostrophes, digits, blanks, line ends, marks, other scripts.
 PIECES = ["'s", "'LL", "ſ", "a", "É", "ß", "1", "23", " ", "  ", "\n", "\r\n", "\t", "\u00a0", "."]
 PIECES += ["!?", "…", "日本", "🦊", "e\u0301", "\u200d", "\0", "<|end_of_text|>", "Ⅷ", "٣"]
 adversarial = st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(max_size=20)
@@ -39,7 +40,7 @@ def tokenizer_file(tmp_path_factory, trained):
 
 
 @given(st.lists(st.text(), max_size=5))
-def test_bytes_are_the_bytes(texts):
+def test_byte_ids_are_the_utf8_bytes(texts):
     tokenizer = ByteTokenizer()
     ids, offsets = tokenizer.encode_batch(texts)
     assert ids.dtype == np.uint8
@@ -76,7 +77,7 @@ def test_ids_are_those_of_tokenizers(tokenizer_file, texts):
         assert tokenizer.decode([*row, tokenizer.eos_token_id]) == text
 
 
-def test_training_depends_on_the_documents_alone(trained):
+def test_training_depends_only_on_the_documents(trained):
     shuffled = TEXTS.copy()
     random.Random(1).shuffle(shuffled)
     again = train_tokenizer([shuffled[:50], pa.array(shuffled[50:])], 400)
@@ -86,18 +87,18 @@ def test_training_depends_on_the_documents_alone(trained):
     assert trained.decode(trained.encode_batch(["naïve 日本"]).ids) == "naïve 日本"
 
 
-def test_a_vocabulary_without_room_for_bytes_is_refused():
+def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(DataError, match="vocab_size: got 200: takes 257 or more"):
         train_tokenizer([TEXTS], 200)
 
 
-def test_a_file_keeps_its_fingerprint_wherever_it_lies(tokenizer_file, tmp_path, trained):
+def test_the_fingerprint_does_not_depend_on_the_path(tokenizer_file, tmp_path, trained):
     (tmp_path / "renamed.json").write_text(tokenizer_file.read_text())
     for spec in (tokenizer_file, tokenizer_file.parent, tmp_path / "renamed.json"):
         assert load_tokenizer(str(spec)).fingerprint == trained.fingerprint
 
 
-def test_cutting_and_padding_in_the_file_are_undone(tokenizer_file, tmp_path, trained):
+def test_truncation_and_padding_in_the_file_are_disabled(tokenizer_file, tmp_path, trained):
     reference = Reference.from_file(str(tokenizer_file))
     reference.enable_truncation(3)
     reference.enable_padding(length=50)
@@ -110,9 +111,13 @@ def test_cutting_and_padding_in_the_file_are_undone(tokenizer_file, tmp_path, tr
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(b"{}", "is no tokenizer.json"), (b"no json", "is no tokenizer.json"), (b"\xff", "not UTF-8")],
+    [
+        (b"{}", "is not a tokenizer"),
+        (b"no json", "is not a tokenizer"),
+        (b"\xff", "not UTF-8"),
+    ],
 )
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content, complaint):
+def test_a_file_that_is_not_a_tokenizer_is_named(tmp_path, content, complaint):
     path = tmp_path / "broken.json"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"broken\.json: .*{complaint}") as caught:
@@ -120,9 +125,9 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content, complaint):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     for spec in (str(tmp_path / "gone.json"), "gone.json", "./gone"):
-        with pytest.raises(DataError, match=r"gone.*: there is no such tokenizer file"):
+        with pytest.raises(DataError, match=r"gone.*: no such tokenizer file"):
             load_tokenizer(spec)
 
 
@@ -137,12 +142,27 @@ def test_a_tokenizer_without_end_of_text_is_named(tokenizer_file, tmp_path):
     assert load_tokenizer(str(tmp_path)).eos_token_id == 0
 
 
-def test_a_gpu_that_is_not_there_is_refused():
+def test_a_missing_gpu_is_refused():
     with pytest.raises(DeviceError, match=r"data\.device: got 'cuda:99'"):
         load_tokenizer("bytes", "cuda:99")
 
 
-def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(
+@pytest.mark.parametrize("kind", ["bytes", "normalizer"])
+def test_an_unsupported_device_is_one_warning(tokenizer_file, tmp_path, kind, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    spec, part = "bytes", "tokenizer bytes"
+    if kind == "normalizer":
+        tree = json.loads(tokenizer_file.read_text()) | {"normalizer": {"type": "NFC"}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+        spec, part = str(tmp_path), "normalizer NFC"
+    tokenizer = load_tokenizer(spec, "cuda:1")
+    assert isinstance(tokenizer, ByteTokenizer | BPETokenizer)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"device=cuda:1 has no effect: {part} is not supported on a GPU; tokenising on the CPU"
+    ]
+
+
+def test_a_wrong_fast_tokenizer_is_detected_and_replaced(
     tmp_path, tokenizer_file, caplog, monkeypatch
 ):
     gigatoken = pytest.importorskip("gigatoken")
@@ -159,7 +179,7 @@ def test_a_fast_tokenizer_that_is_wrong_is_found_and_replaced(
         monkeypatch.setattr(dataset, "corpus_tokenizer", lambda *_, it=tokenizer: it)
         with caplog.at_level(logging.WARNING):
             made.append(build(config, tmp_path / str(len(made)))[0])
-    assert caplog.text.count("the fast way and tokenizers disagree") == 1
+    assert caplog.text.count("the fast tokenizer and tokenizers disagree") == 1
     assert made[0].splits == made[1].splits
 
 
@@ -175,9 +195,9 @@ def test_a_long_document_is_compared_at_both_ends(trained, place):
     assert not trained.same_ids(text.encode(), ids)
 
 
-def test_a_text_whose_ends_cannot_tell_is_compared_as_a_whole():
+def test_a_text_whose_ends_are_ambiguous_is_compared_as_a_whole():
     eights = train_tokenizer([["aaaaaaaa"] * 9], 260)
-    # What is left over in the end is another remainder than that of the last characters alone.
+    # The remainder at the end of the text differs from that of its last characters alone.
     text = "a" * (4 * END_BYTES + 3)
     whole = eights.reference().encode_batch([text]).ids
     assert len(whole) < len(text) / 7
@@ -185,7 +205,7 @@ def test_a_text_whose_ends_cannot_tell_is_compared_as_a_whole():
     assert not eights.same_ids(text.encode(), whole[:-1])
 
 
-def test_a_dataset_keeps_its_tokenizer(tmp_path, tokenizer_file):
+def test_a_dataset_contains_its_tokenizer(tmp_path, tokenizer_file):
     raw = write_parquet(tmp_path / "a.parquet", TEXTS)
     for spec in ("bytes", "train", str(tokenizer_file)):
         config = files_config(raw, tokenizer={"spec": spec, "vocab_size": 300})
@@ -198,9 +218,9 @@ def test_a_dataset_keeps_its_tokenizer(tmp_path, tokenizer_file):
         hashlib.sha256(tokenizer_file.read_bytes()).digest()
     )
     train_tokenizer([TEXTS], 290).save(folder)
-    with pytest.raises(DataError, match=r"tokenizer\.json: is not the tokenizer of its manifest"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: does not match manifest"):
         load_dataset_tokenizer(folder)
-    with pytest.raises(DataError, match="is no dataset folder"):
+    with pytest.raises(DataError, match="is not a dataset folder"):
         load_dataset_tokenizer(tmp_path / "gone")
 
 

@@ -1,4 +1,4 @@
-"""The array program gives the ids of `tokenizers`, on tensors of any device; here of the CPU."""
+"""The array program gives the ids of `tokenizers` on any device; tested here on the CPU."""
 
 import functools
 import itertools
@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from adversarial_text import adversarial
 from corpora import make_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pretokens import adversarial
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Reference
 
@@ -22,12 +22,12 @@ from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, PROBE, BPETokenizer
 from infini_model.data.tokenizers.gpu import device_tokenizer, word_table
 from infini_model.data.tokenizers.gpu.device_tokenizer import (
     DeviceTokenizer,
-    UnsupportedTokenizerError,
     close_documents,
     put_on_device,
 )
 from infini_model.data.tokenizers.gpu.pretokens import GPT2_PATTERN, PATTERNS
-from infini_model.data.tokenizers.tokenizer import Ragged
+from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Ragged
 
 CPU = torch.device("cpu")
 TEXTS = make_texts(60)
@@ -60,7 +60,7 @@ def train(expression: str, added: tuple[AddedToken, ...] = ()) -> str:
 
 
 def ignoring_merges(definition: str) -> str:
-    """The same with whole words in the vocabulary that no merge leads to."""
+    """The same, with whole words in the vocabulary that no merge produces."""
     tree = json.loads(definition)
     vocabulary = tree["model"]["vocab"]
     for word in ("Ġimport", "Ġself", "''''", "0123", "naÃ¯ve", "ĠĠĠĠĠĠĠ", "xyzzy", "qqq"):
@@ -76,7 +76,7 @@ def on_device(definition: str, slots: int = 1 << 16) -> DeviceTokenizer:
 def assert_exact(tokenizer: DeviceTokenizer, texts: list[str]) -> None:
     """Ids and offsets are those of the reference, document by document."""
     ragged = tokenizer.encode_batch(texts)
-    expected = tokenizer._host.encode_batch(texts)  # by `tokenizers`: it was given no other
+    expected = tokenizer._host.encode_batch(texts)  # `tokenizers`, since there is no `fast`
     assert [part.dtype for part in ragged] == [np.int32, np.int64]
     assert np.array_equal(ragged.offsets, expected.offsets)
     assert np.array_equal(ragged.ids, expected.ids)
@@ -124,7 +124,7 @@ def test_real_text(tokenizer, ignoring):
     assert not np.array_equal(tokenizer.encode_batch(words).ids, ignoring.encode_batch(words).ids)
 
 
-def test_documents_cut_anywhere_in_batches_of_any_size(definition):
+def test_any_documents_in_batches_of_any_size(definition):
     tokenizer = on_device(definition)
     rng = random.Random(0)
     text = "".join(SOURCES[:3])[:6000] + TEXTS[0] + "日本語🦊" * 20
@@ -135,7 +135,7 @@ def test_documents_cut_anywhere_in_batches_of_any_size(definition):
         assert_exact(tokenizer, parts)
 
 
-def test_slices_and_nothing(llama):
+def test_slices_and_empty_input(llama):
     array = pa.array(["before", *TEXTS[:3], "after"]).slice(1, 3)
     assert np.array_equal(llama.encode_batch(array).ids, llama.encode_batch(TEXTS[:3]).ids)
     for nothing in ([], [""], ["", ""]):
@@ -144,7 +144,7 @@ def test_slices_and_nothing(llama):
         assert offsets.tolist() == [0] * (len(nothing) + 1)
 
 
-def test_it_is_the_tokenizer_of_the_file(llama, llama_definition, tmp_path):
+def test_it_has_the_properties_of_the_file(llama, llama_definition, tmp_path):
     host = BPETokenizer("x", llama_definition)
     for name in ("spec", "vocab_size", "eos_token_id", "fingerprint"):
         assert getattr(llama, name) == getattr(host, name)
@@ -157,7 +157,7 @@ def test_it_is_the_tokenizer_of_the_file(llama, llama_definition, tmp_path):
     )
 
 
-def test_documents_are_closed(llama):
+def test_documents_end_with_the_end_of_text_token(llama):
     texts = ["", "one two", "", "<|endoftext|>", "three"]
     ids, offsets = close_documents(llama.encode(texts), llama.eos_token_id)
     rows = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets.tolist())]
@@ -166,19 +166,20 @@ def test_documents_are_closed(llama):
     assert close_documents(llama.encode([]), 0).offsets.tolist() == [0]
 
 
-def test_a_file_is_put_on_a_device_or_says_why_not(llama_definition, monkeypatch, caplog):
+def test_an_unsupported_tokenizer_is_refused_with_the_reason(llama_definition, monkeypatch):
     host = BPETokenizer("x", llama_definition)
     assert isinstance(put_on_device(host, "cpu"), DeviceTokenizer)
     monkeypatch.setattr(host, "same_ids", lambda text, ids: False)
-    assert put_on_device(host, "cpu") is host
-    assert "x: cpu gives other ids than tokenizers; not used" in caplog.text
+    with pytest.raises(UnsupportedTokenizerError, match="cpu and tokenizers disagree on x"):
+        put_on_device(host, "cpu")
     tree = json.loads(llama_definition) | {"normalizer": {"type": "NFC"}}
-    host = BPETokenizer("y", json.dumps(tree))
-    assert put_on_device(host, "cpu") is host
-    assert "y: is tokenised on the CPU: normalizer NFC is not done on a GPU" in caplog.text
+    with pytest.raises(UnsupportedTokenizerError, match="normalizer NFC is not supported"):
+        put_on_device(BPETokenizer("y", json.dumps(tree)), "cpu")
+    with pytest.raises(UnsupportedTokenizerError, match="tokenizer bytes is not supported"):
+        put_on_device(ByteTokenizer(), "cpu")
 
 
-# Tokens that begin like others, lie in others, hold blanks and parts of contractions.
+# Tokens that are prefixes or parts of others, or contain blanks or parts of contractions.
 RAW = ("<|a|>", "<|a|><|b|>", "<|b|>", "<|", "|>", "日本", "a b", "'s", "\n\n", "z")
 SOFT = ("<|", ">x", "b|", "本語", "  ", "z'", "aa", "🦊")
 
@@ -202,11 +203,11 @@ def with_added():
         max_size=6,
     )
 )
-def test_added_tokens_are_cut_first(with_added, texts):
+def test_added_tokens_are_found_before_words(with_added, texts):
     assert_exact(with_added, texts)
 
 
-def test_added_tokens_by_the_hundred(llama_definition):
+def test_hundreds_of_added_tokens(llama_definition):
     tree = json.loads(llama_definition)
     names = [f"<|reserved_special_token_{number}|>" for number in range(250)]
     plain = {"single_word": False, "lstrip": False, "rstrip": False}
@@ -232,7 +233,7 @@ def test_added_tokens_by_the_hundred(llama_definition):
         ({"added_tokens": {"single_word": True}}, "with single_word"),
     ],
 )
-def test_what_is_not_supported_is_named(change, complaint):
+def test_unsupported_parts_are_named(change, complaint):
     tree = json.loads(train(GPT2_PATTERN))
     for part, fields in change.items():
         if part == "added_tokens":
@@ -241,7 +242,7 @@ def test_what_is_not_supported_is_named(change, complaint):
             tree[part] = fields
         else:
             tree[part].update(fields)
-    with pytest.raises(UnsupportedTokenizerError, match=f"{complaint} is not done on a GPU"):
+    with pytest.raises(UnsupportedTokenizerError, match=f"{complaint} is not supported on a GPU"):
         on_device(json.dumps(tree))
 
 
@@ -254,7 +255,7 @@ def test_what_is_not_supported_is_named(change, complaint):
         ({}, True, "Split before ByteLevel with use_regex"),
     ],
 )
-def test_other_patterns_are_named(split, use_regex, complaint):
+def test_unsupported_patterns_are_named(split, use_regex, complaint):
     tree = json.loads(train(LLAMA3_PATTERN))
     first, second = tree["pre_tokenizer"]["pretokenizers"]
     first.update(split)
@@ -263,7 +264,7 @@ def test_other_patterns_are_named(split, use_regex, complaint):
         on_device(json.dumps(tree))
 
 
-def test_a_model_that_is_no_bpe_is_named():
+def test_a_model_other_than_bpe_is_named():
     tree = json.loads(train(GPT2_PATTERN))
     tree["model"] = {"type": "WordLevel", "vocab": {"<unk>": 1}, "unk_token": "<unk>"}
     with pytest.raises(UnsupportedTokenizerError, match="model WordLevel"):
@@ -281,7 +282,7 @@ def test_words_of_every_length(llama):
     assert_exact(llama, ["".join(LENGTHS)])
 
 
-def test_equal_hashes_of_different_words(monkeypatch, llama):
+def test_hash_collisions(monkeypatch, llama):
     def same(table, words):
         zero = torch.zeros_like(words.starts)
         return word_table.Keys(zero, zero - (1 << 56))
@@ -292,7 +293,7 @@ def test_equal_hashes_of_different_words(monkeypatch, llama):
     assert_exact(poor, [*reversed(LENGTHS), *TEXTS])
 
 
-def test_one_way_through_the_table(monkeypatch, llama):
+def test_every_word_probes_from_the_same_slot(monkeypatch, llama):
     monkeypatch.setattr(
         word_table.WordTable, "_home", lambda table, keys: torch.zeros_like(keys.low)
     )
@@ -306,7 +307,7 @@ def test_a_full_table_is_emptied(llama):
         assert small._words.words <= 32
 
 
-def test_a_table_whose_filling_failed_is_right_afterwards(monkeypatch, llama):
+def test_a_failed_insertion_leaves_a_valid_table(monkeypatch, llama):
     fresh = on_device(llama.reference().definition())
     encode = fresh._words._encode
 
@@ -324,14 +325,14 @@ def test_a_table_whose_filling_failed_is_right_afterwards(monkeypatch, llama):
     ("gigabytes", "batch", "slots"),
     [(139, 250 << 20, 1 << 24), (8, 14 << 20, 1 << 20), (0, 1, 1 << 16)],
 )
-def test_free_memory_decides_how_much_is_done_at_once(monkeypatch, gigabytes, batch, slots):
+def test_free_memory_decides_batch_and_table_size(monkeypatch, gigabytes, batch, slots):
     free = gigabytes * 10**9
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     assert device_tokenizer._batch_bytes(torch.device("cuda:1")) >= batch
     assert device_tokenizer._table_slots(torch.device("cuda:1")) == slots
 
 
-def test_too_little_memory_halves_the_batches(monkeypatch, llama, caplog):
+def test_running_out_of_memory_halves_the_batches(monkeypatch, llama, caplog):
     fresh = on_device(llama.reference().definition())
     encode, sizes = fresh._encode, []
 
@@ -346,6 +347,6 @@ def test_too_little_memory_halves_the_batches(monkeypatch, llama, caplog):
     with caplog.at_level("INFO"):
         assert_exact(fresh, texts)
     assert fresh.batch_bytes <= 3000
-    assert "batches are halved" in caplog.text
-    assert "too small for a document; it is tokenised on the CPU" in caplog.text
+    assert "halving the batch size" in caplog.text
+    assert "out of memory: tokenising a document on the CPU" in caplog.text
     assert isinstance(fresh.encode_batch(["a"]), Ragged)

@@ -1,8 +1,9 @@
-"""Text is cut exactly where the regex of `tokenizers` cuts it."""
+"""Text is split exactly where the regex of `tokenizers` splits it."""
 
 import numpy as np
 import pytest
 import torch
+from adversarial_text import PIECES, adversarial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex
@@ -13,44 +14,11 @@ from infini_model.data.tokenizers.gpu.pretokens import (
     GPT2_PATTERN,
     PADDING,
     PATTERNS,
-    Cutter,
-    Octets,
+    PreTokenizer,
+    TextBytes,
 )
 
 CPU = torch.device("cpu")
-# Where patterns decide: contractions in any case, ſ, digits of scripts, blanks, ends of lines.
-PIECES = ["'", "'s", "'S", "ſ", "l", "L", "r", "v", "e", "E", "t", "d", "a", "É", "ß", "ǅ", "ª"]
-PIECES += [
-    "1",
-    "22",
-    "٣",
-    "Ⅷ",
-    "½",
-    " ",
-    "  ",
-    "\n",
-    "\r",
-    "\t",
-    "\v",
-    "\u00a0",
-    "\u0085",
-    "\u2028",
-]
-PIECES += [
-    "\u3000",
-    "\u200b",
-    "\ufeff",
-    ".",
-    "!?",
-    "…",
-    "_",
-    "日",
-    "🦊",
-    "\u0301",
-    "\0",
-    "\U0010ffff",
-]
-adversarial = st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(max_size=12)
 
 
 @pytest.fixture(scope="module", params=PATTERNS, ids=["gpt2", "llama3", "qwen"])
@@ -58,45 +26,45 @@ def pattern(request):
     return request.param
 
 
-def cut(expression: str, texts: list[str]) -> list[list[int]]:
-    """Where the pieces of each document begin, in bytes of the document."""
+def split(expression: str, texts: list[str]) -> list[list[int]]:
+    """Where the pieces of each document start, in bytes of the document."""
     data = "".join(texts).encode()
     padded = np.zeros(-(-len(data) // 8) * 8 + PADDING, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     bounds = np.cumsum([0, *(len(text.encode()) for text in texts)])
-    cutter = Cutter(PATTERNS[expression], CPU)
-    text = Octets(torch.from_numpy(padded), len(data))
-    starts = cutter.cut(text, torch.from_numpy(bounds[:-1])).numpy()
+    pre_tokenizer = PreTokenizer(PATTERNS[expression], CPU)
+    text = TextBytes(torch.from_numpy(padded), len(data))
+    starts = pre_tokenizer.split(text, torch.from_numpy(bounds[:-1])).numpy()
     rows = np.split(starts, np.searchsorted(starts, bounds[1:-1]))
     return [(row - first).tolist() for row, first in zip(rows, bounds, strict=False)]
 
 
 def reference(expression: str, text: str) -> list[int]:
-    """The same by the regex."""
+    """The same with the regex."""
     pieces = Split(Regex(expression), "isolated").pre_tokenize_str(text)
     return np.cumsum([0, *(len(piece.encode()) for piece, _ in pieces)])[:-1].tolist()
 
 
 @settings(max_examples=80, deadline=None)
 @given(texts=st.lists(adversarial, min_size=1, max_size=12))
-def test_cuts_are_those_of_the_regex(pattern, texts):
-    assert cut(pattern, texts) == [reference(pattern, text) for text in texts]
+def test_splits_are_those_of_the_regex(pattern, texts):
+    assert split(pattern, texts) == [reference(pattern, text) for text in texts]
 
 
-def test_all_short_strings_of_one_character_a_class_are_cut_alike(pattern):
+def test_all_short_strings_with_one_character_per_class(pattern):
     letters = ["a", "1", " ", "\t", "\n", "!", "'", "s"]
     texts = [""]
     for _ in range(5):
         texts += [text + letter for text in texts[-(8 ** len(texts[-1])) :] for letter in letters]
     joined = "|x\nx|".join(texts)
     assert len(texts) == sum(8**length for length in range(6))
-    assert cut(pattern, [joined]) == [reference(pattern, joined)]
+    assert split(pattern, [joined]) == [reference(pattern, joined)]
 
 
 @pytest.mark.parametrize("expression", [GPT2_PATTERN, LLAMA3_PATTERN], ids=["gpt2", "llama3"])
-def test_every_code_point_is_of_the_right_class(expression):
+def test_every_code_point_has_the_right_class(expression):
     planes = [*range(0xD800), *range(0xE000, 0x20000)]
-    # Above lie ideographs and what is not assigned: where ranges may end, and others.
+    # Above are ideographs and unassigned code points: where ranges may end, and a sample.
     ends = [p + d for p in range(0x20000, 0x110000, 0x1000) for d in (-1, 0, 1)]
     points = sorted({*planes, *ends, *range(0x20000, 0x110000, 997)})
     block = 1 << 14
@@ -105,7 +73,7 @@ def test_every_code_point_is_of_the_right_class(expression):
         "|x|".join(context.format(chr(point)) for point in points[start : start + block])
         for start in range(0, len(points), block)
     ]
-    for text, starts in zip(texts, cut(expression, texts), strict=True):
+    for text, starts in zip(texts, split(expression, texts), strict=True):
         assert starts == reference(expression, text)
 
 
@@ -113,13 +81,13 @@ def test_the_pattern_of_gpt2_is_that_of_byte_level():
     text = "".join(PIECES) + " ".join(PIECES) + "\n".join(reversed(PIECES)) + "  "
     pieces = ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
     assert [len(piece) for piece, _ in pieces] == np.diff(
-        [*cut(GPT2_PATTERN, [text])[0], len(text.encode())]
+        [*split(GPT2_PATTERN, [text])[0], len(text.encode())]
     ).tolist()
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(alphabet=[*"a1! '\n", "é", "🦊"], max_size=30), st.data())
-def test_ends_of_documents_are_ends(pattern, text, data):
+def test_documents_are_split_independently(pattern, text, data):
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     parts = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
-    assert cut(pattern, parts) == [reference(pattern, part) for part in parts]
+    assert split(pattern, parts) == [reference(pattern, part) for part in parts]

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Train on one node or several, one launcher a node:
+# Train on one or more nodes, with one launcher per node:
 #   PREFECT_API_URL=http://login-node:4200/api sbatch --nodes=2 deployments/work-pools/slurm.sh \
 #       train --preset production run.name=first
-# or keep a worker of a process work pool up for as long as the job lasts:
+# or run a worker of a process work pool for as long as the job lasts:
 #   PREFECT_API_URL=… sbatch --nodes=1 deployments/work-pools/slurm.sh worker POOL
-# Submit it from the checkout, on a file system that all nodes share. Options of sbatch come before
-# what is written here: partition, account, time, and other numbers of GPUs and cores.
+# Submit it from the checkout, on a file system that all nodes share. Options given to sbatch override
+# those below: partition, account, time, numbers of GPUs and cores.
 #SBATCH --job-name=infini
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
-# A job that is preempted starts again, and goes on from the newest checkpoint; one whose time is
-# over is submitted again by hand and does the same.
+# A preempted job is requeued and resumes from the newest checkpoint. A job that reached its time limit
+# does the same once you submit it again.
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# The launchers hear of it in time: to end a step and write a checkpoint takes a minute.
+# Signal the launchers early enough to finish a step and write a checkpoint, which takes a minute.
 #SBATCH --signal=TERM@120
 set -euo pipefail
 
-# A server for each node would have them write one database over a network file system.
-: "${PREFECT_API_URL:?names no Prefect server that the nodes reach}"
+# With one server per node, all of them would write to one database over a network file system.
+: "${PREFECT_API_URL:?must name a Prefect server that the nodes can reach}"
 cd "$SLURM_SUBMIT_DIR"
 source .venv/bin/activate
 
@@ -32,17 +32,17 @@ shift
 
 options=(launch.gpus=all)
 if ((SLURM_NNODES > 1)); then
-    # All launchers must name one run: let run.name stand among the options.
+    # All launchers must name the same run, so run.name has to be given.
     [[ " $* " == *" run.name="* ]] || { echo "several nodes need run.name=…" >&2; exit 2; }
     master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    # Jobs that share a node differ in their number, and so in the port.
+    # Jobs that share a node have different IDs, and therefore different ports.
     options+=(
         "launch.num_nodes=$SLURM_NNODES"
         "launch.rdzv_endpoint=$master:$((20000 + SLURM_JOB_ID % 10000))"
     )
 fi
 
-# Only srun knows which node it is on, so node_rank is filled in by the shell that it starts.
+# Only the shell that srun starts knows its node, so it sets node_rank.
 # shellcheck disable=SC2016
 exec srun --kill-on-bad-exit=1 bash -c '
     rank=()

@@ -17,6 +17,7 @@ from pathlib import Path
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import DataError, NonFiniteError, UserError
 from infini_model.runtime.processes import die_with_parent
+from infini_model.runtime.stage_protocol import rate_limited, write_progress
 from infini_model.training import AGENT
 from infini_model.training.callbacks import heartbeat
 from infini_model.training.launch.failures import (
@@ -36,6 +37,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="YAML or JSON file of settings")
     parser.add_argument("--dataset", type=Path, required=True, help="finished dataset folder")
     parser.add_argument("--run-dir", type=Path, required=True, help="run folder, made if missing")
+    parser.add_argument(
+        "--report-progress", action="store_true", help="print progress for the launcher on stdout"
+    )
     return parser.parse_args(argv)
 
 
@@ -91,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Here, so that a mistake in the settings is told at once: torch takes seconds to load.
         from infini_model.training.loop import train
 
-        outcome = train(config, arguments.dataset, arguments.run_dir)
+        report = rate_limited(write_progress) if arguments.report_progress else None
+        outcome = train(config, arguments.dataset, arguments.run_dir, report_progress=report)
     except Exception as error:  # noqa: BLE001 - the one place where every failure is told
         kind, status = _kind_of(error)
         message = str(error) or type(error).__name__

@@ -27,6 +27,7 @@ from infini_model.data.loading.loader import Batch, Loader, open_windows, valida
 from infini_model.data.manifest import read_manifest
 from infini_model.runtime.errors import NonFiniteError, UserError
 from infini_model.runtime.runs import record_last_step
+from infini_model.runtime.stage_protocol import OnProgress
 from infini_model.runtime.storage import lock
 from infini_model.training.callbacks import heartbeat
 from infini_model.training.callbacks.diagnostics import (
@@ -85,10 +86,13 @@ class Outcome:
     stopped_by: int | None
 
 
-def train(config: Config, dataset_dir: Path, run_dir: Path) -> Outcome:
+def train(
+    config: Config, dataset_dir: Path, run_dir: Path, *, report_progress: OnProgress | None = None
+) -> Outcome:
     """Train in this process and, under torchrun, in the others that it started.
 
-    Goes on from the newest complete checkpoint in `run_dir`, if there is one.
+    Goes on from the newest complete checkpoint in `run_dir`, if there is one. `report_progress` is
+    called on rank 0 after every step, with the step and the number of steps in all.
 
     Raises:
         UserError: The settings do not fit the dataset or the run, or a folder cannot be written.
@@ -102,6 +106,7 @@ def train(config: Config, dataset_dir: Path, run_dir: Path) -> Outcome:
         if config.launch.deterministic and world.device.type == "cuda":
             add_up_in_order()
         trainer = Trainer(config, dataset_dir, run_dir, world, stops)
+        trainer.report_progress = report_progress if world.is_main else None
         status: Status = "FAILED"
         try:
             outcome = trainer.run()
@@ -129,6 +134,8 @@ def _only_writer(run_dir: Path, world: World) -> Iterator[None]:
 
 class Trainer:
     """A training at one point of its way: the model, where it stands, and what it reads."""
+
+    report_progress: OnProgress | None = None
 
     def __init__(
         self, config: Config, dataset_dir: Path, run_dir: Path, world: World, stops: StopSignals
@@ -216,6 +223,8 @@ class Trainer:
                 break
             if not self._is_stopped():
                 self._take_step()
+                if self.report_progress is not None:
+                    self.report_progress(self.step, training.total_steps)
                 if self.step == self._began_at + 1:
                     self._writer.start(partial(self._copy.make_room, self.model, self.optimizer))
             if self.step % checkpoint.save_steps == 0 or self.step == training.total_steps:

@@ -17,6 +17,7 @@ from typing import IO
 from infini_model.config import Config, dump_config
 from infini_model.runtime import processes
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line
 from infini_model.runtime.storage import atomic_file, make_folder
 from infini_model.training.callbacks.heartbeat import Watch
 from infini_model.training.callbacks.mlflow_record import end_record
@@ -38,6 +39,7 @@ def launch(
     *,
     timeout_seconds: float | None = None,
     on_line: Callable[[str], None] = print,
+    on_progress: OnProgress = lambda _done, _total: None,
     stop: Callable[[], Exception | None] = lambda: None,
 ) -> None:
     """Train `config` on a dataset folder in `run_dir`, or go on from its newest checkpoint.
@@ -52,6 +54,8 @@ def launch(
         run_dir: The run folder; every node of a training on several sees the same one.
         timeout_seconds: After this long the training is told to save and end.
         on_line: Gets every line that any rank prints, `GPU<rank>:` in front, in this thread.
+        on_progress: Gets the steps taken and the steps in all, at most twice a second and after the
+            last step; on the first node only.
         stop: Asked ten times a second; what it returns is raised once a checkpoint is saved.
 
     Raises:
@@ -65,7 +69,7 @@ def launch(
     try:
         with reserve(config, run_dir, on_line=on_line, stop=stop) as gpus:
             settings = recovery.applied_to(config)
-            _run(settings, gpus, dataset_dir, run_dir, timeout_seconds, on_line, stop)
+            _run(settings, gpus, dataset_dir, run_dir, timeout_seconds, on_line, on_progress, stop)
     except BaseException as error:
         if isinstance(error, failures.TrainingFailure):
             learn(run_dir, error, config)
@@ -82,6 +86,7 @@ def _run(
     run_dir: Path,
     timeout_seconds: float | None,
     on_line: Callable[[str], None],
+    on_progress: OnProgress,
     stop: Callable[[], Exception | None],
 ) -> None:
     """Train with exactly these settings on these GPUs. Raises as `launch` does."""
@@ -94,16 +99,16 @@ def _run(
         temporary.write_text(dump_config(config), encoding="utf-8")
     failures.clear(run_dir)
     arguments = ["--config", settings, "--dataset", dataset_dir, "--run-dir", run_dir]
-    command = [*_command(config, count, run_dir), *map(str, arguments)]
+    command = [*_command(config, count, run_dir), *map(str, arguments), "--report-progress"]
     only = 0 if count * config.launch.num_nodes == 1 else None
     first = config.launch.node_rank * count
     watch = Watch(run_dir, range(first, first + count), config.launch.hang_timeout_seconds)
     oom_kills = processes.oom_kills()
-    with _RankLogs(logs, only, on_line) as rank_logs:
+    with _Output(logs, only, on_line, on_progress) as output:
         try:
             code = processes.run(
                 command,
-                on_line=rank_logs.write,
+                on_line=output.handle,
                 timeout_seconds=timeout_seconds,
                 grace_seconds=GRACE_SECONDS,
                 watch=watch,
@@ -163,25 +168,34 @@ def _command(config: Config, count: int, run_dir: Path) -> list[str]:
     ]
 
 
-class _RankLogs:
-    """Copies each line into the file of the rank that printed it, and hands it on."""
+class _Output:
+    """Reports progress; writes each log line to its rank's file and passes it to the caller."""
 
-    def __init__(self, folder: Path, only: int | None, on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        only: int | None,
+        on_line: Callable[[str], None],
+        on_progress: OnProgress,
+    ) -> None:
         self._folder = folder
-        self._on_line = on_line
+        self._on_line, self._on_progress = on_line, on_progress
         # What bears no rank's prefix: torchrun itself, or native code of the only rank.
         self._rest = "torchrun.log" if only is None else f"rank-{only}.log"
         self._files: dict[str, IO[str]] = {}
 
-    def __enter__(self) -> _RankLogs:
+    def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
             file.close()
 
-    def write(self, line: str) -> None:
-        """Record `line`, then give it to the caller."""
+    def handle(self, line: str) -> None:
+        """Pass on one line that was printed."""
+        if (message := parse_line(line)) and message.mark == PROGRESS:
+            self._on_progress(*message.body)
+            return
         prefix = PREFIX.match(line)
         name = f"rank-{prefix[1]}.log" if prefix else self._rest
         if name not in self._files:

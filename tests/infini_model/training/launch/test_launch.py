@@ -187,6 +187,31 @@ def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_p
         assert all(line.startswith(f"GPU{rank}:") for line in lines)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_progress_arrives_to_the_last_step_and_no_log_shows_it(
+    dataset, make_config, tmp_path, processes
+):
+    run_dir, progress, lines = tmp_path / "run", [], []
+    config = make_config(training={"batch_size": 8 // processes}, launch={"processes": processes})
+    report = lambda *counts: progress.append(counts)  # noqa: E731
+    launch(config, dataset, run_dir, on_line=lines.append, on_progress=report)
+    assert progress[-1] == (12, 12)
+    assert len(progress) > 1
+    assert progress == sorted(set(progress))
+    assert any("Step [12/12]" in line for line in lines)
+    logs = [path.read_text() for path in (run_dir / "logs").glob("*.log")]
+    assert len(logs) >= processes
+    assert not any("::" in line for line in [*lines, *"".join(logs).splitlines()])
+
+
+def test_a_training_started_by_hand_prints_no_progress(make_config, tmp_path, start):
+    process = start(["-m", "infini_model.training"], make_config(), tmp_path / "run")
+    output, _ = process.communicate()
+    assert "Step [12/12]" in output
+    assert "::" not in output
+
+
 @pytest.mark.story
 def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"

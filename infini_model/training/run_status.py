@@ -10,8 +10,8 @@ from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import Owner, is_finished, last_step, owner_of, run_holder
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
-from infini_model.training.launch.devices import waiting_note
 from infini_model.training.launch.recovery import read_recovery
+from infini_model.training.launch.reservation import waiting_note
 
 # Both may be continued; a failed one ended with an error of its own.
 RESUMABLE = ("interrupted", "failed")

@@ -22,8 +22,9 @@ from infini_model.runtime.storage import atomic_file, make_folder
 from infini_model.training.callbacks.heartbeat import Watch
 from infini_model.training.callbacks.mlflow_record import end_record
 from infini_model.training.launch import failures
-from infini_model.training.launch.devices import Gpu, reserve
+from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.recovery import learn, read_recovery
+from infini_model.training.launch.reservation import reserve
 
 # For a step to end and a checkpoint to be written after SIGTERM, before SIGKILL.
 GRACE_SECONDS = 60.0

@@ -9,9 +9,9 @@ import pytest
 from infini_model.config import load_config
 from infini_model.runtime.runs import Owner, claim_run, record_evaluation
 from infini_model.runtime.storage import make_folder, write_json
-from infini_model.training.launch.devices import waiting_note
 from infini_model.training.launch.failures import Crashed, Preempted, TrainingFailure
 from infini_model.training.launch.recovery import learn
+from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.run_status import list_runs, read_status, saved_step
 
 OWNER = Owner("f1", "http://localhost/runs/flow-run/f1")

@@ -19,7 +19,7 @@ from infini_model.runtime.errors import DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.launch.devices import choose_gpus, waiting_note
+from infini_model.training.launch.devices import choose_gpus
 from infini_model.training.launch.failures import (
     Crashed,
     Hung,
@@ -30,6 +30,7 @@ from infini_model.training.launch.failures import (
     explain,
 )
 from infini_model.training.launch.launcher import launch
+from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.loop import train
 
 LAUNCH = """

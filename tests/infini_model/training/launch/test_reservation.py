@@ -6,8 +6,9 @@ import pytest
 
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import DeviceError
-from infini_model.training.launch import devices
-from infini_model.training.launch.devices import Gpu, reserve, waiting_note
+from infini_model.training.launch import devices, reservation
+from infini_model.training.launch.devices import Gpu
+from infini_model.training.launch.reservation import reserve, waiting_note
 
 GPUS = [
     Gpu(str(number), "NVIDIA H200", 140 << 30, 141 << 30, 0, f"GPU-{number}") for number in range(3)
@@ -18,7 +19,7 @@ GPUS = [
 def _three_gpus(monkeypatch):
     monkeypatch.setattr(devices, "list_gpus", lambda: GPUS)
     monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
-    monkeypatch.setattr(devices, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(reservation, "POLL_SECONDS", 0.01)
 
 
 @pytest.fixture

@@ -5,10 +5,17 @@ Read from the driver through NVML, without starting CUDA; from torch where NVML 
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from infini_model.runtime.errors import DeviceError
+
+# Environment variable: the physical numbers of the GPUs of this machine's ranks, by local rank,
+# separated by commas; empty on the CPU.
+GPU_NUMBERS = "INFINI_GPU_NUMBERS"
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,7 @@ class Gpu:
 
     Attributes:
         identifier: What CUDA_VISIBLE_DEVICES calls it: its number in PCI order, or its UUID.
+        number: Its physical number: the one in PCI order, also of the GPU that a MIG slice is on.
         name: The maker's name for it.
         free_bytes: Memory that no process holds.
         total_bytes: Memory in all.
@@ -25,6 +33,7 @@ class Gpu:
     """
 
     identifier: str
+    number: int
     name: str
     free_bytes: int
     total_bytes: int
@@ -91,6 +100,7 @@ def _ask_nvml_about(identifier: str, count: int) -> Gpu:
             handle = pynvml.nvmlDeviceGetHandleByIndex(int(identifier))
         else:
             handle = pynvml.nvmlDeviceGetHandleByUUID(identifier)
+        number = _physical_number(handle)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         name, uuid = (
             str(get(handle)) for get in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID)
@@ -104,7 +114,16 @@ def _ask_nvml_about(identifier: str, count: int) -> Gpu:
     except pynvml.NVMLError:
         # A slice of a GPU (MIG) does not say.
         busy = 0
-    return Gpu(identifier, name, int(memory.free), int(memory.total), busy, uuid)
+    return Gpu(identifier, number, name, int(memory.free), int(memory.total), busy, uuid)
+
+
+def _physical_number(handle: Any) -> int:
+    import pynvml
+
+    # Fails for a whole GPU.
+    with contextlib.suppress(pynvml.NVMLError):
+        handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    return int(pynvml.nvmlDeviceGetIndex(handle))
 
 
 def _ask_torch(visible: list[str] | None) -> list[Gpu]:
@@ -114,8 +133,9 @@ def _ask_torch(visible: list[str] | None) -> list[Gpu]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         identifier = str(index) if visible is None else visible[index]
+        number = int(identifier) if identifier.isdecimal() else index
         about = torch.cuda.get_device_properties(index)
-        found.append(Gpu(identifier, about.name, free, total, 0, f"GPU-{about.uuid}"))
+        found.append(Gpu(identifier, number, about.name, free, total, 0, f"GPU-{about.uuid}"))
     return found
 
 
@@ -185,3 +205,31 @@ def first_device(gpus: str) -> str:
         return "cpu"
     visible = [gpu.identifier for gpu in list_gpus()]
     return f"cuda:{visible.index(chosen[0].identifier)}"
+
+
+def gpu_numbers(gpus: Iterable[Gpu]) -> str:
+    """The value of `GPU_NUMBERS` for ranks on these GPUs, one each."""
+    return ",".join(str(gpu.number) for gpu in gpus)
+
+
+def number_visible_gpus(gpus: str) -> None:
+    """Set `GPU_NUMBERS` for a rank of `launch.gpus` that the launcher did not start.
+
+    Such a rank uses the visible GPU of its local number.
+    """
+    if GPU_NUMBERS in os.environ:
+        return
+    visible: list[Gpu] = []
+    # The numbers are for messages alone: CUDA reports a device that does not exist.
+    with contextlib.suppress(DeviceError):
+        visible = [] if gpus == "cpu" else list_gpus()
+    os.environ[GPU_NUMBERS] = gpu_numbers(visible) if visible and torch_cuda() else ""
+
+
+def physical_gpu(local_rank: int) -> int | None:
+    """The physical number of the GPU of a rank on this machine; None on the CPU, or if not known.
+
+    Known to ranks that the launcher or torchrun started.
+    """
+    numbers = [int(part) for part in os.environ.get(GPU_NUMBERS, "").split(",") if part]
+    return numbers[local_rank] if local_rank < len(numbers) else None

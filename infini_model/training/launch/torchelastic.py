@@ -24,7 +24,8 @@ from typing import ClassVar
 from torch.distributed.elastic import multiprocessing
 
 from infini_model.runtime.processes import STOPS
-from infini_model.training.launch.failures import EXIT_NON_FINITE, save_exit_codes
+from infini_model.training.launch.devices import physical_gpu
+from infini_model.training.launch.failures import EXIT_NON_FINITE, Exit, save_exits
 
 # From the end of one rank to SIGKILL for the others, which may be stuck waiting for it; but where
 # all end for the same reason, they may have a checkpoint or a report to write.
@@ -56,10 +57,13 @@ class Ranks(multiprocessing.SubprocessContext):
     def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:  # noqa: ARG002
         """End those that still run, as torchrun asks when the first has failed, and again later."""
         if self._patience is None:
-            codes = {int(self.envs[i]["RANK"]): end.exitcode for i, end in self._failures.items()}
-            if codes:
-                save_exit_codes(self.run_dir, codes)
-            together = bool(codes) and TOGETHER.issuperset(codes.values())
+            exits = [
+                Exit(int(self.envs[local_rank]["RANK"]), physical_gpu(local_rank), end.exitcode)
+                for local_rank, end in self._failures.items()
+            ]
+            if exits:
+                save_exits(self.run_dir, exits)
+            together = bool(exits) and TOGETHER.issuperset(end.code for end in exits)
             self._patience = SAVE_SECONDS if together else DEATH_SECONDS
         super()._close(death_sig, self._patience)
 

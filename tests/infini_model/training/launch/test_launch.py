@@ -1,5 +1,6 @@
 """Trainings in processes of their own, started as users start them and killed as life does."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -19,7 +20,8 @@ from infini_model.runtime.errors import DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.launch.devices import choose_gpus
+from infini_model.training.launch import launcher
+from infini_model.training.launch.devices import Gpu, choose_gpus
 from infini_model.training.launch.failures import (
     Crashed,
     Hung,
@@ -55,7 +57,7 @@ import sys
 if "infini_model.training" in sys.orig_argv and not {{
     "infini_model.runtime.processes", "infini_model.training.launch.agent"
 }} & set(sys.orig_argv):
-    import time, torch
+    import os, time, torch
     def fault(batch, loss):
         {fault}
     def hook(module, args, output):
@@ -95,11 +97,11 @@ def rank_of(run_dir, number):
 class Once:
     """Does something as soon as a line with `text` is printed, and notes when."""
 
-    def __init__(self, text, act):
-        self.text, self.act, self.at = text, act, None
+    def __init__(self, text, act, prefix=""):
+        self.text, self.act, self.prefix, self.at = text, act, prefix, None
 
     def __call__(self, line):
-        if self.text in line and self.at is None:
+        if self.at is None and self.text in line and line.startswith(self.prefix):
             self.act()
             self.at = time.monotonic()
 
@@ -172,37 +174,61 @@ def test_sigterm_to_a_rank_saves_and_exits_143(make_config, tmp_path, start):
     assert last < 150
 
 
+@pytest.fixture
+def gpus_5_and_3(monkeypatch):
+    """Have the launcher believe that it has reserved two GPUs; the ranks train on the CPU."""
+
+    @contextlib.contextmanager
+    def reserve(config, run_dir, **hooks):
+        yield [Gpu(str(n), n, "NVIDIA H200", 0, 0, 0, f"GPU-{n}") for n in (5, 3)]
+
+    monkeypatch.setattr(launcher, "reserve", reserve)
+
+
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_path):
+def test_a_killed_rank_ends_all_and_is_named_with_its_gpu(
+    dataset, make_config, tmp_path, gpus_5_and_3
+):
     run_dir = tmp_path / "run"
     kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill())
-    with pytest.raises(Crashed, match="killed by SIGKILL") as caught:
+    with pytest.raises(Crashed) as caught:
         launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     assert kill.seconds < 10
-    assert caught.value.rank == 1
+    assert str(caught.value) == "training failed: crash on rank 1 (GPU 3): killed by SIGKILL"
     assert not caught.value.is_final
     assert not trainers(run_dir)
-    for rank in (0, 1):
+    for rank, gpu in enumerate((5, 3)):
         lines = (run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
-        assert any(f"[GPU {rank}] Step [2/5000]" in line for line in lines)
-        assert all(line.startswith(f"GPU{rank}:") for line in lines)
+        assert any("Step [2/5000]" in line for line in lines)
+        assert all(line.startswith(f"GPU{gpu}:") for line in lines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_progress_arrives_to_the_last_step_and_no_log_shows_it(
-    dataset, make_config, tmp_path, processes
+def test_a_rank_that_fails_is_named_with_its_gpu(
+    dataset, make_config, tmp_path, faulty, gpus_5_and_3
 ):
+    faulty("if os.environ['RANK'] == '1': raise torch.OutOfMemoryError('CUDA out of memory')")
+    lines = []
+    with pytest.raises(OutOfMemory) as caught:
+        launch(make_config(**PAIR), dataset, tmp_path / "run", on_line=lines.append)
+    assert (
+        str(caught.value) == "training failed: out of memory on rank 1 (GPU 3): CUDA out of memory"
+    )
+    assert any(line.startswith("GPU3:ERROR | ") for line in lines)
+
+
+@pytest.mark.slow
+def test_progress_arrives_to_the_last_step_and_no_log_shows_it(dataset, make_config, tmp_path):
     run_dir, progress, lines = tmp_path / "run", [], []
-    config = make_config(training={"batch_size": 8 // processes}, launch={"processes": processes})
+    config = make_config(training={"batch_size": 4}, launch={"processes": 2})
     report = lambda *counts: progress.append(counts)  # noqa: E731
     launch(config, dataset, run_dir, on_line=lines.append, on_progress=report)
     assert progress[-1] == (12, 12)
     assert len(progress) > 1
     assert progress == sorted(set(progress))
     assert any("Step [12/12]" in line for line in lines)
-    logs = [path.read_text() for path in (run_dir / "logs").glob("*.log")]
-    assert len(logs) >= processes
+    logs = [(run_dir / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert all("Step [12/12]" in log for log in logs)
     assert not any("::" in line for line in [*lines, *"".join(logs).splitlines()])
 
 
@@ -305,7 +331,7 @@ def test_a_preempted_training_is_told_as_such(dataset, make_config, tmp_path):
             for process in ranks(run_dir):
                 process.terminate()
 
-    with pytest.raises(Preempted, match=r"step \d+ is saved"):
+    with pytest.raises(Preempted, match=r"^training stopped: preempted: .*step \d+ is saved$"):
         launch(make_config(**LONGER), dataset, run_dir, on_line=preempt)
 
 
@@ -463,7 +489,7 @@ def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
 @pytest.mark.story
 def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
     run_dir = tmp_path / "run"
-    kill = Once("GPU0:INFO | [GPU 0] Step [20/", lambda: rank_of(run_dir, 1).kill())
+    kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill(), prefix="GPU0:")
     ends = two_nodes(run_dir, kill, **LONGER)
     assert kill.seconds < 10
     assert all(isinstance(end, Crashed) for end in ends)

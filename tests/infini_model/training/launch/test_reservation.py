@@ -11,7 +11,8 @@ from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.reservation import reserve, waiting_note
 
 GPUS = [
-    Gpu(str(number), "NVIDIA H200", 140 << 30, 141 << 30, 0, f"GPU-{number}") for number in range(3)
+    Gpu(str(number), number, "NVIDIA H200", 140 << 30, 141 << 30, 0, f"GPU-{number}")
+    for number in range(3)
 ]
 
 

@@ -77,7 +77,7 @@ def _visible() -> list[str] | None:
     return identifiers[: identifiers.index("-1")] if "-1" in identifiers else identifiers
 
 
-def _ask_nvml(visible: list[str] | None) -> list[Gpu]:
+def _list_with_nvml(visible: list[str] | None) -> list[Gpu]:
     import pynvml
 
     try:
@@ -87,12 +87,12 @@ def _ask_nvml(visible: list[str] | None) -> list[Gpu]:
     try:
         count = pynvml.nvmlDeviceGetCount()
         identifiers = [str(i) for i in range(count)] if visible is None else visible
-        return [_ask_nvml_about(identifier, count) for identifier in identifiers]
+        return [_query_nvml(identifier, count) for identifier in identifiers]
     finally:
         pynvml.nvmlShutdown()
 
 
-def _ask_nvml_about(identifier: str, count: int) -> Gpu:
+def _query_nvml(identifier: str, count: int) -> Gpu:
     import pynvml
 
     try:
@@ -126,7 +126,7 @@ def _physical_number(handle: Any) -> int:
     return int(pynvml.nvmlDeviceGetIndex(handle))
 
 
-def _ask_torch(visible: list[str] | None) -> list[Gpu]:
+def _list_with_torch(visible: list[str] | None) -> list[Gpu]:
     import torch
 
     found = []
@@ -148,9 +148,9 @@ def list_gpus() -> list[Gpu]:
     if visible == []:
         return []
     try:
-        found = _ask_nvml(visible)
+        found = _list_with_nvml(visible)
     except ImportError:
-        found = _ask_torch(visible)
+        found = _list_with_torch(visible)
     return found
 
 

@@ -67,7 +67,7 @@ class Crashed(TrainingFailure):
     """An error of the program or a signal; the newest checkpoint can be resumed."""
 
 
-class NonFinite(TrainingFailure):
+class NonFiniteFailure(TrainingFailure):
     """The loss or a gradient was NaN or infinite; the newest checkpoint is from before it.
 
     `consumed` counts the windows read before the global batch that did it, None if none did.
@@ -106,16 +106,16 @@ class TimedOut(TrainingFailure):
 
 _TYPES: dict[Kind, type[TrainingFailure]] = {
     failure.kind: failure
-    for failure in (Crashed, NonFinite, Preempted, OutOfMemory, Hung, TimedOut)
+    for failure in (Crashed, NonFiniteFailure, Preempted, OutOfMemory, Hung, TimedOut)
 }
-_MENDABLE: dict[Kind, type[UserError]] = {"user error": UserError, "data": DataError}
+_USER_ERRORS: dict[Kind, type[UserError]] = {"user error": UserError, "data": DataError}
 
 
 @dataclass(frozen=True)
 class Report:
     """How one rank failed, on which physical GPU (None on the CPU), and when.
 
-    `consumed` is that of `NonFinite`.
+    `consumed` is that of `NonFiniteFailure`.
     """
 
     kind: Kind
@@ -200,10 +200,10 @@ def explain(
     )
     if cause is None:
         return _explain_code(exit_code, by_kernel)
-    if cause.kind in _MENDABLE:
-        return _MENDABLE[cause.kind](cause.message)
+    if cause.kind in _USER_ERRORS:
+        return _USER_ERRORS[cause.kind](cause.message)
     failure = _TYPES[cause.kind](cause.message, cause.rank, cause.gpu)
-    if isinstance(failure, NonFinite):
+    if isinstance(failure, NonFiniteFailure):
         failure.consumed = cause.consumed
     return failure
 

@@ -23,7 +23,7 @@ from infini_model.training.callbacks.heartbeat import Watch
 from infini_model.training.callbacks.mlflow_record import end_record
 from infini_model.training.launch import failures
 from infini_model.training.launch.devices import GPU_NUMBERS, Gpu, gpu_numbers
-from infini_model.training.launch.recovery import learn, read_recovery
+from infini_model.training.launch.recovery import read_recovery, record_failure
 from infini_model.training.launch.reservation import reserve
 
 # From SIGTERM to SIGKILL: time to end the step and to write a checkpoint.
@@ -74,7 +74,7 @@ def launch(
                 _run(settings, ranks, dataset_dir, run_dir, timeout_seconds, output.handle, stop)
     except BaseException as error:
         if isinstance(error, failures.TrainingFailure):
-            learn(run_dir, error, config)
+            record_failure(run_dir, error, config)
         # A rank that was killed could not report its end to MLflow.
         stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
         end_record(run_dir, "KILLED" if stopped else "FAILED")

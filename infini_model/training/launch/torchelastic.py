@@ -31,7 +31,7 @@ from infini_model.training.launch.failures import EXIT_NON_FINITE, Exit, save_ex
 # all end for the same reason, they may have a checkpoint or a report to write.
 DEATH_SECONDS = 5
 SAVE_SECONDS = 50
-TOGETHER = frozenset({EXIT_NON_FINITE, *(128 + number for number in STOPS)})
+COORDINATED_EXITS = frozenset({EXIT_NON_FINITE, *(128 + number for number in STOPS)})
 
 
 class Ranks(multiprocessing.SubprocessContext):
@@ -39,14 +39,14 @@ class Ranks(multiprocessing.SubprocessContext):
 
     run_dir: ClassVar[Path]
     stopped_by: ClassVar[int | None] = None
-    _patience: int | None = None
+    _close_seconds: int | None = None
 
     def _start(self) -> None:
         for number in STOPS:
-            signal.signal(number, self._pass_on)
+            signal.signal(number, self._forward)
         super()._start()  # type: ignore[no-untyped-call]
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
         Ranks.stopped_by = number
         if not self.subprocess_handlers:
             # Some are being started and have nothing to save; they die with this process.
@@ -56,16 +56,16 @@ class Ranks(multiprocessing.SubprocessContext):
 
     def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:  # noqa: ARG002
         """End those that still run, as torchrun asks when the first has failed, and again later."""
-        if self._patience is None:
+        if self._close_seconds is None:
             exits = [
                 Exit(int(self.envs[local_rank]["RANK"]), physical_gpu(local_rank), end.exitcode)
                 for local_rank, end in self._failures.items()
             ]
             if exits:
                 save_exits(self.run_dir, exits)
-            together = bool(exits) and TOGETHER.issuperset(end.code for end in exits)
-            self._patience = SAVE_SECONDS if together else DEATH_SECONDS
-        super()._close(death_sig, self._patience)
+            coordinated = bool(exits) and COORDINATED_EXITS.issuperset(end.code for end in exits)
+            self._close_seconds = SAVE_SECONDS if coordinated else DEATH_SECONDS
+        super()._close(death_sig, self._close_seconds)
 
 
 def install(run_dir: Path) -> None:

@@ -25,7 +25,7 @@ from infini_model.training.launch.devices import Gpu, choose_gpus
 from infini_model.training.launch.failures import (
     Crashed,
     Hung,
-    NonFinite,
+    NonFiniteFailure,
     OutOfMemory,
     Preempted,
     TimedOut,
@@ -342,7 +342,7 @@ def test_numbers_that_are_not_finite_are_told_as_such(make_config, tmp_path, sta
     assert process.returncode == 3
     assert len(errors.splitlines()) == 1
     failure = explain(tmp_path / "run", 3)
-    assert isinstance(failure, NonFinite)
+    assert isinstance(failure, NonFiniteFailure)
     assert failure.rank == 0
     assert "the step was not taken" in str(failure)
 
@@ -398,7 +398,7 @@ def test_a_batch_that_is_not_finite_is_passed_over_as_if_it_had_never_been_there
     culprit = sum_of_ids(config, dataset, consumed)
     faulty(f"return loss * float('nan') if batch.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
-    with pytest.raises(NonFinite, match="step 7") as caught:
+    with pytest.raises(NonFiniteFailure, match="step 7") as caught:
         launch(config, dataset, run_dir, on_line=lambda _: None)
     assert caught.value.consumed == consumed
     assert not caught.value.is_final

@@ -30,9 +30,9 @@ from typing import Any
 from benchmarks.report import Cell, Ratio, publish, spread, take_turns
 from flows.presets import configure
 from flows.serving.services import HOST, free_port, served_url
-from infini_model.__main__ import RESULT
 from infini_model.config import Config, dump_config
 from infini_model.runtime.claims import claim_run
+from infini_model.runtime.stage_protocol import RESULT
 
 STAGES, UP, ALONE, SUBMISSION = "stages", "infini run, server up", "infini run alone", "submission"
 # Seconds on top of the stages, and of a submission, at most.

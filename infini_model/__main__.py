@@ -1,15 +1,13 @@
 """The stages without Prefect: `python -m infini_model STAGE --config FILE …`.
 
-STAGE is download, plan, shard or evaluate (training is `python -m infini_model.training`). It tells
-its story on stdout, one line a message: `::progress [DONE, TOTAL]`, then `::result {…}` or
-`::error {…}`; any other line is a log. The exit status is 0, 2 after an error that the user can
-mend, 1 with a traceback after any other.
+STAGE is download, plan, shard or evaluate (training is `python -m infini_model.training`). It
+reports progress and the result on stdout (see `infini_model.runtime.stage_protocol`). Exit status:
+0 on success, 2 after an error that the user can fix, 1 with a traceback after any other.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -18,23 +16,14 @@ from typing import Any
 
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import UserError
-
-PROGRESS, RESULT, ERROR = "::progress", "::result", "::error"
-
-
-def _tell(mark: str, body: Any) -> None:
-    print(mark, json.dumps(body), flush=True)
-
-
-def _progress(done: int, total: int) -> None:
-    _tell(PROGRESS, [done, total])
+from infini_model.runtime.stage_protocol import ERROR, RESULT, write_message, write_progress
 
 
 def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.manifest import write_record
     from infini_model.data.sources.download import download
 
-    corpus = download(config.data, config.run.output_dir, progress=_progress)
+    corpus = download(config.data, config.run.output_dir, progress=write_progress)
     path = config.run.datasets_dir / ".corpora" / f"corpus-{corpus.fingerprint[:16]}.json"
     write_record(path, corpus)
     counts = corpus.model_dump(include={"documents", "bytes", "skipped", "fingerprint"})
@@ -60,7 +49,7 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
         config.data,
         config.run.output_dir,
         datasets_dir=config.run.datasets_dir,
-        progress=_progress,
+        progress=write_progress,
     )
     folder = (config.run.datasets_dir / manifest.folder_name).resolve()
     return {"folder": str(folder), "key": manifest.key}
@@ -70,7 +59,7 @@ def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.evaluation.report import evaluate_run
     from infini_model.evaluation.tracking import log_evaluation
 
-    result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=_progress)
+    result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)
     log_evaluation(arguments.run_dir, arguments.dataset, config, result)
     return result.model_dump(mode="json")
 
@@ -88,23 +77,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m infini_model", description=__doc__)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--config", type=Path, required=True, help="YAML or JSON configuration")
-    parser.add_argument("--corpus", type=Path, help="plan, shard: file that download wrote")
+    parser.add_argument("--corpus", type=Path, help="plan, shard: file written by download")
     parser.add_argument("--dataset", type=Path, help="evaluate: dataset folder")
     parser.add_argument("--run-dir", type=Path, help="evaluate: run folder")
     arguments = parser.parse_args()
     try:
         config = load_config(file=arguments.config)
         logging.basicConfig(format="%(message)s", stream=sys.stdout)
-        # Ours alone: at "debug" other libraries tell of every font that they try.
+        # Only this package: at "debug" other libraries log every font that they try.
         logging.getLogger("infini_model").setLevel(config.run.log_level.upper())
         result = STAGES[arguments.stage](config, arguments)
     except UserError as error:
-        _tell(ERROR, {"kind": "user", "message": str(error)})
+        write_message(ERROR, {"kind": "user", "message": str(error)})
         return 2
     except ConnectionError as error:
-        _tell(ERROR, {"kind": "network", "message": str(error)})
+        write_message(ERROR, {"kind": "network", "message": str(error)})
         return 2
-    _tell(RESULT, result)
+    write_message(RESULT, result)
     return 0
 
 

@@ -1,13 +1,12 @@
 """One stage as a child process: its progress, its result and its errors come back typed.
 
-The work of a stage runs as `python -m infini_model STAGE …`, so that a timeout or a cancelled
-flow can end it for certain. The child tells its story in lines of JSON (see
-`infini_model.__main__`); every other line is passed on to the log.
+The work of a stage runs as `python -m infini_model STAGE …`, so that a timeout or a cancelled flow
+run reliably ends it. The child sends messages (`infini_model.runtime.stage_protocol`); every other
+line goes to the log.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections import deque
@@ -21,10 +20,10 @@ from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 from prefect.tasks import Task, exponential_backoff
 
-from infini_model.__main__ import ERROR, PROGRESS, RESULT
 from infini_model.config import Config, StageConfig
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.processes import ProcessTimeoutError, run
+from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
 from infini_model.training.launch.failures import TrainingFailure
 from tasks.control import stopped_with_flow_run
 from tasks.progress import Progress
@@ -35,15 +34,15 @@ P = ParamSpec("P")
 
 
 async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -> bool:
-    """False for what the user has to mend, and where the training knows that it would not help."""
+    """False for a user's mistake, and for a training failure that a retry would not fix."""
     error = await state.aresult(raise_on_failure=False)
     if isinstance(error, TrainingFailure):
         return not error.is_final
     return not isinstance(error, UserError)
 
 
-# What all stages have in common as Prefect tasks. None is cached or stored by Prefect: each answer
-# depends on the disk, and the library reuses what stands there by content and checksum.
+# Options of every stage's Prefect task. Prefect caches and stores no results: they depend on the
+# disk, where the library reuses existing outputs by content and checksum.
 STAGE: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
@@ -53,16 +52,16 @@ STAGE: dict[str, Any] = {
 
 
 def named_after_run() -> str:
-    """The stage and its run folder, as the name of a task run."""
+    """The name of a task run: the stage and its run folder."""
     folder = Path(task_run.get_parameters()["run_dir"])
     return f"{task_run.get_task_name()} {folder.name}"
 
 
 def perform(task: Task[P, Any], stage: StageConfig, *args: P.args, **kwargs: P.kwargs) -> Any:
-    """Run the task of a stage, retried as its settings say, each time after twice the wait.
+    """Run the task of a stage, with retries and exponential backoff as its settings say.
 
-    The timeout is the stage's own: Prefect's would leave the children running. Raises what the
-    stage failed with.
+    The stage enforces its timeout itself: Prefect's would leave the children running. Raises what
+    the stage failed with.
     """
     retried = task.with_options(
         retries=stage.retries, retry_delay_seconds=exponential_backoff(stage.retry_delay_seconds)
@@ -75,23 +74,24 @@ def run_stage(
 ) -> dict[str, Any]:
     """Run stage `name` in a child process and return the result that it reports.
 
-    Raises what the child reported: `UserError`, `ConnectionError`; `StageError` with its last
-    lines if it ended without a word; `ProcessTimeoutError` past the stage's timeout, when nothing
-    of it is left running. Where the flow run is suspended or cancelled, the child is ended.
+    Raises the error that the child reported (`UserError` or `ConnectionError`); `StageError` with
+    its last lines if it ended without reporting one; `ProcessTimeoutError` past the stage's
+    timeout, once all its processes have ended. Ends the child when the flow run is suspended or
+    cancelled.
     """
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     log = get_run_logger()
 
     def on_line(line: str) -> None:
-        mark, _, body = line.partition(" ")
-        if mark == PROGRESS:
-            progress.show(*json.loads(body))
-        elif mark in (RESULT, ERROR):
-            told[mark] = json.loads(body)
-        else:
+        message = parse_line(line)
+        if message is None:
             tail.append(line)
             log.info(line)
+        elif message.mark == PROGRESS:
+            progress.show(*message.body)
+        else:
+            reported[message.mark] = message.body
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -106,16 +106,18 @@ def run_stage(
         except ProcessTimeoutError as error:
             message = f"{name}: not done after {stage.timeout_seconds:g} s"
             raise ProcessTimeoutError(message) from error
-    return _outcome(name, status, told, list(tail))
+    return _outcome(name, status, reported, list(tail))
 
 
-def _outcome(name: str, status: int, told: dict[str, Any], tail: Sequence[str]) -> dict[str, Any]:
-    if error := told.get(ERROR):
+def _outcome(
+    name: str, status: int, reported: dict[str, Any], tail: Sequence[str]
+) -> dict[str, Any]:
+    if error := reported.get(ERROR):
         kind = {"user": UserError, "network": ConnectionError}[error["kind"]]
         raise kind(error["message"])
-    if status != 0 or RESULT not in told:
+    if status != 0 or RESULT not in reported:
         failure = StageError(": ".join([f"{name} ended with status {status}", *tail[-1:]]))
         failure.last_lines = tail
         raise failure
-    result: dict[str, Any] = told[RESULT]
+    result: dict[str, Any] = reported[RESULT]
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from tasks.failures import reported, resume_advice
 from tasks.progress import Progress
 from tasks.stage import STAGE, TAIL_LINES, named_after_run
 from tasks.training_view import SECONDS, TrainingView
-
-STEP = re.compile(r"^GPU0:.* Step \[(\d+)/(\d+)\]")
 
 
 @task(name="train", task_run_name=named_after_run, **STAGE)
@@ -54,8 +51,6 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -
     def on_line(line: str) -> None:
         log.info(line)
         tail.append(line)
-        if step := STEP.match(line):
-            progress.show(int(step[1]), int(step[2]))
 
     with (
         Progress("train", "steps", logged=False) as progress,
@@ -67,6 +62,7 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -
             run_dir,
             timeout_seconds=config.stages.train.timeout_seconds,
             on_line=on_line,
+            on_progress=progress.show,
             stop=stop,
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import yaml
 
-from infini_model.__main__ import ERROR, RESULT
+from infini_model.runtime.stage_protocol import ERROR, RESULT
 
 WORDS = ("river", "stone", "light", "under", "seven", "quiet", "glass", "morning", "copper")
 Environment = dict[str, str]

@@ -11,14 +11,17 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import DataError, NonFiniteError, UserError
 from infini_model.runtime.processes import die_with_parent
+from infini_model.runtime.stage_protocol import rate_limited, write_progress
 from infini_model.training import AGENT
+from infini_model.training.callbacks.callback import Callback, Step
 from infini_model.training.callbacks.heartbeat import Heartbeat
+from infini_model.training.launch.devices import number_visible_gpus, physical_gpu
 from infini_model.training.launch.failures import (
     EXIT_CRASH,
     EXIT_NON_FINITE,
@@ -31,30 +34,43 @@ from infini_model.training.launch.failures import (
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m infini_model.training",
-        description="Train on a dataset folder, or go on from the run's newest checkpoint.",
+        description="Train on a dataset folder, or resume from the run's newest checkpoint.",
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML or JSON file of settings")
     parser.add_argument("--dataset", type=Path, required=True, help="finished dataset folder")
     parser.add_argument("--run-dir", type=Path, required=True, help="run folder, made if missing")
+    parser.add_argument(
+        "--report-progress", action="store_true", help="print progress for the launcher on stdout"
+    )
     return parser.parse_args(argv)
 
 
-class _EachLine(logging.Formatter):
-    """Puts the prefix before every line of a message, so that each can be told by its rank."""
+def _gpu() -> int | None:
+    return physical_gpu(int(os.environ.get("LOCAL_RANK", "0")))
 
-    def __init__(self, rank: int) -> None:
+
+def _prefix(rank: int) -> str:
+    """How the lines of a rank begin: with its physical GPU, on the CPU with the rank."""
+    gpu = _gpu()
+    return f"GPU{rank if gpu is None else gpu}"
+
+
+class _PrefixEachLine(logging.Formatter):
+    """Prefixes every line of a message, so that each shows which rank printed it."""
+
+    def __init__(self, prefix: str) -> None:
         super().__init__()
-        self._rank = rank
+        self._prefix = prefix
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message, every line of it behind `GPU<rank>:LEVEL | `."""
-        prefix = f"GPU{self._rank}:{record.levelname} | "
+        """The message, with `GPU<n>:LEVEL | ` in front of every line."""
+        prefix = f"{self._prefix}:{record.levelname} | "
         return "\n".join(prefix + line for line in super().format(record).splitlines())
 
 
 def _log_to_stdout(config: Config, rank: int) -> None:
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_EachLine(rank))
+    handler.setFormatter(_PrefixEachLine(_prefix(rank)))
     logging.captureWarnings(capture=True)
     for name in ("infini_model", "py.warnings"):
         logger = logging.getLogger(name)
@@ -78,34 +94,53 @@ def _kind_of(error: Exception) -> tuple[Kind, int]:
     return "crash", EXIT_CRASH
 
 
+class _Progress(Callback):
+    """Prints the progress of the training for the launcher."""
+
+    def __init__(self) -> None:
+        self._report = rate_limited(write_progress)
+
+    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
+        """Print it, if the last time was long enough ago."""
+        self._report(step.number, step.total)
+
+
+def _report_failure(error: Exception, run_dir: Path, rank: int) -> int:
+    """Print why this rank failed and save it for the launcher; returns the exit status."""
+    kind, status = _kind_of(error)
+    message = str(error) or type(error).__name__
+    Report.now(kind, message, rank, _gpu(), getattr(error, "consumed", None)).save(run_dir)
+    crashed = "".join(traceback.format_exception(error)).splitlines()
+    for line in crashed if status == EXIT_CRASH else [message]:
+        print(f"{_prefix(rank)}:ERROR | {line}", file=sys.stderr)
+    return status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and tell by the exit status and a report in the run folder how it ended."""
+    """Train; a failure is printed and saved in the run folder. Returns the exit status."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(int(os.environ.get(AGENT, os.getppid())))
     arguments = _parse(argv)
     rank = int(os.environ.get("RANK", "0"))
     try:
         config = load_config(file=arguments.config)
+        number_visible_gpus(config.launch.gpus)
         _log_to_stdout(config, rank)
         heartbeat = Heartbeat(arguments.run_dir, rank, config.launch.hang_timeout_seconds)
-        # Here, so that a mistake in the settings is told at once: torch takes seconds to load.
+        callbacks: list[Callback] = [heartbeat]
+        if arguments.report_progress and rank == 0:
+            callbacks.append(_Progress())
+        # Imported late, to report mistakes in the settings at once: torch takes seconds to load.
         from infini_model.training.loop import train
 
-        outcome = train(config, arguments.dataset, arguments.run_dir, [heartbeat])
-    except Exception as error:  # noqa: BLE001 - the one place where every failure is told
-        kind, status = _kind_of(error)
-        message = str(error) or type(error).__name__
-        consumed = getattr(error, "consumed", None)
-        Report.now(kind, message, rank, consumed).save(arguments.run_dir)
-        told = [message] if status != EXIT_CRASH else traceback.format_exc().splitlines()
-        for line in told:
-            print(f"GPU{rank}:ERROR | {line}", file=sys.stderr)
-        return status
+        outcome = train(config, arguments.dataset, arguments.run_dir, callbacks)
+    except Exception as error:  # noqa: BLE001 - the one place that reports every failure
+        return _report_failure(error, arguments.run_dir, rank)
     heartbeat.close()
     if outcome.stopped_by is None:
         return 0
     message = f"stopped by signal {outcome.stopped_by}; step {outcome.step} is saved"
-    Report.now("preempted", message, rank).save(arguments.run_dir)
+    Report.now("preempted", message, rank, _gpu()).save(arguments.run_dir)
     return 128 + outcome.stopped_by
 
 

@@ -6,13 +6,23 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from infini_model.data.loading.windows import Windows
 from infini_model.training.callbacks.defaults import Training
+from infini_model.training.parallel.distributed import World
 from infini_model.training.setup import Division
 
 RULE = "=" * 46
 
 log = logging.getLogger(__name__)
+
+
+def log_rank(world: World) -> None:
+    """Log which process this is, and the physical number of its GPU."""
+    where = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
+    gpu = "" if world.gpu is None else f"GPU {world.gpu}, "
+    log.info("Rank %d of %d: %s%s", world.rank, world.size, gpu, where)
 
 
 def log_banner(

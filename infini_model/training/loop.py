@@ -30,7 +30,7 @@ from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.runs import record_last_step
 from infini_model.runtime.storage import lock
-from infini_model.training.banner import log_banner
+from infini_model.training.banner import log_banner, log_rank
 from infini_model.training.callbacks.callback import Callback, Callbacks, Step
 from infini_model.training.callbacks.defaults import Training, default_callbacks
 from infini_model.training.callbacks.diagnostics import REMEDIES
@@ -176,6 +176,7 @@ class Trainer:
         )
         training = self._as_training(dataset_dir, manifest)
         self._callbacks = Callbacks([*callbacks, *default_callbacks(training)])
+        log_rank(world)
         if world.is_main:
             log_banner(training, self._division, start.checkpoint, self._windows)
 

@@ -11,8 +11,8 @@ from infini_model.runtime.holders import Owner
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import is_finished, last_step, owner_of, run_holder
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
-from infini_model.training.launch.devices import waiting_note
 from infini_model.training.launch.recovery import read_recovery
+from infini_model.training.launch.reservation import waiting_note
 
 # Both may be continued; a failed one ended with an error of its own.
 RESUMABLE = ("interrupted", "failed")

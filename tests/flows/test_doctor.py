@@ -9,7 +9,7 @@ from flows import doctor
 from infini_model.config import Config, load_config
 from infini_model.training.launch.devices import Driver, Gpu
 
-H200 = Gpu("0", "NVIDIA H200", 140 << 30, 141 << 30, 3, "GPU-1")
+H200 = Gpu("0", 0, "NVIDIA H200", 140 << 30, 141 << 30, 3, "GPU-1")
 
 
 @pytest.fixture

@@ -90,9 +90,9 @@ def test_a_failed_training_says_why_and_where_it_stands_and_stores_no_pickle(
     run = create(server, "flows/pipeline.py:pipeline", advanced=tree)
     state = attempt(run, connected, tmp_path)
     assert state["type"] == "FAILED"
-    assert state["message"].startswith("training ended: non-finite [GPU 0]: ")
+    assert state["message"].startswith("training failed: non-finite on rank 0: ")
     assert state["message"].endswith("; the same command resumes")
-    assert [line for line in run.logs() if line.startswith("training ended")] == [state["message"]]
+    assert [line for line in run.logs() if line.startswith("training failed")] == [state["message"]]
     shown = {artifact["key"]: artifact for artifact in run.artifacts()}
     assert state["message"] in shown["failure"]["data"]
     assert "GPU0:ERROR" in shown["failure"]["data"]

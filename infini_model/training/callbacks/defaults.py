@@ -77,7 +77,7 @@ def default_callbacks(t: Training) -> list[Callback]:
     if t.config.logging.debug:
         callbacks.append(
             NonFiniteReports(
-                t.run_dir, t.world.rank, t.model, attribution, t.before_pause, t.save_before
+                t.run_dir, t.world, t.model, attribution, t.before_pause, t.save_before
             )
         )
     if t.record is not None:

@@ -22,6 +22,7 @@ from infini_model.objectives.objective import Inputs
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import atomic_folder
 from infini_model.training.callbacks.callback import Callback, Step
+from infini_model.training.parallel.distributed import World
 from infini_model.training.provenance import Attribution, WindowRead, describe_windows
 
 WIDE, NARROW = "=" * 80, "=" * 40
@@ -73,6 +74,7 @@ class NonFiniteStep:
     Attributes:
         step: The step that was not taken.
         rank: Number of this process.
+        gpu: Physical number of its GPU; on a CPU the rank.
         loss: Mean loss over the global batch.
         rank_loss: Sum of the losses of this rank's own share of it.
         grad_norm: Norm of all gradients before clipping.
@@ -80,6 +82,7 @@ class NonFiniteStep:
 
     step: int
     rank: int
+    gpu: int
     loss: float
     rank_loss: float
     grad_norm: float
@@ -170,7 +173,7 @@ def describe(event: NonFiniteStep, faults: Sequence[Fault], reads: Sequence[Wind
     value = event.loss if event.is_loss else event.grad_norm
     what = "LOSS" if event.is_loss else "GRADIENT"
     kind = "NaN" if math.isnan(value) else "INFINITE"
-    lines = [WIDE, f"{kind} {what} DETECTED [GPU {event.rank}]"]
+    lines = [WIDE, f"{kind} {what} DETECTED [GPU {event.gpu}]"]
     lines += [WIDE, f"Step: {event.step}", f"Loss: {event.loss:.4f}"]
     lines += [f"Gradient Norm: {event.grad_norm:.4f}", ""]
     lines += [NARROW, "PROBLEMATIC TENSORS:", NARROW, *_describe_tensors(faults)]
@@ -186,14 +189,14 @@ class NonFiniteReports(Callback):
     def __init__(
         self,
         run_dir: Path,
-        rank: int,
+        world: World,
         model: nn.Module,
         attribution: Attribution,
         before_pause: Callable[[], None],
         save_before: Callable[[Path, int], None],
     ) -> None:
         """`save_before(folder, windows)` writes the position after so many windows there."""
-        self._run_dir, self._rank, self._model = run_dir, rank, model
+        self._run_dir, self._world, self._model = run_dir, world, model
         self._attribution = attribution
         self._before_pause, self._save_before = before_pause, save_before
 
@@ -201,7 +204,9 @@ class NonFiniteReports(Callback):
         """Save the report of this rank, and print it if it is this rank's turn."""
         self._before_pause()
         folder = self._run_dir / "debug" / f"step-{step.number}"
-        event = NonFiniteStep(step.number, self._rank, step.loss, step.rank_loss, step.grad_norm)
+        rank = self._world.rank
+        gpu = rank if self._world.gpu is None else self._world.gpu
+        event = NonFiniteStep(step.number, rank, gpu, step.loss, step.rank_loss, step.grad_norm)
         reads = self._attribution.read_back(step.batches)
         inputs = self._attribution.inputs(step.batches)
         try:
@@ -212,7 +217,7 @@ class NonFiniteReports(Callback):
             text = describe(event, find_faults(self._model), reads)
         if event.is_printed:
             log.error("%s", text)
-        log.error("Debug tensors saved: %s", folder / f"rank-{self._rank}")
+        log.error("Debug tensors saved: %s", folder / f"rank-{rank}")
         self._save_before(folder, step.first_window)
 
 

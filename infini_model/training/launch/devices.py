@@ -1,30 +1,21 @@
-"""Which GPUs this machine has, how busy they are, and which of them a training gets.
+"""The GPUs of this machine, how busy they are, and which ones `launch.gpus` means.
 
-Asked of the driver through NVML, without starting CUDA; where NVML is not installed, of torch.
-
-A training holds a lock for each of its GPUs, or one for the CPU, below `devices/` of the output
-folder. The kernel releases them when the holder ends, however it ends, and no server is needed.
+Read from the driver through NVML, without starting CUDA; from torch where NVML is not installed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from infini_model.config import Config
-from infini_model.runtime.errors import DataError, DeviceError
-from infini_model.runtime.holders import Holder, hold, holder_of
-from infini_model.runtime.runs import owner_of
-from infini_model.runtime.storage import lock, make_folder, named_os_errors
+from infini_model.runtime.errors import DeviceError
 
-POLL_SECONDS = 0.5
-# From one line that says what a training waits for to the next.
-REPEAT_SECONDS = 60.0
+# Environment variable: the physical numbers of the GPUs of this machine's ranks, by local rank,
+# separated by commas; empty on the CPU.
+GPU_NUMBERS = "INFINI_GPU_NUMBERS"
 
 
 @dataclass(frozen=True)
@@ -33,6 +24,7 @@ class Gpu:
 
     Attributes:
         identifier: What CUDA_VISIBLE_DEVICES calls it: its number in PCI order, or its UUID.
+        number: Its physical number: the one in PCI order, also of the GPU that a MIG slice is on.
         name: The maker's name for it.
         free_bytes: Memory that no process holds.
         total_bytes: Memory in all.
@@ -41,6 +33,7 @@ class Gpu:
     """
 
     identifier: str
+    number: int
     name: str
     free_bytes: int
     total_bytes: int
@@ -84,7 +77,7 @@ def _visible() -> list[str] | None:
     return identifiers[: identifiers.index("-1")] if "-1" in identifiers else identifiers
 
 
-def _ask_nvml(visible: list[str] | None) -> list[Gpu]:
+def _list_with_nvml(visible: list[str] | None) -> list[Gpu]:
     import pynvml
 
     try:
@@ -94,12 +87,12 @@ def _ask_nvml(visible: list[str] | None) -> list[Gpu]:
     try:
         count = pynvml.nvmlDeviceGetCount()
         identifiers = [str(i) for i in range(count)] if visible is None else visible
-        return [_ask_nvml_about(identifier, count) for identifier in identifiers]
+        return [_query_nvml(identifier, count) for identifier in identifiers]
     finally:
         pynvml.nvmlShutdown()
 
 
-def _ask_nvml_about(identifier: str, count: int) -> Gpu:
+def _query_nvml(identifier: str, count: int) -> Gpu:
     import pynvml
 
     try:
@@ -107,6 +100,7 @@ def _ask_nvml_about(identifier: str, count: int) -> Gpu:
             handle = pynvml.nvmlDeviceGetHandleByIndex(int(identifier))
         else:
             handle = pynvml.nvmlDeviceGetHandleByUUID(identifier)
+        number = _physical_number(handle)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         name, uuid = (
             str(get(handle)) for get in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID)
@@ -120,18 +114,28 @@ def _ask_nvml_about(identifier: str, count: int) -> Gpu:
     except pynvml.NVMLError:
         # A slice of a GPU (MIG) does not say.
         busy = 0
-    return Gpu(identifier, name, int(memory.free), int(memory.total), busy, uuid)
+    return Gpu(identifier, number, name, int(memory.free), int(memory.total), busy, uuid)
 
 
-def _ask_torch(visible: list[str] | None) -> list[Gpu]:
+def _physical_number(handle: Any) -> int:
+    import pynvml
+
+    # Fails for a whole GPU.
+    with contextlib.suppress(pynvml.NVMLError):
+        handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    return int(pynvml.nvmlDeviceGetIndex(handle))
+
+
+def _list_with_torch(visible: list[str] | None) -> list[Gpu]:
     import torch
 
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         identifier = str(index) if visible is None else visible[index]
+        number = int(identifier) if identifier.isdecimal() else index
         about = torch.cuda.get_device_properties(index)
-        found.append(Gpu(identifier, about.name, free, total, 0, f"GPU-{about.uuid}"))
+        found.append(Gpu(identifier, number, about.name, free, total, 0, f"GPU-{about.uuid}"))
     return found
 
 
@@ -144,9 +148,9 @@ def list_gpus() -> list[Gpu]:
     if visible == []:
         return []
     try:
-        found = _ask_nvml(visible)
+        found = _list_with_nvml(visible)
     except ImportError:
-        found = _ask_torch(visible)
+        found = _list_with_torch(visible)
     return found
 
 
@@ -203,141 +207,29 @@ def first_device(gpus: str) -> str:
     return f"cuda:{visible.index(chosen[0].identifier)}"
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A device that one training holds at a time; `gpu` is None for the CPU."""
-
-    label: str
-    file: str
-    gpu: Gpu | None
+def gpu_numbers(gpus: Iterable[Gpu]) -> str:
+    """The value of `GPU_NUMBERS` for ranks on these GPUs, one each."""
+    return ",".join(str(gpu.number) for gpu in gpus)
 
 
-@dataclass(frozen=True)
-class _Demand:
-    """What a training needs: so many of these slots, the first ones first.
+def number_visible_gpus(gpus: str) -> None:
+    """Set `GPU_NUMBERS` for a rank of `launch.gpus` that the launcher did not start.
 
-    `shares` where the other machines of the same training may be this one, too.
+    Such a rank uses the visible GPU of its local number.
     """
-
-    slots: Sequence[_Slot]
-    needed: int
-    folder: Path
-    holder: Holder
-    shares: bool
-
-    def __str__(self) -> str:
-        if self.slots[0].gpu is None:
-            return self.slots[0].label
-        if self.needed == len(self.slots):
-            return ", ".join(slot.label for slot in self.slots)
-        return f"{self.needed} of {len(self.slots)} GPUs"
+    if GPU_NUMBERS in os.environ:
+        return
+    visible: list[Gpu] = []
+    # The numbers are for messages alone: CUDA reports a device that does not exist.
+    with contextlib.suppress(DeviceError):
+        visible = [] if gpus == "cpu" else list_gpus()
+    os.environ[GPU_NUMBERS] = gpu_numbers(visible) if visible and torch_cuda() else ""
 
 
-def _slots(config: Config) -> tuple[list[_Slot], int]:
-    """The devices that the settings allow, in the order of preference, and how many they need."""
-    gpus, processes = choose_gpus(config.launch.gpus), config.launch.processes
-    if not gpus:
-        return [_Slot("the CPU", f"cpu-{socket.gethostname()}.lock", None)], 1
-    needed = processes or len(gpus)
-    if needed > len(gpus):
-        raise DeviceError(f"launch.processes={needed}: only {len(gpus)} GPUs were chosen")
-    # Of a list it is the first ones; auto takes any.
-    allowed = gpus if config.launch.gpus == "auto" else gpus[:needed]
-    slots = [
-        _Slot(f"GPU {gpu.identifier}", f"gpu-{gpu.uuid.removeprefix('GPU-')}.lock", gpu)
-        for gpu in allowed
-    ]
-    return slots, needed
+def physical_gpu(local_rank: int) -> int | None:
+    """The physical number of the GPU of a rank on this machine; None on the CPU, or if not known.
 
-
-@contextlib.contextmanager
-def reserve(
-    config: Config,
-    run_dir: Path,
-    *,
-    on_line: Callable[[str], None],
-    stop: Callable[[], Exception | None] = lambda: None,
-) -> Iterator[list[Gpu]]:
-    """Hold the devices of a training while the block runs; yields its GPUs, none for the CPU.
-
-    Waits until all of them are free at once. The machines of one training share a device where
-    they are one and the same machine.
-
-    Args:
-        config: The whole configuration.
-        run_dir: The run folder, which others that wait are told.
-        on_line: Gets a line that says what it waits for and who holds it, once a minute.
-        stop: Asked twice a second while waiting; what it returns is raised.
-
-    Raises:
-        DeviceError: A GPU that does not exist, or fewer GPUs than processes.
-        UserError: The output folder or the run folder cannot be written.
+    Known to ranks that the launcher or torchrun started.
     """
-    slots, needed = _slots(config)
-    owner = None
-    with contextlib.suppress(DataError):
-        owner = owner_of(run_dir)
-    demand = _Demand(
-        slots,
-        needed,
-        make_folder(config.run.output_dir / "devices"),
-        Holder.current(run_dir, owner),
-        shares=config.launch.num_nodes > 1,
-    )
-    with contextlib.ExitStack() as stack:
-        taken = _wait_for(demand, stack, waiting_note(run_dir), on_line, stop)
-        yield [slot.gpu for slot in taken if slot.gpu is not None]
-
-
-def waiting_note(run_dir: Path) -> Path:
-    """The file that says what a run waits for; it is there only while it waits."""
-    return run_dir / "logs" / "waiting"
-
-
-def _wait_for(
-    demand: _Demand,
-    stack: contextlib.ExitStack,
-    note: Path,
-    on_line: Callable[[str], None],
-    stop: Callable[[], Exception | None],
-) -> list[_Slot]:
-    next_line = 0.0
-    try:
-        while True:
-            taken, others = _try_to_take(demand, stack)
-            if taken:
-                return taken
-            if time.monotonic() >= next_line:
-                next_line = time.monotonic() + REPEAT_SECONDS
-                line = f"Waiting for {demand}: {'; '.join(others)}"
-                make_folder(note.parent)
-                with named_os_errors(note):
-                    note.write_text(line, encoding="utf-8")
-                on_line(line)
-            if reason := stop():
-                raise reason
-            time.sleep(POLL_SECONDS)
-    finally:
-        with contextlib.suppress(OSError):
-            note.unlink()
-
-
-def _try_to_take(demand: _Demand, stack: contextlib.ExitStack) -> tuple[list[_Slot], list[str]]:
-    """Take all that is needed, to be released by `stack`, or nothing; then also who holds it."""
-    taken, others = [], []
-    # One training at a time, so that two that need each other's devices cannot both fail for ever.
-    with lock(demand.folder / ".lock"), contextlib.ExitStack() as held:
-        for slot in demand.slots:
-            path = demand.folder / slot.file
-            if held.enter_context(hold(path, demand.holder)):
-                taken.append(slot)
-            else:
-                other = holder_of(path) or Holder()
-                if demand.shares and other.run == demand.holder.run:
-                    taken.append(slot)
-                else:
-                    others.append(f"{slot.label} is held by {other}, which trains {other.run}")
-            if len(taken) == demand.needed:
-                stack.enter_context(held.pop_all())
-                return taken, []
-    return [], others
+    numbers = [int(part) for part in os.environ.get(GPU_NUMBERS, "").split(",") if part]
+    return numbers[local_rank] if local_rank < len(numbers) else None

@@ -11,10 +11,10 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from infini_model.runtime import processes
 from infini_model.runtime.errors import DataError, StageError, UserError
@@ -37,30 +37,37 @@ Kind = Literal[
 ]
 
 
-class TrainingFailure(StageError):  # noqa: N818 - it tells of an end, also one by request
-    """A training ended early; `kind` says how, `rank` who was first (None if nobody knows).
+class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
+    """A training ended early.
 
-    `is_final` where trying again would not help; the launcher sets it.
+    Attributes:
+        kind: How it ended.
+        message: Why, in one line.
+        rank: The rank that failed first; None if that is not known.
+        gpu: The physical number of its GPU; None on the CPU, or if that is not known.
+        is_final: Whether a retry would not help; the launcher sets it.
     """
 
     kind: ClassVar[Kind] = "crash"
     is_final = False
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message, rank)
+    def __init__(self, message: str, rank: int | None = None, gpu: int | None = None) -> None:
+        super().__init__(message, rank, gpu)
         self.message = message
         self.rank = rank
+        self.gpu = gpu
 
     def __str__(self) -> str:
-        where = "" if self.rank is None else f" [GPU {self.rank}]"
-        return f"training ended: {self.kind}{where}: {self.message}"
+        gpu = "" if self.gpu is None else f" (GPU {self.gpu})"
+        where = "" if self.rank is None else f" on rank {self.rank}{gpu}"
+        return f"training failed: {self.kind}{where}: {self.message}"
 
 
 class Crashed(TrainingFailure):
     """An error of the program or a signal; the newest checkpoint can be resumed."""
 
 
-class NonFinite(TrainingFailure):
+class NonFiniteFailure(TrainingFailure):
     """The loss or a gradient was NaN or infinite; the newest checkpoint is from before it.
 
     `consumed` counts the windows read before the global batch that did it, None if none did.
@@ -74,6 +81,9 @@ class Preempted(TrainingFailure):
     """SIGTERM or SIGINT came; a checkpoint was saved first if the training had begun."""
 
     kind: ClassVar[Kind] = "preempted"
+
+    def __str__(self) -> str:
+        return f"training stopped: {self.kind}: {self.message}"
 
 
 class OutOfMemory(TrainingFailure):
@@ -96,28 +106,31 @@ class TimedOut(TrainingFailure):
 
 _TYPES: dict[Kind, type[TrainingFailure]] = {
     failure.kind: failure
-    for failure in (Crashed, NonFinite, Preempted, OutOfMemory, Hung, TimedOut)
+    for failure in (Crashed, NonFiniteFailure, Preempted, OutOfMemory, Hung, TimedOut)
 }
-_MENDABLE: dict[Kind, type[UserError]] = {"user error": UserError, "data": DataError}
+_USER_ERRORS: dict[Kind, type[UserError]] = {"user error": UserError, "data": DataError}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank left behind: the kind and the message of its error, and when it happened.
+    """How one rank failed, on which physical GPU (None on the CPU), and when.
 
-    `consumed` is that of `NonFinite`.
+    `consumed` is that of `NonFiniteFailure`.
     """
 
     kind: Kind
     message: str
     rank: int
+    gpu: int | None
     time: float
     consumed: int | None = None
 
     @classmethod
-    def now(cls, kind: Kind, message: str, rank: int, consumed: int | None = None) -> Report:
-        """A report of this moment."""
-        return cls(kind, message, rank, time.time(), consumed)
+    def now(
+        cls, kind: Kind, message: str, rank: int, gpu: int | None, consumed: int | None = None
+    ) -> Report:
+        """A report with the current time."""
+        return cls(kind, message, rank, gpu, time.time(), consumed)
 
     def save(self, run_dir: Path) -> None:
         """Leave it in the run folder, if that can be written at all."""
@@ -129,10 +142,21 @@ def _folder(run_dir: Path) -> Path:
     return run_dir / "logs" / "failures"
 
 
-def save_exit_codes(run_dir: Path, codes: Mapping[int, int]) -> None:
-    """Leave how the first ranks of a machine ended: rank to exit code, negative for a signal."""
+class Exit(NamedTuple):
+    """The exit code of a rank, negative for a signal, and the physical number of its GPU."""
+
+    rank: int
+    gpu: int | None
+    code: int
+
+
+def save_exits(run_dir: Path, exits: Sequence[Exit]) -> None:
+    """Save how the ranks of a machine that ended first ended, if the folder can be written."""
+    first = min(end.rank for end in exits)
     with contextlib.suppress(OSError, UserError):
-        write_json(_folder(run_dir) / f"exit-codes-of-{min(codes)}.json", dict(codes))
+        write_json(
+            _folder(run_dir) / f"exit-codes-of-{first}.json", [end._asdict() for end in exits]
+        )
 
 
 def clear(run_dir: Path) -> None:
@@ -144,9 +168,10 @@ def clear(run_dir: Path) -> None:
 def _killed_rank(run_dir: Path, by_kernel: bool) -> Report | None:
     """A rank that a signal ended, other than those that ask for an end."""
     for path in _folder(run_dir).glob("exit-codes-*.json"):
-        for rank, code in json.loads(path.read_text(encoding="utf-8")).items():
+        for end in json.loads(path.read_text(encoding="utf-8")):
+            rank, gpu, code = Exit(**end)
             if code < 0 and -code not in STOPS:
-                return Report.now(*_signal(-code, by_kernel), int(rank))
+                return Report.now(*_signal(-code, by_kernel), rank, gpu)
     return None
 
 
@@ -175,10 +200,10 @@ def explain(
     )
     if cause is None:
         return _explain_code(exit_code, by_kernel)
-    if cause.kind in _MENDABLE:
-        return _MENDABLE[cause.kind](cause.message)
-    failure = _TYPES[cause.kind](cause.message, cause.rank)
-    if isinstance(failure, NonFinite):
+    if cause.kind in _USER_ERRORS:
+        return _USER_ERRORS[cause.kind](cause.message)
+    failure = _TYPES[cause.kind](cause.message, cause.rank, cause.gpu)
+    if isinstance(failure, NonFiniteFailure):
         failure.consumed = cause.consumed
     return failure
 

@@ -1,16 +1,16 @@
-"""Start a training in processes of its own, and come back with its end as one typed failure.
+"""Start a training in processes of its own and raise how it failed as one typed exception.
 
-One process is plain `python -m infini_model.training`; several are torchrun's. Every line they
-print goes to the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect, and nothing of
-the process tree is left when `launch` returns or is killed.
+A single process runs plain `python -m infini_model.training`; several run under torchrun. Every
+line they print goes to the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect. No
+process is left when `launch` returns or is killed.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -18,16 +18,17 @@ from infini_model.config import Config, dump_config
 from infini_model.runtime import processes
 from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line
 from infini_model.runtime.storage import atomic_file, make_folder
 from infini_model.training.callbacks.heartbeat import Watch
 from infini_model.training.callbacks.mlflow_record import end_record
 from infini_model.training.launch import failures
-from infini_model.training.launch.devices import Gpu, reserve
-from infini_model.training.launch.recovery import learn, read_recovery
+from infini_model.training.launch.devices import GPU_NUMBERS, Gpu, gpu_numbers
+from infini_model.training.launch.recovery import read_recovery, record_failure
+from infini_model.training.launch.reservation import reserve
 
-# For a step to end and a checkpoint to be written after SIGTERM, before SIGKILL.
+# From SIGTERM to SIGKILL: time to end the step and to write a checkpoint.
 GRACE_SECONDS = 60.0
-PREFIX = re.compile(r"GPU(\d+):")
 # Anything else that ends a launch is a stop from outside: a signal, or what `stop` returned.
 FAILED = (failures.TrainingFailure, UserError)
 
@@ -39,21 +40,24 @@ def launch(
     *,
     timeout_seconds: float | None = None,
     on_line: Callable[[str], None] = print,
+    on_progress: OnProgress = lambda _done, _total: None,
     stop: Callable[[], Exception | None] = lambda: None,
 ) -> None:
-    """Train `config` on a dataset folder in `run_dir`, or go on from its newest checkpoint.
+    """Train `config` on a dataset folder in `run_dir`, or resume from its newest checkpoint.
 
-    What earlier failures of the run have taught is applied, and what a new one teaches is kept
-    (`recovery.json`). SIGTERM and Ctrl-C have a checkpoint written first; then they act on the
-    caller as ever. While another training of the same output folder holds the devices, it waits.
+    Applies what earlier failures of the run call for, and records a new one (`recovery.json`). On
+    SIGTERM and Ctrl-C a checkpoint is saved first; then they act on the caller as usual. Waits
+    while another training of the same output folder holds the devices.
 
     Args:
         config: The whole configuration.
         dataset_dir: A finished dataset folder.
-        run_dir: The run folder; every node of a training on several sees the same one.
-        timeout_seconds: After this long the training is told to save and end.
-        on_line: Gets every line that any rank prints, `GPU<rank>:` in front, in this thread.
-        stop: Asked ten times a second; what it returns is raised once a checkpoint is saved.
+        run_dir: The run folder; all nodes of a training share it.
+        timeout_seconds: After this long the training saves a checkpoint and ends.
+        on_line: Called in this thread with every log line of every rank, `GPU<n>:` in front.
+        on_progress: Called with the steps taken and the steps in all, at most twice a second and
+            after the last step; on the first node only.
+        stop: Polled ten times a second; what it returns is raised once a checkpoint is saved.
 
     Raises:
         UserError: What a rank found wrong with the settings, the dataset or the run folder.
@@ -66,19 +70,57 @@ def launch(
     try:
         with reserve(config, run_dir, on_line=on_line, stop=stop) as gpus:
             settings = recovery.applied_to(config)
-            _run(settings, gpus, dataset_dir, run_dir, timeout_seconds, on_line, stop)
+            ranks = _LocalRanks.of(settings, gpus)
+            with _Output(run_dir, ranks, on_line, on_progress) as output:
+                _run(settings, ranks, dataset_dir, run_dir, timeout_seconds, output.handle, stop)
     except BaseException as error:
         if isinstance(error, failures.TrainingFailure):
-            learn(run_dir, error, config)
+            record_failure(run_dir, error, config)
         # A rank that was killed could not report its end to MLflow.
         stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
         end_record(run_dir, "KILLED" if stopped else "FAILED")
         raise
 
 
+@dataclass(frozen=True)
+class _LocalRanks:
+    """The ranks that run on this machine.
+
+    Attributes:
+        numbers: Their ranks among all.
+        gpus: Their GPUs, in the same order; empty on the CPU.
+        are_all: Whether no other machine takes part.
+    """
+
+    numbers: range
+    gpus: Sequence[Gpu]
+    are_all: bool
+
+    @classmethod
+    def of(cls, config: Config, gpus: Sequence[Gpu]) -> _LocalRanks:
+        nodes = config.launch
+        count = nodes.processes or max(1, len(gpus))
+        first = nodes.node_rank * count
+        return cls(range(first, first + count), gpus, nodes.num_nodes == 1)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one process in all."""
+        return self.are_all and len(self.numbers) == 1
+
+    def physical_gpus(self) -> dict[int, int]:
+        """The physical number of each rank's GPU; empty on the CPU."""
+        return dict(zip(self.numbers, (gpu.number for gpu in self.gpus), strict=False))
+
+    def by_prefix(self) -> dict[str, int]:
+        """The rank behind each `GPU<n>` that begins a line."""
+        physical = self.physical_gpus()
+        return {f"GPU{physical.get(rank, rank)}": rank for rank in self.numbers}
+
+
 def _run(
     config: Config,
-    gpus: list[Gpu],
+    ranks: _LocalRanks,
     dataset_dir: Path,
     run_dir: Path,
     timeout_seconds: float | None,
@@ -86,61 +128,58 @@ def _run(
     stop: Callable[[], Exception | None],
 ) -> None:
     """Train with exactly these settings on these GPUs. Raises as `launch` does."""
-    count = config.launch.processes or max(1, len(gpus))
-    environment = _environment([gpu.identifier for gpu in gpus], count)
-    logs = make_folder(run_dir / "logs")
-    # Apart from the run's own config.yaml: what may change between two launches is in here.
-    settings = logs / f"launch-{config.launch.node_rank}.yaml"
+    # Not the run's own config.yaml: this one holds what may differ between two launches.
+    settings = run_dir / "logs" / f"launch-{config.launch.node_rank}.yaml"
     with atomic_file(settings) as temporary:
         temporary.write_text(dump_config(config), encoding="utf-8")
     failures.clear(run_dir)
     arguments = ["--config", settings, "--dataset", dataset_dir, "--run-dir", run_dir]
-    command = [*_command(config, count, run_dir), *map(str, arguments)]
-    only = 0 if count * config.launch.num_nodes == 1 else None
-    first = config.launch.node_rank * count
-    watch = Watch(run_dir, range(first, first + count), config.launch.hang_timeout_seconds)
+    watch = Watch(run_dir, ranks.numbers, config.launch.hang_timeout_seconds)
     oom_kills = processes.oom_kills()
-    with _RankLogs(logs, only, on_line) as rank_logs:
-        try:
-            code = processes.run(
-                command,
-                on_line=rank_logs.write,
-                timeout_seconds=timeout_seconds,
-                grace_seconds=GRACE_SECONDS,
-                watch=watch,
-                stop=stop,
-                env=environment,
-            )
-        except processes.ProcessTimeoutError as error:
-            raise failures.TimedOut(f"not done after {timeout_seconds:g} s") from error
+    try:
+        code = processes.run(
+            [*_command(config, ranks, run_dir), *map(str, arguments), "--report-progress"],
+            on_line=on_line,
+            timeout_seconds=timeout_seconds,
+            grace_seconds=GRACE_SECONDS,
+            watch=watch,
+            stop=stop,
+            env=_environment(ranks),
+        )
+    except processes.ProcessTimeoutError as error:
+        raise failures.TimedOut(f"not done after {timeout_seconds:g} s") from error
+    except failures.Hung as hung:
+        if hung.rank is not None:
+            hung.gpu = ranks.physical_gpus().get(hung.rank)
+        raise
     if code != 0:
         by_kernel = processes.oom_kills() > oom_kills
         raise failures.explain(run_dir, code, by_kernel=by_kernel)
 
 
-def _environment(devices: list[str], count: int) -> dict[str, str]:
-    """What the ranks need to know besides what is set already."""
-    environment: dict[str, str] = {"PYTHONFAULTHANDLER": "1"}
+def _environment(ranks: _LocalRanks) -> dict[str, str]:
+    """The environment variables that the ranks need besides the inherited ones."""
+    environment = {"PYTHONFAULTHANDLER": "1", GPU_NUMBERS: gpu_numbers(ranks.gpus)}
     if "OMP_NUM_THREADS" not in os.environ:
-        # The ranks share the cores; more threads than cores make every one of them slower.
-        environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // count))
-    if devices:
+        # The ranks share the cores; more threads than cores slow all of them down.
+        environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // len(ranks.numbers)))
+    if ranks.gpus:
         # NVML counts in PCI order, CUDA by default the fastest first.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    # The ranks import the package that this process did, from wherever they are started.
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.identifier for gpu in ranks.gpus)
+    # The ranks import the same package as this process, whatever their working directory.
     package_root = str(Path(__file__).resolve().parents[3])
     inherited = os.environ.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, inherited]))
     return environment
 
 
-def _command(config: Config, count: int, run_dir: Path) -> list[str]:
+def _command(config: Config, ranks: _LocalRanks, run_dir: Path) -> list[str]:
     """The program that trains, without its arguments."""
-    nodes = config.launch
-    if count == 1 and nodes.num_nodes == 1:
+    if ranks.is_single:
         return [sys.executable, "-m", "infini_model.training"]
-    if nodes.num_nodes == 1:
+    nodes = config.launch
+    if ranks.are_all:
         where = ["--standalone", "--local-addr=127.0.0.1"]
     else:
         where = [
@@ -153,32 +192,42 @@ def _command(config: Config, count: int, run_dir: Path) -> list[str]:
     return [
         *[sys.executable, "-m", "infini_model.training.launch.agent", str(run_dir)],
         *where,
-        f"--nproc-per-node={count}",
+        f"--nproc-per-node={len(ranks.numbers)}",
         *["-m", "infini_model.training"],
     ]
 
 
-class _RankLogs:
-    """Copies each line into the file of the rank that printed it, and hands it on."""
+class _Output:
+    """Reports progress; writes each log line to its rank's file and passes it to the caller."""
 
-    def __init__(self, folder: Path, only: int | None, on_line: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._on_line = on_line
-        # What bears no rank's prefix: torchrun itself, or native code of the only rank.
-        self._rest = "torchrun.log" if only is None else f"rank-{only}.log"
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: _LocalRanks,
+        on_line: Callable[[str], None],
+        on_progress: OnProgress,
+    ) -> None:
+        self._folder = make_folder(run_dir / "logs")
+        self._on_line, self._on_progress = on_line, on_progress
+        self._ranks = ranks.by_prefix()
+        # Lines without a known prefix: torchrun's, or those of native code in the only rank.
+        self._other = "rank-0.log" if ranks.is_single else "torchrun.log"
         self._files: dict[str, IO[str]] = {}
 
-    def __enter__(self) -> _RankLogs:
+    def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
             file.close()
 
-    def write(self, line: str) -> None:
-        """Record `line`, then give it to the caller."""
-        prefix = PREFIX.match(line)
-        name = f"rank-{prefix[1]}.log" if prefix else self._rest
+    def handle(self, line: str) -> None:
+        """Pass on one line that a process printed."""
+        if (message := parse_line(line)) and message.mark == PROGRESS:
+            self._on_progress(*message.body)
+            return
+        rank = self._ranks.get(line.partition(":")[0])
+        name = self._other if rank is None else f"rank-{rank}.log"
         if name not in self._files:
             # Line by line, so that `tail -f` follows.
             self._files[name] = (self._folder / name).open("a", encoding="utf-8", buffering=1)

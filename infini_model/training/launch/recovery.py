@@ -17,7 +17,12 @@ from infini_model.config import Config
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
-from infini_model.training.launch.failures import Kind, NonFinite, OutOfMemory, TrainingFailure
+from infini_model.training.launch.failures import (
+    Kind,
+    NonFiniteFailure,
+    OutOfMemory,
+    TrainingFailure,
+)
 
 # How often a training goes on after NaN or infinity.
 MOST_NON_FINITE = 2
@@ -70,7 +75,7 @@ class Recovery:
             failure.is_final = micro_batch == 1
             parts = self.micro_batch_divisor * _smallest_factor(micro_batch)
             return replace(changed, micro_batch_divisor=parts)
-        if isinstance(failure, NonFinite):
+        if isinstance(failure, NonFiniteFailure):
             times = sum(attempt.kind == failure.kind for attempt in changed.attempts)
             failure.is_final = times > MOST_NON_FINITE
             if config.launch.skip_non_finite and failure.consumed is not None:
@@ -108,7 +113,7 @@ def read_recovery(run_dir: Path) -> Recovery:
         raise CheckpointError(f"{path}: is damaged; delete it to begin without") from error
 
 
-def learn(run_dir: Path, failure: TrainingFailure, config: Config) -> None:
+def record_failure(run_dir: Path, failure: TrainingFailure, config: Config) -> None:
     """Keep what `failure` of the user's `config` teaches; of several machines the first one does.
 
     Marks the failure as final where trying again would not help.

@@ -24,13 +24,14 @@ from typing import ClassVar
 from torch.distributed.elastic import multiprocessing
 
 from infini_model.runtime.processes import STOPS
-from infini_model.training.launch.failures import EXIT_NON_FINITE, save_exit_codes
+from infini_model.training.launch.devices import physical_gpu
+from infini_model.training.launch.failures import EXIT_NON_FINITE, Exit, save_exits
 
 # From the end of one rank to SIGKILL for the others, which may be stuck waiting for it; but where
 # all end for the same reason, they may have a checkpoint or a report to write.
 DEATH_SECONDS = 5
 SAVE_SECONDS = 50
-TOGETHER = frozenset({EXIT_NON_FINITE, *(128 + number for number in STOPS)})
+COORDINATED_EXITS = frozenset({EXIT_NON_FINITE, *(128 + number for number in STOPS)})
 
 
 class Ranks(multiprocessing.SubprocessContext):
@@ -38,14 +39,14 @@ class Ranks(multiprocessing.SubprocessContext):
 
     run_dir: ClassVar[Path]
     stopped_by: ClassVar[int | None] = None
-    _patience: int | None = None
+    _close_seconds: int | None = None
 
     def _start(self) -> None:
         for number in STOPS:
-            signal.signal(number, self._pass_on)
+            signal.signal(number, self._forward)
         super()._start()  # type: ignore[no-untyped-call]
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
         Ranks.stopped_by = number
         if not self.subprocess_handlers:
             # Some are being started and have nothing to save; they die with this process.
@@ -55,13 +56,16 @@ class Ranks(multiprocessing.SubprocessContext):
 
     def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:  # noqa: ARG002
         """End those that still run, as torchrun asks when the first has failed, and again later."""
-        if self._patience is None:
-            codes = {int(self.envs[i]["RANK"]): end.exitcode for i, end in self._failures.items()}
-            if codes:
-                save_exit_codes(self.run_dir, codes)
-            together = bool(codes) and TOGETHER.issuperset(codes.values())
-            self._patience = SAVE_SECONDS if together else DEATH_SECONDS
-        super()._close(death_sig, self._patience)
+        if self._close_seconds is None:
+            exits = [
+                Exit(int(self.envs[local_rank]["RANK"]), physical_gpu(local_rank), end.exitcode)
+                for local_rank, end in self._failures.items()
+            ]
+            if exits:
+                save_exits(self.run_dir, exits)
+            coordinated = bool(exits) and COORDINATED_EXITS.issuperset(end.code for end in exits)
+            self._close_seconds = SAVE_SECONDS if coordinated else DEATH_SECONDS
+        super()._close(death_sig, self._close_seconds)
 
 
 def install(run_dir: Path) -> None:

@@ -18,16 +18,18 @@ import torch
 import torch.distributed as dist
 
 from infini_model.runtime.errors import DeviceError
+from infini_model.training.launch.devices import physical_gpu
 from infini_model.training.launch.failures import STOPS
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all."""
+    """The place of this process among all; `gpu` is the physical number of its GPU, if known."""
 
     rank: int
     size: int
     device: torch.device
+    gpu: int | None = None
 
     @property
     def is_main(self) -> bool:
@@ -91,11 +93,13 @@ def join_world(gpus: str) -> Iterator[World]:
     """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    device = choose_device(gpus, int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = choose_device(gpus, local_rank)
+    world = World(rank, size, device, physical_gpu(local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
-        yield World(rank, size, device)
+        yield world
         return
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         # All on one machine: no other one may join, and no odd host name is looked up.
@@ -106,7 +110,7 @@ def join_world(gpus: str) -> Iterator[World]:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    yield World(rank, size, device)
+    yield world
     # Not in a `finally`: after an error the others may be gone, and leaving would wait for them.
     dist.destroy_process_group()
 

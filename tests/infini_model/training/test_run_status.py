@@ -11,9 +11,9 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.runs import record_evaluation
 from infini_model.runtime.storage import make_folder, write_json
-from infini_model.training.launch.devices import waiting_note
 from infini_model.training.launch.failures import Crashed, Preempted, TrainingFailure
-from infini_model.training.launch.recovery import learn
+from infini_model.training.launch.recovery import record_failure
+from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.run_status import list_runs, read_status, saved_step
 
 OWNER = Owner("f1", "http://localhost/runs/flow-run/f1")
@@ -34,7 +34,7 @@ def begin(output: Path, name: str, step: int) -> Path:
 
 
 def fail(run_dir: Path, failure: TrainingFailure) -> None:
-    learn(run_dir, failure, load_config())
+    record_failure(run_dir, failure, load_config())
 
 
 def test_what_a_run_has_reached_is_told(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Trainings of several processes, and the record that one process keeps."""
 
+import os
 import socket
 
 import psutil
+import torch
 
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.training.callbacks.sinks import Sinks
+
+PRELOADED = ["infini_model.training.loop", "torch.distributed.fsdp"]
 
 
 def free_ports(count):
@@ -24,6 +28,32 @@ def trainers(run_dir):
         if str(run_dir) in (process.info["cmdline"] or [])
         and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
+
+
+def _start(rank, port, work, *args):
+    """Do `work` as one of two ranks that torchrun would have started."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    work(*args)
+
+
+def on_two_ranks(work, *args):
+    """Do `work` in two new processes: gloo may crash in one that has left a process group before.
+
+    They are forked from a process that has only imported what they need, which takes seconds.
+    """
+    torch.multiprocessing.set_forkserver_preload(PRELOADED)
+    arguments = (*free_ports(1), work, *args)
+    torch.multiprocessing.start_processes(
+        _start, args=arguments, nprocs=2, start_method="forkserver"
+    )
 
 
 class Record:

@@ -1,5 +1,6 @@
 """Trainings in processes of their own, started as users start them and killed as life does."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -21,17 +22,19 @@ from infini_model.runtime.errors import DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.launch.devices import choose_gpus, waiting_note
+from infini_model.training.launch import launcher
+from infini_model.training.launch.devices import Gpu, choose_gpus
 from infini_model.training.launch.failures import (
     Crashed,
     Hung,
-    NonFinite,
+    NonFiniteFailure,
     OutOfMemory,
     Preempted,
     TimedOut,
     explain,
 )
 from infini_model.training.launch.launcher import launch
+from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.loop import train
 
 LAUNCH = """
@@ -56,7 +59,7 @@ import sys
 if "infini_model.training" in sys.orig_argv and not {{
     "infini_model.runtime.processes", "infini_model.training.launch.agent"
 }} & set(sys.orig_argv):
-    import time, torch
+    import os, time, torch
     def fault(inputs, loss):
         {fault}
     def hook(module, args, output):
@@ -96,11 +99,11 @@ def rank_of(run_dir, number):
 class Once:
     """Does something as soon as a line with `text` is printed, and notes when."""
 
-    def __init__(self, text, act):
-        self.text, self.act, self.at = text, act, None
+    def __init__(self, text, act, prefix=""):
+        self.text, self.act, self.prefix, self.at = text, act, prefix, None
 
     def __call__(self, line):
-        if self.text in line and self.at is None:
+        if self.at is None and self.text in line and line.startswith(self.prefix):
             self.act()
             self.at = time.monotonic()
 
@@ -173,20 +176,69 @@ def test_sigterm_to_a_rank_saves_and_exits_143(make_config, tmp_path, start):
     assert last < 150
 
 
+@pytest.fixture
+def gpus_5_and_3(monkeypatch):
+    """Have the launcher believe that it has reserved two GPUs; the ranks train on the CPU."""
+
+    @contextlib.contextmanager
+    def reserve(config, run_dir, **hooks):
+        yield [Gpu(str(n), n, "NVIDIA H200", 0, 0, 0, f"GPU-{n}") for n in (5, 3)]
+
+    monkeypatch.setattr(launcher, "reserve", reserve)
+
+
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_and_is_the_one_named(dataset, make_config, tmp_path):
+def test_a_killed_rank_ends_all_and_is_named_with_its_gpu(
+    dataset, make_config, tmp_path, gpus_5_and_3
+):
     run_dir = tmp_path / "run"
     kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill())
-    with pytest.raises(Crashed, match="killed by SIGKILL") as caught:
+    with pytest.raises(Crashed) as caught:
         launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     assert kill.seconds < 10
-    assert caught.value.rank == 1
+    assert str(caught.value) == "training failed: crash on rank 1 (GPU 3): killed by SIGKILL"
     assert not caught.value.is_final
     assert not trainers(run_dir)
-    for rank in (0, 1):
+    for rank, gpu in enumerate((5, 3)):
         lines = (run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
-        assert any(f"GPU{rank}:INFO | Step [2/5000]" in line for line in lines)
-        assert all(line.startswith(f"GPU{rank}:") for line in lines)
+        assert any("Step [2/5000]" in line for line in lines)
+        assert all(line.startswith(f"GPU{gpu}:") for line in lines)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_named_with_its_gpu(
+    dataset, make_config, tmp_path, faulty, gpus_5_and_3
+):
+    faulty("if os.environ['RANK'] == '1': raise torch.OutOfMemoryError('CUDA out of memory')")
+    lines = []
+    with pytest.raises(OutOfMemory) as caught:
+        launch(make_config(**PAIR), dataset, tmp_path / "run", on_line=lines.append)
+    assert (
+        str(caught.value) == "training failed: out of memory on rank 1 (GPU 3): CUDA out of memory"
+    )
+    assert any(line.startswith("GPU3:ERROR | ") for line in lines)
+
+
+@pytest.mark.slow
+def test_progress_arrives_to_the_last_step_and_no_log_shows_it(dataset, make_config, tmp_path):
+    run_dir, progress, lines = tmp_path / "run", [], []
+    config = make_config(training={"batch_size": 4}, launch={"processes": 2})
+    report = lambda *counts: progress.append(counts)  # noqa: E731
+    launch(config, dataset, run_dir, on_line=lines.append, on_progress=report)
+    assert progress[-1] == (12, 12)
+    assert len(progress) > 1
+    assert progress == sorted(set(progress))
+    assert any("Step [12/12]" in line for line in lines)
+    logs = [(run_dir / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert all("Step [12/12]" in log for log in logs)
+    assert not any("::" in line for line in [*lines, *"".join(logs).splitlines()])
+
+
+def test_a_training_started_by_hand_prints_no_progress(make_config, tmp_path, start):
+    process = start(["-m", "infini_model.training"], make_config(), tmp_path / "run")
+    output, _ = process.communicate()
+    assert "Step [12/12]" in output
+    assert "::" not in output
 
 
 @pytest.mark.story
@@ -281,7 +333,7 @@ def test_a_preempted_training_is_told_as_such(dataset, make_config, tmp_path):
             for process in ranks(run_dir):
                 process.terminate()
 
-    with pytest.raises(Preempted, match=r"step \d+ is saved"):
+    with pytest.raises(Preempted, match=r"^training stopped: preempted: .*step \d+ is saved$"):
         launch(make_config(**LONGER), dataset, run_dir, on_line=preempt)
 
 
@@ -292,7 +344,7 @@ def test_numbers_that_are_not_finite_are_told_as_such(make_config, tmp_path, sta
     assert process.returncode == 3
     assert len(errors.splitlines()) == 1
     failure = explain(tmp_path / "run", 3)
-    assert isinstance(failure, NonFinite)
+    assert isinstance(failure, NonFiniteFailure)
     assert failure.rank == 0
     assert "the step was not taken" in str(failure)
 
@@ -348,7 +400,7 @@ def test_a_batch_that_is_not_finite_is_passed_over_as_if_it_had_never_been_there
     culprit = sum_of_ids(config, dataset, consumed)
     faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
-    with pytest.raises(NonFinite, match="step 7") as caught:
+    with pytest.raises(NonFiniteFailure, match="step 7") as caught:
         launch(config, dataset, run_dir, on_line=lambda _: None)
     assert caught.value.consumed == consumed
     assert not caught.value.is_final
@@ -439,7 +491,7 @@ def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
 @pytest.mark.story
 def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
     run_dir = tmp_path / "run"
-    kill = Once("GPU0:INFO | Step [20/", lambda: rank_of(run_dir, 1).kill())
+    kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill(), prefix="GPU0:")
     ends = two_nodes(run_dir, kill, **LONGER)
     assert kill.seconds < 10
     assert all(isinstance(end, Crashed) for end in ends)

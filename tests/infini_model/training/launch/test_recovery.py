@@ -8,16 +8,16 @@ from infini_model.runtime.errors import CheckpointError
 from infini_model.training.launch.failures import (
     Crashed,
     Hung,
-    NonFinite,
+    NonFiniteFailure,
     OutOfMemory,
     Preempted,
     TimedOut,
 )
-from infini_model.training.launch.recovery import Recovery, learn, read_recovery
+from infini_model.training.launch.recovery import Recovery, read_recovery, record_failure
 
 
 def non_finite(consumed):
-    failure = NonFinite("nan", 0)
+    failure = NonFiniteFailure("nan", 0)
     failure.consumed = consumed
     return failure
 
@@ -70,8 +70,8 @@ def test_the_run_folder_remembers_and_a_damaged_memory_is_named(make_config, tmp
     config = make_config(launch={"skip_non_finite": True})
     assert read_recovery(tmp_path) == Recovery()
     assert read_recovery(tmp_path).describe(config) == ""
-    learn(tmp_path, OutOfMemory("full", 1), config)
-    learn(tmp_path, non_finite(80), config)
+    record_failure(tmp_path, OutOfMemory("full", 1), config)
+    record_failure(tmp_path, non_finite(80), config)
     recovery = read_recovery(tmp_path)
     assert (recovery.micro_batch_divisor, recovery.skipped) == (2, (80,))
     assert [(a.kind, a.rank) for a in recovery.attempts] == [

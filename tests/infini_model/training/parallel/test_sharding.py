@@ -1,7 +1,6 @@
 """FSDP beside DDP beside one process: real ranks, compared by what they leave on disk."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -9,9 +8,9 @@ import pytest
 import torch
 from curves import curve, repeatable, weights
 from torch.profiler import ProfilerActivity, profile
-from trainings import free_ports
+from trainings import on_two_ranks
 
-from infini_model.config import Config, merge, validate
+from infini_model.config import Config, merge
 from infini_model.data.loading.windows import Batch
 from infini_model.objectives import make_objective
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
@@ -20,35 +19,8 @@ from infini_model.training.parallel.distributed import World, join_world
 from infini_model.training.replica import Replica
 from infini_model.training.setup import place_model
 
-STRATEGIES = ("ddp", "fsdp")
 # 70 MB of parameters: far more than what else a process takes while it makes a model.
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "vocab_size": 256}
-
-
-def _join(rank, port):
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _train(rank, ports, trees, dataset, run_dirs):
-    for port, tree, run_dir in zip(ports, trees, run_dirs, strict=True):
-        _join(rank, port)
-        train(validate(tree), dataset, run_dir)
-
-
-def two_ranks(dataset, trainings):
-    """Run (configuration, run folder) one after another in two processes."""
-    trees = [config.model_dump(mode="json") for config, _ in trainings]
-    run_dirs = [run_dir for _, run_dir in trainings]
-    arguments = (free_ports(len(trainings)), trees, dataset, run_dirs)
-    torch.multiprocessing.spawn(_train, args=arguments, nprocs=2)
 
 
 def begun_from(run_dir, other, step):
@@ -83,8 +55,8 @@ def test_fsdp_gives_the_curve_of_one_process_and_resumes_across_strategies_and_w
     for name in cases:
         train(config(name, "fsdp", batch_size=4), dataset, tmp_path / f"{name} 1")
     whole = {name: tmp_path / f"{name} 2" for name in cases}
-    two_ranks(dataset, [(config(name, "fsdp"), whole[name]) for name in cases])
     for name in cases:
+        on_two_ranks(train, config(name, "fsdp"), dataset, whole[name])
         rounding = 2e-3 if name == "fp16" else 5e-5
         for metric in ("train/loss", "validation/loss", "test/loss"):
             one = curve(tmp_path / f"{name} 1", metric)
@@ -95,14 +67,9 @@ def test_fsdp_gives_the_curve_of_one_process_and_resumes_across_strategies_and_w
     to_ddp = begun_from(tmp_path / "to ddp", whole["parts"], 4)
     from_one = begun_from(tmp_path / "from one", tmp_path / "parts 1", 4)
     to_one = begun_from(tmp_path / "to one", whole["parts"], 4)
-    two_ranks(
-        dataset,
-        [
-            (config("fp16", "fsdp"), again),
-            (config("parts", "ddp"), to_ddp),
-            (config("parts", "fsdp"), from_one),
-        ],
-    )
+    on_two_ranks(train, config("fp16", "fsdp"), dataset, again)
+    on_two_ranks(train, config("parts", "ddp"), dataset, to_ddp)
+    on_two_ranks(train, config("parts", "fsdp"), dataset, from_one)
     train(config("parts", "ddp"), dataset, to_one)
     assert repeatable(again) == repeatable(whole["fp16"])
     assert weights(again) == weights(whole["fp16"])
@@ -145,12 +112,10 @@ def _measure(config: Config, world: World) -> dict[str, int]:
     return found
 
 
-def _measure_rank(rank, ports, trees, folder):
-    for strategy, port, tree in zip(STRATEGIES, ports, trees, strict=True):
-        _join(rank, port)
-        with join_world("cpu") as world:
-            found = _measure(validate(tree), world)
-            (folder / f"{strategy}-{rank}.json").write_text(json.dumps(found))
+def _save_measured(config, folder):
+    with join_world("cpu") as world:
+        found = json.dumps(_measure(config, world))
+        (folder / f"{config.launch.strategy}-{world.rank}.json").write_text(found)
 
 
 @pytest.mark.slow
@@ -159,12 +124,9 @@ def test_gradients_are_summed_once_a_step_and_only_rank_0_ever_has_the_whole_mod
     make_config, tmp_path
 ):
     model = make_config().model.model_dump() | {"vocab_size": 256}
-    trees = [
-        make_config(model=model, launch={"strategy": strategy}).model_dump(mode="json")
-        for strategy in STRATEGIES
-    ]
-    arguments = (free_ports(2), trees, tmp_path)
-    torch.multiprocessing.spawn(_measure_rank, args=arguments, nprocs=2)
+    for strategy in ("ddp", "fsdp"):
+        config = make_config(model=model, launch={"strategy": strategy})
+        on_two_ranks(_save_measured, config, tmp_path)
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert len(found) == 4
     for measured in found.values():

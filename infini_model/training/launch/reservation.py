@@ -1,0 +1,165 @@
+"""Reserve the devices of a training: each GPU, or the CPU, trains one run at a time.
+
+A training holds a lock file for each of its devices in the folder `devices/` of the output folder.
+The kernel releases the locks when the holder ends, however it ends, so that no server is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infini_model.config import Config
+from infini_model.runtime.errors import DataError, DeviceError
+from infini_model.runtime.holders import Holder, hold, holder_of
+from infini_model.runtime.runs import owner_of
+from infini_model.runtime.storage import lock, make_folder, named_os_errors
+from infini_model.training.launch.devices import Gpu, choose_gpus
+
+POLL_SECONDS = 0.5
+# Between two lines that say what a training waits for.
+REPEAT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A device that one training holds at a time; `gpu` is None for the CPU."""
+
+    label: str
+    file: str
+    gpu: Gpu | None
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """What a training needs: so many of these slots, the first ones first.
+
+    `shares` where the other machines of the same training may be this one, too.
+    """
+
+    slots: Sequence[_Slot]
+    needed: int
+    folder: Path
+    holder: Holder
+    shares: bool
+
+    def __str__(self) -> str:
+        if self.slots[0].gpu is None:
+            return self.slots[0].label
+        if self.needed == len(self.slots):
+            return ", ".join(slot.label for slot in self.slots)
+        return f"{self.needed} of {len(self.slots)} GPUs"
+
+
+def _slots(config: Config) -> tuple[list[_Slot], int]:
+    """The devices that the settings allow, in the order of preference, and how many they need."""
+    gpus, processes = choose_gpus(config.launch.gpus), config.launch.processes
+    if not gpus:
+        return [_Slot("the CPU", f"cpu-{socket.gethostname()}.lock", None)], 1
+    needed = processes or len(gpus)
+    if needed > len(gpus):
+        raise DeviceError(f"launch.processes={needed}: only {len(gpus)} GPUs were chosen")
+    # Of a list it is the first ones; auto takes any.
+    allowed = gpus if config.launch.gpus == "auto" else gpus[:needed]
+    slots = [
+        _Slot(f"GPU {gpu.identifier}", f"gpu-{gpu.uuid.removeprefix('GPU-')}.lock", gpu)
+        for gpu in allowed
+    ]
+    return slots, needed
+
+
+@contextlib.contextmanager
+def reserve(
+    config: Config,
+    run_dir: Path,
+    *,
+    on_line: Callable[[str], None],
+    stop: Callable[[], Exception | None] = lambda: None,
+) -> Iterator[list[Gpu]]:
+    """Hold the devices of a training while the block runs; yields its GPUs, none for the CPU.
+
+    Waits until all of them are free at once. The machines of one training share a device where
+    they are one and the same machine.
+
+    Args:
+        config: The whole configuration.
+        run_dir: The run folder, which others that wait are told.
+        on_line: Gets a line that says what it waits for and who holds it, once a minute.
+        stop: Asked twice a second while waiting; what it returns is raised.
+
+    Raises:
+        DeviceError: A GPU that does not exist, or fewer GPUs than processes.
+        UserError: The output folder or the run folder cannot be written.
+    """
+    slots, needed = _slots(config)
+    owner = None
+    with contextlib.suppress(DataError):
+        owner = owner_of(run_dir)
+    demand = _Demand(
+        slots,
+        needed,
+        make_folder(config.run.output_dir / "devices"),
+        Holder.current(run_dir, owner),
+        shares=config.launch.num_nodes > 1,
+    )
+    with contextlib.ExitStack() as stack:
+        taken = _wait_for(demand, stack, waiting_note(run_dir), on_line, stop)
+        yield [slot.gpu for slot in taken if slot.gpu is not None]
+
+
+def waiting_note(run_dir: Path) -> Path:
+    """The file that says what a run waits for; it is there only while it waits."""
+    return run_dir / "logs" / "waiting"
+
+
+def _wait_for(
+    demand: _Demand,
+    stack: contextlib.ExitStack,
+    note: Path,
+    on_line: Callable[[str], None],
+    stop: Callable[[], Exception | None],
+) -> list[_Slot]:
+    next_line = 0.0
+    try:
+        while True:
+            taken, others = _try_to_take(demand, stack)
+            if taken:
+                return taken
+            if time.monotonic() >= next_line:
+                next_line = time.monotonic() + REPEAT_SECONDS
+                line = f"Waiting for {demand}: {'; '.join(others)}"
+                make_folder(note.parent)
+                with named_os_errors(note):
+                    note.write_text(line, encoding="utf-8")
+                on_line(line)
+            if reason := stop():
+                raise reason
+            time.sleep(POLL_SECONDS)
+    finally:
+        with contextlib.suppress(OSError):
+            note.unlink()
+
+
+def _try_to_take(demand: _Demand, stack: contextlib.ExitStack) -> tuple[list[_Slot], list[str]]:
+    """Take all that is needed, to be released by `stack`, or nothing; then also who holds it."""
+    taken, others = [], []
+    # One training at a time, so that two that need each other's devices cannot both fail for ever.
+    with lock(demand.folder / ".lock"), contextlib.ExitStack() as held:
+        for slot in demand.slots:
+            path = demand.folder / slot.file
+            if held.enter_context(hold(path, demand.holder)):
+                taken.append(slot)
+            else:
+                other = holder_of(path) or Holder()
+                if demand.shares and other.run == demand.holder.run:
+                    taken.append(slot)
+                else:
+                    others.append(f"{slot.label} is held by {other}, which trains {other.run}")
+            if len(taken) == demand.needed:
+                stack.enter_context(held.pop_all())
+                return taken, []
+    return [], others

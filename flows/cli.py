@@ -50,7 +50,7 @@ class _LastLine(logging.Filter):
 
 
 def _run_flow(name: str, config: Config) -> Any:
-    from flows.serving.services import prefect_api
+    from flows.serving.connection import prefect_api
     from infini_model.training.launch.devices import choose_gpus
 
     choose_gpus(config.launch.gpus)
@@ -223,7 +223,7 @@ def deploy(
 ) -> None:
     """Create or update the work pool, deployments and automations on the Prefect server."""
     from flows.serving import deploy as deployment
-    from flows.serving.services import prefect_api
+    from flows.serving.connection import prefect_api
 
     with prefect_api(_places(output_dir)) as wait_until_up:
         wait_until_up()

@@ -15,14 +15,8 @@ from http import HTTPStatus
 from pathlib import Path
 
 from flows.serving.access import Access, stored_access
-from flows.serving.services import (
-    HOST,
-    configured_auth,
-    configured_url,
-    prefect_dir,
-    served_url,
-    status_of,
-)
+from flows.serving.connection import configured_auth, configured_url, served_url, status_of
+from flows.serving.services import HOST, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.errors import DeviceError, UserError
 from infini_model.runtime.storage import atomic_file, make_folder

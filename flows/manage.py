@@ -8,19 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 from uuid import UUID
 
-from flows.serving.services import (
-    configured_url,
-    prefect_environment,
-    served_mlflow,
-    served_url,
-)
+from flows.serving.connection import configured_url, served_mlflow, served_url
+from flows.serving.polling import poll
+from flows.serving.services import prefect_environment
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.holders import Holder
@@ -127,11 +123,12 @@ def cancel(run_dir: Path) -> str:
             raise UserError(f"{run_dir} is in use by {holder}; cancel it there")
         os.kill(int(holder.pid or 0), signal.SIGTERM)
     print(f"Cancelling {run_dir.name}: {holder} saves a checkpoint first", flush=True)
-    deadline = time.monotonic() + END_SECONDS
-    while run_holder(run_dir) == holder:
-        if time.monotonic() > deadline:
-            raise StageError(f"{run_dir}: {holder} has not ended after {END_SECONDS:g} s")
-        time.sleep(POLL_SECONDS)
+    if not poll(
+        lambda: run_holder(run_dir) != holder,
+        every_seconds=POLL_SECONDS,
+        timeout_seconds=END_SECONDS,
+    ):
+        raise StageError(f"{run_dir}: {holder} has not ended after {END_SECONDS:g} s")
     step = saved_step(run_dir)
     return "nothing is saved" if step is None else f"step {step} is saved"
 
@@ -168,15 +165,16 @@ def print_logs(run_dir: Path, *, follow: bool) -> None:
     Raises `UserError` if there are no logs.
     """
     offsets: dict[Path, int] = {}
-    while True:
-        # Asked before reading: what is written before the end is then printed.
+
+    def print_new_lines() -> bool:
+        # Checked before reading, so that whatever is written before the end is printed.
         ended = not follow or run_holder(run_dir) is None
         for path in sorted(run_dir.glob("logs/rank-*.log")):
             offsets[path] = _copy_lines(path, offsets.get(path, 0), sys.stdout.buffer)
         sys.stdout.buffer.flush()
-        if ended:
-            break
-        time.sleep(POLL_SECONDS)
+        return ended
+
+    poll(print_new_lines, every_seconds=POLL_SECONDS)
     if not offsets:
         raise UserError(f"{run_dir / 'logs'}: there are no logs of a rank yet")
 

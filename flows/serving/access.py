@@ -7,7 +7,9 @@ can read; whoever can read it, such as the worker and the other commands, uses i
 
 from __future__ import annotations
 
+import base64
 import secrets
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -99,3 +101,12 @@ def choose_access(home: Path, auth: bool | None) -> Access:
     if access != EVERYONE:
         print(f"Both servers ask for the secret in {secret_file(home)}", flush=True)
     return access
+
+
+def authorized_request(url: str, auth_string: str | None) -> urllib.request.Request:
+    """A GET of `url` with "user:password", if there is one."""
+    request = urllib.request.Request(url)  # noqa: S310 - the user's own address
+    if auth_string is not None:
+        encoded = base64.b64encode(auth_string.encode()).decode()
+        request.add_header("Authorization", f"Basic {encoded}")
+    return request

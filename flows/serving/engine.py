@@ -26,6 +26,7 @@ from types import FrameType
 
 import psutil
 
+from flows.serving.polling import poll
 from infini_model.runtime.storage import make_folder
 
 # The folder of the lock files and logs, and the process of `infini serve` as "pid created".
@@ -49,15 +50,20 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def _is_locked(path: Path) -> bool:
-    descriptor = _open(path)
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return False
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = _open(path)
+    try:
+        return not _try_lock(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 def is_alive(folder: Path, flow_run_id: str) -> bool | None:
@@ -140,13 +146,12 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, note)
     descriptor = _open(_path(folder, flow_run_id))
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        if stops or _serve_is_gone():
-            return 128 + signal.SIGTERM
-        time.sleep(POLL_SECONDS)
+    poll(
+        lambda: _try_lock(descriptor) or bool(stops) or _serve_is_gone(),
+        every_seconds=POLL_SECONDS,
+    )
+    if not _try_lock(descriptor):
+        return 128 + signal.SIGTERM
     return _wait(_start(folder, flow_run_id, descriptor), stops)
 
 

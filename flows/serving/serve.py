@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -24,8 +24,8 @@ from flows.serving import engine
 from flows.serving.access import EVERYONE, Access, choose_access, secret_file
 from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
+from flows.serving.polling import poll
 from flows.serving.services import (
-    GRACE_SECONDS,
     HOST,
     Service,
     answers,
@@ -43,7 +43,6 @@ from flows.serving.services import (
 from flows.serving.supervise import Supervised
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.processes import end_tree
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 
@@ -98,9 +97,8 @@ def serve(config: Config, options: Options) -> None:
         engines = make_folder(engines_dir(config))
         env = _environment(config, engines, options, access)
         os.environ.update(env)
-        kept: list[Supervised] = []
-        with _ending(kept), contextlib.suppress(KeyboardInterrupt):
-            _start_all(config, options, access, engines, kept)
+        with contextlib.ExitStack() as started, contextlib.suppress(KeyboardInterrupt):
+            kept = _start_all(config, options, access, engines, started)
             addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": env[PAGE]}
             write_json(home / "serve.json", addresses)
             page = experiment_page(kept[1].service, config, access)
@@ -130,24 +128,29 @@ def _environment(config: Config, engines: Path, options: Options, access: Access
 
 
 def _start_all(
-    config: Config, options: Options, access: Access, engines: Path, kept: list[Supervised]
-) -> None:
-    """Start the servers, deploy, and start the worker last; each is added to `kept` at once."""
+    config: Config,
+    options: Options,
+    access: Access,
+    engines: Path,
+    started: contextlib.ExitStack,
+) -> list[Supervised]:
+    """Start Prefect's server, MLflow's, and, once the deployments are up to date, the worker.
 
-    def keep(supervised: Supervised) -> Supervised:
-        kept.append(supervised)
-        return supervised
+    Each is returned in that order, and entered into `started`, which ends it.
+    """
 
-    prefect = keep(
-        Supervised(lambda: start_prefect(config, options.port, access, options.database))
-    )
-    mlflow = keep(Supervised(lambda: start_mlflow(config, options.mlflow_port, access)))
+    def keep(start: Callable[[], Service], needs: Callable[[], bool] = lambda: True) -> Supervised:
+        return started.enter_context(contextlib.closing(Supervised(start, needs)))
+
+    prefect = keep(lambda: start_prefect(config, options.port, access, options.database))
+    mlflow = keep(lambda: start_mlflow(config, options.mlflow_port, access))
     wait_until_up(mlflow.service, "/health")
     wait_until_up(prefect.service, "/api/health")
     deploy(os.environ["PREFECT_API_URL"])
     _reconcile_at_start(config, engines)
-    keep(Supervised(lambda: _start_worker(config), lambda: answers(prefect.service)))
+    worker = keep(lambda: _start_worker(config), lambda: answers(prefect.service))
     threading.Thread(target=_reconcile, args=(config, engines), daemon=True).start()
+    return [prefect, mlflow, worker]
 
 
 def _start_worker(config: Config) -> Service:
@@ -187,16 +190,6 @@ def _noted_stops() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _ending(kept: list[Supervised]) -> Iterator[None]:
-    """End the services in the reverse order of their start, however the block ends."""
-    try:
-        yield
-    finally:
-        for supervised in reversed(kept):
-            end_tree(supervised.service.process, GRACE_SECONDS)
-
-
 def _reconcile_at_start(config: Config, engines: Path) -> None:
     from prefect.client.orchestration import get_client
 
@@ -229,18 +222,21 @@ def _stop_flow_runs(engines: Path, heard: list[int]) -> None:
     """Suspend what is at work and wait for the checkpoints; a second signal ends the waiting."""
     if not engine.living(engines):
         return
-    asked, told = len(heard), set[int]()
-    deadline = time.monotonic() + SAVE_SECONDS
+    asked, terminated = len(heard), set[int]()
     say("Waiting for the flow runs to save their checkpoints (Ctrl-C again kills them)")
-    while (running := engine.living(engines)) and len(heard) <= asked:
-        if time.monotonic() > deadline:
-            break
+
+    def have_ended() -> bool:
+        running = engine.living(engines)
+        if not running or len(heard) > asked:
+            return True
         for flow_run_id, pid in running.items():
-            if not _suspend(flow_run_id) and pid not in told:
-                told.add(pid)
+            if not _suspend(flow_run_id) and pid not in terminated:
+                terminated.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-        time.sleep(LOOK_SECONDS)
+        return False
+
+    poll(have_ended, every_seconds=LOOK_SECONDS, timeout_seconds=SAVE_SECONDS)
     for pid in engine.living(engines).values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)

@@ -32,6 +32,10 @@ class Supervised:
         self._deaths: deque[float] = deque()
         self._due: float | None = None
 
+    def close(self) -> None:
+        """End the service."""
+        self.service.close()
+
     def look(self, say: Callable[[str], None]) -> None:
         """Start the service again if it has died, once its delay has passed.
 

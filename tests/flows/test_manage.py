@@ -39,19 +39,17 @@ from infini_model.training.run_status import saved_step
 Started = Callable[..., Running]
 # A flow run at work, as long as its state allows.
 WORKING = """
-import sys, time
+import sys
 from pathlib import Path
 from prefect.client.orchestration import get_client
-from infini_model.config import load_config
-from infini_model.runtime.runs import Owner, claim_run
 from flows.presets import configure
+from flows.serving.polling import poll
 from infini_model.runtime.runs import Owner, claim_run
 output, number = sys.argv[1:]
 config = configure(["debug"], overrides=[f"run.output_dir={output}"])
 with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):
     with get_client(sync_client=True) as client:
-        while client.read_flow_run(number).state.type != "CANCELLING":
-            time.sleep(0.1)
+        poll(lambda: client.read_flow_run(number).state.type == "CANCELLING", every_seconds=0.1)
 """
 
 

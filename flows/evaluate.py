@@ -42,7 +42,7 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
 @form
 @flow(name="evaluate", **FLOW)
 @concluded
-@settings("run", "dataset", "batches", "devices")
+@settings
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate the run of `run.name`, or the newest one, with the model it was trained as.
 

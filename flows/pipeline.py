@@ -23,18 +23,7 @@ from tasks.flow_run import FLOW
 @form
 @flow(name="pipeline", **FLOW)
 @concluded
-@settings(
-    "documents",
-    "dataset",
-    "steps",
-    "learning_rate",
-    "batch_size",
-    "context_length",
-    "devices",
-    "resume",
-    "name",
-    "seed",
-)
+@settings
 def pipeline(config: Config) -> dict[str, Any]:
     """Download, shard, train and evaluate; an interrupted run is continued.
 

@@ -42,7 +42,7 @@ def prepare_dataset(config: Config) -> dict[str, Any]:
 @form
 @flow(name="preprocess", **FLOW)
 @concluded
-@settings("documents", "dataset_name", "tokenizer")
+@settings
 def preprocess(config: Config) -> State[dict[str, Any]]:
     """Download and shard. Returns the dataset's folder and key, and whether it was reused."""
     dataset = prepare_dataset(config)

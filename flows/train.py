@@ -34,17 +34,7 @@ def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
 @form
 @flow(name="train", **FLOW)
 @concluded
-@settings(
-    "dataset",
-    "steps",
-    "learning_rate",
-    "batch_size",
-    "context_length",
-    "devices",
-    "resume",
-    "name",
-    "seed",
-)
+@settings
 def train(config: Config) -> dict[str, str]:
     """Train on the folder of `data.folder`, or the newest dataset. Returns the run folder."""
     dataset = perform(plan_dataset, config.stages.shard, config, None)

@@ -9,7 +9,6 @@ from prefect import flow, get_run_logger
 
 from flows.evaluate import evaluate_run
 from flows.form import form, settings
-from flows.owner import current_owner
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
 from infini_model.config import Config
@@ -17,7 +16,7 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.runs import claim_run, dataset_of, find_run
 from tasks.failures import concluded
-from tasks.flow_run import FLOW
+from tasks.flow_run import FLOW, current_owner
 
 
 @form

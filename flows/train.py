@@ -7,11 +7,10 @@ from pathlib import Path
 from prefect import flow, get_run_logger
 
 from flows.form import form, settings
-from flows.owner import current_owner
 from infini_model.config import Config
 from infini_model.runtime.runs import claim_run, is_finished
 from tasks.failures import concluded
-from tasks.flow_run import FLOW, name_flow_run
+from tasks.flow_run import FLOW, current_owner, name_flow_run
 from tasks.shard import plan_dataset
 from tasks.stage import perform
 from tasks.train import train_model

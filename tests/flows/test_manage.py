@@ -23,7 +23,6 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 
 from flows import manage
-from flows.owner import current_owner
 from flows.presets import configure
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_newest
@@ -35,6 +34,7 @@ from infini_model.runtime.runs import (
     run_holder,
 )
 from infini_model.training.run_status import saved_step
+from tasks.flow_run import current_owner
 
 Started = Callable[..., Running]
 # A flow run at work, as long as its state allows.
@@ -153,7 +153,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert f"Report: {run_dir}/report.md" in printed.splitlines()
     assert is_finished(run_dir)
     assert owner_of(run_dir) != owner
-    assert told("resume", "run-1") == (0, f"{run_dir} is finished; nothing is left to do\n")
+    assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
     status, line = told("resume")
     assert (status, line) == (2, f"error: {output}/runs: there is no interrupted run to resume\n")
     assert f"Step [{saved}/600]" in told("logs")[1]

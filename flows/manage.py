@@ -62,7 +62,9 @@ def show_runs(config: Config) -> None:
 def _cells(run: RunStatus) -> list[str]:
     from rich.markup import escape
 
-    step = "" if run.total is None else f"{run.step:,}/{run.total:,}"
+    # With `training.epochs` the total is unknown until the training has started.
+    total = "" if run.total is None else f"/{run.total:,}"
+    step = f"{run.step:,}{total}" if run.step or total else ""
     state = f"{run.state}: {run.detail}" if run.detail else run.state
     losses = ["" if x is None else f"{x:.4f}" for x in (run.train_loss, run.validation_loss)]
     updated = datetime.fromtimestamp(run.updated).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -83,7 +83,7 @@ def common(
         bool,
         typer.Option(
             "--debug",
-            help="Debug logs and checks; also the debug preset, unless one or a file is given.",
+            help="Debug logs and checks; the default preset is then debug.",
         ),
     ] = False,
 ) -> None:

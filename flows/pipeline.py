@@ -1,4 +1,4 @@
-"""The whole story: documents, dataset, training, report."""
+"""The whole pipeline: documents, dataset, training, report."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tasks.flow_run import FLOW, current_owner
 @concluded
 @settings
 def pipeline(config: Config) -> dict[str, Any]:
-    """Download, shard, train and evaluate; an interrupted run is continued.
+    """Download, shard, train and evaluate; an interrupted run is resumed.
 
-    Returns the report's path with the losses and perplexities of the splits; of several machines
-    the first one writes the report.
+    Returns the report's path with the losses and perplexities of the splits. With several machines,
+    only the first one writes the report.
     """
     owner, adopt = current_owner()
     dataset = _own_dataset(config, owner) or prepare_dataset(config)
@@ -40,9 +40,9 @@ def pipeline(config: Config) -> dict[str, Any]:
 
 
 def _own_dataset(config: Config, owner: Owner | None) -> dict[str, Any] | None:
-    """The dataset that this flow run trains on already; None where it is made, or made again.
+    """The dataset that this flow run already trains on; None if it has to be built or rebuilt.
 
-    A run that is retried or resumed stays with its data, whatever documents have come since.
+    A run that is retried or resumed keeps its dataset, even if documents were added since.
     """
     run_dir = None if owner is None else find_run(config.run.runs_dir, owner.id)
     if run_dir is None:
@@ -51,5 +51,5 @@ def _own_dataset(config: Config, owner: Owner | None) -> dict[str, Any] | None:
     try:
         return prepare_dataset(config.model_copy(update={"data": data}))
     except DataError as error:
-        get_run_logger().warning("%s; making it again", error)
+        get_run_logger().warning("%s; rebuilding it", error)
         return None

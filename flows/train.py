@@ -1,4 +1,4 @@
-"""Training alone, on a dataset that stands."""
+"""Training alone, on a finished dataset."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tasks.train import train_model
 
 
 def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
-    """Train in a run folder that this process holds, unless it has been evaluated already.
+    """Train in a run folder that this process has claimed, unless the run is already evaluated.
 
-    A run that has its last checkpoint is resumed too: its last scores may not have been written.
+    A run with its last checkpoint is resumed too: its last scores may not have been written.
     """
     log = get_run_logger()
     name_flow_run(run_dir.name, f"preset:{config.run.preset or 'custom'}", f"run:{run_dir.name}")
     if is_finished(run_dir):
-        log.info("Run %s is finished already", run_dir)
+        log.info("Run %s is already finished", run_dir)
         return
     log.info("Training in %s", run_dir)
     perform(train_model, config.stages.train, config, str(dataset_dir), str(run_dir))
@@ -35,7 +35,7 @@ def train_run(config: Config, dataset_dir: Path, run_dir: Path) -> None:
 @concluded
 @settings
 def train(config: Config) -> dict[str, str]:
-    """Train on the folder of `data.folder`, or the newest dataset. Returns the run folder."""
+    """Train on the dataset in `data.folder`, or the newest one. Returns the run folder."""
     dataset = perform(plan_dataset, config.stages.shard, config, None)
     folder = Path(dataset["folder"])
     owner, adopt = current_owner()

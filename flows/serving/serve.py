@@ -1,6 +1,6 @@
-"""`infini serve`: Prefect, MLflow, a worker and the deployments, kept up until Ctrl-C.
+"""`infini serve`: Prefect, MLflow, a worker and the deployments, running until Ctrl-C.
 
-What dies is started again; trainings go on meanwhile. At the end the flow runs that are at work are
+Services that exit are restarted; trainings continue meanwhile. On shutdown, active flow runs are
 suspended first, which saves their checkpoints, so that *Resume* continues them under the next
 `infini serve`; then the worker ends, then the servers.
 """
@@ -48,27 +48,27 @@ from infini_model.training.callbacks.mlflow_record import PAGE
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.5
-# From one look for dead flow runs to the next.
+# Between two checks for dead flow runs.
 RECONCILE_SECONDS = 5.0
-# For flow runs to save a checkpoint and end, before SIGKILL.
+# Time for flow runs to save a checkpoint and end, before SIGKILL.
 SAVE_SECONDS = 75.0
 
 
 def say(line: str) -> None:
-    """Print a line; the terminal may have been closed."""
+    """Print a line, even if the terminal has been closed."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `infini serve` takes besides the configuration.
+    """The options of `infini serve` besides the configuration.
 
     Attributes:
         port: Port of Prefect's API and UI.
-        mlflow_port: Port of MLflow's API and page.
-        auth: Whether both ask for a secret; None leaves that as it was the last time.
-        database: Address of Prefect's records; None is a SQLite file in the output folder.
+        mlflow_port: Port of MLflow's API and UI.
+        auth: Whether both require a secret; None keeps the previous choice.
+        database: Address of Prefect's database; None is a SQLite file in the output folder.
     """
 
     port: int
@@ -78,10 +78,10 @@ class Options:
 
 
 def serve(config: Config, options: Options) -> None:
-    """Keep servers, worker and deployments up until Ctrl-C, SIGTERM or the end of the terminal.
+    """Run servers, worker and deployments until Ctrl-C, SIGTERM or the end of the terminal.
 
-    Raises `UserError` if a port is in use, another `serve` is up for the same output folder, a
-    server does not start, or one of them dies again and again.
+    Raises `UserError` if a port is in use, if another `serve` is running for the same output
+    folder, if a server does not start, or if a service exits too often.
     """
     if options.database is not None:
         check_database(options.database)
@@ -89,7 +89,7 @@ def serve(config: Config, options: Options) -> None:
     with lock(home / "serve.lock", wait=False) as free:
         if not free:
             raise UserError(
-                f"run.output_dir: infini serve is up for {config.run.output_dir} already"
+                f"run.output_dir: infini serve is already running for {config.run.output_dir}"
             )
         check_port(options.port, "--port")
         check_port(options.mlflow_port, "--mlflow-port")
@@ -113,7 +113,7 @@ def serve(config: Config, options: Options) -> None:
 
 
 def _environment(config: Config, engines: Path, options: Options, access: Access) -> dict[str, str]:
-    """What the worker, its flow runs and this process have to know."""
+    """The environment of the worker, its flow runs and this process."""
     return {
         **prefect_environment(config),
         **access.prefect_client(),
@@ -164,11 +164,11 @@ def _print_addresses(prefect: Service, mlflow_page: str, secret: Path | None) ->
     say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
     if secret:
         say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret})"')
-    say("Ready: run the deployments from the UI. Ctrl-C suspends what runs and ends all of it.")
+    say("Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops everything.")
 
 
 def _keep_up(kept: list[Supervised], heard: list[int]) -> None:
-    """Restart what dies until a signal comes."""
+    """Restart services that exit until a signal arrives."""
     while not heard:
         for supervised in kept:
             supervised.look(say)
@@ -177,7 +177,7 @@ def _keep_up(kept: list[Supervised], heard: list[int]) -> None:
 
 @contextlib.contextmanager
 def _noted_stops() -> Iterator[list[int]]:
-    """Note the signals that ask for an end in a list while the block runs; they do nothing else."""
+    """Collect stop signals in a list while the block runs, without any other effect."""
     heard: list[int] = []
     before = {number: signal.getsignal(number) for number in STOPS}
     for number, handler in before.items():
@@ -197,13 +197,13 @@ def _reconcile_at_start(config: Config, engines: Path) -> None:
 
     with get_client(sync_client=True) as client:
         for flow_run in end_dead_runs(client, engines, config):
-            say(f"Flow run {flow_run.name} had died; Retry continues it")
+            say(f"Flow run {flow_run.name} had died; Retry resumes it")
         for flow_run in reschedule_lost_runs(client, engines):
-            say(f"Flow run {flow_run.name} had not started; it is scheduled again")
+            say(f"Flow run {flow_run.name} had not started; it is rescheduled")
 
 
 def _reconcile(config: Config, engines: Path) -> None:
-    """Look for dead runs again and again; in a thread, since an API that is down blocks."""
+    """Check for dead runs periodically; in a thread, because a dead API blocks."""
     from prefect.client.orchestration import get_client
 
     from flows.serving.reconcile import end_dead_records, end_dead_runs, keep_suspended_runs
@@ -212,14 +212,14 @@ def _reconcile(config: Config, engines: Path) -> None:
         while True:
             with contextlib.suppress(Exception):
                 for flow_run in end_dead_runs(client, engines, config):
-                    say(f"Flow run {flow_run.name} has died; Retry continues it")
+                    say(f"Flow run {flow_run.name} has died; Retry resumes it")
                 keep_suspended_runs(client, engines)
                 end_dead_records(config.run.runs_dir)
             time.sleep(RECONCILE_SECONDS)
 
 
 def _stop_flow_runs(engines: Path, heard: list[int]) -> None:
-    """Suspend what is at work and wait for the checkpoints; a second signal ends the waiting."""
+    """Suspend active flow runs and wait for their checkpoints, until a second signal."""
     if not engine.living(engines):
         return
     asked, terminated = len(heard), set[int]()
@@ -245,7 +245,7 @@ def _stop_flow_runs(engines: Path, heard: list[int]) -> None:
 
 
 def _suspend(flow_run_id: str) -> bool:
-    """Ask an engine, through the API, to save and end; False where the API does not answer."""
+    """Ask an engine, through the API, to save and end; False if the API does not answer."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.objects import State
     from prefect.states import Suspended

@@ -48,22 +48,22 @@ class Service:
 
 
 def prefect_dir(config: Config) -> Path:
-    """Where the server keeps its records; machines that share the output folder share none."""
+    """The folder of the server's records, one per machine that shares the output folder."""
     node = config.launch.node_rank
     name = f"prefect-node-{node}" if node else "prefect"
     return config.run.output_dir.resolve() / name
 
 
 def engines_dir(config: Config) -> Path:
-    """Where each engine of a flow run has a locked file and its log."""
+    """The folder of the engines' lock files and logs."""
     return prefect_dir(config) / "engines"
 
 
 def prefect_environment(config: Config) -> dict[str, str]:
-    """Settings of a server that keeps its records in the output folder.
+    """Settings of a server with its records in the output folder.
 
-    The lease store is on disk: leases in the server's memory would be lost with it and leave
-    concurrency slots taken.
+    The lease store is on disk: leases in the server's memory would be lost on a restart, leaving
+    concurrency slots occupied.
     """
     home = prefect_dir(config)
     return {
@@ -83,22 +83,22 @@ def prefect_environment(config: Config) -> dict[str, str]:
 
 
 def own_server(url: str) -> dict[str, str]:
-    """Settings for those who use the server at `url`, which has both of Prefect's UIs.
+    """Settings for clients of the server at `url`, which serves both of Prefect's UIs.
 
-    Links lead to the newer one: the forms of the older cannot save small numbers.
+    Links lead to the newer UI: the forms of the older one cannot save small numbers.
     """
     return {"PREFECT_API_URL": f"{url}/api", "PREFECT_UI_URL": f"{url}/v2"}
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on now."""
+    """A loopback port that is currently free."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 def check_port(port: int, option: str) -> None:
-    """Raise `UserError` naming `option` if something listens on `port` already."""
+    """Raise `UserError` naming `option` if `port` is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -110,7 +110,7 @@ def check_port(port: int, option: str) -> None:
 def start(
     name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str], url: str = ""
 ) -> Service:
-    """Start a server process that dies with this one; its output is added to `log`."""
+    """Start a server process that dies with this one; its output is appended to `log`."""
     make_folder(log.parent)
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -134,7 +134,7 @@ def answers(service: Service, path: str = "/api/health") -> bool:
 
 
 def wait_until_up(service: Service, path: str) -> None:
-    """Return once `service` answers at `path`. Raises `UserError` that names its log if not."""
+    """Block until `service` answers at `path`. Raises `UserError` naming its log if it does not."""
     failure = UserError(f"{service.name} did not start; see {service.log}")
 
     def is_up() -> bool:
@@ -154,9 +154,9 @@ def _uvicorn(factory: str, port: int) -> list[str]:
 def start_prefect(
     config: Config, port: int, access: Access = EVERYONE, database: str | None = None
 ) -> Service:
-    """Start Prefect's server and UI on loopback; it answers a few seconds later.
+    """Start Prefect's server and UI on loopback; they are up a few seconds later.
 
-    `database` is the address of its records; None is a SQLite file in the output folder.
+    `database` is the address of its database; None is a SQLite file in the output folder.
     """
     records = {} if database is None else {"PREFECT_API_DATABASE_CONNECTION_URL": database}
     return start(
@@ -167,7 +167,7 @@ def start_prefect(
             **prefect_environment(config),
             **records,
             **access.servers(),
-            # Where the page came from: it would ask on the default port otherwise.
+            # Relative to the page; the default names the default port.
             "PREFECT_SERVER_UI_API_URL": "/api",
             "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(
                 f"http://{name}:{port}" for name in LOOPBACK_NAMES
@@ -178,7 +178,7 @@ def start_prefect(
 
 
 def start_mlflow(config: Config, port: int, access: Access = EVERYONE) -> Service:
-    """Start MLflow's server and page on loopback; it answers a few seconds later."""
+    """Start MLflow's server and UI on loopback; they are up a few seconds later."""
     root = make_folder(config.run.output_dir.resolve() / "mlflow")
     logging_file = metadata.distribution("mlflow").locate_file(
         "mlflow/server/uvicorn_log_config.yaml"
@@ -198,7 +198,7 @@ def start_mlflow(config: Config, port: int, access: Access = EVERYONE) -> Servic
 
 
 def experiment_page(mlflow: Service, config: Config, access: Access) -> str:
-    """The address of the experiment's page; of the server where it does not tell."""
+    """The address of the experiment's page; of the server if the experiment is not found."""
     name = quote(config.tracking.experiment_name)
     url = f"{mlflow.url}/api/2.0/mlflow/experiments/get-by-name?experiment_name={name}"
     request = authorized_request(url, access.auth_string)
@@ -207,5 +207,5 @@ def experiment_page(mlflow: Service, config: Config, access: Access) -> str:
             number = json.load(answer)["experiment"]["experiment_id"]
     except (OSError, ValueError, KeyError):
         return mlflow.url
-    # Without the workflow it opens on pages for traces of language models, which stay empty.
+    # Without the workflow type, it opens on pages for LLM traces, which stay empty.
     return f"{mlflow.url}/#/experiments/{number}/runs?workflowType=machine_learning"

@@ -84,7 +84,7 @@ def at(port: int, pattern: str) -> str:
 def closed(
     tmp_path_factory: pytest.TempPathFactory, with_tables: Callable[[Path], Path]
 ) -> Iterator[dict[str, Service]]:
-    """Both servers, which ask for the secret."""
+    """Both servers, with the secret required."""
     output = with_tables(tmp_path_factory.mktemp("closed"))
     config = load_config(overrides=[f"run.output_dir={output}"])
     access = Access(SECRET)

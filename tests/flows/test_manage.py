@@ -193,7 +193,7 @@ def test_what_is_not_there_is_named(output: Path) -> None:
         manage.to_resume(output, ["launch.gpus=cpu"])
     with pytest.raises(UserError, match="is not running"):
         manage.cancel(run_dir)
-    with pytest.raises(UserError, match="there are no logs of a rank yet"):
+    with pytest.raises(UserError, match="there are no logs yet"):
         manage.print_logs(manage.find_run_folder(output, None), follow=True)
 
 

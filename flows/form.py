@@ -67,7 +67,7 @@ def _schema_at(key: str) -> Tree:
     return _without(typed, "title", "description")
 
 
-def _shown(title: str, description: str, schema: Tree) -> Any:
+def _parameter(title: str, description: str, schema: Tree) -> Any:
     """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect."""
     # Without the extra, Prefect takes the parameter's name as the title.
     extra: JsonDict = {"title": title, "description": description}
@@ -80,7 +80,7 @@ def _annotations(names: Iterable[str]) -> dict[str, Any]:
     # It has no type, so that null is accepted as it is for the other settings.
     advanced: Tree = {"type": "object", "if": True, "then": _without(_tree_schema(), "type")}
     annotations = {
-        "preset": _shown(
+        "preset": _parameter(
             "Preset",
             "Source of all settings left empty. `+stable` adds the settings that avoid NaN losses.",
             presets,
@@ -88,9 +88,9 @@ def _annotations(names: Iterable[str]) -> dict[str, Any]:
     }
     for name in names:
         setting = SETTINGS[name]
-        annotations[name] = _shown(setting.title, setting.description, _schema_at(setting.key))
+        annotations[name] = _parameter(setting.title, setting.description, _schema_at(setting.key))
     return annotations | {
-        "advanced": _shown(
+        "advanced": _parameter(
             "Advanced",
             "Any other settings, applied over the preset, as JSON such as "
             '`{"model": {"num_hidden_layers": 6}, "training": {"warmup_steps": 50}}`.',
@@ -111,18 +111,18 @@ def _signature(annotations: Mapping[str, Any], empty: Any) -> inspect.Signature:
     )
 
 
-def settings(story: Callable[[Config], R]) -> Callable[..., R]:
+def settings(function: Callable[[Config], R]) -> Callable[..., R]:
     """Give a flow's function, which takes a `Config`, the parameters that `SETTINGS` lists for it.
 
     They are `preset`, the settings that name the flow, and `advanced`.
     """
 
-    @functools.wraps(story)
+    @functools.wraps(function)
     def flow_function(**parameters: Any) -> R:
-        engine.hold(flow_run.id)
-        return story(resolve(**parameters))
+        engine.mark_as_engine(flow_run.id)
+        return function(resolve(**parameters))
 
-    annotations = _annotations(settings_of(story.__name__))
+    annotations = _annotations(settings_of(function.__name__))
     flow_function.__signature__ = _signature(annotations, None)  # type: ignore[attr-defined]
     flow_function.__annotations__ = annotations
     return flow_function

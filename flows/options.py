@@ -156,7 +156,7 @@ def _data(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     return {"run": {"data_dir": str(folder)}}
 
 
-def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
+def _single_keys(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     """The options that set one key."""
     batch = "data.batch_size" if command == "preprocess" else "training.batch_size"
     keys = {
@@ -188,7 +188,7 @@ def read(given: Mapping[str, Any], command: str) -> Config:
     presets = given["preset"] or []
     if not presets and given["config"] is None:
         presets = ["debug" if given["debug"] else DEFAULT_PRESET]
-    changes = [make(given, command) for make in (_plain, _devices, _data)]
+    changes = [make(given, command) for make in (_single_keys, _devices, _data)]
     overrides = [parse_override(text) for text in given["overrides"] or ()]
     config = configure(presets, given["config"], [*changes, *overrides])
     if given["skip_preprocessing"] and config.data.folder is None:

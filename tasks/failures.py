@@ -98,7 +98,7 @@ def reported(stage: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def concluded(story: Callable[P, R]) -> Callable[P, R]:
+def concluded(function: Callable[P, R]) -> Callable[P, R]:
     """Make a flow's function report its failure, and send all log lines before the process ends.
 
     A failure is reported in one line of the log and in the artifact `failure`; an expected one is
@@ -106,12 +106,12 @@ def concluded(story: Callable[P, R]) -> Callable[P, R]:
     the process gets SIGTERM.
     """
 
-    @wraps(story)
+    @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if _is_retried():
             artifacts.remove(KEY)
         try:
-            return story(*args, **kwargs)
+            return function(*args, **kwargs)
         except EXPECTED as error:
             get_run_logger().error(reason(error), extra={"is_reason": True})
             artifacts.show(KEY, _explanation(error))

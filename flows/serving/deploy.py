@@ -34,7 +34,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Longer than Prefect's default of 180 s between heartbeats, which applies to runs whose environment
 # does not come from one of our templates.
-SILENCE = timedelta(minutes=5)
+HEARTBEAT_TIMEOUT = timedelta(minutes=5)
 NEW_DATASET = "infini.dataset.ready"
 TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
 
@@ -135,7 +135,7 @@ def _read_definitions() -> list[dict[str, Any]]:
     return [{"pull": tree["pull"], **definition} for definition in tree["deployments"]]
 
 
-def _code_of(definition: Mapping[str, Any]) -> dict[str, Any]:
+def _code_fields(definition: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a deployment that follow the code, as the API names them."""
     from prefect.flows import load_flow_from_entrypoint
     from prefect.utilities.callables import parameter_schema
@@ -179,7 +179,7 @@ def _apply_deployment(
         ],
         paused=False,
         tags=definition.get("tags", []),
-        **_code_of(definition),
+        **_code_fields(definition),
     )
 
 
@@ -192,7 +192,7 @@ def _update(
 
     if existing.work_pool_name not in (None, WORK_POOL):
         return
-    code = _code_of(definition)
+    code = _code_fields(definition)
     known = code["parameter_openapi_schema"]["properties"]
     if dropped := set(existing.parameters) - set(known):
         code["parameters"] = {k: v for k, v in existing.parameters.items() if k in known}
@@ -216,7 +216,7 @@ def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
 
     Suspended and Paused count as an end: their process is gone on purpose. Disabled on a server
     that only this machine can reach: `infini serve` notices dead processes within seconds, while a
-    server that was down for longer than `SILENCE` would take healthy runs for dead on its return.
+    server that was down for longer than the timeout would take healthy runs for dead on its return.
     """
     from prefect.client.schemas.objects import StateType
     from prefect.events import AutomationCore, EventTrigger, ResourceSpecification
@@ -225,7 +225,7 @@ def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
 
     heartbeat = "prefect.flow-run.heartbeat"
     states = (*TERMINAL_STATES, "Suspended", "Paused")
-    minutes = int(SILENCE.total_seconds() // 60)
+    minutes = int(HEARTBEAT_TIMEOUT.total_seconds() // 60)
     return AutomationCore(
         name="infini: crash runs without heartbeat",
         description="Marks runs as Crashed, so that they can be retried, when their process or "
@@ -241,7 +241,7 @@ def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
             after={heartbeat},
             expect={heartbeat, *(f"prefect.flow-run.{state}" for state in states)},
             threshold=1,
-            within=SILENCE,
+            within=HEARTBEAT_TIMEOUT,
         ),
         actions=[
             ChangeFlowRunState(

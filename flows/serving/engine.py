@@ -72,7 +72,7 @@ def is_alive(folder: Path, flow_run_id: str) -> bool | None:
     return _is_locked(path) if path.is_file() else None
 
 
-def living(folder: Path) -> dict[str, int]:
+def running_engines(folder: Path) -> dict[str, int]:
     """The running engines of `infini serve`: flow run id to process id."""
     found = {}
     for path in folder.glob("*.lock"):
@@ -83,7 +83,7 @@ def living(folder: Path) -> dict[str, int]:
     return found
 
 
-def hold(flow_run_id: str | None) -> None:
+def mark_as_engine(flow_run_id: str | None) -> None:
     """Mark this process as the engine of a flow run, if it is a command in a terminal."""
     folder = os.environ.get(ENGINES)
     if flow_run_id is None or folder is None or SERVE in os.environ:
@@ -92,10 +92,10 @@ def hold(flow_run_id: str | None) -> None:
     # Left open on purpose: the kernel closes it when this process ends. This blocks only while
     # `is_alive` briefly holds the lock.
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    _sign(descriptor, COMMAND, os.getpid())
+    _write_starter(descriptor, COMMAND, os.getpid())
 
 
-def _sign(descriptor: int, kind: str, pid: int) -> None:
+def _write_starter(descriptor: int, kind: str, pid: int) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{kind} {pid}".encode("ascii"), 0)
 
@@ -127,7 +127,7 @@ def _start(folder: Path, flow_run_id: str, descriptor: int) -> subprocess.Popen[
             start_new_session=True,
             pass_fds=(descriptor,),
         )
-    _sign(descriptor, ENGINE, process.pid)
+    _write_starter(descriptor, ENGINE, process.pid)
     os.close(descriptor)
     return process
 

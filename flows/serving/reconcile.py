@@ -34,7 +34,7 @@ def _runs(client: SyncPrefectClient, *types: StateType, pool: str | None = None)
     return client.read_flow_runs(flow_run_filter=wanted, work_pool_filter=pools)
 
 
-def _dead(client: SyncPrefectClient, engines: Path) -> Iterator[FlowRun]:
+def _dead_runs(client: SyncPrefectClient, engines: Path) -> Iterator[FlowRun]:
     """Flow runs of this machine that are recorded as running but have no engine."""
     for flow_run in _runs(client, StateType.RUNNING, StateType.CANCELLING):
         if is_alive(engines, str(flow_run.id)) is False:
@@ -44,7 +44,7 @@ def _dead(client: SyncPrefectClient, engines: Path) -> Iterator[FlowRun]:
                 yield now
 
 
-def _ended(flow_run: FlowRun) -> tuple[State, Status]:
+def _final_states(flow_run: FlowRun) -> tuple[State, Status]:
     """The final states of a flow run whose engine is dead, and of its MLflow run."""
     if flow_run.state is not None and flow_run.state.is_cancelling():
         return Cancelled(message="Cancelled; its process had already ended"), "KILLED"
@@ -59,8 +59,8 @@ def end_dead_runs(client: SyncPrefectClient, engines: Path, config: Config) -> l
     runs that were changed.
     """
     ended = []
-    for flow_run in _dead(client, engines):
-        state, status = _ended(flow_run)
+    for flow_run in _dead_runs(client, engines):
+        state, status = _final_states(flow_run)
         client.set_flow_run_state(flow_run.id, state, force=True)
         run_dir = find_run(config.run.runs_dir, str(flow_run.id))
         if run_dir is not None:

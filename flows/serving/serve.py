@@ -47,7 +47,7 @@ from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 # Between two checks for dead flow runs.
 RECONCILE_SECONDS = 5.0
 # Time for flow runs to save a checkpoint and end, before SIGKILL.
@@ -98,18 +98,18 @@ def serve(config: Config, options: Options) -> None:
         env = _environment(config, engines, options, access)
         os.environ.update(env)
         with contextlib.ExitStack() as started, contextlib.suppress(KeyboardInterrupt):
-            kept = _start_all(config, options, access, engines, started)
+            services = _start_all(config, options, access, engines, started)
             addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": env[PAGE]}
             write_json(home / "serve.json", addresses)
-            page = experiment_page(kept[1].service, config, access)
+            page = experiment_page(services[1].service, config, access)
             _print_addresses(
-                kept[0].service, page, secret_file(home) if access != EVERYONE else None
+                services[0].service, page, secret_file(home) if access != EVERYONE else None
             )
-            with _noted_stops() as heard:
+            with _collected_stops() as signals:
                 try:
-                    _keep_up(kept, heard)
+                    _supervise(services, signals)
                 finally:
-                    _stop_flow_runs(engines, heard)
+                    _stop_flow_runs(engines, signals)
 
 
 def _environment(config: Config, engines: Path, options: Options, access: Access) -> dict[str, str]:
@@ -167,26 +167,26 @@ def _print_addresses(prefect: Service, mlflow_page: str, secret: Path | None) ->
     say("Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops everything.")
 
 
-def _keep_up(kept: list[Supervised], heard: list[int]) -> None:
+def _supervise(services: list[Supervised], signals: list[int]) -> None:
     """Restart services that exit until a signal arrives."""
-    while not heard:
-        for supervised in kept:
-            supervised.look(say)
-        time.sleep(LOOK_SECONDS)
+    while not signals:
+        for supervised in services:
+            supervised.check(say)
+        time.sleep(POLL_SECONDS)
 
 
 @contextlib.contextmanager
-def _noted_stops() -> Iterator[list[int]]:
+def _collected_stops() -> Iterator[list[int]]:
     """Collect stop signals in a list while the block runs, without any other effect."""
-    heard: list[int] = []
-    before = {number: signal.getsignal(number) for number in STOPS}
-    for number, handler in before.items():
+    signals: list[int] = []
+    previous = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in previous.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: heard.append(number))
+            signal.signal(number, lambda number, _frame: signals.append(number))
     try:
-        yield heard
+        yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -218,16 +218,16 @@ def _reconcile(config: Config, engines: Path) -> None:
             time.sleep(RECONCILE_SECONDS)
 
 
-def _stop_flow_runs(engines: Path, heard: list[int]) -> None:
+def _stop_flow_runs(engines: Path, signals: list[int]) -> None:
     """Suspend active flow runs and wait for their checkpoints, until a second signal."""
-    if not engine.living(engines):
+    if not engine.running_engines(engines):
         return
-    asked, terminated = len(heard), set[int]()
+    before_waiting, terminated = len(signals), set[int]()
     say("Waiting for the flow runs to save their checkpoints (Ctrl-C again kills them)")
 
     def have_ended() -> bool:
-        running = engine.living(engines)
-        if not running or len(heard) > asked:
+        running = engine.running_engines(engines)
+        if not running or len(signals) > before_waiting:
             return True
         for flow_run_id, pid in running.items():
             if not _suspend(flow_run_id) and pid not in terminated:
@@ -236,8 +236,8 @@ def _stop_flow_runs(engines: Path, heard: list[int]) -> None:
                     os.kill(pid, signal.SIGTERM)
         return False
 
-    poll(have_ended, every_seconds=LOOK_SECONDS, timeout_seconds=SAVE_SECONDS)
-    for pid in engine.living(engines).values():
+    poll(have_ended, every_seconds=POLL_SECONDS, timeout_seconds=SAVE_SECONDS)
+    for pid in engine.running_engines(engines).values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             for one in [process, *process.children(recursive=True)]:

@@ -36,7 +36,7 @@ class Supervised:
         """End the service."""
         self.service.close()
 
-    def look(self, say: Callable[[str], None]) -> None:
+    def check(self, say: Callable[[str], None]) -> None:
         """Restart the service if it has exited and its delay has passed.
 
         Raises `UserError` in one line when it exits too often.

@@ -47,18 +47,18 @@ def test_what_dies_is_started_again_when_its_delay_is_over_and_what_it_needs_is_
     monkeypatch.setattr(supervise, "FIRST_DELAY_SECONDS", 0.2)
     is_up = False
     supervised = Supervised(sleeper, lambda: is_up)
-    supervised.look(said.append)
+    supervised.check(said.append)
     assert len(sleeper.started) == 1
     supervised.service.process.kill()
     supervised.service.process.wait()
     died = time.monotonic()
-    supervised.look(said.append)
+    supervised.check(said.append)
     assert said == ["the service has exited (-9); restarting it in 0.2 s"]
     while time.monotonic() < died + 0.5:
-        supervised.look(said.append)
+        supervised.check(said.append)
     assert len(sleeper.started) == 1
     is_up = True
-    supervised.look(said.append)
+    supervised.check(said.append)
     assert len(sleeper.started) == 2
     assert supervised.service.process.poll() is None
     assert len(said) == 1
@@ -73,7 +73,7 @@ def test_it_is_given_up_in_one_line_that_names_its_log(
 
     def is_given_up() -> bool:
         try:
-            supervised.look(said.append)
+            supervised.check(said.append)
         except UserError as error:
             said.append(str(error))
             return True

@@ -29,7 +29,8 @@ from typing import Any
 
 from benchmarks.report import Cell, Ratio, publish, spread, take_turns
 from flows.presets import configure
-from flows.serving.services import HOST, free_port, served_url
+from flows.serving.connection import served_url
+from flows.serving.services import HOST, free_port
 from infini_model.config import Config, dump_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.stage_protocol import RESULT

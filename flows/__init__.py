@@ -1,1 +1,1 @@
-"""The story: which stage follows which, and the `infini` command."""
+"""The flows, which put the stages in order, and the `infini` command."""

@@ -1,4 +1,4 @@
-"""What `infini doctor` finds on this machine, and what to do about each thing that is wrong."""
+"""The checks of `infini doctor` on this machine, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ from http import HTTPStatus
 from pathlib import Path
 
 from flows.serving.access import Access, stored_access
-from flows.serving.services import (
-    HOST,
-    configured_auth,
-    configured_url,
-    prefect_dir,
-    served_url,
-    status_of,
-)
+from flows.serving.connection import configured_auth, configured_url, served_url, status_of
+from flows.serving.services import HOST, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DeviceError, UserError
@@ -32,17 +26,17 @@ from infini_model.training.launch.devices import find_driver, list_gpus, torch_c
 GIB = 1 << 30
 NEEDED_DISK_GIB = 5
 NEEDED_MEMORY_GIB = 2
-# NCCL passes buffers between the processes of a machine through it.
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is put there
+# NCCL exchanges buffers between the processes of a machine through it.
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only measured, nothing is written there
 NEEDED_SHARED_GIB = 1
-# Each process of a training opens every shard.
+# Each training process opens every shard.
 NEEDED_FILES = 1024
 PACKAGES = ("torch", "prefect", "mlflow", "datasets", "pyarrow", "tokenizers", "gigatoken")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `remedy` is empty where nothing is wrong."""
+    """The result of one check; `remedy` is empty if there is no problem."""
 
     subject: str
     found: str
@@ -64,7 +58,7 @@ def _devices() -> Iterator[Finding]:
     try:
         gpus = list_gpus()
     except DeviceError as error:
-        yield Finding("GPU", str(error), "unset CUDA_VISIBLE_DEVICES or name one that exists")
+        yield Finding("GPU", str(error), "unset CUDA_VISIBLE_DEVICES, or list GPUs that exist")
         return
     for gpu in gpus:
         memory = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
@@ -77,28 +71,30 @@ def _devices() -> Iterator[Finding]:
 
 
 def _memory() -> Finding:
-    """The machine's own memory; training a small model takes about one GiB a process."""
+    """The machine's main memory; training a small model takes about 1 GiB per process."""
     import psutil
 
     memory = psutil.virtual_memory()
     found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
     scarce = memory.available < NEEDED_MEMORY_GIB * GIB
-    return Finding("memory", found, "end other programs; processes may be killed" if scarce else "")
+    return Finding(
+        "memory", found, "close other programs, or processes may be killed" if scarce else ""
+    )
 
 
 def _driver() -> Finding:
-    """Whether the GPUs' driver is new enough for the CUDA that torch was built for."""
+    """Whether the NVIDIA driver is new enough for the CUDA version of torch."""
     driver, built = find_driver(), torch_cuda()
     if driver is None:
-        return Finding("driver", "NVML does not answer", "install NVIDIA's driver")
-    found = f"{driver.version}, for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
+        return Finding("driver", "NVML does not respond", "install NVIDIA's driver")
+    found = f"{driver.version}, supports CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
     if built is None:
-        remedy = "install a torch with CUDA: pip install --force-reinstall torch"
+        remedy = "install torch with CUDA: pip install --force-reinstall torch"
         return Finding("driver", f"{found}; torch is built without CUDA", remedy)
     found = f"{found}; torch is built for {built[0]}.{built[1]}"
-    # Within a major version an older driver runs what was built for a newer CUDA.
+    # Within a major version, an older driver runs binaries built for a newer CUDA.
     old = driver.cuda[0] < built[0]
-    return Finding("driver", found, f"update the driver for CUDA {built[0]}" if old else "")
+    return Finding("driver", found, f"update the driver to support CUDA {built[0]}" if old else "")
 
 
 def _flash_attn() -> Finding:
@@ -109,14 +105,14 @@ def _flash_attn() -> Finding:
 
 
 def _limits() -> Iterator[Finding]:
-    """What many processes on one machine run into."""
+    """System limits that many processes on one machine run into."""
     if SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free / GIB
-        remedy = "" if free >= NEEDED_SHARED_GIB else "enlarge it: docker run --shm-size=8g"
+        remedy = "" if free >= NEEDED_SHARED_GIB else "increase it: docker run --shm-size=8g"
         yield Finding("shared memory", f"{SHARED_MEMORY}, {free:.1f} GiB free", remedy)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = files == resource.RLIM_INFINITY or files >= NEEDED_FILES
-    found = "unlimited" if files == resource.RLIM_INFINITY else f"at most {files}"
+    found = "unlimited" if files == resource.RLIM_INFINITY else f"limit {files}"
     more = NEEDED_FILES if most == resource.RLIM_INFINITY else min(most, NEEDED_FILES)
     yield Finding("open files", found, "" if enough else f"ulimit -n {more}")
 
@@ -138,20 +134,20 @@ def _folder(config: Config) -> Iterator[Finding]:
 def _port(port: int, option: str) -> Finding:
     with socket.socket() as probe:
         taken = probe.connect_ex((HOST, port)) == 0
-    remedy = f"end what listens there, or infini serve {option} N" if taken else ""
+    remedy = f"stop the program that uses it, or infini serve {option} N" if taken else ""
     return Finding(f"port {port}", "in use" if taken else "free", remedy)
 
 
 def _server(subject: str, url: str, auth_string: str | None, variables: str) -> Finding:
-    """Whether a server answers, also on what it may ask a password for ("user:password")."""
+    """Whether a server answers a request that may require "user:password"."""
     try:
         status = status_of(url, auth_string)
     except (OSError, ValueError) as error:
         return Finding(subject, f"{url} does not answer: {error}", "start it, or unset its address")
     if status == HTTPStatus.UNAUTHORIZED:
-        return Finding(subject, f"{url} answers 401: it asks for a password", f"set {variables}")
+        return Finding(subject, f"{url} answers 401: it requires a password", f"set {variables}")
     if status != HTTPStatus.OK:
-        return Finding(subject, f"{url} answers {status}", "look into the server's log")
+        return Finding(subject, f"{url} answers {status}", "check the server's log")
     return Finding(subject, f"{url} answers")
 
 
@@ -159,7 +155,7 @@ def _prefect(config: Config, access: Access) -> Finding:
     configured, served = configured_url(), served_url(config)
     url = configured or served
     if url is None:
-        return Finding("Prefect API", "none configured; each command starts its own")
+        return Finding("Prefect API", "not configured; each command starts its own")
     auth_string = access.auth_string if url == served else configured_auth()
     version = f"{url.rstrip('/')}/admin/version"
     return _server("Prefect API", version, auth_string, "PREFECT_API_AUTH_STRING")
@@ -189,5 +185,5 @@ def _servers(config: Config) -> Iterator[Finding]:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Look at versions, devices, limits, disk, ports and servers; nothing is changed."""
+    """Check versions, devices, limits, disk, ports and servers, without changing anything."""
     return [*_versions(), *_devices(), *_limits(), *_folder(config), *_servers(config)]

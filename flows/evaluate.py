@@ -1,4 +1,4 @@
-"""Evaluation alone, of a run that has been trained."""
+"""Evaluation alone, of a trained run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def evaluate_run(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, 
 
 
 def _as_trained(config: Config, run_dir: Path) -> Config:
-    """The run's own settings; how much is scored, and where and on what, is the command's."""
+    """The run's own settings, with evaluation, dataset folder, devices and stages of `config`."""
     trained = read_run_config(run_dir)
     folder = config.data.folder or dataset_of(run_dir)
     places = {"output_dir": config.run.output_dir, "log_level": config.run.log_level}
@@ -42,9 +42,9 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
 @form
 @flow(name="evaluate", **FLOW)
 @concluded
-@settings("run", "dataset", "batches", "devices")
+@settings
 def evaluate(config: Config) -> dict[str, Any]:
-    """Evaluate the run of `run.name`, or the newest one, with the model it was trained as.
+    """Evaluate the run `run.name`, or the newest one, with the model that it trained.
 
     Returns the report's path with the losses and perplexities of the splits.
     """

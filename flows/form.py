@@ -1,17 +1,17 @@
 """The form of a deployment: a preset, the settings that people change, and one box for the rest.
 
-`settings` gives a flow, whose function takes a `Config`, the parameters of `flows.parameters`; they
-become a `Config` again inside the flow run. `form` shows them in the UI. Their JSON schema is cut
-out of the configuration tree, so that Prefect refuses a wrong value on Submit; what only the whole
-tree shows to be wrong fails the run in its first second. The parameters themselves have no types:
-`infini_model.config` says in one line what is wrong with a value, Prefect in many.
+`settings` gives a flow, whose function takes a `Config`, the parameters of `flows.parameters`; the
+flow run turns them into a `Config`. `form` shows them in the UI. Their JSON schema is taken from
+the configuration tree, so that Prefect rejects an invalid value on Submit; combinations that only
+the whole tree can reject fail the run in its first second. The parameters themselves are untyped:
+`infini_model.config` reports an invalid value in one line, Prefect in many.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from prefect.flows import Flow
@@ -20,7 +20,7 @@ from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 from pydantic_core import MISSING
 
-from flows.parameters import SETTINGS, Tree, resolve
+from flows.parameters import SETTINGS, Tree, resolve, settings_of
 from flows.presets import DEFAULT_PRESET, preset_choices
 from flows.serving import engine
 from infini_model.config import Config
@@ -34,7 +34,7 @@ def _without(node: Tree, *keys: str) -> Tree:
 
 @functools.cache
 def _tree_schema() -> Tree:
-    """JSON schema of a part of the configuration: nothing is required, nothing has a default."""
+    """JSON schema of a partial configuration: nothing is required, nothing has a default."""
     whole = Config.model_json_schema()
     definitions = whole.pop("$defs")
 
@@ -42,23 +42,23 @@ def _tree_schema() -> Tree:
         if reference := node.get("$ref"):
             return part(definitions[reference.rpartition("/")[2]] | _without(node, "$ref"))
         kept = _without(node, "default", "required", "discriminator", "oneOf")
-        # Where nothing is required, a part of a source may fit both kinds of it.
+        # With nothing required, a partial source may match more than one kind.
         if choices := node.get("oneOf", node.get("anyOf")):
             kept["anyOf"] = [part(choice) for choice in choices]
         if node.get("type") == "integer" and kept.pop("exclusiveMinimum", None) == 0:
-            kept["minimum"] = 1  # What the UI's inputs know, and refuse in plainer words.
+            kept["minimum"] = 1  # The UI's inputs understand it, and word the error better.
         if "properties" in node:
             kept["properties"] = {key: part(value) for key, value in node["properties"].items()}
         return kept
 
     tree = part(whole)
-    # The preset is a parameter of its own; here it would change a name and nothing else.
+    # The preset has its own parameter; here it would only change a name.
     del tree["properties"]["run"]["properties"]["preset"]
     return tree
 
 
 def _schema_at(key: str) -> Tree:
-    """JSON schema of one key; no value is a parameter left out, not null."""
+    """JSON schema of one key, without null: an unset parameter is left out."""
     node = _tree_schema()
     for name in key.split("."):
         sections = [choice["properties"] for choice in node.get("anyOf", [node])]
@@ -67,33 +67,32 @@ def _schema_at(key: str) -> Tree:
     return _without(typed, "title", "description")
 
 
-def _shown(title: str, description: str, schema: Tree) -> Any:
-    """A parameter that takes anything, for `Config` to judge, and shows `schema` to Prefect."""
-    # Prefect would have the parameter's name for a title but for the extra.
+def _parameter(title: str, description: str, schema: Tree) -> Any:
+    """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect."""
+    # Without the extra, Prefect takes the parameter's name as the title.
     extra: JsonDict = {"title": title, "description": description}
     return Annotated[Any, WithJsonSchema(schema), Field(json_schema_extra=extra)]
 
 
-def _annotations(names: tuple[str, ...]) -> dict[str, Any]:
+def _annotations(names: Iterable[str]) -> dict[str, Any]:
     presets: Tree = {"type": "string", "enum": preset_choices()}
-    # An object without properties is one JSON editor in the UI; `then` is checked all the same,
-    # without its type, so that null is taken as it is for the other settings.
+    # The UI shows an object without properties as one JSON editor; `then` is checked all the same.
+    # It has no type, so that null is accepted as it is for the other settings.
     advanced: Tree = {"type": "object", "if": True, "then": _without(_tree_schema(), "type")}
     annotations = {
-        "preset": _shown(
+        "preset": _parameter(
             "Preset",
-            "Where the settings that are left empty come from; `+stable` lays the remedy for NaN "
-            "over a preset.",
+            "Source of all settings left empty. `+stable` adds the settings that avoid NaN losses.",
             presets,
         )
     }
     for name in names:
         setting = SETTINGS[name]
-        annotations[name] = _shown(setting.title, setting.description, _schema_at(setting.key))
+        annotations[name] = _parameter(setting.title, setting.description, _schema_at(setting.key))
     return annotations | {
-        "advanced": _shown(
+        "advanced": _parameter(
             "Advanced",
-            "Any other setting of the configuration, laid over the preset, as JSON such as "
+            "Any other settings, applied over the preset, as JSON such as "
             '`{"model": {"num_hidden_layers": 6}, "training": {"warmup_steps": 50}}`.',
             advanced,
         ),
@@ -112,28 +111,28 @@ def _signature(annotations: Mapping[str, Any], empty: Any) -> inspect.Signature:
     )
 
 
-def settings(*names: str) -> Callable[[Callable[[Config], R]], Callable[..., R]]:
-    """Let a flow's function, which takes a `Config`, take a preset, `names` and `advanced`."""
+def settings(function: Callable[[Config], R]) -> Callable[..., R]:
+    """Give a flow's function, which takes a `Config`, the parameters that `SETTINGS` lists for it.
 
-    def decorate(story: Callable[[Config], R]) -> Callable[..., R]:
-        @functools.wraps(story)
-        def flow_function(**parameters: Any) -> R:
-            engine.hold(flow_run.id)
-            return story(resolve(**parameters))
+    They are `preset`, the settings that name the flow, and `advanced`.
+    """
 
-        annotations = _annotations(names)
-        flow_function.__signature__ = _signature(annotations, None)  # type: ignore[attr-defined]
-        flow_function.__annotations__ = annotations
-        return flow_function
+    @functools.wraps(function)
+    def flow_function(**parameters: Any) -> R:
+        engine.mark_as_engine(flow_run.id)
+        return function(resolve(**parameters))
 
-    return decorate
+    annotations = _annotations(settings_of(function.__name__))
+    flow_function.__signature__ = _signature(annotations, None)  # type: ignore[attr-defined]
+    flow_function.__annotations__ = annotations
+    return flow_function
 
 
 def form(flow: Flow[..., R]) -> Flow[..., R]:
-    """Show a flow's settings in the UI as plain inputs that may stay empty.
+    """Show a flow's settings in the UI as plain inputs that may be left empty.
 
-    A default of null in the schema would make each of them a choice between a type and "None", with
-    "None" chosen. Prefect reads this signature for the schema, the function's own for a run.
+    With a default of null in the schema, each would be a choice between a type and "None", set to
+    "None". Prefect reads this signature for the schema, and the function's own for a run.
     """
     signature = inspect.signature(flow.fn)
     annotations = {name: found.annotation for name, found in signature.parameters.items()}

@@ -1,6 +1,6 @@
-"""The runs in a terminal, whoever started them: list, resume and cancel them, read their logs.
+"""Commands on existing runs, however they were started: list, resume, cancel, print logs.
 
-The run folder and its lock say what there is to know, so that nothing here needs a server.
+They read the run folder and its lock, so that none of them needs a server.
 """
 
 from __future__ import annotations
@@ -8,19 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 from uuid import UUID
 
-from flows.serving.services import (
-    configured_url,
-    prefect_environment,
-    served_mlflow,
-    served_url,
-)
+from flows.serving.connection import configured_url, served_mlflow, served_url
+from flows.serving.polling import poll
+from flows.serving.services import prefect_environment
 from infini_model.config import Config, load_config
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import StageError, UserError
@@ -31,12 +27,12 @@ from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, sa
 
 POLL_SECONDS = 0.2
 PIPE_WIDTH = 10_000
-# For the flow run's state to be noticed, a checkpoint to be written, and a report to be sent.
+# Enough to notice the flow run's state, write a checkpoint and report the end.
 END_SECONDS = 120.0
 
 
 def find_run_folder(output_dir: Path, name: str | None) -> Path:
-    """The folder of a run by its name or its path, that of the newest run where `name` is None.
+    """The folder of a run, by its name or path; of the newest run if `name` is None.
 
     Raises `UserError` if there is none.
     """
@@ -47,12 +43,12 @@ def find_run_folder(output_dir: Path, name: str | None) -> Path:
 
 
 def show_runs(config: Config) -> None:
-    """Print a table of the runs; without a terminal it has neither frame nor line breaks."""
+    """Print a table of the runs; outside a terminal, without frame and one line per run."""
     from rich.console import Console
     from rich.table import Table
 
     is_terminal = sys.stdout.isatty()
-    # As wide as it takes: whatever reads a pipe takes a line for a run.
+    # Never wrapped in a pipe: its reader expects one line per run.
     console = Console(width=None if is_terminal else PIPE_WIDTH)
     table = Table() if is_terminal else Table(box=None, pad_edge=False)
     for title in ("Run", "Step", "State", "Loss", "Validation", "Updated", "Flow run", "MLflow"):
@@ -67,7 +63,9 @@ def show_runs(config: Config) -> None:
 def _cells(run: RunStatus) -> list[str]:
     from rich.markup import escape
 
-    step = "" if run.total is None else f"{run.step:,}/{run.total:,}"
+    # With `training.epochs` the total is unknown until the training has started.
+    total = "" if run.total is None else f"/{run.total:,}"
+    step = f"{run.step:,}{total}" if run.step or total else ""
     state = f"{run.state}: {run.detail}" if run.detail else run.state
     losses = ["" if x is None else f"{x:.4f}" for x in (run.train_loss, run.validation_loss)]
     updated = datetime.fromtimestamp(run.updated).astimezone().strftime("%Y-%m-%d %H:%M")
@@ -75,7 +73,7 @@ def _cells(run: RunStatus) -> list[str]:
 
 
 def _urls(run: RunStatus, page: str | None) -> tuple[str, str]:
-    """The pages of a run in Prefect and MLflow, empty where there is none; `page` is MLflow's."""
+    """The addresses of a run in Prefect and MLflow, or empty; `page` is MLflow's UI."""
     record, flow_run = run.mlflow or {}, run.owner.url if run.owner else None
     if record.get("tracking_uri", "").startswith("http"):
         page = record["tracking_uri"]
@@ -88,9 +86,9 @@ def _link(url: str, *, short: bool) -> str:
 
 
 def to_resume(output_dir: Path, arguments: Sequence[str]) -> tuple[Path, Config | None]:
-    """The run of `[RUN] [KEY=VALUE]...` and how it is continued; None where it is finished.
+    """The run of `[RUN] [KEY=VALUE]...` and the settings to resume it with; None if finished.
 
-    Without RUN it is the interrupted or failed one that recorded something last.
+    Without RUN, it is the most recently updated run that was interrupted or failed.
 
     Raises `UserError` if there is none or it is in use, `ConfigError` if an override is wrong.
     """
@@ -113,12 +111,12 @@ def _newest_resumable(output_dir: Path) -> Path:
 
 
 def cancel(run_dir: Path) -> str:
-    """End whatever works in a run folder, once it has saved a checkpoint; says what is saved.
+    """Stop the process that uses a run folder after it saves a checkpoint; return what is saved.
 
-    A flow run of a deployment is cancelled through Prefect, so that its page says so; any other
+    A flow run of a deployment is cancelled through Prefect, so that the UI shows it; any other
     process gets SIGTERM.
 
-    Raises `UserError` if nothing works there, `StageError` if it does not end.
+    Raises `UserError` if the run is not running, `StageError` if it does not end in time.
     """
     holder = run_holder(run_dir)
     if holder is None:
@@ -128,17 +126,18 @@ def cancel(run_dir: Path) -> str:
             raise UserError(f"{run_dir} is in use by {holder}; cancel it there")
         os.kill(int(holder.pid or 0), signal.SIGTERM)
     print(f"Cancelling {run_dir.name}: {holder} saves a checkpoint first", flush=True)
-    deadline = time.monotonic() + END_SECONDS
-    while run_holder(run_dir) == holder:
-        if time.monotonic() > deadline:
-            raise StageError(f"{run_dir}: {holder} has not ended after {END_SECONDS:g} s")
-        time.sleep(POLL_SECONDS)
+    if not poll(
+        lambda: run_holder(run_dir) != holder,
+        every_seconds=POLL_SECONDS,
+        timeout_seconds=END_SECONDS,
+    ):
+        raise StageError(f"{run_dir}: {holder} has not ended after {END_SECONDS:g} s")
     step = saved_step(run_dir)
     return "nothing is saved" if step is None else f"step {step} is saved"
 
 
 def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
-    """Set the flow run Cancelling, if it is one of a deployment and its server answers."""
+    """Set the flow run to Cancelling if it belongs to a deployment and its server answers."""
     config = load_config(overrides=[{"run": {"output_dir": str(run_dir.parent.parent)}}])
     if not configured_url():
         url = served_url(config)
@@ -164,26 +163,27 @@ def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
 
 
 def print_logs(run_dir: Path, *, follow: bool) -> None:
-    """Print what the ranks of a run have logged, with `follow` until nothing works there any more.
+    """Print the logs of a run's ranks; with `follow`, until the run ends.
 
     Raises `UserError` if there are no logs.
     """
     offsets: dict[Path, int] = {}
-    while True:
-        # Asked before reading: what is written before the end is then printed.
+
+    def print_new_lines() -> bool:
+        # Checked before reading, so that whatever is written before the end is printed.
         ended = not follow or run_holder(run_dir) is None
         for path in sorted(run_dir.glob("logs/rank-*.log")):
             offsets[path] = _copy_lines(path, offsets.get(path, 0), sys.stdout.buffer)
         sys.stdout.buffer.flush()
-        if ended:
-            break
-        time.sleep(POLL_SECONDS)
+        return ended
+
+    poll(print_new_lines, every_seconds=POLL_SECONDS)
     if not offsets:
-        raise UserError(f"{run_dir / 'logs'}: there are no logs of a rank yet")
+        raise UserError(f"{run_dir / 'logs'}: there are no logs yet")
 
 
 def _copy_lines(path: Path, offset: int, output: BinaryIO) -> int:
-    """Copy the whole lines of a file after `offset`; returns where they end."""
+    """Copy the complete lines of a file after `offset`; returns the offset behind them."""
     with path.open("rb") as file:
         file.seek(offset)
         for line in file:

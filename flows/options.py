@@ -1,7 +1,7 @@
-"""The options that the `infini` commands share, and how each becomes an override.
+"""The options that the `infini` commands share, and the overrides that they stand for.
 
-An option is a shorter name for a key of the configuration tree; whatever has no option is set by a
-dotted override such as `training.learning_rate=3e-4`.
+An option is a short name for a key of the configuration tree; all other keys are set by dotted
+overrides such as `training.learning_rate=3e-4`.
 """
 
 from __future__ import annotations
@@ -24,79 +24,111 @@ R = TypeVar("R")
 def common(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as training.max_steps=20."),
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Any settings, such as training.max_steps=20; they take precedence over options.",
+        ),
     ] = None,
     preset: Annotated[
         list[str] | None,
         typer.Option(
-            help="Preset to begin from; the default is quickstart. Several are laid one over the "
-            "other; stable is laid over anything, a --config too."
+            help="Preset to start from (default: quickstart). Repeat it to apply several in order; "
+            "stable applies over any other, and over --config."
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "--config-file", "-c", help="YAML or JSON file to begin from."),
+        typer.Option("--config", "--config-file", "-c", help="YAML or JSON file to start from."),
     ] = None,
     output_dir: Annotated[
-        Path | None, typer.Option(help="Folder for datasets, runs and records. [outputs]")
+        Path | None, typer.Option(help="Folder for datasets, runs and records (default: outputs).")
     ] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option("--data-dir", "-d", help="Folder of the datasets, or one finished dataset."),
+        typer.Option("--data-dir", "-d", help="Folder of datasets, or one finished dataset."),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(help="auto, all, cpu, or numbers such as 0,3.")
+        str | None, typer.Option(help="GPUs to use: auto, all, cpu, or numbers such as 0,3.")
     ] = None,
     gpu: Annotated[
-        int | None, typer.Option("--gpu", "--gpu-id", "-g", help="One GPU, by its number.")
+        int | None, typer.Option("--gpu", "--gpu-id", "-g", help="Use one GPU, by its number.")
     ] = None,
-    no_gpu: Annotated[bool, typer.Option("--no-gpu", help="Use the CPU alone.")] = False,
+    no_gpu: Annotated[bool, typer.Option("--no-gpu", help="Use only the CPU.")] = False,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Windows a process reads at once (preprocess: documents)."),
+        typer.Option(help="Windows per process and micro-batch (preprocess: documents)."),
     ] = None,
     use_gpu_dataloader: Annotated[
         bool,
-        typer.Option("--use-gpu-dataloader", help="What always happens: batches wait on the GPU."),
+        typer.Option("--use-gpu-dataloader", help="Accepted for old scripts; has no effect."),
     ] = False,
     gpu_device: Annotated[
-        str | None, typer.Option(help="Device that tokenises, such as cuda:0.")
+        str | None, typer.Option(help="Device for tokenization, such as cuda:0.")
     ] = None,
     disable_flash_attn: Annotated[
-        bool, typer.Option("--disable-flash-attn", help="Use PyTorch's plain attention.")
+        bool, typer.Option("--disable-flash-attn", help="Use PyTorch's math attention.")
     ] = False,
     tensorboard_dir: Annotated[
-        Path | None, typer.Option("--tensorboard-dir", "-t", help="Folder for TensorBoard.")
+        Path | None, typer.Option("--tensorboard-dir", "-t", help="Folder for TensorBoard logs.")
     ] = None,
     skip_preprocessing: Annotated[
-        bool, typer.Option("--skip-preprocessing", help="Take the newest dataset as it is.")
+        bool, typer.Option("--skip-preprocessing", help="Use the newest finished dataset.")
     ] = False,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="One process for each GPU.")
+        bool, typer.Option("--distributed", help="Train on all GPUs, one process each.")
     ] = False,
-    num_nodes: Annotated[int | None, typer.Option(help="Machines that train together.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps in all.")] = None,
+    num_nodes: Annotated[int | None, typer.Option(help="Number of machines to train on.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Total optimizer steps.")] = None,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Debug logs and checks; alone, the debug preset."),
+        typer.Option(
+            "--debug",
+            help="Debug logs and checks; the default preset is then debug.",
+        ),
     ] = False,
 ) -> None:
-    """Hold the signature that every command has; nothing calls it."""
+    """Hold the signature that every command shares; never called."""
 
 
 def sampling(
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to add at most.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token; above it, a draw.")
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens to generate.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens.")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Sampling temperature; 0 always picks the most likely token."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from this many of the most likely tokens.")
+    ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the fewest likeliest tokens of this probability."),
+        typer.Option(help="Sample from the fewest tokens with this total probability."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draw.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
 ) -> None:
-    """Hold the signature that `generate` has besides; nothing calls it."""
+    """Hold the signature of `generate`'s additional options; never called."""
+
+
+_TRAIN = ("run", "train")
+_MODEL = (*_TRAIN, "evaluate", "generate")
+_FLOWS = (*_TRAIN, "preprocess", "evaluate")
+# The commands that use an option; one that is not listed is used by all.
+USED_BY: dict[str, tuple[str, ...]] = {
+    "data_dir": _FLOWS,
+    "gpus": _MODEL,
+    "gpu": (*_MODEL, "preprocess"),
+    "no_gpu": (*_MODEL, "preprocess"),
+    "batch_size": (*_TRAIN, "preprocess"),
+    "gpu_device": ("run", "preprocess"),
+    "disable_flash_attn": _MODEL,
+    "tensorboard_dir": _TRAIN,
+    "skip_preprocessing": _FLOWS,
+    "distributed": _TRAIN,
+    "num_nodes": _TRAIN,
+    "max_steps": _TRAIN,
+    "debug": (*_FLOWS, "generate"),
+}
 
 
 def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:
@@ -124,8 +156,8 @@ def _data(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     return {"run": {"data_dir": str(folder)}}
 
 
-def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """The options that are another name for one key."""
+def _single_keys(given: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """The options that set one key."""
     batch = "data.batch_size" if command == "preprocess" else "training.batch_size"
     keys = {
         "output_dir": "run.output_dir",
@@ -152,11 +184,11 @@ def _plain(given: Mapping[str, Any], command: str) -> dict[str, Any]:
 
 
 def read(given: Mapping[str, Any], command: str) -> Config:
-    """The configuration that a command line asks for. Raises `ConfigError` in one line."""
+    """The configuration that a command line describes. Raises `ConfigError` in one line."""
     presets = given["preset"] or []
     if not presets and given["config"] is None:
         presets = ["debug" if given["debug"] else DEFAULT_PRESET]
-    changes = [make(given, command) for make in (_plain, _devices, _data)]
+    changes = [make(given, command) for make in (_single_keys, _devices, _data)]
     overrides = [parse_override(text) for text in given["overrides"] or ()]
     config = configure(presets, given["config"], [*changes, *overrides])
     if given["skip_preprocessing"] and config.data.folder is None:
@@ -165,10 +197,37 @@ def read(given: Mapping[str, Any], command: str) -> Config:
     return config
 
 
+def notes(given: Mapping[str, Any], command: str, config: Config) -> list[str]:
+    """One line for each given option that has no effect, with the reason."""
+    options = [name for name, value in given.items() if value is not None and value is not False]
+    reasons = {option: _why_unused(option, command, config) for option in options}
+    return [
+        f"--{option.replace('_', '-')} has no effect: {why}"
+        for option, why in reasons.items()
+        if why
+    ]
+
+
+def _why_unused(option: str, command: str, config: Config) -> str:
+    """Why an option has no effect; empty if it has one."""
+    if command not in USED_BY.get(option, (command,)):
+        return f"infini {command} does not use it"
+    if option == "use_gpu_dataloader":
+        return "training reads finished shards and needs no such option"
+    if option == "tensorboard_dir" and not config.tracking.tensorboard:
+        return "tracking.tensorboard is false"
+    if option == "gpu_device" or (option == "gpu" and command == "preprocess"):
+        if config.data.folder is not None:
+            return "the dataset is already tokenized"
+        if config.data.tokenizer.spec == "bytes":
+            return "the bytes tokenizer runs on the CPU"
+    return ""
+
+
 def configured(command: Callable[Concatenate[Config, P], R]) -> Callable[..., R]:
     """Give `command`, which takes a `Config`, the options that all commands share.
 
-    `generate` gets those of the draw, too.
+    `generate` also gets the sampling options. Options that have no effect are reported on stderr.
     """
     sources = (common, sampling) if command.__name__ == "generate" else (common,)
     shared = [p for f in sources for p in inspect.signature(f, eval_str=True).parameters.values()]
@@ -177,7 +236,10 @@ def configured(command: Callable[Concatenate[Config, P], R]) -> Callable[..., R]
     @functools.wraps(command)
     def with_options(**given: Any) -> R:
         rest = {name: given.pop(name) for name in [parameter.name for parameter in own]}
-        return command(read(given, command.__name__), **rest)  # type: ignore[call-arg]
+        config = read(given, command.__name__)
+        for note in notes(given, command.__name__, config):
+            typer.echo(f"note: {note}", err=True)
+        return command(config, **rest)  # type: ignore[call-arg]
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(kind=keyword) for p in [*shared, *own]]

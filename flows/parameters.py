@@ -1,8 +1,8 @@
-"""What a flow is asked for, and the `Config` that it means.
+"""The parameters of a flow, and the `Config` that they stand for.
 
-A flow run has a preset, named settings, and `advanced`, a part of the configuration tree: `resolve`
-lays `advanced` over the preset and the named settings over both. `parameters_of` is the way back.
-`flows.form` shows the parameters in Prefect's UI.
+A flow run takes a preset, named settings, and `advanced`, a part of the configuration tree.
+`resolve` applies `advanced` over the preset and the named settings over both; `parameters_of` is
+its inverse. `flows.form` shows the parameters in Prefect's UI.
 """
 
 from __future__ import annotations
@@ -25,86 +25,128 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """A named parameter: the key of the tree that it sets, and how the form shows it."""
+    """A named parameter of a flow.
+
+    Attributes:
+        key: The key of the configuration tree that it sets.
+        flows: The flows that take it.
+        title: Its label in the form.
+        description: Its help text in the form.
+    """
 
     key: str
+    flows: tuple[str, ...]
     title: str
     description: str
 
 
+PREPROCESS, EVALUATE = ("preprocess",), ("evaluate",)
+TRAINING = ("pipeline", "train")
+# In the order of the form.
 SETTINGS = {
+    "run": Setting(
+        "run.name",
+        EVALUATE,
+        "Run",
+        "Name of the run folder to evaluate; the newest run if empty.",
+    ),
     "documents": Setting(
         "data.source.paths",
+        ("pipeline", *PREPROCESS),
         "Documents",
-        "Globs or URLs of text to use instead of the preset's, such as `/texts/**/*.txt`: .txt .md "
-        ".rst .py hold one document a file; .jsonl (.gz, .zst), .parquet and .arrow one a row.",
+        "Globs or URLs of text to use instead of the preset's, such as `/texts/**/*.txt`. .txt, "
+        ".md, .rst and .py files hold one document each; .jsonl (.gz, .zst), .parquet and .arrow "
+        "files hold one per row.",
     ),
     "dataset": Setting(
-        "data.folder", "Dataset", "Folder of a finished dataset, such as outputs/datasets/NAME-KEY."
+        "data.folder",
+        (*TRAINING, *EVALUATE),
+        "Dataset",
+        "Folder of a finished dataset, such as outputs/datasets/NAME-KEY.",
     ),
     "dataset_name": Setting(
-        "data.name", "Dataset name", "First part of the dataset folder's name."
+        "data.name", PREPROCESS, "Dataset name", "First part of the dataset folder's name."
     ),
     "tokenizer": Setting(
         "data.tokenizer.spec",
+        PREPROCESS,
         "Tokenizer",
-        "bytes, train (a byte-level BPE trained on the text), a path to a tokenizer.json, or the "
-        "name of a tokenizer on the hub.",
+        "bytes, train (a byte-level BPE trained on the documents), the path of a tokenizer.json, "
+        "or the name of a tokenizer on the Hugging Face Hub.",
     ),
-    "steps": Setting("training.max_steps", "Steps", "Optimizer steps in all."),
+    "steps": Setting("training.max_steps", TRAINING, "Steps", "Total optimizer steps."),
     "learning_rate": Setting(
-        "training.learning_rate", "Learning rate", "Peak of the schedule, such as 3e-4."
+        "training.learning_rate",
+        TRAINING,
+        "Learning rate",
+        "Peak of the learning rate schedule, such as 3e-4.",
     ),
     "batch_size": Setting(
-        "training.batch_size", "Batch size", "Windows that one process reads at once."
+        "training.batch_size", TRAINING, "Batch size", "Windows per process and micro-batch."
     ),
     "context_length": Setting(
         "packing.context_length",
+        TRAINING,
         "Context length",
-        "Tokens in one window; a multiple of the model's segment_length.",
+        "Tokens per window; a multiple of the model's segment_length.",
+    ),
+    "windows": Setting(
+        "evaluation.max_windows",
+        EVALUATE,
+        "Windows",
+        "Maximum number of windows to score in each split.",
     ),
     "devices": Setting(
         "launch.gpus",
+        (*TRAINING, *EVALUATE),
         "Devices",
-        "auto (the freest GPUs first, else the CPU), all, numbers of GPUs such as 0,3, or cpu.",
-    ),
-    "batches": Setting(
-        "evaluation.max_windows", "Windows", "Windows of each split to score at most."
-    ),
-    "run": Setting("run.name", "Run", "Name of the run folder to score; the newest if empty."),
-    "name": Setting(
-        "run.name", "Name", "Name of the run folder; numbered after the preset if empty."
+        "auto (GPUs with the most free memory first, or the CPU), all, GPU numbers such as 0,3, or "
+        "cpu.",
     ),
     "resume": Setting(
         "run.name",
+        TRAINING,
         "Resume",
-        "Name of a run folder to resume, or latest. Its own settings and dataset then take the "
-        "place of the preset's.",
+        "Name of a run folder to resume, or latest. Its own settings and dataset replace those of "
+        "the preset.",
     ),
-    "seed": Setting("run.seed", "Seed", "Seed of the weights, the order of windows and samples."),
+    "name": Setting(
+        "run.name",
+        TRAINING,
+        "Name",
+        "Name of the run folder; if empty, the preset's name and a number.",
+    ),
+    "seed": Setting(
+        "run.seed", TRAINING, "Seed", "Seed of the weights, of the order of windows and of samples."
+    ),
 }
 
-# Settings of which only one can be given.
-APART = (("name", "resume"), ("documents", "resume"), ("documents", "dataset"))
-# A run is resumed by its name, and documents may be of more than one kind.
+# Pairs of which only one can be given.
+EXCLUSIVE = (("name", "resume"), ("documents", "resume"), ("documents", "dataset"))
+# `resume` sets the same key as `name`; `documents` cannot express every kind of source.
 NAMED_IN_COMMANDS = SETTINGS.keys() - {"resume", "documents"}
+
+
+def settings_of(flow_name: str) -> list[str]:
+    """The names of the settings that a flow takes, in the order of the form."""
+    return [name for name, setting in SETTINGS.items() if flow_name in setting.flows]
 
 
 def resolve(
     preset: str | None = DEFAULT_PRESET, advanced: Mapping[str, Any] | None = None, **named: Any
 ) -> Config:
-    """The configuration that a flow's parameters ask for; without a preset, the library's defaults.
+    """The configuration of a flow's parameters; without a preset, over the library's defaults.
 
-    Raises `ConfigError` in one line if a value is wrong or two do not go together.
+    Raises `ConfigError` in one line if a value is invalid or two exclude each other.
     """
     if advanced is not None and not isinstance(advanced, Mapping):
         raise ConfigError(f"advanced: got {advanced!r}: takes a mapping of sections")
     if preset is not None and "preset" in dict((advanced or {}).get("run") or {}):
-        raise ConfigError("advanced.run.preset: choose the preset by the parameter of that name")
+        raise ConfigError("advanced.run.preset: set the parameter `preset` instead")
     given = {name: value for name, value in named.items() if value is not None}
-    for one, other in APART:
+    for one, other in EXCLUSIVE:
         if one in given and other in given:
-            raise ConfigError(f"{other}: does not go with {one}; leave one of the two empty")
+            raise ConfigError(f"{other}: cannot be combined with {one}; leave one of them empty")
     changes = [advanced or {}, *(_change(name, value) for name, value in given.items())]
     if "resume" in given:
         return _resumed(changes)
@@ -112,7 +154,7 @@ def resolve(
 
 
 def _change(name: str, value: Any) -> Tree:
-    """What a named setting lays over the tree."""
+    """A named setting as a part of the configuration tree."""
     *sections, leaf = SETTINGS[name].key.split(".")
     change: Tree = {"kind": "files", leaf: value} if name == "documents" else {leaf: value}
     for section in reversed(sections):
@@ -121,7 +163,7 @@ def _change(name: str, value: Any) -> Tree:
 
 
 def _resumed(changes: list[Mapping[str, Any]]) -> Config:
-    """The settings of the run that `changes` name, with `changes` laid over them."""
+    """The settings of the run that `changes` name, with `changes` applied over them."""
     asked = load_config(overrides=[{"run": change["run"]} for change in changes if "run" in change])
     # `latest` is a link to the run.
     run_dir = (asked.run.runs_dir / str(asked.run.name)).resolve()
@@ -132,9 +174,9 @@ def _resumed(changes: list[Mapping[str, Any]]) -> Config:
 
 
 def parameters_of(config: Config, flow: Flow[..., Any]) -> Tree:
-    """The parameters with which `flow` resolves to `config`: its preset and what differs from that.
+    """The parameters for which `flow` resolves to `config`: its preset and the differences from it.
 
-    A setting that the flow has a name for is named, all others are in `advanced`.
+    Settings that the flow has a name for are named; all others are in `advanced`.
     """
     preset = config.run.preset if is_preset(config.run.preset) else None
     change = _difference(_tree(resolve(preset)), _tree(config))
@@ -161,14 +203,14 @@ def _tree(config: Config) -> Tree:
 
 
 def _difference(base: Tree, tree: Tree) -> Tree:
-    """What `merge` has to lay over `base` to make `tree` of it."""
+    """The smallest tree that `merge` turns `base` into `tree` with."""
     change: Tree = {}
     for key, value in tree.items():
         below: Any = base.get(key)
         if value == below:
             continue
         parts = isinstance(value, dict) and isinstance(below, dict)
-        # `merge` puts a source of another kind in the place of the whole.
+        # `merge` replaces a whole source by one of another kind.
         if parts and value.get("kind") == below.get("kind"):
             value = _difference(below, value)
         change[key] = value

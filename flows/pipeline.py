@@ -1,4 +1,4 @@
-"""The whole story: documents, dataset, training, report."""
+"""The whole pipeline: documents, dataset, training, report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from prefect import flow, get_run_logger
 
 from flows.evaluate import evaluate_run
 from flows.form import form, settings
-from flows.owner import current_owner
 from flows.preprocess import prepare_dataset
 from flows.train import train_run
 from infini_model.config import Config
@@ -18,29 +17,18 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.runs import dataset_of, find_run
 from tasks.failures import concluded
-from tasks.flow_run import FLOW
+from tasks.flow_run import FLOW, current_owner
 
 
 @form
 @flow(name="pipeline", **FLOW)
 @concluded
-@settings(
-    "documents",
-    "dataset",
-    "steps",
-    "learning_rate",
-    "batch_size",
-    "context_length",
-    "devices",
-    "resume",
-    "name",
-    "seed",
-)
+@settings
 def pipeline(config: Config) -> dict[str, Any]:
-    """Download, shard, train and evaluate; an interrupted run is continued.
+    """Download, shard, train and evaluate; an interrupted run is resumed.
 
-    Returns the report's path with the losses and perplexities of the splits; of several machines
-    the first one writes the report.
+    Returns the report's path with the losses and perplexities of the splits. With several machines,
+    only the first one writes the report.
     """
     owner, adopt = current_owner()
     dataset = _own_dataset(config, owner) or prepare_dataset(config)
@@ -53,9 +41,9 @@ def pipeline(config: Config) -> dict[str, Any]:
 
 
 def _own_dataset(config: Config, owner: Owner | None) -> dict[str, Any] | None:
-    """The dataset that this flow run trains on already; None where it is made, or made again.
+    """The dataset that this flow run already trains on; None if it has to be built or rebuilt.
 
-    A run that is retried or resumed stays with its data, whatever documents have come since.
+    A run that is retried or resumed keeps its dataset, even if documents were added since.
     """
     run_dir = None if owner is None else find_run(config.run.runs_dir, owner.id)
     if run_dir is None:
@@ -64,5 +52,5 @@ def _own_dataset(config: Config, owner: Owner | None) -> dict[str, Any] | None:
     try:
         return prepare_dataset(config.model_copy(update={"data": data}))
     except DataError as error:
-        get_run_logger().warning("%s; making it again", error)
+        get_run_logger().warning("%s; rebuilding it", error)
         return None

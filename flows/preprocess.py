@@ -19,7 +19,7 @@ from tasks.stage import perform
 
 
 def prepare_dataset(config: Config) -> dict[str, Any]:
-    """The dataset folder that the configuration asks for, reused if it stands intact.
+    """Build the dataset folder of the configuration, or reuse it if it is intact.
 
     Returns its `folder`, its `key`, and whether it was `reused`.
     """
@@ -30,9 +30,9 @@ def prepare_dataset(config: Config) -> dict[str, Any]:
         corpus = perform(download, config.stages.download, config)
     plan = perform(plan_dataset, stage, config, corpus)
     if plan["fault"]:
-        log.warning("%s; its partition is made again", plan["fault"])
+        log.warning("%s; rebuilding its partition", plan["fault"])
     if corpus is None:
-        log.info("Dataset %s is used as it is", plan["folder"])
+        log.info("Using dataset %s without changes", plan["folder"])
         return {"folder": plan["folder"], "key": plan["key"], "reused": True}
     dataset = perform(build_dataset, stage, config, corpus, plan) | {"reused": plan["intact"]}
     log.info("Dataset %s is %s", dataset["folder"], "reused" if plan["intact"] else "ready")
@@ -42,7 +42,7 @@ def prepare_dataset(config: Config) -> dict[str, Any]:
 @form
 @flow(name="preprocess", **FLOW)
 @concluded
-@settings("documents", "dataset_name", "tokenizer")
+@settings
 def preprocess(config: Config) -> State[dict[str, Any]]:
     """Download and shard. Returns the dataset's folder and key, and whether it was reused."""
     dataset = prepare_dataset(config)

@@ -1,8 +1,8 @@
-"""The presets: whole settings to begin from, and remedies that are laid over any settings.
+"""The presets: complete settings to start from, and remedies that apply over any settings.
 
-A preset is a file of `deployments/presets`. One that names no data is a remedy, such as `stable`:
-alone it lies over the default preset, beside others or beside a file it lies over those. What a
-configuration began from is written `arxiv+stable`, in `run.preset` as in the form.
+A preset is a file in `deployments/presets`. One without data is a remedy, such as `stable`: alone
+it applies over the default preset, with others or with a file over those. The presets that a
+configuration started from are written `arxiv+stable`, in `run.preset` as in the form.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _FOLDER = Path(str(files("deployments"))) / "presets"
 
 @functools.cache
 def preset_names() -> tuple[str, ...]:
-    """The presets that come with the project, in alphabetical order."""
+    """The presets of the project, in alphabetical order."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 @functools.cache
 def remedy_names() -> tuple[str, ...]:
-    """The presets that change how a training is done, not what is trained on what."""
+    """The presets that change how to train, not the model or the data."""
     return tuple(name for name in preset_names() if "data" not in _read(name))
 
 
 def preset_choices() -> list[str]:
-    """What a form offers: each preset, then each whole one with a remedy laid over it."""
+    """The choices of a form: each preset, then each complete one with each remedy."""
     whole = [name for name in preset_names() if name not in remedy_names()]
     return [*preset_names(), *(f"{one}{JOIN}{over}" for one in whole for over in remedy_names())]
 
 
 def is_preset(text: str | None) -> bool:
-    """Whether `run.preset` names presets that are still there, in the form that it is recorded."""
+    """Whether `run.preset` is a combination of existing presets that includes a complete one."""
     names = (text or "").split(JOIN)
     return set(names) <= set(preset_names()) and not set(names) <= set(remedy_names())
 
@@ -50,13 +50,13 @@ def configure(
     file: Path | None = None,
     overrides: Iterable[str | Mapping[str, Any]] = (),
 ) -> Config:
-    """The settings of the file or else of the presets, the overrides laid over them in turn.
+    """The settings of the file, or else of the presets, with the overrides applied in order.
 
-    Presets are laid one over the other in their order, `arxiv+stable` being two of them. Over a
-    file only remedies are laid. With neither presets nor a file, the library's defaults.
+    Presets apply in their order; `arxiv+stable` is two of them. Only remedies apply over a file.
+    Without presets or a file, the library's defaults.
 
-    Raises `ConfigError` in one line: an unknown preset, a whole preset beside a file, and whatever
-    `load_config` refuses.
+    Raises `ConfigError` in one line for an unknown preset, for a complete preset together with a
+    file, and for whatever `load_config` rejects.
     """
     names = [name for preset in presets for name in preset.split(JOIN)]
     layers = [_read(name) for name in names]
@@ -65,7 +65,7 @@ def configure(
         remedies = ", ".join(remedy_names())
         raise ConfigError(
             f"give --preset or --config, not both: {whole[0]} would replace the settings of "
-            f"{file} (what can be laid over a file: {remedies})"
+            f"{file} (presets that can be combined with a file: {remedies})"
         )
     if names and not whole and file is None:
         names.insert(0, DEFAULT_PRESET)
@@ -80,12 +80,12 @@ def configure(
 
 def _read(name: str) -> dict[str, Any]:
     if name not in preset_names():
-        raise ConfigError(f"preset {name!r} is unknown; there are: {', '.join(preset_names())}")
+        raise ConfigError(f"preset {name!r} is unknown; available: {', '.join(preset_names())}")
     return read_tree(_FOLDER / f"{name}.yaml")
 
 
 def _recorded(tree: Mapping[str, Any]) -> list[str]:
-    """The presets that a file says it began from, if it does."""
+    """The presets that a file records as its origin, if any."""
     run = tree.get("run")
     preset = run.get("preset") if isinstance(run, Mapping) else None
     return [str(preset)] if preset else []

@@ -1,1 +1,1 @@
-"""The stages as Prefect tasks: what is retried, cached, timed out and shown."""
+"""The stages as Prefect tasks: retries, timeouts, failures and artifacts."""

@@ -1,6 +1,6 @@
-"""What a flow run shows in Prefect besides its log: one artifact for each key, kept up to date.
+"""The artifacts of a flow run in Prefect: one for each key, kept up to date.
 
-None of it may harm a stage. Whatever Prefect's server refuses or takes too long for is a warning.
+None of them may harm a stage: an error or a timeout of Prefect's server is only a warning.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from uuid import UUID
 
 from prefect.artifacts import Artifact, LinkArtifact
@@ -26,21 +25,21 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 
 # How long the end of a stage waits for the last update.
 PATIENCE_SECONDS = 3.0
-# After a failed update the next one waits this many times longer.
+# After a failed update, the delay of the next one is multiplied by this.
 BACKOFF = 10
 
 
 @contextlib.contextmanager
 def harmless(what: str) -> Iterator[None]:
-    """Turn any error of the block, which tells Prefect of `what`, into a warning."""
+    """Turn any error of the block, which sends `what` to Prefect, into a warning."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no display may harm a stage
-        get_run_logger().warning("Prefect takes no %s (%s); the stage goes on", what, error)
+        _warn(what, error)
 
 
 class LiveArtifact:
-    """The artifact of this flow run under `key`; a retry updates that of the attempt before."""
+    """The artifact of this flow run under `key`; a retry updates the one of the earlier attempt."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -61,7 +60,7 @@ class LiveArtifact:
 
 
 def _find(client: SyncPrefectClient, key: str) -> UUID | None:
-    """The artifact that this flow run has under a key already."""
+    """The artifact that this flow run already has under a key."""
     _, flow_run_id = get_task_and_flow_run_ids()
     if flow_run_id is None:
         return None
@@ -74,13 +73,13 @@ def _find(client: SyncPrefectClient, key: str) -> UUID | None:
 
 
 def show(key: str, artifact: Artifact) -> None:
-    """Show an artifact under a key, in place of what this flow run showed there before."""
+    """Show an artifact under a key, replacing what this flow run showed there before."""
     with harmless(f"artifact {key!r}"):
         LiveArtifact(key).show(artifact)
 
 
 def show_folder(key: str, folder: Path) -> None:
-    """Show a link to a folder of this machine; its text is the path, to be copied."""
+    """Show a link to a folder on this machine; its text is the path, for copying."""
     show(key, LinkArtifact(link=folder.resolve().as_uri(), link_text=str(folder)))
 
 
@@ -95,14 +94,14 @@ def remove(key: str) -> None:
 class Updates:
     """Calls `update` every `seconds` while the block runs, and once more at its end.
 
-    It has a thread of its own: a server that is slow or down delays the next update, and neither
-    the stage nor the output of its child process. `what` names it in the warning.
+    It runs in its own thread: a slow or dead server delays the next update, but not the stage, nor
+    the reading of its child's output. `what` names the update in warnings.
     """
 
     def __init__(self, what: str, update: Callable[[], None], seconds: float) -> None:
         self._what, self._update, self._seconds = what, update, seconds
         self._ended = threading.Event()
-        # With the run context of the caller: the artifacts belong to its task run.
+        # In the caller's run context: the artifacts belong to its task run.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(self._run,),
@@ -114,12 +113,7 @@ class Updates:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(PATIENCE_SECONDS)
 
@@ -133,8 +127,11 @@ class Updates:
             except Exception as error:  # noqa: BLE001 - no display may harm a stage
                 delay = BACKOFF * self._seconds
                 if not warned:
-                    warning = "Prefect takes no %s (%s); the stage goes on"
-                    get_run_logger().warning(warning, self._what, error)
+                    _warn(self._what, error)
                 warned = True
             if ended:
                 return
+
+
+def _warn(what: str, error: Exception) -> None:
+    get_run_logger().warning("Prefect did not accept the %s (%s); the stage continues", what, error)

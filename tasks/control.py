@@ -1,9 +1,9 @@
-"""Ends a stage whose flow run was suspended, cancelled or moved to another state from outside.
+"""Ending a stage whose flow run was suspended, cancelled or otherwise changed from outside.
 
-Prefect tells an engine of a suspension only between tasks, and of a cancellation only through the
-worker that started it. A training is one task of many hours, and it outlives its worker. So the
-state of the flow run is polled while a stage's child process runs: as soon as it is no longer
-Running, the child is ended with its grace, which saves a checkpoint, and the engine exits.
+Prefect notifies an engine of a suspension only between tasks, and of a cancellation only through
+the worker that started it. But training is one task of many hours, and outlives its worker. The
+state of the flow run is therefore polled while a stage's child process runs: once it is no longer
+Running, the child gets its grace period, in which it saves a checkpoint, and the engine exits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Stop = Callable[[], Exception | None]
 
 
 class StateChangedError(Exception):
-    """The flow run is no longer Running; `state` is what it was found in."""
+    """The flow run is no longer Running; `state` is its new state."""
 
     def __init__(self, state: State) -> None:
         super().__init__(f"the flow run is {state.name}")
@@ -34,7 +34,7 @@ class StateChangedError(Exception):
 
 
 class _Poll(threading.Thread):
-    """Reads the flow run's state until it is no longer Running; an API that is down is survived."""
+    """Reads the flow run's state until it is no longer Running; ignores an API that is down."""
 
     def __init__(self, flow_run_id: UUID) -> None:
         super().__init__(name="flow run state", daemon=True)
@@ -51,29 +51,29 @@ class _Poll(threading.Thread):
                     if state is None or state.is_running():
                         continue
                     if state.is_crashed():
-                        # Taken for dead, such as by an automation after the server was down.
+                        # Wrongly declared dead, such as by an automation after a server outage.
                         client.set_flow_run_state(self._flow_run_id, Running(), force=True)
                         continue
                     self._found = state
                     return
 
     def stop(self) -> Exception | None:
-        """The reason to end the stage, if there is one."""
+        """The reason to end the stage, or None."""
         return None if self._found is None else StateChangedError(self._found)
 
     def close(self) -> None:
-        """Stop polling; a request that hangs is left to its daemon thread."""
+        """Stop polling; a hanging request stays in its daemon thread."""
         self._closed.set()
 
 
 @contextlib.contextmanager
 def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Stop]:
-    """Yield the `stop` of `processes.run` and `launch` that follows the state of the flow run.
+    """Yield a `stop` for `processes.run` and `launch` that follows the state of the flow run.
 
-    Where the state has changed, the block is left by Prefect's `Pause` or `Abort`, on which the
-    engine exits without another state of its own. `saved` says what was saved by then, such as
-    "step 120 is saved". A SIGTERM that comes with a cancellation, which is how a worker ends its
-    engines, ends in the same way; any other one is passed on.
+    When the state has changed, the block ends with Prefect's `Pause` or `Abort`, on which the
+    engine exits without setting another state. `saved` returns what was saved by then, such as
+    "step 120 is saved". A SIGTERM during a cancellation, which is how a worker ends its engines, is
+    handled in the same way; any other one is re-raised.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
@@ -95,7 +95,7 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
 
 
 def _state_of(flow_run: FlowRun) -> State | None:
-    """The state of the flow run by now; None where the API does not answer."""
+    """The current state of the flow run; None if the API does not answer."""
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:
         return client.read_flow_run(flow_run.id).state
     return None
@@ -111,20 +111,21 @@ def _conclude(flow_run: FlowRun, found: State, saved: str) -> BaseException:
             task_run = TaskRunContext.get()
             if task_run is not None and (state.is_paused() or state.is_final()):
                 client.set_task_run_state(task_run.task_run.id, _like(state), force=True)
-    except Exception as error:  # noqa: BLE001 - everything is saved; the state follows from outside
+    except Exception as error:  # noqa: BLE001 - everything is saved; the state is corrected from outside
         log.warning("The state of the flow run could not be updated: %s", error)
     log.info("%s", state.message or f"The flow run is {state.name}")
     if state.is_paused():
         return Pause(state=state)
     signal = Abort(f"the flow run is {state.name}")
-    signal.state = state  # type: ignore[attr-defined] # the engine takes it from either signal
+    signal.state = state  # type: ignore[attr-defined] # the engine reads it from either signal
     return signal
 
 
 def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> State | None:
-    """Set the flow run Suspended, without a time limit, or Cancelled; None where neither is asked.
+    """Set the flow run to Suspended, without a timeout, or to Cancelled, as requested.
 
-    It may have been resumed meanwhile, when the next engine already waits for this one to end.
+    Returns its resulting state. It may have been resumed meanwhile; the next engine then already
+    waits for this one to end.
     """
     now = client.read_flow_run(flow_run.id).state
     if now is None:
@@ -132,7 +133,7 @@ def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> St
     if now.is_paused():
         resume = "Resume" if flow_run.deployment_id else "infini resume"
         message = "; ".join(filter(None, ["Suspended", saved, f"{resume} continues from there"]))
-        # The page suspends for five minutes by default, after which the run would be Failed.
+        # The UI suspends for five minutes by default, after which Prefect would fail the run.
         now = client.set_flow_run_state(flow_run.id, Suspended(message=message), force=True).state
     elif now.is_cancelling():
         message = "; ".join(filter(None, ["Cancelled", saved]))
@@ -141,5 +142,5 @@ def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> St
 
 
 def _like(state: State) -> State:
-    """A state of the same kind for the task run."""
+    """The same state for the task run."""
     return State(type=state.type, name=state.name, message=state.message)

@@ -1,4 +1,4 @@
-"""The download stage: bring the documents here and fingerprint them."""
+"""The download stage: fetch the documents and fingerprint them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tasks.stage import STAGE, run_stage
 @task(name="download", task_run_name="download {config.data.name}", **STAGE)
 @reported
 def download(config: Config) -> dict[str, Any]:
-    """Fetch what is missing and read every document once.
+    """Fetch missing documents and read each one once.
 
-    Only the content tells whether something changed. What has been fetched or read before is
-    reused by the library. Returns the corpus file, its fingerprint,
-    documents and bytes.
+    Changes are detected by content; the library reuses what it has fetched or read before. Returns
+    the corpus file, its fingerprint, and the numbers of documents and bytes.
     """
     return run_stage("download", config, config.stages.download)

@@ -1,4 +1,4 @@
-"""What all flows have in common as Prefect flows, and the names of their runs."""
+"""What all flows share as Prefect flows: options, the names of their runs, and run ownership."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Any
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
+from infini_model.runtime.holders import Owner
 from tasks.artifacts import harmless
 
 
 def first_name() -> str:
-    """The flow and its preset: the name of a flow run until its folder is known."""
+    """Name a flow run after its flow and preset, until its folder is known."""
     preset = flow_run.get_parameters().get("preset") or "custom"
     return f"{flow_run.get_flow_name()} {preset}"
 
 
-# JSON, so that no result and no exception is stored as a pickle.
+# JSON, so that neither results nor exceptions are stored as pickles.
 FLOW: dict[str, Any] = {
     "flow_run_name": first_name,
     "persist_result": True,
@@ -26,7 +28,7 @@ FLOW: dict[str, Any] = {
 
 
 def name_flow_run(folder: str, *tags: str) -> None:
-    """Name the flow run after the flow and the folder that it works in, and add tags."""
+    """Rename the flow run after its flow and the folder it works in, and add tags."""
     context = FlowRunContext.get()
     if context is None or context.flow is None or context.flow_run is None:
         return
@@ -35,3 +37,17 @@ def name_flow_run(folder: str, *tags: str) -> None:
         client = get_client(sync_client=True)
         known = client.read_flow_run(context.flow_run.id).tags
         client.update_flow_run(context.flow_run.id, name=name, tags=sorted({*known, *tags}))
+
+
+def current_owner() -> tuple[Owner | None, bool]:
+    """The current flow run as the owner of a run folder, and whether it may adopt other runs.
+
+    A command in a terminal resumes interrupted runs with the same settings. A flow run of a
+    deployment does not: those runs may be suspended, and are resumed or retried by themselves.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return None, True
+    current = context.flow_run
+    owner = Owner(str(current.id), url_for("flow-run", obj_id=current.id))
+    return owner, current.deployment_id is None

@@ -1,11 +1,10 @@
-"""How far a stage is: an artifact in Prefect, a bar on a terminal, lines in a log file."""
+"""A stage's progress: an artifact in Prefect, a bar on a terminal, lines in a log file."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from types import TracebackType
 
 from prefect.artifacts import ProgressArtifact
 from prefect.logging import get_run_logger
@@ -22,7 +21,7 @@ LOG_SECONDS = 5.0
 
 
 def _terminal() -> Console | None:
-    """The console that Prefect logs to, if a person watches: a bar has to share it with the log."""
+    """The console that Prefect logs to, if it is a terminal: a bar shares it with the log."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler) and handler.console.is_terminal:
             return handler.console
@@ -32,7 +31,8 @@ def _terminal() -> Console | None:
 class Progress:
     """Shows `done` of `total`, in `unit`, while the block runs.
 
-    Prefect is told once a second at most. `logged` is false where the log tells already.
+    Prefect's artifact is updated at most once a second. Pass `logged=False` where the log shows the
+    progress already.
     """
 
     def __init__(self, name: str, unit: str, *, logged: bool = True) -> None:
@@ -50,44 +50,42 @@ class Progress:
         self._name, self._unit = name, unit
         self._artifact = LiveArtifact(f"{name}-progress")
         self._updates = Updates("progress", self._update, ARTIFACT_SECONDS)
-        self._percent = self._told = -1.0
-        self._wrote = float("-inf")
+        self._percent = self._sent = -1.0
+        self._logged_at = float("-inf")
+        self._shown = contextlib.ExitStack()
 
     def __enter__(self) -> Progress:
         if self._console is not None:
-            # Prefect's console knows the styles of its log alone, none of a bar's.
+            # Prefect's console has only the styles of its log, none for a bar.
             self._console.push_theme(Theme())
+            self._shown.callback(self._console.pop_theme)
         with contextlib.suppress(OSError):  # The terminal may have been closed.
             self._bar.start()
-        self._updates.__enter__()
+        self._shown.callback(self._stop_bar)
+        self._shown.enter_context(self._updates)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._updates.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._shown.close()
+
+    def _stop_bar(self) -> None:
         with contextlib.suppress(OSError):
             self._bar.stop()
-        if self._console is not None:
-            self._console.pop_theme()
 
     def show(self, done: int, total: int) -> None:
-        """Tell of `done` of `total`; the last one is always shown."""
+        """Show that `done` of `total` units are done; the last call always reaches Prefect."""
         self._bar.update(self._task, completed=done, total=total)
         now = time.monotonic()
         self._percent = 100.0 * done / total if total else 100.0
-        if self._logged and (done >= total or now - self._wrote >= LOG_SECONDS):
-            self._wrote = now
+        if self._logged and (done >= total or now - self._logged_at >= LOG_SECONDS):
+            self._logged_at = now
             get_run_logger().info("%.0f%% of %s %s", self._percent, f"{total:,}", self._unit)
 
     def _update(self) -> None:
-        """Tell Prefect, if there is something new to tell."""
+        """Update the artifact if the percentage has changed."""
         percent = self._percent
-        if percent == self._told:
+        if percent == self._sent:
             return
         description = f"{self._name}, of {self._unit}"
         self._artifact.show(ProgressArtifact(progress=percent, description=description))
-        self._told = percent
+        self._sent = percent

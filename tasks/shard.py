@@ -1,4 +1,4 @@
-"""The plan and shard stages: which dataset is asked for, and making what is missing of it."""
+"""The plan and shard stages: identify the requested dataset, and build its missing parts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NEW_DATASET = "infini.dataset.ready"
 @task(name="plan", task_run_name="plan {config.data.name}", **STAGE)
 @reported
 def plan_dataset(config: Config, corpus: dict[str, Any] | None) -> dict[str, Any]:
-    """Tell which dataset is asked for, by its content key, and whether it stands intact.
+    """Identify the requested dataset by its content key, and check whether it is intact.
 
-    Trains the tokenizer where that is asked for and not done. Without a corpus it is the finished
-    folder of `data.folder`, or the newest one. Every checksum of a folder that stands is compared.
+    Trains the tokenizer if requested and not done yet. Without a corpus, the dataset is the one in
+    `data.folder`, or the newest one. All checksums of an existing folder are verified.
     """
     arguments = [] if corpus is None else ["--corpus", corpus["corpus"]]
     plan = run_stage("plan", config, config.stages.shard, *arguments)
@@ -40,10 +40,10 @@ def plan_dataset(config: Config, corpus: dict[str, Any] | None) -> dict[str, Any
 def build_dataset(
     config: Config, corpus: dict[str, Any], plan: dict[str, Any]
 ) -> dict[str, Any] | State[dict[str, Any]]:
-    """Make the partitions that are missing or damaged, and the dataset folder of all of them.
+    """Build missing or damaged partitions, and the dataset folder of all partitions.
 
-    Where the plan found the folder intact the task ends at once, in the state Reused. Two runs that
-    ask for the same key at once do the work once. Returns the folder and its key.
+    If the plan found the folder intact, the task ends at once in the state Reused. Concurrent runs
+    with the same key build it only once. Returns the folder and its key.
     """
     if plan["intact"]:
         dataset = {"folder": plan["folder"], "key": plan["key"]}
@@ -58,7 +58,7 @@ def build_dataset(
 
 
 def _show(folder: Path) -> Manifest:
-    """Show the size of each split, and the folder; returns what was read of it."""
+    """Show the size of each split and the folder; returns the folder's manifest."""
     manifest = read_manifest(folder)
     rows = [
         {"split": name, **manifest.splits[name].model_dump(include={"documents", "tokens"})}
@@ -70,7 +70,7 @@ def _show(folder: Path) -> Manifest:
 
 
 def _announce(folder: Path, manifest: Manifest) -> None:
-    """Tell Prefect's automations that there is a dataset that was not there before."""
+    """Emit the event of a new dataset, for Prefect's automations."""
     resource = {
         "prefect.resource.id": f"infini.dataset.{manifest.key}",
         "prefect.resource.name": folder.name,

@@ -1,4 +1,4 @@
-"""What a training shows in Prefect while it runs: its newest steps, and a link to MLflow."""
+"""The artifacts of a running training in Prefect: its newest steps, and a link to MLflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tasks.artifacts import LiveArtifact
 
 SECONDS = 5.0
 ROWS = 20
-# The end of metrics.jsonl that is read: some hundreds of lines.
+# How much of the end of metrics.jsonl is read: some hundreds of lines.
 TAIL_BYTES = 1 << 17
 
 Row = dict[str, str]
@@ -28,7 +28,7 @@ class TrainingView:
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self._run_dir, self._steps = run_dir, config.training.max_steps
-        # A database has no page of its own.
+        # A database address has no page; infini serve may have one.
         uri = config.tracking_uri
         page = uri if uri.startswith("http") else os.environ.get(PAGE)
         self._mlflow = page if config.tracking.mlflow else None
@@ -37,7 +37,7 @@ class TrainingView:
         self._linked: str | None = None
 
     def update(self) -> None:
-        """Show what is new. Raises what Prefect's client raises."""
+        """Show what has changed. Raises what Prefect's client raises."""
         url = self._mlflow and run_url(self._mlflow, self._run_dir)
         if url and url != self._linked:
             self._link.show(LinkArtifact(link=url, link_text="The run in MLflow"))
@@ -45,7 +45,7 @@ class TrainingView:
         lines = _newest_lines(self._run_dir)
         if lines and self._steps is None:
             self._steps = last_step(self._run_dir)
-        rows = list(_rows(lines, self._steps or 0))[-ROWS:]
+        rows = list(table_rows(lines, self._steps))[-ROWS:]
         if rows and rows != self._shown:
             headline = " · ".join(f"{name} {value}" for name, value in rows[-1].items() if value)
             self._table.show(TableArtifact(table=rows[::-1], description=headline))
@@ -60,24 +60,30 @@ def _newest_lines(run_dir: Path) -> list[Line]:
             data = file.read()
     except FileNotFoundError:
         return []
-    # The first line is cut unless the whole file was read.
+    # Unless the whole file was read, the first line is incomplete.
     return whole_lines(data if start == 0 else data[data.find(b"\n") + 1 :])
 
 
-def _rows(lines: list[Line], max_steps: int) -> Iterator[Row]:
-    """One row for each step that was trained; a validation is a line of its own."""
+def table_rows(lines: list[Line], max_steps: int | None) -> Iterator[Row]:
+    """One row per trained step, with the validation loss that another line may hold.
+
+    Without `max_steps`, which `training.epochs` leaves open at first, there is no total and no ETA.
+    """
     merged: dict[float, Line] = {}
     for line in lines:
         merged.setdefault(line["step"], {}).update(line)
     for step, line in merged.items():
         if "train/loss" not in line:
             continue
-        seconds = round((max_steps - step) * line.get("train/step_seconds", 0.0))
+        total, eta = "", ""
+        if max_steps is not None:
+            seconds = round((max_steps - step) * line.get("train/step_seconds", 0.0))
+            total, eta = f" of {max_steps}", str(timedelta(seconds=seconds))
         validation = line.get("validation/loss")
         yield {
-            "step": f"{step:.0f} of {max_steps}",
+            "step": f"{step:.0f}{total}",
             "loss": f"{line['train/loss']:.4f}",
             "validation loss": "" if validation is None else f"{validation:.4f}",
             "tokens/s": f"{line.get('train/tokens_per_second', 0.0):,.0f}",
-            "ETA": str(timedelta(seconds=seconds)),
+            "ETA": eta,
         }

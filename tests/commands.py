@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
+from flows.serving.polling import poll
 from infini_model.runtime.stage_protocol import ERROR, RESULT
 
 WORDS = ("river", "stone", "light", "under", "seven", "quiet", "glass", "morning", "copper")
@@ -94,13 +94,15 @@ class Running:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, text: str, seconds: float = 120.0) -> None:
-        """Return as soon as `text` has been printed; fail if it ends or dawdles."""
-        deadline = time.monotonic() + seconds
-        while text not in self.output:
+        """Return as soon as `text` has been printed; fail if the command ends or takes too long."""
+
+        def is_printed() -> bool:
             ended = self.process.poll()
-            assert ended is None or text in self.output, f"ended with {ended}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {text!r} after {seconds} s:\n{self.output}"
-            time.sleep(0.02)
+            is_there = text in self.output
+            assert is_there or ended is None, f"ended with {ended}:\n{self.output}"
+            return is_there
+
+        eventually(is_printed, lambda: f"{text!r} in\n{self.output}", seconds)
 
     def wait(self, seconds: float = 180.0) -> int:
         """The exit status."""
@@ -174,12 +176,13 @@ def dataset_of(settings: Path, env: Environment) -> Path:
     return Path(stage("shard", settings, env, "--corpus", corpus)["folder"])
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
-    """Return as soon as `condition` holds; fail if it does not in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
-        time.sleep(0.02)
+def eventually(
+    condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = 10.0
+) -> None:
+    """Return as soon as `condition` holds; fail, naming `what`, if it does not in time."""
+    if not poll(condition, every_seconds=0.02, timeout_seconds=seconds):
+        named = what if isinstance(what, str) else what()
+        raise AssertionError(f"not after {seconds} s: {named}")
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

@@ -1,1 +1,1 @@
-"""What stands around the flows: servers, worker, deployments, and who keeps them up."""
+"""The servers, the worker and the deployments around the flows, and their supervision."""

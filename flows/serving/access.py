@@ -1,13 +1,15 @@
-"""Who may use the servers of an output folder: everyone on this machine, or who has the secret.
+"""Access to the servers of an output folder: open to everyone on this machine, or by a secret.
 
-Each user of a machine reaches loopback. `infini serve --auth` therefore generates a secret, which
-both servers ask for from then on. It is kept beside Prefect's records in a file that only its owner
-can read; whoever can read it, such as the worker and the other commands, uses it without asking.
+Every user of a machine can reach loopback. `infini serve --auth` therefore generates a secret that
+both servers require from then on. It is stored beside Prefect's records, in a file that only its
+owner can read; processes that can read it, such as the worker and the other commands, use it.
 """
 
 from __future__ import annotations
 
+import base64
 import secrets
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,15 +19,15 @@ from infini_model.runtime.storage import atomic_file
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost")
 USER = "infini"
-# "user:password" that MLflow's server asks for; Prefect's has a setting of its own.
+# "user:password" that MLflow's server requires; Prefect has its own setting.
 MLFLOW_AUTH = "INFINI_MLFLOW_AUTH_STRING"
-# Name of the experiment that MLflow's page opens on.
+# Name of the experiment that MLflow's UI opens on.
 EXPERIMENT = "INFINI_EXPERIMENT"
 
 
 @dataclass(frozen=True)
 class Access:
-    """What the servers ask for: "user:password", or None where they let everyone in."""
+    """What the servers require: "user:password", or None for open access."""
 
     auth_string: str | None = None
 
@@ -45,7 +47,7 @@ class Access:
     def mlflow_client(self, tracking_uri: str) -> dict[str, str]:
         """Environment of a process that talks to MLflow at `tracking_uri`.
 
-        MLflow would send the password to any server, so it is given for loopback alone.
+        MLflow would send the password to any server, so it is set for loopback only.
         """
         if self.auth_string is None or urlsplit(tracking_uri).hostname not in LOOPBACK_NAMES:
             return {}
@@ -57,19 +59,19 @@ EVERYONE = Access()
 
 
 def secret_file(home: Path) -> Path:
-    """Where the secret of the servers with their records in `home` is kept."""
+    """The file with the secret of the servers whose records are in `home`."""
     return home / "auth"
 
 
 def stored_access(home: Path) -> Access:
-    """What the servers ask for. Raises `UserError` if the secret is another user's."""
+    """What the servers require. Raises `UserError` if the secret belongs to another user."""
     try:
         return Access(secret_file(home).read_text(encoding="utf-8").strip())
     except (FileNotFoundError, NotADirectoryError):
         return EVERYONE
     except PermissionError as error:
         raise UserError(
-            f"{secret_file(home)}: the servers of this output folder ask for a secret that only "
+            f"{secret_file(home)}: the servers of this output folder require a secret that only "
             "the owner of this file can read; choose another --output-dir"
         ) from error
 
@@ -83,9 +85,9 @@ def create_access(home: Path) -> Access:
 
 
 def choose_access(home: Path, auth: bool | None) -> Access:
-    """Apply `--auth` or `--no-auth` of `infini serve`; None leaves it as it was the last time.
+    """Apply `--auth` or `--no-auth` of `infini serve`; None keeps the previous choice.
 
-    Prints how to sign in where a secret is asked for; the secret itself only when it is new.
+    Prints how to sign in if a secret is required; the secret itself only when it is new.
     """
     if auth is False:
         secret_file(home).unlink(missing_ok=True)
@@ -97,5 +99,14 @@ def choose_access(home: Path, auth: bool | None) -> Access:
         print(f"Sign in to MLflow as {USER} with the password {password}", flush=True)
         print(f"Sign in to the Prefect UI with {access.auth_string}", flush=True)
     if access != EVERYONE:
-        print(f"Both servers ask for the secret in {secret_file(home)}", flush=True)
+        print(f"Both servers require the secret in {secret_file(home)}", flush=True)
     return access
+
+
+def authorized_request(url: str, auth_string: str | None) -> urllib.request.Request:
+    """A GET of `url` with "user:password", if there is one."""
+    request = urllib.request.Request(url)  # noqa: S310 - the user's own address
+    if auth_string is not None:
+        encoded = base64.b64encode(auth_string.encode()).decode()
+        request.add_header("Authorization", f"Basic {encoded}")
+    return request

@@ -1,4 +1,4 @@
-"""The database of Prefect's server, where it is not the SQLite file in the output folder."""
+"""Check of a PostgreSQL database for Prefect's server, used instead of the SQLite file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ async def _connect(address: str) -> None:
 
 
 def check_database(address: str) -> None:
-    """Raise `UserError` naming `--database` if the server could not keep its records there.
+    """Raise `UserError` naming `--database` if the server could not store its records there.
 
-    The message never quotes the address, which may hold a password.
+    The message never quotes the address, which may contain a password.
     """
     from asyncpg import InterfaceError, PostgresError  # type: ignore[import-untyped]
     from sqlalchemy.engine import make_url

@@ -1,10 +1,10 @@
 """The work pool, deployments and automations of the project on a Prefect server.
 
-What people edit on the server stays. A deployment of prefect.yaml is created where it is missing;
-afterwards only what follows the code is updated: parameters, schedules, paused state, tags and
-concurrency limit are the user's, and a deployment that was moved to another work pool is left
-alone. An automation is created where its name is missing and never changed afterwards.
-`reset=True` sets all of them back to the files.
+Edits on the server are kept. A deployment of prefect.yaml is created if it is missing; afterwards
+only the fields that follow the code are updated: parameters, schedules, paused state, tags and
+concurrency limit belong to the user, and a deployment that was moved to another work pool is left
+alone. An automation is created if its name is missing and never changed afterwards. `reset=True`
+restores everything from the files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 WORK_POOL = "infini"
 PROJECT = Path(__file__).resolve().parents[2]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Longer than Prefect's default of 180 s between heartbeats, which a run has whose environment does
-# not come from one of our templates.
-SILENCE = timedelta(minutes=5)
+# Longer than Prefect's default of 180 s between heartbeats, which applies to runs whose environment
+# does not come from one of our templates.
+HEARTBEAT_TIMEOUT = timedelta(minutes=5)
 NEW_DATASET = "infini.dataset.ready"
 TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
 
@@ -42,8 +42,8 @@ TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
 def deploy(api_url: str, *, reset: bool = False) -> None:
     """Create or update the work pool, the deployments and the automations at `api_url`.
 
-    Call it after Prefect's settings are in the environment, which Prefect reads when imported.
-    Raises `UserError` in one line if the server does not answer or refuses.
+    Set up the environment first: Prefect reads its settings when it is imported. Raises `UserError`
+    in one line if the server does not answer or rejects a request.
     """
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -75,20 +75,20 @@ def _one_line_errors(api_url: str) -> Iterator[None]:
     try:
         yield
     except PrefectHTTPStatusError as error:
-        raise UserError(f"{api_url} refused the deployment: {_reason(error)}") from error
+        raise UserError(f"{api_url} rejected the deployment: {_reason(error)}") from error
     except httpx.RequestError as error:
         raise UserError(f"{api_url} does not answer ({error}); nothing was deployed") from error
 
 
 def _reason(error: Any) -> str:
-    """What the server said in a `PrefectHTTPStatusError`, in one line."""
+    """The server's answer in a `PrefectHTTPStatusError`, in one line."""
     return " ".join(f"{error.response.status_code} {error.response.text}".split())
 
 
 def job_template() -> dict[str, Any]:
     """The base job template of the work pool: one fixed command and no variables.
 
-    Every caller of the API may send job variables, and the worker applies those that the template
+    Any caller of the API can send job variables, and the worker applies those that the template
     mentions. It also merges `env` into a template whose `env` is a dictionary, so this one has
     none: a run inherits the worker's environment.
     """
@@ -130,13 +130,13 @@ def _apply_work_pool(client: SyncPrefectClient) -> None:
 def _read_definitions() -> list[dict[str, Any]]:
     """The deployments of prefect.yaml, each with the file's pull steps."""
     text = (PROJECT / "prefect.yaml").read_text(encoding="utf-8")
-    # Prefect's own command would take the folder from which the shell calls it.
+    # Prefect's own command would insert the shell's current folder.
     tree = yaml.safe_load(text.replace("{{ $PWD }}", str(PROJECT)))
     return [{"pull": tree["pull"], **definition} for definition in tree["deployments"]]
 
 
-def _code_of(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a deployment that follow the code, as the API spells them."""
+def _code_fields(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a deployment that follow the code, as the API names them."""
     from prefect.flows import load_flow_from_entrypoint
     from prefect.utilities.callables import parameter_schema
 
@@ -168,7 +168,7 @@ def _apply_deployment(
             existing = client.read_deployment_by_name(f"{name}/{name}")
             _update(client, existing, definition)
             return existing.id
-    # Over an existing deployment this replaces all of it, schedules included.
+    # This replaces an existing deployment completely, schedules included.
     return client.create_deployment(
         flow_id=client.create_flow_from_name(name),
         name=name,
@@ -179,24 +179,24 @@ def _apply_deployment(
         ],
         paused=False,
         tags=definition.get("tags", []),
-        **_code_of(definition),
+        **_code_fields(definition),
     )
 
 
 def _update(
     client: SyncPrefectClient, existing: DeploymentResponse, definition: Mapping[str, Any]
 ) -> None:
-    """Bring what follows the code up to date, if it has changed."""
+    """Update the fields that follow the code, if they have changed."""
     from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.exceptions import PrefectHTTPStatusError
 
     if existing.work_pool_name not in (None, WORK_POOL):
         return
-    code = _code_of(definition)
+    code = _code_fields(definition)
     known = code["parameter_openapi_schema"]["properties"]
     if dropped := set(existing.parameters) - set(known):
         code["parameters"] = {k: v for k, v in existing.parameters.items() if k in known}
-        print(f"{existing.name}: dropped parameters that the flow has no more: {sorted(dropped)}")
+        print(f"{existing.name}: dropped parameters that the flow no longer has: {sorted(dropped)}")
     if all(getattr(existing, field) == value for field, value in code.items()):
         return
     try:
@@ -204,7 +204,7 @@ def _update(
     except PrefectHTTPStatusError as error:
         if error.response.status_code != 409:
             raise
-        # One deployment with parameters from before a change must not keep the others down.
+        # One deployment with outdated parameters must not block the others.
         print(
             f"{existing.name}: the parameters edited on the server no longer fit the flow; edit "
             f"them, or run infini deploy --reset: {_reason(error)}"
@@ -212,11 +212,11 @@ def _update(
 
 
 def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
-    """Runs of `flows` whose heartbeats end without an end of the run become Crashed.
+    """Set runs of `flows` to Crashed when their heartbeats stop although the run has not ended.
 
-    Suspended and Paused count as an end: the process is gone by intention. Off on a server that
-    only this machine reaches: `infini serve` sees within seconds that a process is dead, while a
-    server that was down for longer than `SILENCE` takes healthy runs for dead when it is back.
+    Suspended and Paused count as an end: their process is gone on purpose. Disabled on a server
+    that only this machine can reach: `infini serve` notices dead processes within seconds, while a
+    server that was down for longer than the timeout would take healthy runs for dead on its return.
     """
     from prefect.client.schemas.objects import StateType
     from prefect.events import AutomationCore, EventTrigger, ResourceSpecification
@@ -225,11 +225,11 @@ def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
 
     heartbeat = "prefect.flow-run.heartbeat"
     states = (*TERMINAL_STATES, "Suspended", "Paused")
-    minutes = int(SILENCE.total_seconds() // 60)
+    minutes = int(HEARTBEAT_TIMEOUT.total_seconds() // 60)
     return AutomationCore(
         name="infini: crash runs without heartbeat",
-        description="Runs on other machines whose process or machine has died can be retried "
-        "instead of running for ever. Runs of infini serve do not need it.",
+        description="Marks runs as Crashed, so that they can be retried, when their process or "
+        "machine has died. Not needed for runs on the machine of infini serve.",
         enabled=enabled,
         trigger=EventTrigger(
             posture=Posture.Proactive,
@@ -241,20 +241,20 @@ def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
             after={heartbeat},
             expect={heartbeat, *(f"prefect.flow-run.{state}" for state in states)},
             threshold=1,
-            within=SILENCE,
+            within=HEARTBEAT_TIMEOUT,
         ),
         actions=[
             ChangeFlowRunState(
                 state=StateType.CRASHED,
                 message=f"No heartbeat for {minutes} minutes: the process or its machine is gone. "
-                "Retry continues from the newest checkpoint.",
+                "Retry resumes from the newest checkpoint.",
             )
         ],
     )
 
 
 def _train_on_new_datasets(train: UUID) -> AutomationCore:
-    """Each new dataset starts a training on it, once the user enables this."""
+    """Start a training on every new dataset, once the user enables it."""
     from prefect.events import AutomationCore, EventTrigger
     from prefect.events.actions import RunDeployment
     from prefect.events.schemas.automations import Posture
@@ -262,7 +262,7 @@ def _train_on_new_datasets(train: UUID) -> AutomationCore:
     folder = {"__prefect_kind": "jinja", "template": "{{ event.payload.folder }}"}
     return AutomationCore(
         name="infini: train on every new dataset",
-        description="Starts the train deployment with each dataset that was made. Off until you "
+        description="Runs the train deployment on every newly built dataset. Disabled until you "
         "enable it.",
         enabled=False,
         trigger=EventTrigger(posture=Posture.Reactive, expect={NEW_DATASET}, threshold=1),

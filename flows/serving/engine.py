@@ -1,15 +1,15 @@
 """The engine of one flow run, as the work pool of `infini serve` starts it.
 
-`python -m flows.serving.engine` starts Prefect's engine in a session of its own and waits for it.
-Between the worker and the engine stands this process, so that
+`python -m flows.serving.engine` starts Prefect's engine in its own session and waits for it. This
+process between the worker and the engine makes sure that
 
-- a worker that dies, or that kills after its fixed 30 seconds, does not end a training;
-- nothing of the engine holds the worker's pipes, which would keep a dead run Running;
-- a flow run that is resumed waits until its earlier engine has saved and ended;
-- the engine ends, with a checkpoint, when `infini serve` itself is gone.
+- a training survives a worker that dies, or that kills its children after its fixed 30 seconds;
+- the engine does not hold the worker's pipes, which would keep a dead run Running;
+- a resumed flow run waits until its previous engine has saved and ended;
+- the engine saves a checkpoint and ends when `infini serve` is gone.
 
-The engine inherits a locked file that is named by its flow run. The kernel drops the lock when the
-engine ends, however it ends: `is_alive` needs no process ids.
+The engine inherits a locked file named after its flow run. The kernel releases the lock when the
+engine ends for any reason, so that `is_alive` needs no process ids.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from types import FrameType
 
 import psutil
 
+from flows.serving.polling import poll
 from infini_model.runtime.storage import make_folder
 
 # The folder of the lock files and logs, and the process of `infini serve` as "pid created".
 ENGINES = "INFINI_ENGINES"
 SERVE = "INFINI_SERVE_PROCESS"
-# What stands in a lock file before the process id: who was started by whom.
+# The first word of a lock file, before the process id: how the engine was started.
 ENGINE, COMMAND = "engine", "command"
 ENGINE_COMMAND = [sys.executable, "-m", "prefect.engine"]
 POLL_SECONDS = 0.5
-# From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute. Without children it
-# has nothing left to save, and waits for a server that is gone.
+# From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute. An engine without
+# children has nothing to save, and only waits for a server that is gone.
 GRACE_SECONDS = 75.0
 CHILDLESS_SECONDS = 5.0
 
@@ -49,25 +50,30 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def _is_locked(path: Path) -> bool:
-    descriptor = _open(path)
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return False
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = _open(path)
+    try:
+        return not _try_lock(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 def is_alive(folder: Path, flow_run_id: str) -> bool | None:
-    """Whether the engine of a flow run is running; None if none was started on this machine."""
+    """Whether the engine of a flow run is running; None if this machine never started one."""
     path = _path(folder, flow_run_id)
     return _is_locked(path) if path.is_file() else None
 
 
-def living(folder: Path) -> dict[str, int]:
-    """The engines that are running below `infini serve`: flow run id to process id."""
+def running_engines(folder: Path) -> dict[str, int]:
+    """The running engines of `infini serve`: flow run id to process id."""
     found = {}
     for path in folder.glob("*.lock"):
         if _is_locked(path):
@@ -77,25 +83,25 @@ def living(folder: Path) -> dict[str, int]:
     return found
 
 
-def hold(flow_run_id: str | None) -> None:
-    """Mark this process as the engine of a flow run: a command in a terminal is its own engine."""
+def mark_as_engine(flow_run_id: str | None) -> None:
+    """Mark this process as the engine of a flow run, if it is a command in a terminal."""
     folder = os.environ.get(ENGINES)
     if flow_run_id is None or folder is None or SERVE in os.environ:
         return
     descriptor = _open(_path(make_folder(Path(folder)), flow_run_id))
-    # Left open on purpose: the kernel closes it when this process ends. It waits at most for
-    # `is_alive`, which holds the lock for a moment.
+    # Left open on purpose: the kernel closes it when this process ends. This blocks only while
+    # `is_alive` briefly holds the lock.
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    _sign(descriptor, COMMAND, os.getpid())
+    _write_starter(descriptor, COMMAND, os.getpid())
 
 
-def _sign(descriptor: int, kind: str, pid: int) -> None:
+def _write_starter(descriptor: int, kind: str, pid: int) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{kind} {pid}".encode("ascii"), 0)
 
 
 def serve_process() -> str:
-    """This process, as `SERVE` names it."""
+    """This process as the value of `SERVE`."""
     process = psutil.Process()
     return f"{process.pid} {process.create_time()}"
 
@@ -104,7 +110,7 @@ def _serve_is_gone() -> bool:
     pid, created = os.environ[SERVE].split()
     try:
         process = psutil.Process(int(pid))
-        # One that nobody has waited for is still listed.
+        # A process that was not waited for is still listed.
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
         return is_zombie or process.create_time() != float(created)
     except psutil.NoSuchProcess:
@@ -121,7 +127,7 @@ def _start(folder: Path, flow_run_id: str, descriptor: int) -> subprocess.Popen[
             start_new_session=True,
             pass_fds=(descriptor,),
         )
-    _sign(descriptor, ENGINE, process.pid)
+    _write_starter(descriptor, ENGINE, process.pid)
     os.close(descriptor)
     return process
 
@@ -129,7 +135,7 @@ def _start(folder: Path, flow_run_id: str, descriptor: int) -> subprocess.Popen[
 def main() -> int:
     """Run the engine of the flow run in PREFECT__FLOW_RUN_ID; returns its exit status."""
     if SERVE not in os.environ:
-        # A worker that `infini serve` did not start looks after its engines itself.
+        # A worker outside `infini serve` manages its engines itself.
         os.execv(sys.executable, ENGINE_COMMAND)  # noqa: S606 - there is no shell
     flow_run_id = os.environ["PREFECT__FLOW_RUN_ID"]
     folder = make_folder(Path(os.environ[ENGINES]))
@@ -140,18 +146,17 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, note)
     descriptor = _open(_path(folder, flow_run_id))
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        if stops or _serve_is_gone():
-            return 128 + signal.SIGTERM
-        time.sleep(POLL_SECONDS)
+    poll(
+        lambda: _try_lock(descriptor) or bool(stops) or _serve_is_gone(),
+        every_seconds=POLL_SECONDS,
+    )
+    if not _try_lock(descriptor):
+        return 128 + signal.SIGTERM
     return _wait(_start(folder, flow_run_id, descriptor), stops)
 
 
 def _wait(process: subprocess.Popen[bytes], stops: list[int]) -> int:
-    """Wait for the engine, pass SIGTERM on, and end it when `infini serve` is gone."""
+    """Wait for the engine, forward SIGTERM, and end it when `infini serve` is gone."""
     forwarded, deadline = False, float("inf")
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,10 +1,10 @@
-"""What stands in front of Prefect's and MLflow's servers, which run as one process each.
+"""Request checks in front of Prefect's and MLflow's servers, which run as one process each.
 
-Loopback is no border: a browser on this machine sends the requests of any page there, and Prefect
-runs what it is asked to run. A server therefore answers under the names of loopback alone, since a
-page can point its own name at 127.0.0.1 (DNS rebinding), and accepts no request that a page of
-another origin makes: a browser names the origin in every request that is not a plain GET, and in
-those of websockets. Programs such as curl name none and are let in.
+Loopback alone is no protection: a browser on this machine sends requests there for any web page,
+and Prefect runs what it is asked to run. A server therefore answers only under loopback names,
+since a page can point its own name at 127.0.0.1 (DNS rebinding), and rejects requests from pages of
+another origin: browsers send the origin with every websocket and every request other than a plain
+GET. Programs such as curl send no origin and are accepted.
 
 `uvicorn --factory` runs `prefect_app` and `mlflow_app`, with their settings in the environment.
 """
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# The pages talk to their own server alone (Prefect's would ask a service that counts visits), and
-# no foreign page shows them in a frame, where a click could be borrowed.
+# Pages may connect only to their own server (Prefect's would report to a telemetry service), and no
+# foreign page may embed them in a frame (clickjacking).
 PAGES = "connect-src 'self' blob: data:; frame-ancestors 'self'"
 
 
 class OwnPages:
-    """Refuse requests of foreign pages (403), and keep the server's own pages to themselves.
+    """Reject requests from foreign pages (403), and restrict what the server's own pages may do.
 
-    A page is the server's own if it came from the port that the request goes to, under any name of
-    loopback. The port is the one that the browser sees: behind `ssh -L` it may be another one.
+    A page is the server's own if its origin is a loopback name with the port of the request. That
+    is the port that the browser sees, which differs from the server's behind `ssh -L`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -68,7 +68,7 @@ class OwnPages:
 
 
 class BasicAuth:
-    """Ask for user and password ("user:password") on every path but /health (401)."""
+    """Require "user:password" on every path except /health (401)."""
 
     def __init__(self, app: ASGIApp, auth_string: str) -> None:
         self._app = app
@@ -91,7 +91,7 @@ def _guarded(app: ASGIApp) -> ASGIApp:
 
 
 def prefect_app() -> ASGIApp:
-    """Prefect's API and UI; its own settings say whether it asks for a password."""
+    """Prefect's API and UI; its own settings decide whether it requires a password."""
     from prefect.server.api.server import create_app
 
     _wait_for_sqlite()
@@ -99,11 +99,11 @@ def prefect_app() -> ASGIApp:
 
 
 def _wait_for_sqlite() -> None:
-    """Let each transaction of Prefect's server that may write take SQLite's lock when it begins.
+    """Make every transaction of Prefect's server that may write take SQLite's write lock at once.
 
-    Prefect begins most of them as readers. One that turns writer after another one has written
-    fails at once, however long it would be ready to wait: the API answers 503, which Prefect's
-    client tries again and its pages do not ("Unknown error" after *Submit*).
+    Prefect begins most of them as readers. If another transaction writes before such a reader does,
+    SQLite fails it immediately, regardless of the timeout: the API answers 503, which Prefect's
+    client retries but its UI does not ("Unknown error" after *Submit*).
     """
     from prefect.server.database.configurations import AioSqliteConfiguration
 
@@ -120,10 +120,10 @@ def _wait_for_sqlite() -> None:
 
 
 def mlflow_app() -> ASGIApp:
-    """MLflow's API and page; asks for user and password where `MLFLOW_AUTH` holds them.
+    """MLflow's API and UI; requires user and password if `MLFLOW_AUTH` is set.
 
-    `mlflow server` would start uvicorn as a child, which outlives it when it is killed and keeps
-    the port. Its options are read here under the names that it gives them in the environment.
+    `mlflow server` would start uvicorn as a child that outlives it when it is killed and keeps the
+    port. Its options are passed under the names that it gives them in the environment.
     """
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
@@ -138,11 +138,11 @@ def mlflow_app() -> ASGIApp:
         constants.SERVE_ARTIFACTS_ENV_VAR: "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
         "_MLFLOW_SERVER_BOOT_ID": uuid.uuid4().hex,
-        # Half a dozen workers for jobs that nobody here asks for.
+        # It would start half a dozen workers for jobs that are not used here.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
-    # Makes the tables complete or not at all, and the experiment before the first training, so that
-    # the address of its page can be printed.
+    # Creates the tables atomically, and the experiment before the first training, since the address
+    # of its page is printed.
     tracking = {"tracking_uri": records, "experiment_name": os.environ[EXPERIMENT]}
     open_tracking(load_config(overrides=[{"tracking": tracking}]))
     initialize_backend_stores(records, records, proxied)

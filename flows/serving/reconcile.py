@@ -1,7 +1,7 @@
-"""Flow runs whose engine has died without a word: they end in the state that is true.
+"""Correction of the states of flow runs whose engine died without reporting it.
 
-A process that is killed can report nothing, and neither can one whose server is down: its flow run
-would be Running for ever, without Retry, and MLflow's run too.
+A killed process cannot report its end, nor can one whose server is down: its flow run would stay
+Running forever, without Retry, and so would MLflow's run.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ def _runs(client: SyncPrefectClient, *types: StateType, pool: str | None = None)
     return client.read_flow_runs(flow_run_filter=wanted, work_pool_filter=pools)
 
 
-def _dead(client: SyncPrefectClient, engines: Path) -> Iterator[FlowRun]:
-    """Flow runs of this machine that are said to be at work, and are not."""
+def _dead_runs(client: SyncPrefectClient, engines: Path) -> Iterator[FlowRun]:
+    """Flow runs of this machine that are recorded as running but have no engine."""
     for flow_run in _runs(client, StateType.RUNNING, StateType.CANCELLING):
         if is_alive(engines, str(flow_run.id)) is False:
-            # Read again: it may have ended in order between the two looks.
+            # Read again: it may have ended normally in the meantime.
             now = client.read_flow_run(flow_run.id)
             if now.state is not None and (now.state.is_running() or now.state.is_cancelling()):
                 yield now
 
 
-def _ended(flow_run: FlowRun) -> tuple[State, Status]:
-    """The state of a flow run whose engine is dead, and of its MLflow run."""
+def _final_states(flow_run: FlowRun) -> tuple[State, Status]:
+    """The final states of a flow run whose engine is dead, and of its MLflow run."""
     if flow_run.state is not None and flow_run.state.is_cancelling():
-        return Cancelled(message="Cancelled; its process had ended already"), "KILLED"
-    message = "Its process was killed; Retry continues from the newest checkpoint"
+        return Cancelled(message="Cancelled; its process had already ended"), "KILLED"
+    message = "Its process was killed; Retry resumes from the newest checkpoint"
     return Crashed(message=message), "FAILED"
 
 
 def end_dead_runs(client: SyncPrefectClient, engines: Path, config: Config) -> list[FlowRun]:
-    """Set flow runs whose engine is dead to Crashed, or Cancelled where that was asked for.
+    """Set flow runs whose engine is dead to Crashed, or to Cancelled if that was requested.
 
-    Only runs of this machine are known here; those of other machines are found by their heartbeats.
-    Returns the runs that were ended.
+    Covers the runs of this machine only; heartbeats reveal dead runs of other machines. Returns the
+    runs that were changed.
     """
     ended = []
-    for flow_run in _dead(client, engines):
-        state, status = _ended(flow_run)
+    for flow_run in _dead_runs(client, engines):
+        state, status = _final_states(flow_run)
         client.set_flow_run_state(flow_run.id, state, force=True)
         run_dir = find_run(config.run.runs_dir, str(flow_run.id))
         if run_dir is not None:
@@ -70,9 +70,9 @@ def end_dead_runs(client: SyncPrefectClient, engines: Path, config: Config) -> l
 
 
 def end_dead_records(runs_dir: Path) -> None:
-    """Have MLflow show FAILED for runs that it shows as RUNNING and in which nothing works.
+    """Set MLflow runs to FAILED that are RUNNING although no process holds their run folder.
 
-    Prefect's worker says itself that an engine was killed, and knows nothing of MLflow.
+    Prefect's worker reports a killed engine to Prefect, but not to MLflow.
     """
     for path in runs_dir.glob("*/logs/mlflow.json"):
         run_dir = path.parents[1]
@@ -83,10 +83,10 @@ def end_dead_records(runs_dir: Path) -> None:
 
 
 def keep_suspended_runs(client: SyncPrefectClient, engines: Path) -> None:
-    """Lift the time limit of runs that are suspended and whose engine has ended.
+    """Remove the timeout of suspended runs whose engine has ended.
 
-    The page suspends for five minutes by default, after which Prefect would fail the run. A stage
-    that is suspended lifts it itself; between two stages nobody else does.
+    The UI suspends for five minutes by default, after which Prefect would fail the run. A suspended
+    stage removes the timeout itself; this covers runs that are suspended between two stages.
     """
     for flow_run in _runs(client, StateType.PAUSED):
         state = flow_run.state
@@ -98,7 +98,7 @@ def keep_suspended_runs(client: SyncPrefectClient, engines: Path) -> None:
 
 
 def reschedule_lost_runs(client: SyncPrefectClient, engines: Path) -> list[FlowRun]:
-    """Schedule again what a worker took and never started; call it before there is a worker."""
+    """Reschedule runs that a worker took and never started; call it before a worker starts."""
     lost = [
         flow_run
         for flow_run in _runs(client, StateType.PENDING, pool=WORK_POOL)

@@ -1,6 +1,6 @@
-"""`infini serve`: Prefect, MLflow, a worker and the deployments, kept up until Ctrl-C.
+"""`infini serve`: Prefect, MLflow, a worker and the deployments, running until Ctrl-C.
 
-What dies is started again; trainings go on meanwhile. At the end the flow runs that are at work are
+Services that exit are restarted; trainings continue meanwhile. On shutdown, active flow runs are
 suspended first, which saves their checkpoints, so that *Resume* continues them under the next
 `infini serve`; then the worker ends, then the servers.
 """
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -24,8 +24,8 @@ from flows.serving import engine
 from flows.serving.access import EVERYONE, Access, choose_access, secret_file
 from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
+from flows.serving.polling import poll
 from flows.serving.services import (
-    GRACE_SECONDS,
     HOST,
     Service,
     answers,
@@ -43,33 +43,32 @@ from flows.serving.services import (
 from flows.serving.supervise import Supervised
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.processes import end_tree
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOOK_SECONDS = 0.5
-# From one look for dead flow runs to the next.
+POLL_SECONDS = 0.5
+# Between two checks for dead flow runs.
 RECONCILE_SECONDS = 5.0
-# For flow runs to save a checkpoint and end, before SIGKILL.
+# Time for flow runs to save a checkpoint and end, before SIGKILL.
 SAVE_SECONDS = 75.0
 
 
 def say(line: str) -> None:
-    """Print a line; the terminal may have been closed."""
+    """Print a line, even if the terminal has been closed."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `infini serve` takes besides the configuration.
+    """The options of `infini serve` besides the configuration.
 
     Attributes:
         port: Port of Prefect's API and UI.
-        mlflow_port: Port of MLflow's API and page.
-        auth: Whether both ask for a secret; None leaves that as it was the last time.
-        database: Address of Prefect's records; None is a SQLite file in the output folder.
+        mlflow_port: Port of MLflow's API and UI.
+        auth: Whether both require a secret; None keeps the previous choice.
+        database: Address of Prefect's database; None is a SQLite file in the output folder.
     """
 
     port: int
@@ -79,10 +78,10 @@ class Options:
 
 
 def serve(config: Config, options: Options) -> None:
-    """Keep servers, worker and deployments up until Ctrl-C, SIGTERM or the end of the terminal.
+    """Run servers, worker and deployments until Ctrl-C, SIGTERM or the end of the terminal.
 
-    Raises `UserError` if a port is in use, another `serve` is up for the same output folder, a
-    server does not start, or one of them dies again and again.
+    Raises `UserError` if a port is in use, if another `serve` is running for the same output
+    folder, if a server does not start, or if a service exits too often.
     """
     if options.database is not None:
         check_database(options.database)
@@ -90,7 +89,7 @@ def serve(config: Config, options: Options) -> None:
     with lock(home / "serve.lock", wait=False) as free:
         if not free:
             raise UserError(
-                f"run.output_dir: infini serve is up for {config.run.output_dir} already"
+                f"run.output_dir: infini serve is already running for {config.run.output_dir}"
             )
         check_port(options.port, "--port")
         check_port(options.mlflow_port, "--mlflow-port")
@@ -98,24 +97,23 @@ def serve(config: Config, options: Options) -> None:
         engines = make_folder(engines_dir(config))
         env = _environment(config, engines, options, access)
         os.environ.update(env)
-        kept: list[Supervised] = []
-        with _ending(kept), contextlib.suppress(KeyboardInterrupt):
-            _start_all(config, options, access, engines, kept)
+        with contextlib.ExitStack() as started, contextlib.suppress(KeyboardInterrupt):
+            services = _start_all(config, options, access, engines, started)
             addresses = {"api_url": env["PREFECT_API_URL"], "mlflow_url": env[PAGE]}
             write_json(home / "serve.json", addresses)
-            page = experiment_page(kept[1].service, config, access)
+            page = experiment_page(services[1].service, config, access)
             _print_addresses(
-                kept[0].service, page, secret_file(home) if access != EVERYONE else None
+                services[0].service, page, secret_file(home) if access != EVERYONE else None
             )
-            with _noted_stops() as heard:
+            with _collected_stops() as signals:
                 try:
-                    _keep_up(kept, heard)
+                    _supervise(services, signals)
                 finally:
-                    _stop_flow_runs(engines, heard)
+                    _stop_flow_runs(engines, signals)
 
 
 def _environment(config: Config, engines: Path, options: Options, access: Access) -> dict[str, str]:
-    """What the worker, its flow runs and this process have to know."""
+    """The environment of the worker, its flow runs and this process."""
     return {
         **prefect_environment(config),
         **access.prefect_client(),
@@ -130,24 +128,29 @@ def _environment(config: Config, engines: Path, options: Options, access: Access
 
 
 def _start_all(
-    config: Config, options: Options, access: Access, engines: Path, kept: list[Supervised]
-) -> None:
-    """Start the servers, deploy, and start the worker last; each is added to `kept` at once."""
+    config: Config,
+    options: Options,
+    access: Access,
+    engines: Path,
+    started: contextlib.ExitStack,
+) -> list[Supervised]:
+    """Start Prefect's server, MLflow's, and, once the deployments are up to date, the worker.
 
-    def keep(supervised: Supervised) -> Supervised:
-        kept.append(supervised)
-        return supervised
+    Each is returned in that order, and entered into `started`, which ends it.
+    """
 
-    prefect = keep(
-        Supervised(lambda: start_prefect(config, options.port, access, options.database))
-    )
-    mlflow = keep(Supervised(lambda: start_mlflow(config, options.mlflow_port, access)))
+    def keep(start: Callable[[], Service], needs: Callable[[], bool] = lambda: True) -> Supervised:
+        return started.enter_context(contextlib.closing(Supervised(start, needs)))
+
+    prefect = keep(lambda: start_prefect(config, options.port, access, options.database))
+    mlflow = keep(lambda: start_mlflow(config, options.mlflow_port, access))
     wait_until_up(mlflow.service, "/health")
     wait_until_up(prefect.service, "/api/health")
     deploy(os.environ["PREFECT_API_URL"])
     _reconcile_at_start(config, engines)
-    keep(Supervised(lambda: _start_worker(config), lambda: answers(prefect.service)))
+    worker = keep(lambda: _start_worker(config), lambda: answers(prefect.service))
     threading.Thread(target=_reconcile, args=(config, engines), daemon=True).start()
+    return [prefect, mlflow, worker]
 
 
 def _start_worker(config: Config) -> Service:
@@ -161,40 +164,30 @@ def _print_addresses(prefect: Service, mlflow_page: str, secret: Path | None) ->
     say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
     if secret:
         say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret})"')
-    say("Ready: run the deployments from the UI. Ctrl-C suspends what runs and ends all of it.")
+    say("Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops everything.")
 
 
-def _keep_up(kept: list[Supervised], heard: list[int]) -> None:
-    """Restart what dies until a signal comes."""
-    while not heard:
-        for supervised in kept:
-            supervised.look(say)
-        time.sleep(LOOK_SECONDS)
+def _supervise(services: list[Supervised], signals: list[int]) -> None:
+    """Restart services that exit until a signal arrives."""
+    while not signals:
+        for supervised in services:
+            supervised.check(say)
+        time.sleep(POLL_SECONDS)
 
 
 @contextlib.contextmanager
-def _noted_stops() -> Iterator[list[int]]:
-    """Note the signals that ask for an end in a list while the block runs; they do nothing else."""
-    heard: list[int] = []
-    before = {number: signal.getsignal(number) for number in STOPS}
-    for number, handler in before.items():
+def _collected_stops() -> Iterator[list[int]]:
+    """Collect stop signals in a list while the block runs, without any other effect."""
+    signals: list[int] = []
+    previous = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in previous.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: heard.append(number))
+            signal.signal(number, lambda number, _frame: signals.append(number))
     try:
-        yield heard
+        yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _ending(kept: list[Supervised]) -> Iterator[None]:
-    """End the services in the reverse order of their start, however the block ends."""
-    try:
-        yield
-    finally:
-        for supervised in reversed(kept):
-            end_tree(supervised.service.process, GRACE_SECONDS)
 
 
 def _reconcile_at_start(config: Config, engines: Path) -> None:
@@ -204,13 +197,13 @@ def _reconcile_at_start(config: Config, engines: Path) -> None:
 
     with get_client(sync_client=True) as client:
         for flow_run in end_dead_runs(client, engines, config):
-            say(f"Flow run {flow_run.name} had died; Retry continues it")
+            say(f"Flow run {flow_run.name} had died; Retry resumes it")
         for flow_run in reschedule_lost_runs(client, engines):
-            say(f"Flow run {flow_run.name} had not started; it is scheduled again")
+            say(f"Flow run {flow_run.name} had not started; it is rescheduled")
 
 
 def _reconcile(config: Config, engines: Path) -> None:
-    """Look for dead runs again and again; in a thread, since an API that is down blocks."""
+    """Check for dead runs periodically; in a thread, because a dead API blocks."""
     from prefect.client.orchestration import get_client
 
     from flows.serving.reconcile import end_dead_records, end_dead_runs, keep_suspended_runs
@@ -219,29 +212,32 @@ def _reconcile(config: Config, engines: Path) -> None:
         while True:
             with contextlib.suppress(Exception):
                 for flow_run in end_dead_runs(client, engines, config):
-                    say(f"Flow run {flow_run.name} has died; Retry continues it")
+                    say(f"Flow run {flow_run.name} has died; Retry resumes it")
                 keep_suspended_runs(client, engines)
                 end_dead_records(config.run.runs_dir)
             time.sleep(RECONCILE_SECONDS)
 
 
-def _stop_flow_runs(engines: Path, heard: list[int]) -> None:
-    """Suspend what is at work and wait for the checkpoints; a second signal ends the waiting."""
-    if not engine.living(engines):
+def _stop_flow_runs(engines: Path, signals: list[int]) -> None:
+    """Suspend active flow runs and wait for their checkpoints, until a second signal."""
+    if not engine.running_engines(engines):
         return
-    asked, told = len(heard), set[int]()
-    deadline = time.monotonic() + SAVE_SECONDS
+    before_waiting, terminated = len(signals), set[int]()
     say("Waiting for the flow runs to save their checkpoints (Ctrl-C again kills them)")
-    while (running := engine.living(engines)) and len(heard) <= asked:
-        if time.monotonic() > deadline:
-            break
+
+    def have_ended() -> bool:
+        running = engine.running_engines(engines)
+        if not running or len(signals) > before_waiting:
+            return True
         for flow_run_id, pid in running.items():
-            if not _suspend(flow_run_id) and pid not in told:
-                told.add(pid)
+            if not _suspend(flow_run_id) and pid not in terminated:
+                terminated.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-        time.sleep(LOOK_SECONDS)
-    for pid in engine.living(engines).values():
+        return False
+
+    poll(have_ended, every_seconds=POLL_SECONDS, timeout_seconds=SAVE_SECONDS)
+    for pid in engine.running_engines(engines).values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             for one in [process, *process.children(recursive=True)]:
@@ -249,7 +245,7 @@ def _stop_flow_runs(engines: Path, heard: list[int]) -> None:
 
 
 def _suspend(flow_run_id: str) -> bool:
-    """Ask an engine, through the API, to save and end; False where the API does not answer."""
+    """Ask an engine, through the API, to save and end; False if the API does not answer."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.objects import State
     from prefect.states import Suspended

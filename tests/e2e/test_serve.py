@@ -40,7 +40,7 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
     options = ("--port", str(ports[0]), "--mlflow-port", str(ports[1]))
     serving = start("serve", "--output-dir", output, *options)
     serving.wait_for(
-        "Ready: run the deployments from the UI. Ctrl-C suspends what runs and ends all of it."
+        "Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops everything."
     )
     url, page = f"http://{HOST}:{ports[0]}/api", f"http://{HOST}:{ports[1]}"
     assert f"Prefect UI  http://{HOST}:{ports[0]}" in serving.output
@@ -79,7 +79,7 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
     assert flow_run(url, beside.stderr)["state_type"] == "COMPLETED"
     refused = run(infini("serve", "--output-dir", output), alone)
     assert refused.returncode == 2
-    assert "infini serve is up for" in refused.stderr
+    assert "infini serve is already running for" in refused.stderr
 
     everyone = serving.tree()
     serving.process.send_signal(signal.SIGINT)

@@ -61,7 +61,7 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
 
     for name in (PREFECT, MLFLOW, WORKER):
         serving.kill(name)
-    serving.running.wait_for("the Prefect server has ended (-9)")
+    serving.running.wait_for("the Prefect server has exited (-9)")
     for name in (PREFECT, MLFLOW, WORKER):
         eventually(lambda: len(serving.processes(name)) == 1, f"another {name}", seconds=60)  # noqa: B023
     # The worker that took the run is dead: nobody but the run itself hears of the suspension.

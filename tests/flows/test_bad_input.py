@@ -82,7 +82,7 @@ def refused_at_once(output: Path, alone: Environment) -> Refused:
     [
         (["model.layers=2"], "model.layers: unknown key"),
         (["modle.hidden_size=64"], "modle: unknown key"),
-        (["--preset", "nope"], "preset 'nope' is unknown; there are: arxiv, debug, "),
+        (["--preset", "nope"], "preset 'nope' is unknown; available: arxiv, debug, "),
         (["training.max_steps=many"], "training.max_steps: got 'many': "),
         (["training.max_steps=0"], "training.max_steps: got 0: input should be greater than 0"),
         (["--max-steps", "many"], "'--max-steps'"),

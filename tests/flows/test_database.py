@@ -5,13 +5,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from commands import api
 
 from flows.serving.database import check_database
-from flows.serving.services import HOST, ending, free_port, start_prefect, wait_until_up
+from flows.serving.services import HOST, free_port, start_prefect, wait_until_up
 from infini_model.config import load_config
 from infini_model.runtime.errors import UserError
 
@@ -62,7 +63,7 @@ def test_prefect_keeps_its_records_in_postgresql(postgresql: str, tmp_path: Path
     config = load_config(overrides=[f"run.output_dir={tmp_path}"])
     for start in ("first", "second"):
         service = start_prefect(config, free_port(), database=database)
-        with ending([service]):
+        with closing(service):
             wait_until_up(service, "/api/health")
             api(f"{service.url}/api", "flows/", name=start)
             names = {flow["name"] for flow in api(f"{service.url}/api", "flows/filter")}

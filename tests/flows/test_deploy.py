@@ -186,7 +186,7 @@ def test_a_parameter_that_the_flow_has_no_more_is_dropped_and_told(
     write_flow(project, "train", "preset: str = 'debug'")
     deploy(deployed)
     assert read(client, "train").parameters == {"preset": "stable"}
-    assert "train: dropped parameters that the flow has no more: ['steps']" in (
+    assert "train: dropped parameters that the flow no longer has: ['steps']" in (
         capsys.readouterr().out
     )
 

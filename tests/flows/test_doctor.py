@@ -1,4 +1,4 @@
-"""What `infini doctor` says of a machine, and what it advises."""
+"""What `infini doctor` reports about a machine, and the fixes it suggests."""
 
 import resource
 from pathlib import Path
@@ -27,8 +27,8 @@ def remedies(config: Config) -> dict[str, str]:
         (Driver("580.1", (13, 0)), (13, 0), ""),
         (Driver("580.1", (13, 0)), (13, 2), ""),
         (Driver("580.1", (13, 0)), (12, 8), ""),
-        (Driver("550.1", (12, 4)), (13, 0), "update the driver for CUDA 13"),
-        (Driver("580.1", (13, 0)), None, "install a torch with CUDA"),
+        (Driver("550.1", (12, 4)), (13, 0), "update the driver to support CUDA 13"),
+        (Driver("580.1", (13, 0)), None, "install torch with CUDA"),
         (None, (13, 0), "install NVIDIA's driver"),
     ],
 )
@@ -58,6 +58,6 @@ def test_limits_and_folders_that_are_wrong_have_a_remedy(
     broken = config.run.model_copy(update={"output_dir": tmp_path / "file"})
     found = remedies(config.model_copy(update={"run": broken}))
     assert found["open files"] == "ulimit -n 500"
-    assert found["memory"].startswith("end other programs")
+    assert found["memory"].startswith("close other programs")
     assert "--shm-size" in found["shared memory"]
     assert "--output-dir" in found["output folder"]

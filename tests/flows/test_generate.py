@@ -78,8 +78,8 @@ def test_a_prompt_from_the_command_line_or_a_file_is_gone_on_with(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "give --prompt or --prompt-file, one of the two"),
-        (["--prompt", "a", "--prompt-file", "-"], "give --prompt or --prompt-file, one of the two"),
+        ([], "give either --prompt or --prompt-file"),
+        (["--prompt", "a", "--prompt-file", "-"], "give either --prompt or --prompt-file"),
         (["--prompt", ""], "prompt 0: is empty"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read: No such file"),
         (["--prompt-file", "-"], "-: is not UTF-8 text"),

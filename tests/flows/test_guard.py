@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from flows.serving.access import Access
 from flows.serving.services import (
     HOST,
     Service,
-    ending,
     free_port,
     start_mlflow,
     start_prefect,
@@ -85,7 +84,7 @@ def at(port: int, pattern: str) -> str:
 def closed(
     tmp_path_factory: pytest.TempPathFactory, with_tables: Callable[[Path], Path]
 ) -> Iterator[dict[str, Service]]:
-    """Both servers, which ask for the secret."""
+    """Both servers, with the secret required."""
     output = with_tables(tmp_path_factory.mktemp("closed"))
     config = load_config(overrides=[f"run.output_dir={output}"])
     access = Access(SECRET)
@@ -93,7 +92,7 @@ def closed(
         "prefect": start_prefect(config, free_port(), access),
         "mlflow": start_mlflow(config, free_port(), access),
     }
-    with ending(list(services.values())):
+    with closing(services["prefect"]), closing(services["mlflow"]):
         for name, service in services.items():
             wait_until_up(service, "/api/health" if name == "prefect" else "/health")
         yield services

@@ -23,30 +23,29 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 
 from flows import manage
-from flows.owner import current_owner
 from flows.presets import configure
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import is_finished, owner_of, record_evaluation, run_holder
 from infini_model.training.run_status import saved_step
+from tasks.flow_run import current_owner
 
 Started = Callable[..., Running]
 # A flow run at work, as long as its state allows.
 WORKING = """
-import sys, time
+import sys
 from pathlib import Path
 from prefect.client.orchestration import get_client
-from infini_model.config import load_config
 from flows.presets import configure
+from flows.serving.polling import poll
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
 output, number = sys.argv[1:]
 config = configure(["debug"], overrides=[f"run.output_dir={output}"])
 with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):
     with get_client(sync_client=True) as client:
-        while client.read_flow_run(number).state.type != "CANCELLING":
-            time.sleep(0.1)
+        poll(lambda: client.read_flow_run(number).state.type == "CANCELLING", every_seconds=0.1)
 """
 
 
@@ -150,7 +149,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert f"Report: {run_dir}/report.md" in printed.splitlines()
     assert is_finished(run_dir)
     assert owner_of(run_dir) != owner
-    assert told("resume", "run-1") == (0, f"{run_dir} is finished; nothing is left to do\n")
+    assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
     status, line = told("resume")
     assert (status, line) == (2, f"error: {output}/runs: there is no interrupted run to resume\n")
     assert f"Step [{saved}/600]" in told("logs")[1]
@@ -190,7 +189,7 @@ def test_what_is_not_there_is_named(output: Path) -> None:
         manage.to_resume(output, ["launch.gpus=cpu"])
     with pytest.raises(UserError, match="is not running"):
         manage.cancel(run_dir)
-    with pytest.raises(UserError, match="there are no logs of a rank yet"):
+    with pytest.raises(UserError, match="there are no logs yet"):
         manage.print_logs(manage.find_run_folder(output, None), follow=True)
 
 

@@ -46,8 +46,8 @@ GUIDES = {
 }
 
 
-def parse(command: str, *arguments: str) -> Config:
-    """The configuration that `infini COMMAND ARGUMENTS` would work with."""
+def invoke(command: str, *arguments: str) -> tuple[Config, list[str]]:
+    """The configuration that `infini COMMAND ARGUMENTS` would work with, and what it notes."""
     seen: list[Config] = []
 
     def take(config: Config) -> None:
@@ -59,7 +59,12 @@ def parse(command: str, *arguments: str) -> Config:
     result = CliRunner().invoke(parser, list(arguments), standalone_mode=False)
     if result.exception is not None:
         raise result.exception
-    return seen[0]
+    return seen[0], result.stderr.splitlines()
+
+
+def parse(command: str, *arguments: str) -> Config:
+    """The configuration that `infini COMMAND ARGUMENTS` would work with."""
+    return invoke(command, *arguments)[0]
 
 
 def value_at(config: Config, key: str) -> Any:
@@ -103,7 +108,7 @@ def test_without_options_a_command_works_with_the_quickstart(command: str) -> No
     [
         (["--output-dir", "there"], {"run.output_dir": Path("there")}),
         (["--max-steps", "7"], {"training.max_steps": 7}),
-        (["--use-gpu-dataloader"], {}),  # what always happens
+        (["--use-gpu-dataloader"], {}),
         (["--disable-flash-attn"], {"launch.attention_backend": "math"}),
         (["--tensorboard-dir", "tb"], {"logging.tensorboard_dir": Path("tb")}),
         (["-t", "tb"], {"logging.tensorboard_dir": Path("tb")}),
@@ -123,6 +128,56 @@ def test_an_option_sets_its_key_and_no_other(
     command: str, arguments: list[str], expected: dict[str, Any]
 ) -> None:
     assert changed(parse(command, *arguments)) == expected
+
+
+BYTES = "the bytes tokenizer runs on the CPU"
+TRAINED = "data.tokenizer.spec=train"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "expected"),
+    [
+        ("run", ["--max-steps", "3", "--gpu", "0", "--batch-size", "2"], {}),
+        *(
+            (
+                command,
+                ["--use-gpu-dataloader"],
+                {"--use-gpu-dataloader": "training reads finished "},
+            )
+            for command in COMMANDS
+        ),
+        ("preprocess", ["--gpu-device", "cuda:0"], {"--gpu-device": BYTES}),
+        ("preprocess", ["--gpu", "0"], {"--gpu": BYTES}),
+        ("preprocess", ["--gpu-device", "cuda:0", TRAINED], {}),
+        ("preprocess", ["-g", "0", TRAINED], {}),
+        ("run", ["--gpu-device", "cuda:0"], {"--gpu-device": BYTES}),
+        (
+            "run",
+            ["--gpu-device", "cuda:0", "--skip-preprocessing", TRAINED],
+            {"--gpu-device": "the dataset is already tokenized"},
+        ),
+        ("train", ["--gpu-device", "cuda:0"], {"--gpu-device": "infini train does not use it"}),
+        ("preprocess", ["--max-steps", "3"], {"--max-steps": "infini preprocess does not use it"}),
+        ("evaluate", ["--batch-size", "3"], {"--batch-size": "infini evaluate does not use it"}),
+        (
+            "serve",
+            ["--gpus", "0", "--debug"],
+            {"--gpus": "infini serve does not use it", "--debug": "infini serve does not use it"},
+        ),
+        (
+            "train",
+            ["-t", "boards", "tracking.tensorboard=false"],
+            {"--tensorboard-dir": "tracking.tensorboard is false"},
+        ),
+    ],
+)
+def test_an_option_without_effect_is_noted_in_one_line(
+    command: str, arguments: list[str], expected: dict[str, str]
+) -> None:
+    lines = invoke(command, *arguments)[1]
+    assert len(lines) == len(expected)
+    for line, (option, why) in zip(lines, expected.items(), strict=True):
+        assert line.startswith(f"note: {option} has no effect: {why}")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 from prefect.utilities.schema_tools.validation import ValidationError
 
-from flows.parameters import parameters_of, resolve
+from flows.parameters import SETTINGS, parameters_of, resolve, settings_of
 from flows.presets import configure, preset_choices
 from flows.serving.services import PROJECT
 from infini_model.config import Config, load_config
@@ -56,6 +56,21 @@ def test_the_form_is_short_and_each_field_says_what_it_takes(name: str) -> None:
     }
     # One box of JSON.
     assert "properties" not in fields["advanced"]
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_each_flow_takes_the_settings_that_name_it(name: str) -> None:
+    expected = ["preset", *settings_of(name), "advanced"]
+    flow = flow_called(name)
+    assert list(inspect.signature(flow.fn).parameters) == expected
+    assert list(schema_of(name)["properties"]) == expected
+
+
+def test_every_setting_names_flows_and_the_pipeline_takes_what_training_does() -> None:
+    for setting in SETTINGS.values():
+        assert setting.flows
+        assert set(setting.flows) <= set(FLOWS)
+    assert settings_of("pipeline") == ["documents", *settings_of("train")]
 
 
 @pytest.mark.parametrize(

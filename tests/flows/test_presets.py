@@ -87,7 +87,7 @@ def test_later_presets_lie_over_earlier_ones() -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for unknown in ("fast", "arxiv+fast", ""):
-        with pytest.raises(ConfigError, match=r"is unknown; there are: .*quickstart"):
+        with pytest.raises(ConfigError, match=r"is unknown; available: .*quickstart"):
             configure([unknown])
     file = tmp_path / "mine.yaml"
     file.write_text("{}")

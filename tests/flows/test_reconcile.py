@@ -57,7 +57,7 @@ def test_dead_runs_end_in_the_state_that_is_true_and_all_others_are_left_alone(
     assert [state.name for state in states.values()] == [
         *("Crashed", "Running", "Running", "Cancelled", "Paused")
     ]
-    assert "Retry continues from the newest checkpoint" in states[running].message
+    assert "Retry resumes from the newest checkpoint" in states[running].message
 
 
 def test_a_suspended_run_whose_engine_has_ended_waits_without_a_limit(

@@ -1,4 +1,4 @@
-"""Services that die: started again after a while, and given up when they die again and again."""
+"""Services that exit are restarted after a delay, until they exit too often."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from commands import eventually
 
 from flows.serving import supervise
 from flows.serving.services import Service, start
-from flows.serving.supervise import MOST_DEATHS, Supervised
+from flows.serving.supervise import MOST_EXITS, Supervised
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import end_tree
 
@@ -47,18 +47,18 @@ def test_what_dies_is_started_again_when_its_delay_is_over_and_what_it_needs_is_
     monkeypatch.setattr(supervise, "FIRST_DELAY_SECONDS", 0.2)
     is_up = False
     supervised = Supervised(sleeper, lambda: is_up)
-    supervised.look(said.append)
+    supervised.check(said.append)
     assert len(sleeper.started) == 1
     supervised.service.process.kill()
     supervised.service.process.wait()
     died = time.monotonic()
-    supervised.look(said.append)
-    assert said == ["the service has ended (-9); restarting it in 0.2 s"]
+    supervised.check(said.append)
+    assert said == ["the service has exited (-9); restarting it in 0.2 s"]
     while time.monotonic() < died + 0.5:
-        supervised.look(said.append)
+        supervised.check(said.append)
     assert len(sleeper.started) == 1
     is_up = True
-    supervised.look(said.append)
+    supervised.check(said.append)
     assert len(sleeper.started) == 2
     assert supervised.service.process.poll() is None
     assert len(said) == 1
@@ -73,12 +73,12 @@ def test_it_is_given_up_in_one_line_that_names_its_log(
 
     def is_given_up() -> bool:
         try:
-            supervised.look(said.append)
+            supervised.check(said.append)
         except UserError as error:
             said.append(str(error))
             return True
         return False
 
     eventually(is_given_up, "giving up", seconds=30)
-    assert len(services.started) == MOST_DEATHS
-    assert said[-1] == f"the service has ended 5 times within 5 minutes; see {tmp_path}/log"
+    assert len(services.started) == MOST_EXITS
+    assert said[-1] == f"the service has exited 5 times within 5 minutes; see {tmp_path}/log"

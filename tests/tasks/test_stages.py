@@ -194,7 +194,7 @@ def test_a_training_goes_on_when_the_server_is_gone(
     try:
         running.wait_for("Step [400/400] | test/loss")
         assert running.output.count("Seed: 0") == 1
-        assert "Prefect takes no progress" in running.output
+        assert "Prefect did not accept the progress" in running.output
         run_dir = tmp_path / "output" / "runs" / "run-1"
         eventually(lambda: (run_dir / "checkpoints" / "step-400").is_dir(), "the last checkpoint")
     finally:

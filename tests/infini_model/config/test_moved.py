@@ -5,15 +5,20 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infini_model.config import Config, merge, parse_override
-from infini_model.config.moved import MOVED, with_keys_moved
+from infini_model.config import merge, parse_override
+from infini_model.config.explaining import all_keys
+from infini_model.config.moved import MOVED, REMOVED, with_keys_moved
 
 
 def test_a_moved_key_exists_in_its_new_place_only() -> None:
-    for old, new in MOVED.items():
-        (before, key), (after, name) = old.split("."), new.split(".")
-        assert not hasattr(getattr(Config(), before), key)
-        assert hasattr(getattr(Config(), after), name)
+    assert set(MOVED.values()) <= set(all_keys())
+    assert not {*MOVED, *REMOVED} & set(all_keys())
+
+
+def test_settings_without_a_successor_are_left_out() -> None:
+    tree = {"logging": {"eval_batches": 2, "debug": True}, "evaluation": {"max_batches": None}}
+    assert with_keys_moved(tree) == {"logging": {"debug": True}, "evaluation": {}}
+    assert tree["logging"] == {"eval_batches": 2, "debug": True}
 
 
 @given(st.sets(st.sampled_from(sorted(MOVED))))

@@ -25,10 +25,15 @@ def test_a_run_that_an_earlier_version_started_is_read_and_resumed(tmp_path: Pat
     config = read_run_config(run_dir)
     tree = config.model_dump(mode="json")
     for old, new in MOVED.items():
-        (before, key), (after, name) = old.split("."), new.split(".")
-        tree[before][key] = tree[after].pop(name)
-    for section in ("launch", "logging", "checkpoint"):
-        assert tree.pop(section) == {}
+        before, key = old.split(".")
+        *path, name = new.split(".")
+        section = tree
+        for part in path:
+            section = section[part]
+        tree[before][key] = section.pop(name)
+    for emptied in ("launch", "logging", "checkpoint"):
+        assert tree.pop(emptied) == {}
+    tree["training"]["eval_batches"] = 8
     (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
     assert read_run_config(run_dir) == config
     assert claim(config_of(tmp_path)) == run_dir

@@ -1,0 +1,152 @@
+"""How a command finds Prefect's API and MLflow's page.
+
+In this order: the API that the user configured, the one of a running `infini serve`, or a server
+started for the command (Prefect's own ephemeral server loses task states).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from pathlib import Path
+
+from flows.serving.access import authorized_request, stored_access
+from flows.serving.engine import ENGINES
+from flows.serving.services import (
+    engines_dir,
+    free_port,
+    own_server,
+    prefect_dir,
+    prefect_environment,
+    start_prefect,
+    wait_until_up,
+)
+from infini_model.config import Config
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.storage import lock
+from infini_model.training.callbacks.mlflow_record import PAGE
+
+
+def _has_profile() -> bool:
+    """Whether a Prefect profile may hold settings; importing Prefect to ask costs a second."""
+    home = Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
+    return (home / "profiles.toml").is_file()
+
+
+def configured_url() -> str | None:
+    """The API address in the user's environment or Prefect profile."""
+    url = os.environ.get("PREFECT_API_URL")
+    if url or not _has_profile():
+        return url or None
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().api.url
+
+
+def configured_auth() -> str | None:
+    """The "user:password" for that API in the user's environment or Prefect profile."""
+    auth_string = os.environ.get("PREFECT_API_AUTH_STRING")
+    if auth_string or not _has_profile():
+        return auth_string or None
+    from prefect.settings import get_current_settings
+
+    secret = get_current_settings().api.auth_string
+    return None if secret is None else secret.get_secret_value()
+
+
+def _served(config: Config) -> dict[str, str]:
+    """The addresses of a running `infini serve` for the same output folder; empty without one."""
+    home = prefect_dir(config)
+    if not (home / "serve.json").is_file():
+        return {}
+    with lock(home / "serve.lock", wait=False) as free:
+        if free:
+            return {}
+    return dict(json.loads((home / "serve.json").read_text(encoding="utf-8")))
+
+
+def served_url(config: Config) -> str | None:
+    """The API of a running `infini serve` for the same output folder."""
+    return _served(config).get("api_url")
+
+
+def served_mlflow(config: Config) -> str | None:
+    """The MLflow page of a running `infini serve` for the same output folder."""
+    return _served(config).get("mlflow_url")
+
+
+def status_of(url: str, auth_string: str | None) -> int:
+    """The HTTP status of a GET with "user:password". Raises `OSError` or `ValueError`."""
+    request = authorized_request(url, auth_string)
+    try:
+        with urllib.request.urlopen(request, timeout=10.0) as answer:  # noqa: S310
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def _check_answers(url: str) -> None:
+    """Raise `UserError` if the configured API does not answer or answers 401."""
+    api = url.rstrip("/")
+    try:
+        if status_of(f"{api}/health", None) != HTTPStatus.OK:
+            return  # Prefect Cloud requires authentication here.
+        status = status_of(f"{api}/admin/version", configured_auth())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(
+            f"PREFECT_API_URL: {url} does not answer ({reason}); start it, or unset the variable"
+        ) from error
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise UserError(f"PREFECT_API_AUTH_STRING: {url} asks for another user:password")
+
+
+@contextlib.contextmanager
+def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
+    """Have PREFECT_API_URL name a running server while the block runs.
+
+    Yields a function that blocks until the server answers, so that the caller can import Prefect
+    while the server starts. Enter before Prefect is imported: it reads the environment once.
+    """
+    access = stored_access(prefect_dir(config))
+    os.environ.update(access.mlflow_client(config.tracking_uri))
+    configured, served = configured_url(), served_url(config)
+    if configured is None:
+        os.environ.update(prefect_environment(config))
+        os.environ[ENGINES] = str(engines_dir(config))
+        if page := served_mlflow(config):
+            os.environ[PAGE] = page
+    if configured in (None, served):
+        os.environ.update(access.prefect_client())
+    if configured:
+        _check_answers(configured)
+    if url := configured or served:
+        os.environ["PREFECT_API_URL"] = url
+        if url == served:
+            os.environ.update(own_server(url.removesuffix("/api")))
+        yield lambda: None
+        return
+    print("Starting a Prefect server for this command (infini serve keeps one up)", flush=True)
+    service = start_prefect(config, free_port(), access)
+    os.environ.update(own_server(service.url))
+    with contextlib.closing(service):
+        try:
+            yield lambda: wait_until_up(service, "/api/health")
+        finally:
+            _send_logs()
+
+
+def _send_logs() -> None:
+    """Send queued log lines before the server ends; at exit Prefect would wait minutes for it."""
+    from prefect.logging.handlers import APILogHandler
+
+    for logger in ("prefect.flow_runs", "prefect.task_runs"):
+        for handler in logging.getLogger(logger).handlers:
+            if isinstance(handler, APILogHandler):
+                handler.flush()

@@ -174,8 +174,10 @@ def _single_keys(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     change: dict[str, Any] = {}
     for option, key in keys.items():
         if given.get(option) is not None:
-            section, leaf = key.split(".")
-            change = merge(change, {section: {leaf: str(given[option])}})
+            tree: Any = str(given[option])
+            for part in reversed(key.split(".")):
+                tree = {part: tree}
+            change = merge(change, tree)
     if given["disable_flash_attn"]:
         change = merge(change, {"launch": {"attention_backend": "math"}})
     if given["debug"]:

@@ -5,95 +5,33 @@ import math
 import re
 import shutil
 import struct
+from pathlib import Path
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from trained_run import WORLD, document, make_dataset, make_run, settings
 
-from infini_model.config import Config, load_config
-from infini_model.data.loading.loader import open_windows, validation_batches
-from infini_model.data.shards.dataset import build_dataset
-from infini_model.data.sources.download import download
+from infini_model.config.evaluation import EvaluationTaskName
+from infini_model.data.loading.windows import open_windows
 from infini_model.evaluation.markdown import speed_section
 from infini_model.evaluation.report import evaluate_run
-from infini_model.evaluation.score import score
+from infini_model.evaluation.tasks.task import load_task
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError
-from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.runtime.metrics_file import read_newest
 from infini_model.training.checkpoints.background import HostCopy
 from infini_model.training.checkpoints.checkpoint import (
     Position,
     newest_checkpoint,
     save_checkpoint,
 )
-from infini_model.training.parallel.distributed import World
+from infini_model.training.loop import train
 
-WORLD = World(0, 1, torch.device("cpu"))
-TEXT = "the memory of a segment is what the next one reads and `more` ```of``` it"
-WORDS = TEXT.split(" ")
-
-
-def document(number):
-    generator = torch.Generator().manual_seed(number)
-    picks = torch.randint(len(WORDS), (12 + number,), generator=generator)
-    return " ".join(WORDS[i] for i in picks) + f" {number}.\n"
-
-
-def settings(root, **overrides):
-    dotted = {
-        "data.source.paths": [str(root / "texts" / "*.txt")],
-        "packing.context_length": 32,
-        "model.segment_length": 8,
-        "model.hidden_size": 16,
-        "model.intermediate_size": 24,
-        "model.vocab_size": 256,
-        "launch.gpus": "cpu",
-        "training.batch_size": 2,
-        "training.max_steps": 40,
-        "evaluation.batch_size": 3,
-        "evaluation.prompt_tokens": 20,
-        "evaluation.max_new_tokens": 15,
-        "data.splits": {"train": 0.4, "validation": 0.3, "test": 0.3},
-        "run.output_dir": str(root / "outputs"),
-    } | overrides
-    return load_config(overrides=[f"{key}={json.dumps(value)}" for key, value in dotted.items()])
-
-
-def make_dataset(root, config):
-    (root / "texts").mkdir(exist_ok=True)
-    for number in range(30):
-        (root / "texts" / f"{number}.txt").write_text(document(number))
-    corpus = download(config.data, config.run.output_dir)
-    return (
-        config.run.datasets_dir
-        / build_dataset(corpus, config.data, config.run.output_dir).folder_name
-    )
-
-
-def make_run(run_dir, config, steps=(20, 40)):
-    torch.manual_seed(0)
-    model = InfiniLlama(config.model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step in steps:
-        for parameter in model.parameters():  # each checkpoint is another model
-            torch.nn.init.normal_(parameter, std=0.3)
-        position = Position(step, 2 * step, 0, 1, "k" * 64, None, config.model_dump(mode="json"))
-        save_checkpoint(run_dir, HostCopy(WORLD).take(model, optimizer), position, keep=2)
-    metrics = MetricsFile(run_dir, None)
-    for step in range(41):  # enough for a moving mean
-        values = {
-            "train/loss": 5.0 - step / 20,
-            "train/learning_rate": 1e-3 * (1 - step / 80),
-            "train/grad_norm": 2.0 / (step + 1),
-            "train/tokens_per_second": 9000.0 + step,
-            "train/step_seconds": 0.1,
-            "train/data_wait_seconds": 0.002,
-        }
-        metrics.append(
-            step, values | ({"validation/loss": 5.1 - step / 20} if step % 20 == 0 else {})
-        )
-    metrics.close()
-    return model
+# What no task writes.
+OTHER_TITLES = ["Speed", "Curves", "Reproduce"]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +56,10 @@ def result(made):
     return result
 
 
+def score_of(result, split, task="loss"):
+    return result.tasks[task].details[split]
+
+
 def test_scores_are_the_models_own(made, result):
     _, config, dataset, run_dir = made
     model = InfiniLlama.from_pretrained(newest_checkpoint(run_dir) / "model")
@@ -125,38 +67,42 @@ def test_scores_are_the_models_own(made, result):
     for split in ("validation", "test"):
         windows = open_windows(dataset, split, config.packing, 8)
         total, tokens, segments = 0.0, 0, torch.zeros(4)
-        for batch in validation_batches(windows, 1):
+        for number in range(len(windows)):
+            (row,) = windows.gather(np.array([number])).tokens[0]
             with torch.no_grad():
-                logits = model(batch.input_ids).logits
-            losses = functional.cross_entropy(logits[0], batch.labels[0], reduction="none")
+                logits = model(row[None, :-1]).logits
+            losses = functional.cross_entropy(logits[0], row[1:], reduction="none")
             total, tokens = total + float(losses.sum()), tokens + len(losses)
             segments += losses.view(4, 8).sum(1)
-        scored = result.scores[split]
-        assert (scored.windows, scored.tokens) == (len(windows), tokens)
-        assert scored.loss == pytest.approx(total / tokens, rel=1e-5)
-        assert scored.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-5)
+        score = score_of(result, split)
+        assert (score["windows"], score["tokens"]) == (len(windows), tokens)
+        assert score["loss"] == pytest.approx(total / tokens, rel=1e-5)
+        assert score["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
         means = (segments / len(windows) / 8).tolist()
-        assert scored.loss_by_segment == pytest.approx(means, rel=1e-5)
-    assert result.metrics["evaluation/test_loss"] == result.scores["test"].loss
+        assert score["loss_by_segment"] == pytest.approx(means, rel=1e-5)
+        assert result.metrics[f"evaluation/{split}_loss"] == score["loss"]
 
 
 def test_without_memory_only_the_first_segment_is_the_same(result):
-    with_memory = result.scores["validation"].loss_by_segment
-    emptied = result.without_memory.loss_by_segment
+    details = result.tasks["loss_by_segment"].details
+    with_memory = details["with_memory"]["validation"]["loss_by_segment"]
+    emptied = details["memory_emptied"]["validation"]["loss_by_segment"]
     assert emptied[0] == pytest.approx(with_memory[0], rel=1e-6)
     assert all(abs(a - b) > 1e-6 for a, b in zip(emptied[1:], with_memory[1:], strict=True))
+    emptied_loss = details["memory_emptied"]["validation"]["loss"]
+    assert result.metrics["evaluation/validation_loss_without_memory"] == emptied_loss
 
 
 def test_the_report_tells_it(made, result):
     _, _, _, run_dir = made
     text = result.report.read_text()
-    assert f"{result.scores['test'].loss:.4f}" in text
+    assert f"{score_of(result, 'test')['loss']:.4f}" in text
     assert "40 of 40" in text
     assert "2,560" in text  # tokens read: 80 windows of 32
     assert "trained on another, key `kkkkkkkkkkkkkkkk`" in text
     assert f"infini run --config {run_dir}/config.yaml run.name=first-again" in text
     pictures = re.findall(r"\]\((plots/[a-z_]+\.png)\)", text)
-    assert [run_dir / name for name in pictures] == result.plots
+    assert sorted(run_dir / name for name in pictures) == sorted(result.plots)
     assert {path.stem for path in result.plots} == {
         "loss",
         "learning_rate",
@@ -171,12 +117,12 @@ def test_the_report_tells_it(made, result):
 
 
 def test_the_sample_goes_on_where_the_prompt_ends(result):
-    sample = result.sample
-    assert sample.split == "test"
-    assert len(sample.prompt) == sample.prompt_tokens == 20
+    sample = result.tasks["sample"].details
+    assert sample["split"] == "test"
+    assert len(sample["prompt"]) == sample["prompt_tokens"] == 20
     whole = {document(number) for number in range(30)}
-    assert any(text.startswith(sample.prompt + sample.original) for text in whole)
-    assert sample.prompt in result.report.read_text()
+    assert any(text.startswith(sample["prompt"] + sample["original"]) for text in whole)
+    assert sample["prompt"] in result.report.read_text()
 
 
 def test_waiting_for_data_is_told_and_what_to_do_about_it(result):
@@ -193,7 +139,7 @@ def test_the_result_is_json_and_the_same_again(made, result):
     _, config, dataset, run_dir = made
     tree = json.loads(json.dumps(result.model_dump(mode="json")))
     assert tree["report"] == str(run_dir / "report.md")
-    assert tree["scores"]["test"]["perplexity"] == result.scores["test"].perplexity
+    assert tree["tasks"]["loss"]["details"]["test"] == score_of(result, "test")
     before = result.report.read_text()
     assert evaluate_run(run_dir, dataset, config) == result
     assert result.report.read_text() == before
@@ -207,11 +153,11 @@ def test_limits_and_other_packings(made):
     root, _, dataset, run_dir = made
     for mode in ("document", "aligned"):
         config = settings(
-            root, **{"packing.mode": mode, "packing.remainder": "pad", "evaluation.max_batches": 2}
+            root, **{"packing.mode": mode, "packing.remainder": "pad", "evaluation.max_windows": 6}
         )
         result = evaluate_run(run_dir, dataset, config)
-        assert result.scores["test"].windows == 6
-        assert 0 < result.scores["test"].tokens <= 6 * 32
+        assert score_of(result, "test")["windows"] == 6
+        assert 0 < score_of(result, "test")["tokens"] <= 6 * 32
         assert "limits the scores" in result.report.read_text()
 
 
@@ -221,8 +167,8 @@ def test_empty_splits_are_stated(tmp_path):
     run_dir = tmp_path / "run"
     make_run(run_dir, config)
     result = evaluate_run(run_dir, dataset, config)
-    assert result.scores["test"].loss is None
-    assert result.sample is None
+    assert score_of(result, "test")["loss"] is None
+    assert result.tasks["sample"].details == {}
     assert result.metrics == {}
     text = result.report.read_text()
     assert "The test split has no whole window" in text
@@ -233,8 +179,8 @@ def test_a_split_shorter_than_a_window(made):
     root, _, dataset, run_dir = made
     config = settings(root, **{"packing.context_length": 1 << 20})
     result = evaluate_run(run_dir, dataset, config)
-    assert result.scores["validation"].windows == 0
-    assert result.sample is not None
+    assert score_of(result, "validation")["windows"] == 0
+    assert result.tasks["sample"].details
 
 
 def test_without_memory_there_is_nothing_to_empty(made, tmp_path):
@@ -242,7 +188,7 @@ def test_without_memory_there_is_nothing_to_empty(made, tmp_path):
     config = settings(root, **{"model.memory": "none"})
     make_run(tmp_path / "run", config)
     result = evaluate_run(tmp_path / "run", dataset, config)
-    assert result.without_memory is None
+    assert result.tasks["loss_by_segment"].details["memory_emptied"] == {}
     assert "emptied" not in result.report.read_text()
 
 
@@ -274,15 +220,36 @@ def test_a_broken_model_is_named(made, tmp_path):
     assert not (tmp_path / "report.md").exists()
 
 
-def test_masked_tokens_do_not_count():
-    config = Config().model.model_copy(update={"vocab_size": 11, "segment_length": 4})
-    model = InfiniLlama(config)
-    ids = torch.randint(11, (2, 8))
-    labels = ids.clone()
-    labels[:, 4:] = -100
-    from infini_model.data.loading.loader import Batch
+def test_only_the_tasks_that_are_named_are_run_in_their_order(made):
+    root, _, dataset, run_dir = made
+    for names in (["sample"], ["loss_by_segment", "loss"]):
+        config = settings(root, **{"evaluation.tasks": names})
+        result = evaluate_run(run_dir, dataset, config)
+        assert list(result.tasks) == names
+        titles = re.findall(r"^## (.+)$", result.report.read_text(), re.MULTILINE)
+        assert titles == [*(load_task(name).title for name in names), *OTHER_TITLES]
 
-    scored = score(model, [Batch(ids, labels, None)])
-    assert (scored.windows, scored.tokens) == (2, 8)
-    assert scored.loss_by_segment[1] is None
-    assert scored.loss == pytest.approx(scored.loss_by_segment[0])
+
+def test_every_module_of_a_task_is_named_in_the_settings():
+    folder = Path(load_task("loss").__class__.run.__code__.co_filename).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "task"}
+    assert modules == set(get_args(EvaluationTaskName))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_report_has_the_loss_that_the_training_logged(
+    dataset, make_config, tmp_path, precision
+):
+    """The same windows in the same precision, however many are scored at once."""
+    config = make_config(
+        training={"precision": precision, "max_steps": 4, "batch_size": 5},
+        evaluation={"max_windows": 7, "batch_size": 2, "tasks": ["loss"]},
+    )
+    train(config, dataset, tmp_path)
+    logged = read_newest(tmp_path, "validation/loss", "test/loss")
+    reported = evaluate_run(tmp_path, dataset, config)
+    for split in ("validation", "test"):
+        assert score_of(reported, split)["windows"] == 7
+        assert reported.metrics[f"evaluation/{split}_loss"] == pytest.approx(
+            logged[f"{split}/loss"], abs=1e-4 if precision == "fp32" else 2e-3
+        )

@@ -9,15 +9,16 @@ import sys
 
 import pytest
 from mlflow_server import mlflow_server
-from test_report import make_dataset, make_run, settings
+from records import Record
+from trained_run import make_dataset, make_run, settings
 
 from infini_model.config import validate
 from infini_model.evaluation.prompt import continue_text
 from infini_model.evaluation.report import evaluate_run
+from infini_model.evaluation.tasks.task import TaskResult
 from infini_model.evaluation.tracking import log_evaluation
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import lock, write_json
-from infini_model.training.callbacks.metrics import Metrics
 from infini_model.training.callbacks.mlflow_record import end_record, read_mlflow_record
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
@@ -66,8 +67,8 @@ def again(made, tmp_path):
         shutil.copy(run_dir / "report.md", target)
         changes = {"step": step, "report": target / "report.md", "plots": []}
         if loss is not None:
-            score = result.scores["validation"].model_copy(update={"loss": loss})
-            changes["scores"] = {"validation": score}
+            metrics = {"evaluation/validation_loss": loss}
+            changes["tasks"] = {"loss": TaskResult(section="", metrics=metrics)}
         tree = config.model_dump(mode="json")
         settled = validate(tree | {"tracking": tree["tracking"] | tracking})
         assert log_evaluation(target, dataset, settled, result.model_copy(update=changes))
@@ -112,10 +113,11 @@ def load(uri, *models, cwd):
 def generated(config, run_dir):
     """What `infini generate` adds to the prompt."""
     draw = {name: value for name, value in DRAW.items() if name != "seed"}
+    sample = config.evaluation.sample.model_copy(update=draw)
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"seed": DRAW["seed"]}),
-            "evaluation": config.evaluation.model_copy(update=draw),
+            "evaluation": config.evaluation.model_copy(update={"sample": sample}),
         }
     )
     return "".join(continue_text(config, run_dir, PROMPT))
@@ -171,7 +173,7 @@ def test_a_model_is_logged_once_with_its_signature_and_scores(made, again):
     model = client(config).get_logged_model(output.model_id)
     assert (model.name, model.status, output.step) == ("model", "READY", 40)
     assert {m.key: m.value for m in model.metrics} == result.metrics
-    assert in_mlflow(run_dir).data.metrics["evaluation/test_loss"] == result.scores["test"].loss
+    assert in_mlflow(run_dir).data.metrics["evaluation/test_loss"] == result.metrics[SCORE]
     assert len(client(config).search_model_versions("name = 'once'")) == 1
 
     from mlflow.models import Model
@@ -180,10 +182,10 @@ def test_a_model_is_logged_once_with_its_signature_and_scores(made, again):
     assert [(c.name, c.type.name) for c in signature.inputs] == [("prompt", "string")]
     defaults = {p.name: p.default for p in signature.params}
     assert defaults == {
-        "max_new_tokens": config.evaluation.max_new_tokens,
-        "temperature": config.evaluation.temperature,
-        "top_k": config.evaluation.top_k,
-        "top_p": config.evaluation.top_p,
+        "max_new_tokens": config.evaluation.sample.max_new_tokens,
+        "temperature": config.evaluation.sample.temperature,
+        "top_k": config.evaluation.sample.top_k,
+        "top_p": config.evaluation.sample.top_p,
         "seed": config.run.seed,
     }
 
@@ -209,7 +211,7 @@ def test_a_model_is_neither_logged_nor_registered_where_nobody_asks_for_it(made,
 def start(made, run_dir):
     """The record of a training, which nobody has closed."""
     config = made[0]
-    metrics = Metrics(run_dir, config, DATASET, None)
+    metrics = Record(run_dir, config, DATASET)
     metrics.append(1, {"train/loss": 1.0})
     return metrics
 
@@ -259,7 +261,7 @@ def test_results_are_kept_where_mlflow_is_down(made, caplog):
     assert str(run_dir) in caplog.text
     # It follows with the next evaluation.
     assert log_evaluation(run_dir, dataset, config, result)
-    assert in_mlflow(run_dir).data.metrics[SCORE] == result.scores["test"].loss
+    assert in_mlflow(run_dir).data.metrics[SCORE] == result.metrics[SCORE]
     run_id = in_mlflow(run_dir).info.run_id
     history = client(config).get_metric_history(run_id, "train/loss")
     assert [metric.step for metric in history] == list(range(41))

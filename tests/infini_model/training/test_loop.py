@@ -13,9 +13,8 @@ import torch
 from curves import curve, repeatable, weights
 from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
-from trainings import free_ports
+from trainings import on_two_ranks
 
-from infini_model.config import validate
 from infini_model.data.loading.windows import open_windows
 from infini_model.model.layers import DecoderLayer
 from infini_model.model.llama import InfiniLlama
@@ -156,20 +155,6 @@ def test_layers_that_are_computed_again_train_to_the_same_bits(dataset, make_con
     assert repeatable(tmp_path / "again") == repeatable(tmp_path / "kept")
 
 
-def _rank(rank, ports, trees, dataset, run_dirs):
-    torch.set_num_threads(1)
-    for port, tree, run_dir in zip(ports, trees, run_dirs, strict=True):
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        train(validate(tree), dataset, run_dir)
-
-
 @pytest.mark.slow
 def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
     """In every packing mode, with masked labels, and where the gates stay without gradient."""
@@ -187,19 +172,12 @@ def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
             "launch": {"gradient_checkpointing": True},
         },
     }
-    alone, pairs = [], []
     for name, sections in cases.items():
         training = {"batch_size": 4, "max_steps": 6} | sections.get("training", {})
-        pairs.append(make_config(**sections | {"training": training}))
+        pair = make_config(**sections | {"training": training})
+        on_two_ranks(train, pair, dataset, tmp_path / f"{name}-2")
         whole = training | {"batch_size": 2 * training["batch_size"]}
-        alone.append(make_config(**sections | {"training": whole}))
-        train(alone[-1], dataset, tmp_path / f"{name}-1")
-    run_dirs = [tmp_path / f"{name}-2" for name in cases]
-    trees = [config.model_dump(mode="json") for config in pairs]
-    torch.multiprocessing.spawn(
-        _rank, args=(free_ports(len(cases)), trees, dataset, run_dirs), nprocs=2
-    )
-    for name in cases:
+        train(make_config(**sections | {"training": whole}), dataset, tmp_path / f"{name}-1")
         for metric in ("train/loss", "validation/loss", "test/loss"):
             one, two = curve(tmp_path / f"{name}-1", metric), curve(tmp_path / f"{name}-2", metric)
             assert one

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from trainings import Record
+from records import Record
 
 from infini_model.runtime.metrics_file import MetricsFile, read_metrics, read_newest
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record

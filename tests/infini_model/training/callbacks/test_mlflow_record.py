@@ -10,7 +10,8 @@ import time
 
 import pytest
 from commands import eventually
-from trainings import Record, trainers
+from records import Record
+from trainings import trainers
 
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.mlflow_record import (

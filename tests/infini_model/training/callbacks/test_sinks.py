@@ -10,7 +10,7 @@ import time
 
 import pytest
 from mlflow_server import free_port, mlflow_server
-from trainings import Record
+from records import Record
 
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record

@@ -1,0 +1,81 @@
+"""A small run, trained in name only: dataset, checkpoints and metrics by the project's own code."""
+
+import json
+
+import torch
+
+from infini_model.config import load_config
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.sources.download import download
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.training.checkpoints.background import HostCopy
+from infini_model.training.checkpoints.checkpoint import Position, save_checkpoint
+from infini_model.training.parallel.distributed import World
+
+WORLD = World(0, 1, torch.device("cpu"))
+TEXT = "the memory of a segment is what the next one reads and `more` ```of``` it"
+WORDS = TEXT.split(" ")
+
+
+def document(number):
+    generator = torch.Generator().manual_seed(number)
+    picks = torch.randint(len(WORDS), (12 + number,), generator=generator)
+    return " ".join(WORDS[i] for i in picks) + f" {number}.\n"
+
+
+def settings(root, **overrides):
+    dotted = {
+        "data.source.paths": [str(root / "texts" / "*.txt")],
+        "packing.context_length": 32,
+        "model.segment_length": 8,
+        "model.hidden_size": 16,
+        "model.intermediate_size": 24,
+        "model.vocab_size": 256,
+        "launch.gpus": "cpu",
+        "training.batch_size": 2,
+        "training.max_steps": 40,
+        "evaluation.batch_size": 3,
+        "evaluation.sample.prompt_tokens": 20,
+        "evaluation.sample.max_new_tokens": 15,
+        "data.splits": {"train": 0.4, "validation": 0.3, "test": 0.3},
+        "run.output_dir": str(root / "outputs"),
+    } | overrides
+    return load_config(overrides=[f"{key}={json.dumps(value)}" for key, value in dotted.items()])
+
+
+def make_dataset(root, config):
+    (root / "texts").mkdir(exist_ok=True)
+    for number in range(30):
+        (root / "texts" / f"{number}.txt").write_text(document(number))
+    corpus = download(config.data, config.run.output_dir)
+    return (
+        config.run.datasets_dir
+        / build_dataset(corpus, config.data, config.run.output_dir).folder_name
+    )
+
+
+def make_run(run_dir, config, steps=(20, 40)):
+    torch.manual_seed(0)
+    model = InfiniLlama(config.model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in steps:
+        for parameter in model.parameters():  # each checkpoint is another model
+            torch.nn.init.normal_(parameter, std=0.3)
+        position = Position(step, 2 * step, 0, 1, "k" * 64, None, config.model_dump(mode="json"))
+        save_checkpoint(run_dir, HostCopy(WORLD).take(model, optimizer), position, keep=2)
+    metrics = MetricsFile(run_dir, None)
+    for step in range(41):  # enough for a moving mean
+        values = {
+            "train/loss": 5.0 - step / 20,
+            "train/learning_rate": 1e-3 * (1 - step / 80),
+            "train/grad_norm": 2.0 / (step + 1),
+            "train/tokens_per_second": 9000.0 + step,
+            "train/step_seconds": 0.1,
+            "train/data_wait_seconds": 0.002,
+        }
+        metrics.append(
+            step, values | ({"validation/loss": 5.1 - step / 20} if step % 20 == 0 else {})
+        )
+    metrics.close()
+    return model

@@ -1,0 +1,60 @@
+"""An objective of somebody else's, with randomness of its own, trains and resumes like ours."""
+
+import os
+import signal
+
+import pytest
+import torch
+from curves import curve, repeatable, weights
+
+from infini_model.objectives.causal import CausalLM
+from infini_model.training import loop
+from infini_model.training.callbacks.callback import Callback
+from infini_model.training.loop import train
+
+HIDDEN = 0
+
+
+class Cloze:
+    """Predict the next token where some inputs are hidden, drawn by (seed, key of the window)."""
+
+    def __init__(self, seed):
+        self.seed, self.causal = seed, CausalLM()
+
+    def inputs(self, batch):
+        inputs = self.causal.inputs(batch)
+        width = inputs.input_ids.size(1)
+        generators = (torch.Generator().manual_seed(self.seed + key) for key in batch.keys.tolist())
+        hidden = torch.stack([torch.rand(width, generator=each) < 0.3 for each in generators])
+        return inputs._replace(input_ids=inputs.input_ids.masked_fill(hidden, HIDDEN))
+
+    def counted(self, inputs):
+        return self.causal.counted(inputs)
+
+    def loss(self, model, inputs, reduction):
+        return 0.5 * self.causal.loss(model, inputs, reduction)
+
+
+class StopAfter(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def after_step(self, step, metrics):
+        if step.number == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_random_objective_resumes_to_the_same_bits(dataset, make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "make_objective", lambda config: Cloze(config.run.seed))
+    config = make_config()
+    train(config, dataset, tmp_path / "whole")
+    assert train(config, dataset, tmp_path / "parts", [StopAfter(6)]).stopped_by
+    train(config, dataset, tmp_path / "parts")
+    assert repeatable(tmp_path / "parts") == repeatable(tmp_path / "whole")
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    # The masks follow the windows, however many are read at once.
+    smaller = make_config(training={"batch_size": 2, "gradient_accumulation_steps": 4})
+    train(smaller, dataset, tmp_path / "smaller")
+    for name in ("train/loss", "validation/loss"):
+        whole, smaller = (curve(tmp_path / run, name) for run in ("whole", "smaller"))
+        assert smaller == pytest.approx(whole, abs=2e-5)

@@ -104,7 +104,7 @@ def run_stage(
         try:
             status = run(command, on_line=on_line, timeout_seconds=stage.timeout_seconds, stop=stop)
         except ProcessTimeoutError as error:
-            message = f"{name}: not done after {stage.timeout_seconds:g} s"
+            message = f"{name}: not finished after {stage.timeout_seconds:g} s"
             raise ProcessTimeoutError(message) from error
     return _outcome(name, status, reported, list(tail))
 

@@ -1,4 +1,4 @@
-"""The train stage: torchrun, retried from the newest checkpoint, and shown while it runs."""
+"""The train stage: launch torchrun, retry from the newest checkpoint, show progress."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from tasks.training_view import SECONDS, TrainingView
 @task(name="train", task_run_name=named_after_run, **STAGE)
 @reported
 def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
-    """Train in `run_dir`, or resume from its newest checkpoint; a retry is just that.
+    """Train in `run_dir`, or resume from its newest checkpoint, as every retry does.
 
-    What a retry does differently, and whether there is one, follows from how the training failed
-    (`infini_model.training.launch.recovery`). The MLflow run stays the same across retries. Returns
-    `run_dir`.
+    Whether there is a retry, and with which settings, depends on how the training failed
+    (`infini_model.training.launch.recovery`). All retries share one MLflow run. Returns `run_dir`.
     """
     folder = Path(run_dir)
     artifacts.show_folder("run-folder", folder)
@@ -68,7 +67,7 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -
 
 
 def _saved(run_dir: Path) -> str:
-    """The newest checkpoint, in words."""
+    """The newest checkpoint, for a message."""
     step = saved_step(run_dir)
     return "" if step is None else f"step {step} is saved"
 

@@ -1,4 +1,4 @@
-"""What `torchrun -m infini_model.training` runs, and the launcher that starts it."""
+"""The program `torchrun -m infini_model.training`, and the launcher that starts it."""
 
-# The environment variable that tells the ranks who started them: their agent's process id.
+# Environment variable: the process id of the agent that started the ranks.
 AGENT = "INFINI_AGENT_PID"

@@ -1,7 +1,7 @@
 """One rank of a training: `torchrun -m infini_model.training`, or plain Python for one process.
 
-Exit status: 0 done; 2 the user's mistake, in one line; 3 the numbers are no longer finite; 143 or
-130 after SIGTERM or SIGINT, with a checkpoint saved; 1 anything else, with a traceback.
+Exit status: 0 on success; 2 after a user error, printed as one line; 3 after NaN or infinity; 143
+or 130 after SIGTERM or SIGINT, with a checkpoint saved; 1 after anything else, with a traceback.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML or JSON file of settings")
     parser.add_argument("--dataset", type=Path, required=True, help="finished dataset folder")
-    parser.add_argument("--run-dir", type=Path, required=True, help="run folder, made if missing")
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="run folder, created if missing"
+    )
     parser.add_argument(
         "--report-progress", action="store_true", help="print progress for the launcher on stdout"
     )
@@ -86,10 +88,10 @@ def _kind_of(error: Exception) -> tuple[Kind, int]:
         return "user error", EXIT_USER_ERROR
     if isinstance(error, NonFiniteError):
         return "non-finite", EXIT_NON_FINITE
-    # By its words: torch raises a plain RuntimeError where the machine's own memory is short.
+    # Where the host runs out of memory, torch raises a plain RuntimeError: only its text says so.
     text = str(error)
-    short = "out of memory" in text or "can't allocate memory" in text
-    if isinstance(error, MemoryError) or short:
+    out_of_memory = "out of memory" in text or "can't allocate memory" in text
+    if isinstance(error, MemoryError) or out_of_memory:
         return "out of memory", EXIT_CRASH
     return "crash", EXIT_CRASH
 
@@ -149,6 +151,6 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is on the disk. Native threads that outlive the interpreter's end have been seen to
-    # abort it, and to torchrun a rank that had finished was then one that crashed.
+    # Everything is on disk. Native threads that outlive the interpreter have aborted the process at
+    # exit, and torchrun then took a rank that had finished for one that crashed.
     os._exit(code)

@@ -48,11 +48,11 @@ from infini_model.training.optimizer import make_optimizer, set_learning_rate
 from infini_model.training.parallel.distributed import (
     StopSignals,
     World,
-    add_up_in_order,
     join_world,
-    stop_of,
+    received_stop,
+    use_deterministic_algorithms,
 )
-from infini_model.training.parallel.sharding import whole
+from infini_model.training.parallel.sharding import gathered
 from infini_model.training.replica import Replica
 from infini_model.training.setup import (
     Start,
@@ -94,7 +94,7 @@ def train(
         _only_writer(run_dir, world),
     ):
         if config.launch.deterministic and world.device.type == "cuda":
-            add_up_in_order()
+            use_deterministic_algorithms()
         trainer = Trainer(config, dataset_dir, run_dir, world, stops, callbacks)
         status: Status = "FAILED"
         try:
@@ -240,7 +240,7 @@ class Trainer:
         rank_loss, targets = self._replica.backward(batches)
         overflowed = self._replica.unscale(self.optimizer)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = whole(get_total_norm(gradients))
+        norm = gathered(get_total_norm(gradients))
         loss_sum = self._sum_and_hear(rank_loss.clone())[0]
         step = Step(
             number=self.step + 1,
@@ -283,7 +283,7 @@ class Trainer:
         """`values` [N] summed over all ranks, which learn on the way if one was told to stop."""
         heard = values.new_tensor(self._stops.as_counts())
         numbers: list[float] = self.world.sum(torch.cat([values, heard])).tolist()
-        self.stopped_by = stop_of(numbers[len(values) :])
+        self.stopped_by = received_stop(numbers[len(values) :])
         return numbers[: len(values)]
 
     def _is_stopped(self) -> bool:

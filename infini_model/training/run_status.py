@@ -1,4 +1,4 @@
-"""What the files of a run folder say about a run: how far it is, and in which state."""
+"""State and progress of a run, read from its run folder."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 from infini_model.training.launch.recovery import read_recovery
 from infini_model.training.launch.reservation import waiting_note
 
-# Both may be continued; a failed one ended with an error of its own.
+# Either can be resumed; a failed run ended with an error, an interrupted one was stopped.
 RESUMABLE = ("interrupted", "failed")
 State = Literal["running", "waiting", "finished", "interrupted", "failed", "empty", "damaged"]
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run.
+    """The status of one run.
 
     Attributes:
-        run_dir: Its folder.
-        state: What it is doing, or how it ended.
+        run_dir: Run folder.
+        state: What the run is doing, or how it ended.
         detail: Who holds it, what it waits for, how it failed, or what is damaged.
-        step: Steps recorded so far.
-        total: Optimizer steps in all, if they are known.
-        train_loss: The last one; None before the first.
-        validation_loss: The last one; None before the first.
-        updated: When something was recorded last, in seconds since the epoch.
-        owner: The flow run that claimed it last, if that is known.
-        mlflow: Its record in MLflow: run_id and tracking_uri, empty if there is none.
+        step: Optimizer steps recorded so far.
+        total: Optimizer steps in all, if known.
+        train_loss: Latest training loss; None before the first step.
+        validation_loss: Latest validation loss; None before the first validation.
+        updated: Time of the last record, in seconds since the epoch.
+        owner: The flow run that claimed the run last, if known.
+        mlflow: Its `run_id` and `tracking_uri` in MLflow; empty without a record there.
     """
 
     run_dir: Path
@@ -49,15 +49,15 @@ class RunStatus:
 
 
 def list_runs(runs_dir: Path) -> list[RunStatus]:
-    """Every run of an output folder, the one that recorded something last first."""
-    # `latest` is one of the others.
+    """All runs in `runs_dir`, the most recently updated first."""
+    # `latest` is a link to one of the runs.
     folders = [path for path in runs_dir.glob("*") if path.is_dir() and not path.is_symlink()]
     visible = [path for path in folders if not path.name.startswith(".")]
     return sorted(map(read_status, visible), key=lambda run: (-run.updated, run.run_dir.name))
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """What is known of a run; a folder whose files cannot be read is `damaged`."""
+    """The status of a run; `damaged` if its files cannot be read."""
     try:
         return _read(run_dir)
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -90,7 +90,7 @@ def _read(run_dir: Path) -> RunStatus:
 
 
 def _state(run_dir: Path, recorded: float) -> tuple[State, str]:
-    """The state of a run that recorded something last at the time `recorded`, and its detail."""
+    """The state and the detail of a run whose last record is of the time `recorded`."""
     if holder := run_holder(run_dir):
         try:
             return "waiting", waiting_note(run_dir).read_text(encoding="utf-8")
@@ -105,6 +105,6 @@ def _state(run_dir: Path, recorded: float) -> tuple[State, str]:
 
 
 def saved_step(run_dir: Path) -> int | None:
-    """The step of the newest checkpoint, None if there is none; nothing of it is read."""
+    """The step of the newest checkpoint, by its name alone; None if there is none."""
     steps = (path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*"))
     return max((int(step) for step in steps if step.isdecimal()), default=None)

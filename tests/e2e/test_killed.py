@@ -125,7 +125,7 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     running.wait_for("Step [30/")
     trainer_of(running).kill()
     running.wait_for("retry 1 of 2 starts")
-    running.wait_for("Going on after: crash at step ")
+    running.wait_for("Resuming after: crash at step ")
     running.wait_for("Resuming from:")
     running.wait_for("Step [60/")
     everyone = running.tree()

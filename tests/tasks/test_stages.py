@@ -74,7 +74,7 @@ def test_numbers_that_are_not_finite_are_gone_on_from_twice_and_explained_in_one
     command = ("run", "--config", settings, *NO_WAIT, "stages.train.retries=5")
     output = told(connected, *command, "training.learning_rate=1e30", status=1)
     assert task_runs(server, output)["train"]["run_count"] == 3
-    assert output.count("Going on after: non-finite at step ") == 2
+    assert output.count("Resuming after: non-finite at step ") == 2
     (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert "gradient norm nan" in line
     assert "a lower training.learning_rate" in line
@@ -117,7 +117,7 @@ def test_a_timeout_ends_the_stage_and_all_its_processes(
 
     eventually(is_downloading, "the download", seconds=60)
     assert running.wait() == 1
-    assert running.output.splitlines()[-1] == "error: download: not done after 4 s"
+    assert running.output.splitlines()[-1] == "error: download: not finished after 4 s"
     assert "Traceback" not in running.output
     assert not alive(seen)
     assert not processes_about(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infini_model.model.llama import InfiniLlama
 from infini_model.training.callbacks.callback import Callback, Step
-from infini_model.training.parallel.sharding import whole
+from infini_model.training.parallel.sharding import gathered
 
 
 class GateStatistics(Callback):
@@ -18,7 +18,7 @@ class GateStatistics(Callback):
         if not step.logged:
             return {}
         values: dict[str, float] = {}
-        for layer, gate in enumerate(self._model.gate_statistics(whole)):
+        for layer, gate in enumerate(self._model.gate_statistics(gathered)):
             values |= {
                 f"memory/layer_{layer}/gate_mean": gate.mean,
                 f"memory/layer_{layer}/gate_min": gate.minimum,

@@ -16,7 +16,7 @@ from torch import Tensor
 from infini_model.model.llama import InfiniLlama
 from infini_model.training.checkpoints.checkpoint import SEPARATOR, Snapshot
 from infini_model.training.parallel.distributed import World
-from infini_model.training.parallel.sharding import whole
+from infini_model.training.parallel.sharding import gathered
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class HostCopy:
 
     def _copied(self, name: str, tensor: Tensor) -> Tensor:
         """`tensor` in this process's room for `name`; not before CUDA has been waited for."""
-        tensor = whole(tensor.detach())
+        tensor = gathered(tensor.detach())
         if not self._world.is_main:
             return torch.empty(0)
         return self._room_for(name, tensor).copy_(tensor, non_blocking=True)

@@ -38,7 +38,7 @@ from infini_model.runtime.storage import (
     remove_leftovers,
     sha256,
 )
-from infini_model.training.parallel.sharding import own_part
+from infini_model.training.parallel.sharding import own_shard
 
 MODEL = "model"
 MANIFEST = "manifest.json"
@@ -178,7 +178,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
                     raise CheckpointError(f"{path}: holds {name}, which the model does not have")
                 read = partial(file.get_tensor, full_name)
                 is_number = not file.get_slice(full_name).get_shape()
-                value = read() if is_number else own_part(read, parameters[name])
+                value = read() if is_number else own_shard(read, parameters[name])
                 states.setdefault(name, {})[key] = value
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error

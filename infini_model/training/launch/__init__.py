@@ -1,1 +1,1 @@
-"""Starting the ranks of a training, and what happens when they fail."""
+"""Start the ranks of a training, and recover from their failures."""

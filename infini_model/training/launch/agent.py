@@ -1,9 +1,8 @@
 """torchrun, started by the launcher as `python -m infini_model.training.launch.agent RUN_DIR …`.
 
-It runs `torch.distributed.run` with the options it is given and adds an end that can be told:
-SIGTERM is passed on to the ranks, which are then waited for; a rank that fails takes the others
-with it within seconds; how the first ones ended is left in the run folder, and the exit status is
-theirs.
+It runs `torch.distributed.run` with the given options and adds an orderly shutdown: it forwards
+SIGTERM to the ranks and waits for them; after a rank fails, it ends the other ranks within seconds,
+saves the first exit codes in the run folder and exits with theirs.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from infini_model.training.launch.torchelastic import Ranks, install
 
 
 def main() -> int:
-    """Run torchrun until its ranks have ended; returns the exit status for the launcher."""
+    """Run torchrun until all ranks have ended; returns the exit status for the launcher."""
     os.environ[AGENT] = str(os.getpid())
     install(Path(sys.argv[1]))
     try:
-        # Its own handlers would raise an exception wherever they interrupt; SIGQUIT never comes.
+        # torchrun's handlers would raise at whatever line they interrupt; nobody sends SIGQUIT.
         options = ["--signals-to-handle=SIGQUIT", *sys.argv[2:]]
         run(parse_args(options))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

@@ -25,11 +25,11 @@ class Gpu:
     Attributes:
         identifier: What CUDA_VISIBLE_DEVICES calls it: its number in PCI order, or its UUID.
         number: Its physical number: the one in PCI order, also of the GPU that a MIG slice is on.
-        name: The maker's name for it.
-        free_bytes: Memory that no process holds.
-        total_bytes: Memory in all.
-        busy_percent: Share of the last moment in which it computed, 0 to 100.
-        uuid: Its name that is the same in every process and container, whatever is visible there.
+        name: Product name.
+        free_bytes: Free memory.
+        total_bytes: Total memory.
+        busy_percent: Recent utilization, 0 to 100.
+        uuid: Identifier that is the same in every process and container, whatever is visible there.
     """
 
     identifier: str
@@ -43,14 +43,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver of the GPUs: its version, and the newest CUDA that it runs."""
+    """The GPU driver: its version, and the newest CUDA version that it supports."""
 
     version: str
     cuda: tuple[int, int]
 
 
 def find_driver() -> Driver | None:
-    """The driver, as NVML tells it; None where there is none."""
+    """The driver as reported by NVML; None if there is none."""
     import pynvml
 
     try:
@@ -58,7 +58,7 @@ def find_driver() -> Driver | None:
     except pynvml.NVMLError:
         return None
     try:
-        # As 13020 for 13.2.
+        # 13020 means 13.2.
         number = int(pynvml.nvmlSystemGetCudaDriverVersion())
         return Driver(
             str(pynvml.nvmlSystemGetDriverVersion()), (number // 1000, number % 1000 // 10)
@@ -68,12 +68,12 @@ def find_driver() -> Driver | None:
 
 
 def _visible() -> list[str] | None:
-    """CUDA_VISIBLE_DEVICES as a list, or None where it is not set and all are visible."""
+    """CUDA_VISIBLE_DEVICES as a list; None if it is not set, so that all GPUs are visible."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
     identifiers = [part.strip() for part in value.split(",") if part.strip()]
-    # As CUDA reads it: the first invalid entry, -1 by custom, hides itself and the rest.
+    # As in CUDA: the first invalid entry, by convention -1, hides itself and all that follow.
     return identifiers[: identifiers.index("-1")] if "-1" in identifiers else identifiers
 
 
@@ -112,7 +112,7 @@ def _query_nvml(identifier: str, count: int) -> Gpu:
     try:
         busy = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError:
-        # A slice of a GPU (MIG) does not say.
+        # Not available for a MIG slice.
         busy = 0
     return Gpu(identifier, number, name, int(memory.free), int(memory.total), busy, uuid)
 
@@ -140,7 +140,7 @@ def _list_with_torch(visible: list[str] | None) -> list[Gpu]:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; empty where there is none.
+    """The GPUs that are visible under CUDA_VISIBLE_DEVICES, in its order.
 
     Raises `DeviceError` if that variable names a GPU that does not exist.
     """
@@ -148,14 +148,13 @@ def list_gpus() -> list[Gpu]:
     if visible == []:
         return []
     try:
-        found = _list_with_nvml(visible)
+        return _list_with_nvml(visible)
     except ImportError:
-        found = _list_with_torch(visible)
-    return found
+        return _list_with_torch(visible)
 
 
 def torch_cuda() -> tuple[int, int] | None:
-    """The CUDA that torch was built for, None for a torch without."""
+    """The CUDA version that torch was built for; None for a CPU-only build."""
     import torch
 
     if torch.version.cuda is None:
@@ -165,12 +164,12 @@ def torch_cuda() -> tuple[int, int] | None:
 
 
 def choose_gpus(gpus: str) -> list[Gpu]:
-    """The GPUs that `launch.gpus` means: none for `cpu`, and for `auto` where there is none.
+    """The GPUs that `launch.gpus` selects; empty for `cpu`, and for `auto` if there is none.
 
-    `auto` puts the one with the most free memory first, among equals the least busy one; numbers
-    in a list count the visible GPUs from 0.
+    `auto` sorts by free memory, most first, then by utilization, least first. Numbers in a list
+    count the visible GPUs from 0.
 
-    Raises `DeviceError` for a GPU that does not exist, or where torch was built without CUDA.
+    Raises `DeviceError` for a GPU that does not exist, or if torch was built without CUDA.
     """
     found = [] if gpus == "cpu" else list_gpus()
     if found and torch_cuda() is None:
@@ -178,25 +177,25 @@ def choose_gpus(gpus: str) -> list[Gpu]:
             return []
         raise DeviceError(f"launch.gpus={gpus}: the installed torch was built without CUDA")
     if gpus == "auto":
-        # Rounded to GiB: a few bytes more are no reason to prefer a busy one.
+        # In GiB: a few bytes more free are no reason to prefer a busier GPU.
         return sorted(found, key=lambda gpu: (-(gpu.free_bytes >> 30), gpu.busy_percent))
     if gpus == "cpu":
         return []
-    there = f"there are {len(found)}, from 0" if found else "this machine has none"
     if gpus == "all":
         if not found:
-            raise DeviceError(f"launch.gpus=all: no GPU; {there}")
+            raise DeviceError("launch.gpus=all: no GPU on this machine")
         return found
     chosen = []
     for number in gpus.split(","):
         if int(number) >= len(found):
-            raise DeviceError(f"launch.gpus={gpus}: GPU {number} does not exist; {there}")
+            count = f"there are {len(found)}, numbered from 0" if found else "this machine has none"
+            raise DeviceError(f"launch.gpus={gpus}: GPU {number} does not exist; {count}")
         chosen.append(found[int(number)])
     return chosen
 
 
 def first_device(gpus: str) -> str:
-    """The first GPU that a training of `launch.gpus` would get, by its number for CUDA, or cpu.
+    """The first device that `launch.gpus` selects, as torch calls it: `cuda:N` or `cpu`.
 
     Raises `DeviceError` as `choose_gpus` does.
     """
@@ -213,23 +212,23 @@ def gpu_numbers(gpus: Iterable[Gpu]) -> str:
 
 
 def number_visible_gpus(gpus: str) -> None:
-    """Set `GPU_NUMBERS` for a rank of `launch.gpus` that the launcher did not start.
+    """Set `GPU_NUMBERS` in a rank that was not started by the launcher.
 
-    Such a rank uses the visible GPU of its local number.
+    Such a rank uses the visible GPU at the index of its local rank. `gpus` is `launch.gpus`.
     """
     if GPU_NUMBERS in os.environ:
         return
     visible: list[Gpu] = []
-    # The numbers are for messages alone: CUDA reports a device that does not exist.
+    # The numbers only serve messages; CUDA reports a device that does not exist.
     with contextlib.suppress(DeviceError):
         visible = [] if gpus == "cpu" else list_gpus()
     os.environ[GPU_NUMBERS] = gpu_numbers(visible) if visible and torch_cuda() else ""
 
 
 def physical_gpu(local_rank: int) -> int | None:
-    """The physical number of the GPU of a rank on this machine; None on the CPU, or if not known.
+    """The physical number of the GPU of a rank on this machine; None on the CPU.
 
-    Known to ranks that the launcher or torchrun started.
+    Also None in a process that is not a rank of `python -m infini_model.training`.
     """
     numbers = [int(part) for part in os.environ.get(GPU_NUMBERS, "").split(",") if part]
     return numbers[local_rank] if local_rank < len(numbers) else None

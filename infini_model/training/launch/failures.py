@@ -1,8 +1,8 @@
-"""Why a training ended, as it passes from a rank through torchrun to the caller of the launcher.
+"""Why a training failed, passed from a rank through torchrun to the caller of the launcher.
 
-A rank that fails leaves `logs/failures/rank-N.json`; torchrun leaves beside it how its ranks ended,
-so that one killed by a signal, which can write nothing, is known too. The launcher picks the cause
-from what it finds and raises one `TrainingFailure`. Nothing here imports torch.
+A rank that fails writes `logs/failures/rank-N.json`. A rank killed by a signal cannot, so the agent
+writes the exit codes beside it. The launcher picks the cause from these files and raises one
+`TrainingFailure`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
 
 
 class Crashed(TrainingFailure):
-    """An error of the program or a signal; the newest checkpoint can be resumed."""
+    """A bug or a signal; the training can be resumed from the newest checkpoint."""
 
 
 class NonFiniteFailure(TrainingFailure):
-    """The loss or a gradient was NaN or infinite; the newest checkpoint is from before it.
+    """The loss or a gradient was NaN or infinite; the newest checkpoint was saved before that.
 
-    `consumed` counts the windows read before the global batch that did it, None if none did.
+    `consumed` is the number of windows read before the global batch at fault; None if it was not
+    a batch.
     """
 
     kind: ClassVar[Kind] = "non-finite"
@@ -78,7 +79,7 @@ class NonFiniteFailure(TrainingFailure):
 
 
 class Preempted(TrainingFailure):
-    """SIGTERM or SIGINT came; a checkpoint was saved first if the training had begun."""
+    """SIGTERM or SIGINT was received; a checkpoint was saved if training had started."""
 
     kind: ClassVar[Kind] = "preempted"
 
@@ -87,19 +88,19 @@ class Preempted(TrainingFailure):
 
 
 class OutOfMemory(TrainingFailure):
-    """A device or the machine had not enough memory for the batch."""
+    """A device or the machine ran out of memory."""
 
     kind: ClassVar[Kind] = "out of memory"
 
 
 class Hung(TrainingFailure):
-    """A process was stopped, or no step came for much longer than steps take."""
+    """A process was stopped, or no step completed for much longer than steps take."""
 
     kind: ClassVar[Kind] = "hang"
 
 
 class TimedOut(TrainingFailure):
-    """The time that the launcher was given ran out."""
+    """The training exceeded the launcher's timeout."""
 
     kind: ClassVar[Kind] = "timeout"
 
@@ -133,7 +134,7 @@ class Report:
         return cls(kind, message, rank, gpu, time.time(), consumed)
 
     def save(self, run_dir: Path) -> None:
-        """Leave it in the run folder, if that can be written at all."""
+        """Write it to the run folder, if that can be written at all."""
         with contextlib.suppress(OSError, UserError):
             write_json(_folder(run_dir) / f"rank-{self.rank}.json", asdict(self))
 
@@ -160,13 +161,13 @@ def save_exits(run_dir: Path, exits: Sequence[Exit]) -> None:
 
 
 def clear(run_dir: Path) -> None:
-    """Forget the failures of an earlier launch, half-written ones too."""
+    """Delete the reports of an earlier launch, partially written ones too."""
     for path in _folder(run_dir).glob("*"):
         path.unlink(missing_ok=True)
 
 
 def _killed_rank(run_dir: Path, by_kernel: bool) -> Report | None:
-    """A rank that a signal ended, other than those that ask for an end."""
+    """A rank that was ended by a signal other than `STOPS`."""
     for path in _folder(run_dir).glob("exit-codes-*.json"):
         for end in json.loads(path.read_text(encoding="utf-8")):
             rank, gpu, code = Exit(**end)
@@ -176,20 +177,20 @@ def _killed_rank(run_dir: Path, by_kernel: bool) -> Report | None:
 
 
 def _signal(number: int, by_kernel: bool) -> tuple[Kind, str]:
-    """The kind and the message of an end by a signal."""
+    """The kind and the message of a death by signal."""
     if number == signal.SIGKILL and by_kernel:
-        return "out of memory", "killed by the kernel: the machine's memory ran out"
+        return "out of memory", "killed by the kernel: the machine ran out of memory"
     return "crash", f"killed by {signal.Signals(number).name}"
 
 
 def explain(
     run_dir: Path, exit_code: int, *, by_kernel: bool = False
 ) -> TrainingFailure | UserError:
-    """The one failure behind `exit_code`, not 0, of the process that the launcher started.
+    """The failure behind a nonzero `exit_code` of the process that the launcher started.
 
-    `by_kernel` says that the kernel has killed processes meanwhile for want of memory.
-    A rank that was killed goes before what the others report, since their connections break before
-    anyone can see the death; otherwise the earliest report of a rank is the cause.
+    `by_kernel` says whether the kernel's OOM killer has killed processes meanwhile. A killed rank
+    takes precedence over the others' reports, since their connections break before the agent sees
+    the death; otherwise the earliest report is the cause.
     """
     reports = [
         Report(**json.loads(path.read_text(encoding="utf-8")))
@@ -209,10 +210,10 @@ def explain(
 
 
 def _explain_code(code: int, by_kernel: bool) -> TrainingFailure:
-    """Nobody left a report: the process died before it could, or of a signal."""
+    """The failure where no rank wrote a report: it died too early, or of a signal."""
     number = -code if code < 0 else code - 128
     if number in STOPS:
-        return Preempted(f"{signal.Signals(number).name} came before the training had begun")
+        return Preempted(f"{signal.Signals(number).name} received before training started")
     if code < 0:
         kind, message = _signal(-code, by_kernel)
         return _TYPES[kind](message)

@@ -147,7 +147,7 @@ def _run(
             env=_environment(ranks),
         )
     except processes.ProcessTimeoutError as error:
-        raise failures.TimedOut(f"not done after {timeout_seconds:g} s") from error
+        raise failures.TimedOut(f"not finished after {timeout_seconds:g} s") from error
     except failures.Hung as hung:
         if hung.rank is not None:
             hung.gpu = ranks.physical_gpus().get(hung.rank)

@@ -1,9 +1,9 @@
-"""What a training does differently when it is tried again after a failure.
+"""How a training that failed is retried.
 
-The launcher keeps it in `<run>/recovery.json`. Out of memory: the micro-batch is cut and the
-accumulation grows with it, the global batch stays. NaN or infinity: the newest checkpoint is gone
-on with at most twice, if asked without the global batch that did it. Preemption, crash, hang and
-timeout: the newest checkpoint is gone on with. What the user has to mend is not tried again.
+The launcher records the failures in `<run>/recovery.json`. Out of memory: smaller micro-batches and
+more accumulation steps, with the same global batch. NaN or infinity: resume from the newest
+checkpoint at most twice, optionally skipping the global batch at fault. Preemption, crash, hang and
+timeout: resume from the newest checkpoint. User errors are not retried.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from infini_model.training.launch.failures import (
     TrainingFailure,
 )
 
-# How often a training goes on after NaN or infinity.
-MOST_NON_FINITE = 2
+MAX_NON_FINITE_RETRIES = 2
 FILE = "recovery.json"
 
 
@@ -42,12 +41,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What the failures so far have led to.
+    """The failures so far, and what they change.
 
     Attributes:
         attempts: The failures, oldest first.
-        micro_batch_divisor: Parts that a micro-batch of the settings is read in.
-        skipped: Global batches to pass over, each by the number of windows before it.
+        micro_batch_divisor: Number of parts that a configured micro-batch is split into.
+        skipped: Global batches to skip, each given by the number of windows before it.
     """
 
     attempts: tuple[Attempt, ...] = ()
@@ -55,7 +54,7 @@ class Recovery:
     skipped: tuple[int, ...] = ()
 
     def applied_to(self, config: Config) -> Config:
-        """`config` with the same batches in smaller parts."""
+        """`config` with its micro-batches split; the global batch stays the same."""
         parts, training = self.micro_batch_divisor, config.training
         smaller = {
             "batch_size": training.batch_size // parts,
@@ -64,9 +63,9 @@ class Recovery:
         return config.model_copy(update={"training": training.model_copy(update=smaller)})
 
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:
-        """What `failure` after `step` steps of `config`, the user's own, adds to it.
+        """The recovery once `failure` has happened, after `step` steps of the user's `config`.
 
-        Marks the failure as final where trying again would not help.
+        Marks the failure as final if a retry would not help.
         """
         attempt = Attempt(failure.kind, failure.message, failure.rank, step, time.time())
         changed = replace(self, attempts=(*self.attempts, attempt))
@@ -77,23 +76,23 @@ class Recovery:
             return replace(changed, micro_batch_divisor=parts)
         if isinstance(failure, NonFiniteFailure):
             times = sum(attempt.kind == failure.kind for attempt in changed.attempts)
-            failure.is_final = times > MOST_NON_FINITE
+            failure.is_final = times > MAX_NON_FINITE_RETRIES
             if config.launch.skip_non_finite and failure.consumed is not None:
                 return replace(changed, skipped=(*self.skipped, failure.consumed))
         return changed
 
     def describe(self, config: Config) -> str:
-        """One line of what is done differently than `config` says, and why; empty if nothing is."""
+        """One line on the last failure and the deviations from `config`; empty if none failed."""
         if not self.attempts:
             return ""
         last, now = self.attempts[-1], self.applied_to(config).training
-        told = [f"Going on after: {last.kind} at step {last.step + 1}"]
+        parts = [f"Resuming after: {last.kind} at step {last.step + 1}"]
         if self.micro_batch_divisor > 1:
             accumulation = f"gradient_accumulation_steps {now.gradient_accumulation_steps}"
-            told.append(f"batch_size {now.batch_size}, {accumulation}, the same global batch")
+            parts.append(f"batch_size {now.batch_size}, {accumulation}, the same global batch")
         if self.skipped:
-            told.append(f"passing over the global batches at windows {list(self.skipped)}")
-        return "; ".join(told)
+            parts.append(f"skipping the global batches at windows {list(self.skipped)}")
+        return "; ".join(parts)
 
 
 def _smallest_factor(number: int) -> int:
@@ -101,7 +100,7 @@ def _smallest_factor(number: int) -> int:
 
 
 def read_recovery(run_dir: Path) -> Recovery:
-    """What is kept in a run folder. Raises `CheckpointError` if that is damaged."""
+    """Read `recovery.json` of a run folder. Raises `CheckpointError` if it is damaged."""
     path = run_dir / FILE
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
@@ -110,13 +109,13 @@ def read_recovery(run_dir: Path) -> Recovery:
     except (FileNotFoundError, NotADirectoryError):
         return Recovery()
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: is damaged; delete it to begin without") from error
+        raise CheckpointError(f"{path}: is damaged; delete it to start without it") from error
 
 
 def record_failure(run_dir: Path, failure: TrainingFailure, config: Config) -> None:
-    """Keep what `failure` of the user's `config` teaches; of several machines the first one does.
+    """Add `failure`, with the user's `config`, to `recovery.json`; only the first node writes.
 
-    Marks the failure as final where trying again would not help.
+    Marks the failure as final if a retry would not help.
     """
     lines = read_metrics(run_dir)
     step = int(lines[-1]["step"]) if lines else 0

@@ -36,9 +36,9 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Demand:
-    """What a training needs: so many of these slots, the first ones first.
+    """What a training needs: a number of these slots, in order of preference.
 
-    `shares` where the other machines of the same training may be this one, too.
+    `shares` if other nodes of the same training may run on this machine too.
     """
 
     slots: Sequence[_Slot]
@@ -56,14 +56,14 @@ class _Demand:
 
 
 def _slots(config: Config) -> tuple[list[_Slot], int]:
-    """The devices that the settings allow, in the order of preference, and how many they need."""
+    """The devices that the settings allow, in order of preference, and how many are needed."""
     gpus, processes = choose_gpus(config.launch.gpus), config.launch.processes
     if not gpus:
         return [_Slot("the CPU", f"cpu-{socket.gethostname()}.lock", None)], 1
     needed = processes or len(gpus)
     if needed > len(gpus):
         raise DeviceError(f"launch.processes={needed}: only {len(gpus)} GPUs were chosen")
-    # Of a list it is the first ones; auto takes any.
+    # A list means its first GPUs; auto means any.
     allowed = gpus if config.launch.gpus == "auto" else gpus[:needed]
     slots = [
         _Slot(f"GPU {gpu.identifier}", f"gpu-{gpu.uuid.removeprefix('GPU-')}.lock", gpu)
@@ -80,16 +80,17 @@ def reserve(
     on_line: Callable[[str], None],
     stop: Callable[[], Exception | None] = lambda: None,
 ) -> Iterator[list[Gpu]]:
-    """Hold the devices of a training while the block runs; yields its GPUs, none for the CPU.
+    """Hold the devices of a training while the block runs; yields its GPUs, none on the CPU.
 
-    Waits until all of them are free at once. The machines of one training share a device where
-    they are one and the same machine.
+    Waits until all of them are free at the same time. Nodes of one training that run on the same
+    machine share its devices.
 
     Args:
         config: The whole configuration.
-        run_dir: The run folder, which others that wait are told.
-        on_line: Gets a line that says what it waits for and who holds it, once a minute.
-        stop: Asked twice a second while waiting; what it returns is raised.
+        run_dir: The run folder, shown to other trainings that wait.
+        on_line: Called once a minute while waiting with a line that names the devices and who
+            holds them.
+        stop: Polled twice a second while waiting; what it returns is raised.
 
     Raises:
         DeviceError: A GPU that does not exist, or fewer GPUs than processes.
@@ -112,7 +113,7 @@ def reserve(
 
 
 def waiting_note(run_dir: Path) -> Path:
-    """The file that says what a run waits for; it is there only while it waits."""
+    """The file that says what a run waits for; it exists only while the run waits."""
     return run_dir / "logs" / "waiting"
 
 
@@ -145,9 +146,9 @@ def _wait_for(
 
 
 def _try_to_take(demand: _Demand, stack: contextlib.ExitStack) -> tuple[list[_Slot], list[str]]:
-    """Take all that is needed, to be released by `stack`, or nothing; then also who holds it."""
+    """Acquire all needed slots, released by `stack`; otherwise none, and say who holds them."""
     taken, others = [], []
-    # One training at a time, so that two that need each other's devices cannot both fail for ever.
+    # One training at a time: two that need each other's devices could both fail forever.
     with lock(demand.folder / ".lock"), contextlib.ExitStack() as held:
         for slot in demand.slots:
             path = demand.folder / slot.file

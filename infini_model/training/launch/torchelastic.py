@@ -1,16 +1,16 @@
-"""What is replaced of torchelastic, under names that it keeps to itself: all of it is here.
+"""All private names of torchelastic that this project overrides or reads.
 
-torchrun starts ranks through `torch.distributed.elastic.multiprocessing.SubprocessContext` and
-takes no other class for it, so `install` puts `Ranks` in its place. `Ranks` overrides
+torchrun always starts ranks through `torch.distributed.elastic.multiprocessing.SubprocessContext`,
+so `install` replaces that class by `Ranks`, which overrides
 
-- `_start`, which starts the ranks: from here on a signal is passed on to them, where torchrun's own
-  handlers would raise an exception at whatever line they interrupt;
-- `_close`, which ends the ranks that remain: here the first exit codes are known and none of the
-  others has been killed yet, and how long these are waited for depends on those codes, where
-  torchrun always waits 30 s;
+- `_start`, which starts the ranks: from here on signals are forwarded to them, where torchrun's
+  own handlers would raise an exception at whatever line they interrupt;
+- `_close`, which ends the remaining ranks: here the first exit codes are known and no other rank
+  has been killed yet. How long it waits for them depends on those codes; torchrun always waits
+  30 s;
 
-and reads `_failures`, `envs` and `subprocess_handlers`: exit codes, ranks and processes.
-tests/infini_model/training/launch/test_launch.py fails where another torch has other names.
+and reads `_failures`, `envs` and `subprocess_handlers`: exit codes, environments and processes.
+tests/infini_model/training/launch/test_launch.py fails if a torch release renames any of them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from infini_model.runtime.processes import STOPS
 from infini_model.training.launch.devices import physical_gpu
 from infini_model.training.launch.failures import EXIT_NON_FINITE, Exit, save_exits
 
-# From the end of one rank to SIGKILL for the others, which may be stuck waiting for it; but where
-# all end for the same reason, they may have a checkpoint or a report to write.
+# From the first exit of a rank to SIGKILL for the others, which may be stuck waiting for it. After
+# a coordinated exit, all ranks stop for the same reason and may have a checkpoint to write.
 DEATH_SECONDS = 5
 SAVE_SECONDS = 50
 COORDINATED_EXITS = frozenset({EXIT_NON_FINITE, *(128 + number for number in STOPS)})
 
 
 class Ranks(multiprocessing.SubprocessContext):
-    """The processes of torchrun's ranks, and how they come to their end."""
+    """The processes of torchrun's ranks, with forwarded signals and an orderly shutdown."""
 
     run_dir: ClassVar[Path]
     stopped_by: ClassVar[int | None] = None
@@ -49,13 +49,13 @@ class Ranks(multiprocessing.SubprocessContext):
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         Ranks.stopped_by = number
         if not self.subprocess_handlers:
-            # Some are being started and have nothing to save; they die with this process.
+            # Ranks that are just starting have nothing to save; they die with this process.
             os._exit(128 + number)
         for handler in self.subprocess_handlers.values():
             handler.proc.send_signal(signal.SIGTERM)
 
     def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:  # noqa: ARG002
-        """End those that still run, as torchrun asks when the first has failed, and again later."""
+        """End the remaining ranks; torchrun calls this after the first failure, and again later."""
         if self._close_seconds is None:
             exits = [
                 Exit(int(self.envs[local_rank]["RANK"]), physical_gpu(local_rank), end.exitcode)
@@ -69,6 +69,6 @@ class Ranks(multiprocessing.SubprocessContext):
 
 
 def install(run_dir: Path) -> None:
-    """Let torchrun start its ranks as `Ranks`, which leave their exit codes in `run_dir`."""
+    """Have torchrun start its ranks through `Ranks`, which saves exit codes in `run_dir`."""
     Ranks.run_dir = run_dir
     multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""Several processes training one model: groups, and sharded parameters."""
+"""Training on several processes: process groups and sharded parameters."""

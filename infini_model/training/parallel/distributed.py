@@ -1,7 +1,7 @@
-"""The ranks of one training: who they are, how they add up numbers, and how they agree to stop.
+"""The process group of a training: ranks, collectives, and agreeing to stop.
 
-Started by torchrun, a process reads its place from the environment and joins the others by nccl
-(CUDA) or gloo (CPU). Started as plain Python it is alone, and no process group exists.
+Under torchrun, a process reads its rank from the environment and joins a process group: nccl on
+CUDA, gloo on the CPU. In plain Python there is one process and no process group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from infini_model.training.launch.failures import STOPS
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all; `gpu` is the physical number of its GPU, if known."""
+    """The rank of this process, the number of ranks, and its device.
+
+    `gpu` is the physical number of its GPU, if known.
+    """
 
     rank: int
     size: int
@@ -33,17 +36,17 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes checkpoints and metrics."""
+        """Whether this is rank 0, which writes checkpoints and metrics."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` added up over all ranks, in place; every rank gets the same bits."""
+        """`values` summed over all ranks, in place; the same bits on every rank."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` [N] of every rank, [ranks, N], on every rank."""
+        """The `values` [N] of all ranks as [ranks, N], on every rank."""
         if self.size == 1:
             return values.unsqueeze(0)
         everyone = [torch.empty_like(values) for _ in range(self.size)]
@@ -60,10 +63,10 @@ class World:
 
 
 def choose_device(gpus: str, local_rank: int) -> torch.device:
-    """The device of a rank: the CUDA device of its local number, or the CPU.
+    """The device of a rank: the CUDA device at the index of its local rank, or the CPU.
 
-    `gpus` is `launch.gpus`; the launcher has already narrowed CUDA_VISIBLE_DEVICES to the chosen
-    ones. Raises `DeviceError` where CUDA was asked for and is not there, or ranks outnumber GPUs.
+    `gpus` is `launch.gpus`; the launcher has already set CUDA_VISIBLE_DEVICES to the selected GPUs.
+    Raises `DeviceError` if CUDA was requested but is not available, or if ranks outnumber GPUs.
     """
     if gpus == "cpu" or (gpus == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -76,18 +79,18 @@ def choose_device(gpus: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def add_up_in_order() -> None:
-    """Have CUDA take the algorithms that give the same bits each time, where it has them."""
-    # Read by cuBLAS when it starts; without a workspace of its own a stream's sums vary.
+def use_deterministic_algorithms() -> None:
+    """Make CUDA use deterministic algorithms where it has them."""
+    # cuBLAS reads it at startup; without a workspace per stream, its sums vary between runs.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    # It would also fill every new tensor, which costs time and decides nothing here.
+    # By default it would also fill every new tensor, which costs time and changes no result here.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def join_world(gpus: str) -> Iterator[World]:
-    """Join the other ranks that torchrun started, or be the only one; leave when the block ends.
+    """Join the ranks started by torchrun, if any; leave the process group when the block ends.
 
     Raises `DeviceError` as `choose_device` does.
     """
@@ -102,7 +105,7 @@ def join_world(gpus: str) -> Iterator[World]:
         yield world
         return
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-        # All on one machine: no other one may join, and no odd host name is looked up.
+        # A single machine: other machines cannot connect, and no host name needs to resolve.
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
@@ -111,14 +114,14 @@ def join_world(gpus: str) -> Iterator[World]:
     else:
         dist.init_process_group("gloo")
     yield world
-    # Not in a `finally`: after an error the others may be gone, and leaving would wait for them.
+    # Not in a `finally`: after an error other ranks may be gone, and leaving would wait for them.
     dist.destroy_process_group()
 
 
 class StopSignals:
-    """Notes `STOPS` instead of dying of them, so that the work can be saved first.
+    """Records the signals in `STOPS` instead of dying of them, so that a checkpoint can be saved.
 
-    One that is ignored, as SIGHUP is below `nohup`, stays so.
+    A signal that is ignored, such as SIGHUP under `nohup`, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -144,10 +147,10 @@ class StopSignals:
         self._received.add(number)
 
     def as_counts(self) -> list[float]:
-        """For each of `STOPS`, 1 if it came to this rank: summed over the ranks, all agree."""
+        """For each of `STOPS`, 1 if this rank received it: summed over the ranks, all agree."""
         return [float(number in self._received) for number in STOPS]
 
 
-def stop_of(counts: list[float]) -> int | None:
-    """The signal that came to any rank, given the summed `StopSignals.as_counts`, or None."""
+def received_stop(counts: list[float]) -> int | None:
+    """The signal that any rank received, given the sum of `StopSignals.as_counts`; else None."""
     return next((int(number) for number, count in zip(STOPS, counts, strict=True) if count), None)

@@ -1,10 +1,10 @@
-"""FSDP2: each rank holds a part of every parameter, gradient and moment.
+"""FSDP2: each rank holds a shard of every parameter, gradient and moment.
 
-A layer is put together from all ranks just before it computes and is let go right after (Zhao et
-al., arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`). Only rank 0 ever has the whole model,
-in host memory; the others begin with shapes and get their parts tensor by tensor.
+A layer is gathered from all ranks just before it computes and freed right after (Zhao et al.,
+arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`). Only rank 0 ever holds the whole model, in
+host memory; the other ranks start from shapes and receive their shards tensor by tensor.
 
-FSDP2 is imported where it is used: that takes most of a second.
+FSDP2 is imported where it is used: the import takes most of a second.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 def is_sharded(launch: LaunchConfig, world: World) -> bool:
-    """Whether the model is shared out among ranks: one alone has nobody to share it with."""
+    """Whether the model is sharded; a single rank holds all of it."""
     return launch.strategy == "fsdp" and world.size > 1
 
 
 def shard_model(
     model: InfiniLlama, objective: Objective, world: World, products: torch.dtype | None
 ) -> LossModule:
-    """A copy of `model`, with its loss, spread over all ranks; call it on all of them.
+    """A copy of `model`, with its loss, sharded over all ranks; call it on all of them.
 
     Args:
-        model: On rank 0 the weights, on the CPU; on the others its shapes, on `meta`.
+        model: On rank 0 with weights, on the CPU; on the other ranks on `meta`.
         objective: Computes the loss.
         world: The ranks.
-        products: Type of the matrix products under autocast, None if it is not used. The feed-
-            forward's matrices, two thirds of a layer, travel in that type; autocast would turn
-            them into it anyway. The others are used beside float32, and travel as they are.
+        products: Dtype of the matrix products under autocast, None without autocast. The feed-
+            forward matrices, two thirds of a layer, are gathered in that dtype, to which autocast
+            would cast them anyway. All others are also used in float32 and gathered as they are.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -59,24 +59,24 @@ def shard_model(
     fully_shard(module, mesh=mesh, mp_policy=exact)
     weights = dict(model.named_parameters())
     parts = {
-        name: nn.Parameter(own_part(weights[name].detach, parameter))
+        name: nn.Parameter(own_shard(weights[name].detach, parameter))
         for name, parameter in sharded.named_parameters()
     }
     if model.config.tie_word_embeddings:
         parts["lm_head.weight"] = parts["model.embed_tokens.weight"]
     sharded.load_state_dict(parts, assign=True)
-    if model.config.tie_word_embeddings:  # loading has made two parameters of it
+    if model.config.tie_word_embeddings:  # load_state_dict has untied them
         sharded.lm_head.weight = sharded.model.embed_tokens.weight
     return module
 
 
-def own_part(read: Callable[[], Tensor], like: Tensor) -> Tensor:
-    """What this rank keeps of a tensor of which it holds the same part as of `like`.
+def own_shard(read: Callable[[], Tensor], like: Tensor) -> Tensor:
+    """This rank's shard of a tensor that is sharded in the same way as `like`.
 
-    `read` gives the whole tensor, of the shape and dtype of `like`: on every rank if `like` is not
-    sharded, else on rank 0 alone, which sends the others their parts.
+    `read` returns the whole tensor, of the shape and dtype of `like`: called on every rank if
+    `like` is not sharded, else on rank 0 alone, which sends the other ranks their shards.
     """
-    if not _has_parts(like):
+    if not _is_dtensor(like):
         return read()
     from torch.distributed.tensor import distribute_tensor
 
@@ -89,13 +89,13 @@ def own_part(read: Callable[[], Tensor], like: Tensor) -> Tensor:
     return distribute_tensor(tensor, mesh, like.placements)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """`tensor` put together from its parts, if it has any; then call it on all ranks."""
-    if not _has_parts(tensor):
+def gathered(tensor: Tensor) -> Tensor:
+    """`tensor`, gathered from its shards if it is sharded; then call it on all ranks."""
+    if not _is_dtensor(tensor):
         return tensor
     return cast("DTensor", tensor).full_tensor()
 
 
-def _has_parts(tensor: Tensor) -> bool:
+def _is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a `DTensor`."""
     return hasattr(tensor, "full_tensor")

@@ -1,4 +1,4 @@
-"""Messages from a stage to its parent are told apart from its log lines."""
+"""Messages from a stage to its parent, among its log lines."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from infini_model.runtime.stage_protocol import (
     ("mark", "body"),
     [(PROGRESS, [3, 10]), (RESULT, {"folder": "a b\nc"}), (ERROR, {"message": "größer"})],
 )
-def test_a_message_is_one_line_that_is_read_back(capsys, mark, body):
+def test_a_message_is_one_line_and_parses_back(capsys, mark, body):
     write_message(mark, body)
     (line,) = capsys.readouterr().out.splitlines()
     assert parse_line(line) == (mark, body)

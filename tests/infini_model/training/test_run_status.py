@@ -1,4 +1,4 @@
-"""The state of a run, told from its folder."""
+"""The status of a run, read from its folder."""
 
 import json
 import time
@@ -37,7 +37,7 @@ def fail(run_dir: Path, failure: TrainingFailure) -> None:
     record_failure(run_dir, failure, load_config())
 
 
-def test_what_a_run_has_reached_is_told(tmp_path: Path) -> None:
+def test_progress_and_records_of_a_run(tmp_path: Path) -> None:
     run_dir = begin(tmp_path, "one", 5)
     write_json(run_dir / "logs" / "mlflow.json", {"run_id": "m1", "tracking_uri": "http://m"})
     run = read_status(run_dir)
@@ -84,7 +84,7 @@ def test_the_state_is_that_of_the_last_attempt(tmp_path: Path) -> None:
         ("recovery.json", "[]"),
     ],
 )
-def test_a_damaged_folder_is_told_as_such_and_harms_no_other(
+def test_a_damaged_folder_is_reported_and_does_not_affect_others(
     tmp_path: Path, file: str, content: str
 ) -> None:
     damaged, whole = begin(tmp_path, "one", 5), begin(tmp_path, "two", 5)

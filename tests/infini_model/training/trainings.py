@@ -28,7 +28,7 @@ def trainers(run_dir):
 
 
 def _start(rank, port, work, *args):
-    """Do `work` as one of two ranks that torchrun would have started."""
+    """Do `work` as one of two ranks, as if started by torchrun."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -42,9 +42,9 @@ def _start(rank, port, work, *args):
 
 
 def on_two_ranks(work, *args):
-    """Do `work` in two new processes: gloo may crash in one that has left a process group before.
+    """Do `work` on two ranks in new processes: gloo may crash in a second group of one process.
 
-    They are forked from a process that has only imported what they need, which takes seconds.
+    The processes fork from a server that has imported torch and the trainer once.
     """
     torch.multiprocessing.set_forkserver_preload(PRELOADED)
     arguments = (*free_ports(1), work, *args)

@@ -1,4 +1,4 @@
-"""Which physical GPU a rank has, by the launcher's word or by what is visible to it."""
+"""The physical GPU of a rank, from the launcher or from the visible devices."""
 
 import pytest
 
@@ -16,7 +16,7 @@ GPUS = [Gpu(f"GPU-{n}", n, "NVIDIA H200", 0, 0, 0, f"GPU-{n}") for n in (5, 3)]
 
 @pytest.fixture(autouse=True)
 def _two_gpus(monkeypatch):
-    # Set first, so that what a test makes of it is undone.
+    # Set first, so that it is restored although the code under test sets it.
     monkeypatch.setenv(GPU_NUMBERS, "")
     monkeypatch.delenv(GPU_NUMBERS)
     monkeypatch.setattr(devices, "list_gpus", lambda: GPUS)
@@ -27,7 +27,7 @@ def numbered():
     return [physical_gpu(local_rank) for local_rank in range(3)]
 
 
-def test_the_launcher_tells_the_ranks_their_gpus(monkeypatch):
+def test_the_launcher_passes_the_gpu_numbers(monkeypatch):
     assert numbered() == [None, None, None]
     monkeypatch.setenv(GPU_NUMBERS, gpu_numbers(GPUS[:1]))
     number_visible_gpus("auto")
@@ -38,7 +38,7 @@ def test_the_launcher_tells_the_ranks_their_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(("gpus", "numbers"), [("auto", [5, 3, None]), ("cpu", [None] * 3)])
-def test_a_rank_that_torchrun_started_counts_the_visible_ones(gpus, numbers):
+def test_without_a_launcher_the_visible_gpus_count(gpus, numbers):
     number_visible_gpus(gpus)
     assert numbered() == numbers
 

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, started as users start them and killed as life does."""
+"""Trainings in child processes: how they are started, how they fail, and how that is reported."""
 
 import contextlib
 import os
@@ -114,7 +114,7 @@ class Once:
 
 @pytest.fixture
 def faulty(tmp_path, monkeypatch):
-    """Have every rank run a statement of Python on each of its batches."""
+    """Make every rank run a Python statement on each of its batches."""
 
     def make(fault):
         folder = tmp_path / "site"
@@ -126,7 +126,7 @@ def faulty(tmp_path, monkeypatch):
 
 
 def sum_of_ids(config, dataset, consumed):
-    """By which the first process knows its part of the global batch after so many windows."""
+    """Identifies rank 0's part of the global batch that starts after `consumed` windows."""
     windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
     training = config.training
     with Loader(
@@ -137,7 +137,7 @@ def sum_of_ids(config, dataset, consumed):
 
 @pytest.fixture
 def start(tmp_path, dataset):
-    """Start a command on a configuration in the background; it is killed at the end of the test."""
+    """Start a command with a configuration in the background, killed at the end of the test."""
     started = []
 
     def begin(command, config, run_dir):
@@ -153,7 +153,7 @@ def start(tmp_path, dataset):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                # As a shell does it: what a terminal sends goes to all of the group.
+                # As a shell does: the terminal's signals go to the whole group.
                 process_group=0,
             )
         )
@@ -178,7 +178,7 @@ def test_sigterm_to_a_rank_saves_and_exits_143(make_config, tmp_path, start):
 
 @pytest.fixture
 def gpus_5_and_3(monkeypatch):
-    """Have the launcher believe that it has reserved two GPUs; the ranks train on the CPU."""
+    """Make the launcher believe that it has reserved two GPUs; the ranks train on the CPU."""
 
     @contextlib.contextmanager
     def reserve(config, run_dir, **hooks):
@@ -307,7 +307,7 @@ def test_ctrl_c_in_a_terminal_saves_first_however_often(make_config, tmp_path, s
 def test_a_training_that_takes_too_long_is_ended(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"
     config = make_config(**LONGEST)
-    with pytest.raises(TimedOut, match="not done after 6 s"):
+    with pytest.raises(TimedOut, match="not finished after 6 s"):
         launch(config, dataset, run_dir, timeout_seconds=6, on_line=lambda _: None)
     assert not trainers(run_dir)
 
@@ -325,7 +325,7 @@ def test_an_error_in_the_caller_ends_the_training(dataset, make_config, tmp_path
     assert not trainers(run_dir)
 
 
-def test_a_preempted_training_is_told_as_such(dataset, make_config, tmp_path):
+def test_a_preemption_is_reported_as_a_stop(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"
 
     def preempt(line):
@@ -337,7 +337,7 @@ def test_a_preempted_training_is_told_as_such(dataset, make_config, tmp_path):
         launch(make_config(**LONGER), dataset, run_dir, on_line=preempt)
 
 
-def test_numbers_that_are_not_finite_are_told_as_such(make_config, tmp_path, start):
+def test_non_finite_numbers_are_reported(make_config, tmp_path, start):
     config = make_config(training={"learning_rate": 1e30})
     process = start(["-m", "infini_model.training"], config, tmp_path / "run")
     _, errors = process.communicate()
@@ -349,15 +349,13 @@ def test_numbers_that_are_not_finite_are_told_as_such(make_config, tmp_path, sta
     assert "the step was not taken" in str(failure)
 
 
-def test_memory_that_is_not_there_is_told_as_such(dataset, make_config, tmp_path):
+def test_a_failed_allocation_is_out_of_memory(dataset, make_config, tmp_path):
     config = make_config(model={"vocab_size": 1 << 44})
     with pytest.raises(OutOfMemory, match="allocate"):
         launch(config, dataset, tmp_path / "run", on_line=lambda _: None)
 
 
-def test_what_the_kernel_kills_for_want_of_memory_is_out_of_memory(
-    dataset, make_config, tmp_path, monkeypatch
-):
+def test_a_kill_by_the_oom_killer_is_out_of_memory(dataset, make_config, tmp_path, monkeypatch):
     counts = iter([3, 4])
     monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
     run_dir = tmp_path / "run"
@@ -366,7 +364,7 @@ def test_what_the_kernel_kills_for_want_of_memory_is_out_of_memory(
         launch(make_config(**LONG), dataset, run_dir, on_line=kill)
 
 
-def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
+def test_out_of_memory_is_retried_with_smaller_micro_batches(
     dataset, make_config, tmp_path, faulty
 ):
     config = make_config(evaluation={"max_windows": 8})
@@ -379,7 +377,7 @@ def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
         assert not caught.value.is_final
     launch(config, dataset, run_dir, on_line=lines.append)
     assert lines[0] == (
-        "Going on after: out of memory at step 1; batch_size 2, gradient_accumulation_steps 4, "
+        "Resuming after: out of memory at step 1; batch_size 2, gradient_accumulation_steps 4, "
         "the same global batch"
     )
     positions = [read_position(newest_checkpoint(tmp_path / name)) for name in ("whole", "run")]
@@ -389,7 +387,7 @@ def test_out_of_memory_is_tried_again_with_the_same_batches_in_smaller_parts(
         assert parts == pytest.approx(whole, abs=5e-5)
 
 
-def test_a_batch_that_is_not_finite_is_passed_over_as_if_it_had_never_been_there(
+def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     dataset, make_config, tmp_path, faulty
 ):
     config = make_config(launch={"skip_non_finite": True})
@@ -410,7 +408,7 @@ def test_a_batch_that_is_not_finite_is_passed_over_as_if_it_had_never_been_there
     assert read_position(newest_checkpoint(run_dir)).consumed == (12 + 1) * 8
 
 
-def test_damaged_data_are_the_users_to_mend(dataset, make_config, tmp_path):
+def test_damaged_data_is_a_user_error(dataset, make_config, tmp_path):
     damaged = tmp_path / dataset.name
     shutil.copytree(dataset, damaged)
     next((damaged / "train").glob("*.arrow")).write_bytes(b"")
@@ -420,7 +418,7 @@ def test_damaged_data_are_the_users_to_mend(dataset, make_config, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_users_mistake_is_one_line_and_exit_2(make_config, tmp_path, start):
+def test_a_user_error_is_one_line_and_exit_2(make_config, tmp_path, start):
     config = make_config(model={"vocab_size": 100})
     process = start(["-m", "infini_model.training"], config, tmp_path / "run")
     _, errors = process.communicate()
@@ -432,7 +430,7 @@ def test_a_users_mistake_is_one_line_and_exit_2(make_config, tmp_path, start):
     assert str(failure) in errors
 
 
-def test_a_run_folder_that_cannot_be_written_is_a_users_mistake(dataset, make_config, tmp_path):
+def test_an_unwritable_run_folder_is_a_user_error(dataset, make_config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run"):
         launch(make_config(), dataset, tmp_path / "file" / "run", on_line=lambda _: None)
@@ -459,7 +457,7 @@ def test_a_second_training_waits_for_the_devices_until_the_first_is_killed(
 
 @pytest.fixture
 def two_nodes(dataset, make_config, tmp_path):
-    """Two launchers on one machine, as on two that share the run folder; returns how they end."""
+    """Run two launchers as on two machines that share the run folder; returns their errors."""
 
     def run(run_dir, on_line, **sections):
         endpoint = f"127.0.0.1:{free_ports(1)[0]}"

@@ -1,4 +1,4 @@
-"""What a training learns from its failures: which are tried again, and what is then different."""
+"""Recovery from failures: which are retried, and with which settings."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def test_out_of_memory_cuts_the_micro_batch_until_it_is_one_window(make_config, 
     assert batch_size == 1 or "the same global batch" in recovery.describe(config)
 
 
-def test_numbers_that_are_not_finite_are_gone_on_from_twice(make_config):
+def test_non_finite_numbers_are_retried_twice(make_config):
     config = make_config()
     recovery = Recovery()
     for final in (False, False, True):
@@ -47,15 +47,15 @@ def test_numbers_that_are_not_finite_are_gone_on_from_twice(make_config):
     assert recovery.skipped == ()
 
 
-def test_the_batches_that_were_not_finite_are_passed_over_if_asked(make_config):
+def test_non_finite_batches_are_skipped_if_so_configured(make_config):
     config = make_config(launch={"skip_non_finite": True})
     recovery = Recovery().after(non_finite(80), config, 9).after(non_finite(None), config, 12)
     assert recovery.skipped == (80,)
-    assert "passing over the global batches at windows [80]" in recovery.describe(config)
+    assert "skipping the global batches at windows [80]" in recovery.describe(config)
 
 
 @pytest.mark.parametrize("kind", [Crashed, Hung, Preempted, TimedOut])
-def test_other_ends_are_gone_on_from_unchanged(make_config, kind):
+def test_other_failures_are_retried_unchanged(make_config, kind):
     config = make_config()
     recovery = Recovery()
     for _ in range(5):
@@ -63,10 +63,10 @@ def test_other_ends_are_gone_on_from_unchanged(make_config, kind):
         recovery = recovery.after(failure, config, step=3)
         assert not failure.is_final
     assert recovery.applied_to(config) == config
-    assert recovery.describe(config) == f"Going on after: {kind.kind} at step 4"
+    assert recovery.describe(config) == f"Resuming after: {kind.kind} at step 4"
 
 
-def test_the_run_folder_remembers_and_a_damaged_memory_is_named(make_config, tmp_path):
+def test_failures_are_kept_in_the_run_folder_and_a_damaged_file_is_named(make_config, tmp_path):
     config = make_config(launch={"skip_non_finite": True})
     assert read_recovery(tmp_path) == Recovery()
     assert read_recovery(tmp_path).describe(config) == ""

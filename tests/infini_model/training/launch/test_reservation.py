@@ -1,4 +1,4 @@
-"""Each device trains one run at a time; who waits says for what, and holds nothing meanwhile."""
+"""Each device trains one run at a time; a run that waits says for what and holds nothing."""
 
 import os
 
@@ -34,12 +34,12 @@ def config_of(tmp_path):
 
 
 class WaitedError(Exception):
-    """What ends the waiting."""
+    """Ends the wait."""
 
 
 @pytest.fixture
 def reserved(tmp_path):
-    """The devices that a training gets now; `WaitedError` says what it would wait for instead."""
+    """Reserve devices that are free now; otherwise `WaitedError` holds the line about waiting."""
 
     def take(config, name):
         told = []
@@ -50,7 +50,7 @@ def reserved(tmp_path):
 
 
 def numbers(gpus):
-    """As `CUDA_VISIBLE_DEVICES` has them."""
+    """As in `CUDA_VISIBLE_DEVICES`."""
     return [gpu.identifier for gpu in gpus]
 
 

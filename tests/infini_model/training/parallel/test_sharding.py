@@ -19,7 +19,7 @@ from infini_model.training.parallel.distributed import World, join_world
 from infini_model.training.replica import Replica
 from infini_model.training.setup import place_model
 
-# 70 MB of parameters: far more than what else a process takes while it makes a model.
+# 70 MB of parameters: far more than all else that a process allocates to make a model.
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "vocab_size": 256}
 
 
@@ -82,7 +82,7 @@ def test_fsdp_gives_the_curve_of_one_process_and_resumes_across_strategies_and_w
 
 
 def _peak_bytes(*, forget: bool = False) -> int:
-    """Most memory that this process has had in use, since it was told to forget."""
+    """Peak resident memory of this process since the last call with `forget`."""
     if forget:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
@@ -90,7 +90,7 @@ def _peak_bytes(*, forget: bool = False) -> int:
 
 
 def _sums(replica: Replica, batches: list[Batch]) -> int:
-    """Sums of gradients over the ranks in one backward pass, besides that of the targets."""
+    """Number of gradient reductions in one backward pass, without that of the targets."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         replica.backward(batches)
     names = ("c10d::allreduce_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_")
@@ -132,8 +132,8 @@ def test_gradients_are_summed_once_a_step_and_only_rank_0_ever_has_the_whole_mod
     for measured in found.values():
         assert measured["sums of 1"] == measured["sums of 3"] > 0
     size = found["fsdp-1"]["model"]
-    # Some of it may go where memory was free already.
+    # Some of it may fit into memory that was allocated before.
     assert found["ddp-1"]["grown"] > 0.9 * size
     assert found["fsdp-0"]["grown"] > 0.9 * size
-    # Half of it is its own part.
+    # Half of it is this rank's shard.
     assert found["fsdp-1"]["grown"] < 0.75 * size

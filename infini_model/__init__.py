@@ -16,25 +16,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infini_model.config import load_config
+    from infini_model.data.loading.gpu_dataloader import get_gpu_train_dataloader, gpu_clm_process
     from infini_model.data.tokenizers.load import load_tokenizer
     from infini_model.model.attention import infini_attention
     from infini_model.model.generation import generate
     from infini_model.model.llama import InfiniLlama
     from infini_model.model.memory import Memory
+    from infini_model.objectives.causal import GPUDataCollatorForCLM
 
 __all__ = [
+    "GPUDataCollatorForCLM",
     "InfiniLlama",
     "Memory",
     "generate",
+    "get_gpu_train_dataloader",
+    "gpu_clm_process",
     "infini_attention",
     "load_config",
     "load_tokenizer",
 ]
 
 _MODULES = {
+    "GPUDataCollatorForCLM": "objectives.causal",
     "InfiniLlama": "model.llama",
     "Memory": "model.memory",
     "generate": "model.generation",
+    "get_gpu_train_dataloader": "data.loading.gpu_dataloader",
+    "gpu_clm_process": "data.loading.gpu_dataloader",
     "infini_attention": "model.attention",
     "load_config": "config",
     "load_tokenizer": "data.tokenizers.load",

@@ -35,7 +35,7 @@ def write_texts(folder: Path, count: int, words: int = 60, seed: int = 0) -> Pat
 
 
 def tiny(texts: Path, output_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Settings that go from text to report in seconds; `sections` are laid over them."""
+    """Settings that go from text to report in seconds; `sections` override them."""
     tree: dict[str, Any] = {
         "run": {"output_dir": str(output_dir)},
         "data": {
@@ -161,11 +161,11 @@ def stage(
     command = [sys.executable, "-m", "infini_model", name, "--config", str(settings)]
     done = run([*command, *map(str, arguments)], env, **options)
     assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
-    told = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("::"))
+    reports = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("::"))
     if done.returncode == 0:
-        return dict(json.loads(told[RESULT]))
+        return dict(json.loads(reports[RESULT]))
     assert done.returncode == 2, done.stdout + done.stderr
-    error = json.loads(told[ERROR])
+    error = json.loads(reports[ERROR])
     assert "\n" not in error["message"]
     return {"error": error["message"], "kind": error["kind"]}
 

@@ -1,4 +1,4 @@
-"""What a user may get wrong: one line that names the culprit, status 2, nothing half-written."""
+"""Mistakes of users: one line that names the cause, exit status 2, and no partial output."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from disks import SmallDisk
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 Refused = Callable[..., str]
-# A port on which nobody listens, and that no server is given by chance.
+# Nothing listens on this port, and no server is assigned it by chance.
 NOBODY = "http://127.0.0.1:9"
 
 
@@ -47,7 +47,7 @@ def settings(tmp_path: Path, text_files: Path, output: Path) -> Path:
 
 @pytest.fixture
 def refused(output: Path, connected: Environment) -> Refused:
-    """Run `infini` with a mistake in it; returns what is said of it, and last."""
+    """Run `infini` with a mistake; returns the error, which must be the last line."""
 
     def check(*arguments: str | Path, env: Environment = connected, **options: Any) -> str:
         done = run(infini(*arguments), env, **options)
@@ -64,7 +64,7 @@ def refused(output: Path, connected: Environment) -> Refused:
 
 @pytest.fixture
 def refused_at_once(output: Path, alone: Environment) -> Refused:
-    """As `refused`, for what is found before anything is started or written: it is all they say."""
+    """Like `refused`, for mistakes found before anything starts: the error is the only output."""
 
     def check(*arguments: str | Path) -> str:
         done = run(infini(*arguments), alone)
@@ -177,9 +177,9 @@ def test_a_file_that_cannot_be_read_is_named(
     (tmp_path / file).write_bytes(content)
     source = {"source": {"paths": [str(tmp_path / file)]}}
     settings = write_settings(tmp_path / "s.yaml", tiny(text_files, output, data=source))
-    told = stage("download", settings, connected)
-    assert named in told["error"]
-    assert told["kind"] == "user"
+    result = stage("download", settings, connected)
+    assert named in result["error"]
+    assert result["kind"] == "user"
     assert not leftovers(output)
 
 
@@ -190,8 +190,8 @@ def test_a_missing_column_of_a_table_is_named(
     source: dict[str, Any] = {"paths": [str(tmp_path / "a.parquet")]}
     make = partial(tiny, text_files, output)
     settings = write_settings(tmp_path / "s.yaml", make(data={"source": source}))
-    told = stage("download", settings, alone)
-    assert told["error"].endswith("has no column 'text'; it has: body, number")
+    result = stage("download", settings, alone)
+    assert result["error"].endswith("has no column 'text'; it has: body, number")
     source["column"] = "number"
     settings = write_settings(tmp_path / "s.yaml", make(data={"source": source}))
     assert "column 'number' is int64, not text" in stage("download", settings, alone)["error"]
@@ -225,9 +225,9 @@ def test_a_glob_that_matches_nothing_is_named(
 ) -> None:
     source = {"source": {"paths": [pattern]}}
     settings = write_settings(tmp_path / "s.yaml", tiny(text_files, output, data=source))
-    told = stage("download", settings, alone)
-    assert f"data.source.paths: '{pattern}' matches no file" in told["error"]
-    assert told["kind"] == "user"
+    result = stage("download", settings, alone)
+    assert f"data.source.paths: '{pattern}' matches no file" in result["error"]
+    assert result["kind"] == "user"
 
 
 def test_an_unreachable_host_is_named_after_its_retries(refused: Refused, settings: Path) -> None:
@@ -250,9 +250,9 @@ def test_a_tokenizer_file_that_is_none_is_named(
         ("shard", "text.json", "text.json: is not a tokenizer.json"),
     ):
         tree["data"]["tokenizer"] = {"spec": str(tmp_path / name)}
-        told = stage(step, write_settings(settings, tree), alone, "--corpus", corpus)
-        assert named in told["error"]
-        assert told["kind"] == "user"
+        result = stage(step, write_settings(settings, tree), alone, "--corpus", corpus)
+        assert named in result["error"]
+        assert result["kind"] == "user"
     assert not leftovers(output)
 
 
@@ -297,9 +297,9 @@ def test_a_dataset_folder_that_is_none_is_named(
     else:
         flip(shard)
     tree = tiny(text_files, tmp_path / "output", data={"folder": str(folder)})
-    told = stage("plan", write_settings(tmp_path / "s.yaml", tree), alone)
-    assert str(folder) in told["error"]
-    assert named in told["error"]
+    result = stage("plan", write_settings(tmp_path / "s.yaml", tree), alone)
+    assert str(folder) in result["error"]
+    assert named in result["error"]
 
 
 def flip(file: Path) -> None:
@@ -320,14 +320,14 @@ def test_training_names_a_dataset_that_does_not_fit(
 
 
 def test_a_report_of_a_run_that_is_none_is_refused(refused: Refused, settings: Path) -> None:
-    message = refused("evaluate", "--config", settings, "run.name=nobody")
-    assert "nobody: no such run; train one first" in message
+    message = refused("evaluate", "--config", settings, "run.name=unknown")
+    assert "unknown: no such run; train one first" in message
 
 
 def test_a_folder_that_cannot_be_written_is_named(
     refused: Refused, settings: Path, tmp_path: Path, alone: Environment
 ) -> None:
-    """Below a regular file nobody can write, not even root."""
+    """Nothing can be written below a regular file, not even by root."""
     (tmp_path / "file").write_text("")
     below = ("--config", settings, "--output-dir", tmp_path / "file" / "below")
     for env in ({}, {"env": alone}):
@@ -350,7 +350,7 @@ def says_full(line: str) -> bool:
 @pytest.mark.parametrize(
     ("count", "words"), [(20, 30_000), pytest.param(40_000, 1, marks=pytest.mark.story)]
 )
-def test_a_full_disk_is_named_and_with_room_the_same_command_goes_on(
+def test_a_full_disk_is_named_and_with_space_the_same_command_resumes(
     refused: Refused,
     disk: SmallDisk,
     tmp_path: Path,
@@ -413,10 +413,10 @@ def test_a_flipped_byte_is_named_and_its_shard_alone_is_made_again(
     flip(damaged)
 
     again = run(command, connected)
-    told = again.stdout + again.stderr
-    assert again.returncode == 0, told
-    assert f"{damaged}: is damaged" in told
-    assert re.search(r": 1 of (\d+) partitions made", told)
+    output = again.stdout + again.stderr
+    assert again.returncode == 0, output
+    assert f"{damaged}: is damaged" in output
+    assert re.search(r": 1 of (\d+) partitions made", output)
     assert {path: path.read_bytes() for path in shards} == {p: b for p, (b, _) in before.items()}
     renewed = [path for path in shards if path.stat().st_mtime_ns != before[path][1]]
     assert len({path.parent for path in renewed}) == 1

@@ -1,4 +1,4 @@
-"""Prefect's records in a real PostgreSQL; what is said of an address that does not work."""
+"""Prefect's records in a real PostgreSQL, and errors of addresses that do not work."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ needs_postgresql = pytest.mark.skipif(not BINARIES, reason="PostgreSQL is not in
 
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[str]:
-    """HOST:PORT of a PostgreSQL server of its own, with an empty database `records`."""
+    """HOST:PORT of a dedicated PostgreSQL server with an empty database `records`."""
     # Not in pytest's folder, which no other account may enter.
     folder = Path(tempfile.mkdtemp())
     if ACCOUNT:
@@ -85,11 +85,11 @@ def test_prefect_keeps_its_records_in_postgresql(postgresql: str, tmp_path: Path
 def test_a_database_that_cannot_be_used_is_told_in_one_line(
     postgresql: str, address: str, reason: str
 ) -> None:
-    with pytest.raises(UserError, match=r"^--database: [^\n]+$") as told:
+    with pytest.raises(UserError, match=r"^--database: [^\n]+$") as caught:
         check_database("postgresql+asyncpg://" + address.format(server=postgresql))
-    assert reason in str(told.value)
-    assert "secret" not in str(told.value)
-    assert PASSWORD not in str(told.value)
+    assert reason in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert PASSWORD not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_a_database_that_cannot_be_used_is_told_in_one_line(
     ["secret", "postgresql://u:secret@h/x", "postgresql+asyncpg://u:secret@h:port/x", "mysql://x"],
 )
 def test_an_address_of_another_kind_is_told_what_is_expected(address: str) -> None:
-    with pytest.raises(UserError, match=r"^--database: expected postgresql\+asyncpg://") as told:
+    with pytest.raises(UserError, match=r"^--database: expected postgresql\+asyncpg://") as caught:
         check_database(address)
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(caught.value)

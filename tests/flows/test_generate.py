@@ -54,7 +54,7 @@ def said(env: Environment, *arguments: object, stdin: bytes = b"") -> tuple[int,
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-def test_a_prompt_from_stdin_is_gone_on_with(
+def test_a_prompt_from_stdin_is_continued(
     alone: Environment, checkpoint: Path, continued: str
 ) -> None:
     arguments = ("--checkpoint", checkpoint, *OPTIONS, "--prompt-file", "-")
@@ -62,7 +62,7 @@ def test_a_prompt_from_stdin_is_gone_on_with(
 
 
 @pytest.mark.parametrize("source", ["option", "file"])
-def test_a_prompt_from_the_command_line_or_a_file_is_gone_on_with(
+def test_a_prompt_from_the_command_line_or_a_file_is_continued(
     checkpoint: Path, continued: str, tmp_path: Path, source: str
 ) -> None:
     """In this process: how a command starts is what the others test."""

@@ -229,7 +229,7 @@ def test_who_has_no_secret_gets_401_on_all_but_health(closed: dict[str, Service]
     assert ask(mlflow, "/", **SIGNED_IN).status == 200
 
 
-def test_the_secret_stands_in_no_command_line(closed: dict[str, Service]) -> None:
+def test_the_secret_is_in_no_command_line(closed: dict[str, Service]) -> None:
     for service in closed.values():
         assert "secret" not in " ".join(psutil.Process(service.process.pid).cmdline())
 

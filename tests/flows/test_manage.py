@@ -1,4 +1,4 @@
-"""`infini runs`, `resume`, `cancel` and `logs` on real runs, whoever started them."""
+"""`infini runs`, `resume`, `cancel` and `logs` on real runs, however they were started."""
 
 import re
 import sys
@@ -194,7 +194,7 @@ def test_what_is_not_there_is_named(output: Path) -> None:
 
 
 @pytest.mark.parametrize("deployment", [None, UUID(int=3)])
-def test_a_flow_run_of_a_deployment_continues_nobody_elses_run(deployment: UUID | None) -> None:
+def test_a_flow_run_of_a_deployment_adopts_no_other_run(deployment: UUID | None) -> None:
     assert current_owner() == (None, True)
     flow_run = FlowRun(id=UUID(int=1), flow_id=UUID(int=2), deployment_id=deployment)
     with FlowRunContext.model_construct(flow_run=flow_run):

@@ -1,4 +1,4 @@
-"""Each option of the command line is a shorter name for a key of the configuration."""
+"""Each option of the command line is a short name for a key of the configuration."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from infini_model.runtime.errors import ConfigError
 
 FLOWS = ("run", "preprocess", "train", "evaluate")
 COMMANDS = (*FLOWS, "generate", "serve", "doctor")
-# They work on runs that exist, or on a server: the settings are given already.
+# They work on existing runs or on a server, and take no settings.
 WITHOUT_SETTINGS = {"runs", "resume", "cancel", "logs", "deploy"}
 GUIDES = {
     "--config",
@@ -190,7 +190,7 @@ def test_an_option_without_effect_is_noted_in_one_line(
         ("--seed", 7, "run.seed"),
     ],
 )
-def test_generate_alone_has_options_of_the_draw(option: str, value: float, key: str) -> None:
+def test_only_generate_has_sampling_options(option: str, value: float, key: str) -> None:
     assert changed(parse("generate", option, str(value))) == {key: value}
     with pytest.raises(ConfigError, match=rf"{re.escape(key)}: got '-1"):
         parse("generate", option, "-1")
@@ -244,7 +244,7 @@ def test_data_dir_is_where_datasets_appear_or_the_one_to_train_on() -> None:
         assert parse(command, "-d", "there").data.folder == Path("there")
 
 
-def test_skip_preprocessing_takes_what_stands() -> None:
+def test_skip_preprocessing_uses_a_finished_dataset() -> None:
     assert parse("run", "--skip-preprocessing").data.folder == Path("outputs/datasets")
     given = parse("run", "--skip-preprocessing", "--output-dir", "there")
     assert given.data.folder == Path("there/datasets")
@@ -293,7 +293,7 @@ def test_an_option_beats_the_file(tmp_path: Path) -> None:
     assert (config.training.max_steps, config.training.batch_size) == (5, 4)
 
 
-def test_presets_are_laid_one_over_the_other_and_options_over_them() -> None:
+def test_presets_apply_in_order_and_options_over_them() -> None:
     given = parse("run", "--preset", "arxiv", "--preset", "stable", "--max-steps", "5")
     assert given == configure(["arxiv", "stable"], overrides=["training.max_steps=5"])
     assert parse("run", "--preset", "stable") == configure(["quickstart", "stable"])

@@ -1,4 +1,4 @@
-"""The presets, one laid over the other, and `stable` laid over anything."""
+"""The presets, alone and combined, and `stable` over any settings."""
 
 from pathlib import Path
 

@@ -39,7 +39,7 @@ def begin(client: SyncPrefectClient, state: State) -> str:
     return str(created.id)
 
 
-def test_dead_runs_end_in_the_state_that_is_true_and_all_others_are_left_alone(
+def test_dead_runs_get_their_true_state_and_other_runs_are_left_alone(
     client: SyncPrefectClient, config: Config, tmp_path: Path
 ) -> None:
     running, alive, elsewhere = (begin(client, Running()) for _ in range(3))

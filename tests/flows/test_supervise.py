@@ -41,7 +41,7 @@ def sleeper(tmp_path: Path) -> Iterator[Services]:
         end_tree(service.process, 0.0)
 
 
-def test_what_dies_is_started_again_when_its_delay_is_over_and_what_it_needs_is_up(
+def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up(
     sleeper: Services, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "FIRST_DELAY_SECONDS", 0.2)
@@ -64,14 +64,14 @@ def test_what_dies_is_started_again_when_its_delay_is_over_and_what_it_needs_is_
     assert len(said) == 1
 
 
-def test_it_is_given_up_in_one_line_that_names_its_log(
+def test_a_service_that_exits_too_often_is_an_error_that_names_its_log(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "FIRST_DELAY_SECONDS", 0.001)
     services = Services(tmp_path, "raise SystemExit(3)")
     supervised = Supervised(services)
 
-    def is_given_up() -> bool:
+    def has_failed() -> bool:
         try:
             supervised.check(said.append)
         except UserError as error:
@@ -79,6 +79,6 @@ def test_it_is_given_up_in_one_line_that_names_its_log(
             return True
         return False
 
-    eventually(is_given_up, "giving up", seconds=30)
+    eventually(has_failed, "the error", seconds=30)
     assert len(services.started) == MOST_EXITS
     assert said[-1] == f"the service has exited 5 times within 5 minutes; see {tmp_path}/log"

@@ -1,4 +1,4 @@
-"""Flow runs as a worker starts them: Prefect's engine in a process of its own."""
+"""Flow runs as a worker starts them: with Prefect's engine in its own process."""
 
 from __future__ import annotations
 

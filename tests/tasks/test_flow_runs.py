@@ -1,6 +1,6 @@
-"""What a flow run tells in Prefect: names, artifacts, events, and why it ended; what Retry does.
+"""What a flow run shows in Prefect: names, artifacts, events and failures; and what Retry does.
 
-Each test runs Prefect's engine as a worker does and asks the server what it knows.
+Each test runs Prefect's engine as a worker does, and queries the server.
 """
 
 import json
@@ -33,10 +33,10 @@ def ready_events(run: FlowRun) -> list[dict[str, Any]]:
     return [event for event in found if event["payload"]["folder"] in str(run.artifacts())]
 
 
-def test_a_retry_mends_what_was_missing_and_a_reused_night_says_so(
+def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     server: str, connected: Environment, tmp_path: Path
 ) -> None:
-    """A retry has no memory of its own: whatever it takes over, it has looked at on the disk."""
+    """A retry has no memory: it checks everything it reuses on the disk."""
     texts = tmp_path / "texts"
     tree = tiny(texts, tmp_path / "output", stages=NO_RETRIES)
     run = create(server, "flows/preprocess.py:preprocess", advanced=tree)
@@ -82,7 +82,7 @@ def test_a_retry_mends_what_was_missing_and_a_reused_night_says_so(
     assert len(ready_events(run)) == 1
 
 
-def test_a_failed_training_says_why_and_where_it_stands_and_stores_no_pickle(
+def test_a_failed_training_reports_the_cause_and_stores_no_pickle(
     server: str, connected: Environment, text_files: Path, tmp_path: Path
 ) -> None:
     training = {"learning_rate": 1e30}
@@ -149,19 +149,19 @@ from tasks.flow_run import FLOW
 @flow(**FLOW | {"flow_run_name": "story"})
 @concluded
 def story():
-    raise KeyError("nobody foresaw this")
+    raise KeyError("an unexpected error")
 """
 
 
-def test_what_nobody_foresaw_is_logged_with_its_traceback(
+def test_an_unexpected_error_is_logged_with_its_traceback(
     server: str, connected: Environment, tmp_path: Path
 ) -> None:
     (tmp_path / "story.py").write_text(STORY)
     run = create(server, f"{tmp_path}/story.py:story")
     run.start(connected, tmp_path / "log").wait()
-    (told,) = [line for line in run.logs() if "Traceback" in line]
-    assert "KeyError: 'nobody foresaw this'" in told
+    (traceback,) = [line for line in run.logs() if "Traceback" in line]
+    assert "KeyError: 'an unexpected error'" in traceback
     (failure,) = run.artifacts()
-    assert "KeyError: 'nobody foresaw this'" in failure["data"]
+    assert "KeyError: 'an unexpected error'" in failure["data"]
     (file,) = (tmp_path / "prefect-home" / "storage").iterdir()
     assert json.loads(file.read_text())["__exc_type__"] == "builtins.KeyError"

@@ -1,6 +1,6 @@
-"""Stages as Prefect tasks: what is reused, retried, timed out, stored and shown.
+"""Stages as Prefect tasks: reuse, retries, timeouts, results and artifacts.
 
-Each test runs the command line on a real server and asks that server what happened.
+Each test runs the command line against a real server and queries that server.
 """
 
 import json
@@ -41,8 +41,8 @@ def settings(tmp_path: Path, text_files: Path) -> Path:
     return write_settings(tmp_path / "settings.yaml", tiny(text_files, tmp_path / "output"))
 
 
-def told(env: Environment, *arguments: str | Path, status: int = 0) -> str:
-    """What a command prints, once it has ended with `status`."""
+def output_of(env: Environment, *arguments: str | Path, status: int = 0) -> str:
+    """The output of a command that must end with `status`."""
     done = run(infini(*arguments), env)
     output = done.stderr + done.stdout
     assert done.returncode == status, output
@@ -59,20 +59,20 @@ def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
     server: str, connected: Environment, settings: Path
 ) -> None:
     command = ("preprocess", "--config", settings, *NO_WAIT, "stages.download.retries=2")
-    output = told(connected, *command, "data.source.paths=[/nowhere/*.txt]", status=2)
+    output = output_of(connected, *command, "data.source.paths=[/nowhere/*.txt]", status=2)
     assert task_runs(server, output)["download"]["run_count"] == 1
     url = "http://127.0.0.1:9/a.txt"
-    output = told(connected, *command, f"data.source.paths=['{url}']", status=2)
+    output = output_of(connected, *command, f"data.source.paths=['{url}']", status=2)
     assert task_runs(server, output)["download"]["run_count"] == 3
     assert flow_run(server, output)["state_type"] == "FAILED"
 
 
 @pytest.mark.story
-def test_numbers_that_are_not_finite_are_gone_on_from_twice_and_explained_in_one_line(
+def test_non_finite_numbers_are_retried_twice_and_explained_in_one_line(
     server: str, connected: Environment, settings: Path
 ) -> None:
     command = ("run", "--config", settings, *NO_WAIT, "stages.train.retries=5")
-    output = told(connected, *command, "training.learning_rate=1e30", status=1)
+    output = output_of(connected, *command, "training.learning_rate=1e30", status=1)
     assert task_runs(server, output)["train"]["run_count"] == 3
     assert output.count("Resuming after: non-finite at step ") == 2
     (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -82,7 +82,7 @@ def test_numbers_that_are_not_finite_are_gone_on_from_twice_and_explained_in_one
 
 @pytest.fixture
 def silent_host() -> Iterator[str]:
-    """The address of a file on a host that takes connections and never says a word."""
+    """The address of a file on a host that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken: list[socket.socket] = []
 
@@ -136,7 +136,7 @@ def test_a_server_that_does_not_answer_is_named(connected: Environment, settings
 def test_a_run_leaves_a_json_result_and_shows_progress_dataset_report_and_plots(
     server: str, connected: Environment, settings: Path, tmp_path: Path
 ) -> None:
-    output = told(connected, "run", "--config", settings)
+    output = output_of(connected, "run", "--config", settings)
     assert set(states(server, output).values()) == {"Completed"}
     shown = artifacts(server, output)
     for stage in ("download", "shard", "train", "evaluate"):
@@ -161,14 +161,14 @@ def test_a_run_leaves_a_json_result_and_shows_progress_dataset_report_and_plots(
 
 
 @pytest.mark.story
-def test_a_training_goes_on_when_the_server_is_gone(
+def test_training_continues_when_the_server_is_gone(
     connected: Environment,
     settings: Path,
     tmp_path: Path,
     text_files: Path,
     with_tables: Callable[[Path], Path],
 ) -> None:
-    """What has been computed stays, though nobody is left to be told."""
+    """Nothing that was computed is lost, although the server cannot be notified."""
     tree = tiny(
         text_files,
         tmp_path / "output",

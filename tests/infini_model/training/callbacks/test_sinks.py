@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from commands import eventually
 from mlflow_server import free_port, mlflow_server
 from records import Record
 
@@ -132,11 +133,9 @@ def complete(steps):
     return {name: list(steps) for name in NAMES}
 
 
-def eventually(condition, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def until_delivered(run_dir, step):
+    delivered = lambda: read_mlflow_record(run_dir).get("delivered_step") == step  # noqa: E731
+    eventually(delivered, f"MLflow has step {step}", seconds=120)
 
 
 def test_a_slow_server_keeps_no_step_waiting(door, record, server, tmp_path):
@@ -153,7 +152,7 @@ def test_a_server_that_never_answers_keeps_no_training_from_its_end(door, record
     door.open()
     metrics = record()
     assert take_steps(metrics, range(1, 51), pause=0.005) < BLOCKED
-    eventually(lambda: door.requests > 0)
+    eventually(lambda: door.requests > 0, "the server is asked", seconds=120)
     began = time.monotonic()
     metrics.close("FINISHED", patience_seconds=2.0)
     assert time.monotonic() - began < 5.0
@@ -179,11 +178,11 @@ def test_a_server_that_dies_half_way_gets_each_point_once_when_it_is_back(
     door.open()
     metrics = record()
     take_steps(metrics, range(1, 101))
-    eventually(lambda: read_mlflow_record(tmp_path / "run").get("delivered_step") == 100)
+    until_delivered(tmp_path / "run", 100)
     # First it takes what it is sent and does not say so, then it is gone, then it is back.
     door.dumb, asked = True, door.requests
     assert take_steps(metrics, range(101, 201)) < BLOCKED
-    eventually(lambda: door.requests > asked)
+    eventually(lambda: door.requests > asked, "the server is asked", seconds=120)
     door.close()
     assert take_steps(metrics, range(201, 301), pause=0.01) < BLOCKED
     door.dumb = False
@@ -199,11 +198,11 @@ def test_a_server_that_is_killed_and_started_again_gets_each_point_once(
     door.open()
     metrics = record()
     take_steps(metrics, range(1, 101))
-    eventually(lambda: read_mlflow_record(tmp_path / "run").get("delivered_step") == 100)
+    until_delivered(tmp_path / "run", 100)
     mlflow.kill()
     asked = door.requests
     assert take_steps(metrics, range(101, 201), pause=0.01) < BLOCKED
-    eventually(lambda: door.requests > asked)
+    eventually(lambda: door.requests > asked, "the server is asked", seconds=120)
     mlflow.start()
     assert take_steps(metrics, range(201, 301)) < BLOCKED
     metrics.close("FINISHED")
@@ -216,7 +215,7 @@ def test_a_record_that_a_kill_left_running_is_put_right_by_the_resume(
     door.open()
     metrics = record()
     take_steps(metrics, range(1, 51))
-    eventually(lambda: read_mlflow_record(tmp_path / "run").get("delivered_step") == 50)
+    until_delivered(tmp_path / "run", 50)
     # Nobody closes it: as after SIGKILL. The steps after the checkpoint are taken again.
     assert histories(server, tmp_path / "run")[0] == "RUNNING"
     again = record(resumed_step=40)

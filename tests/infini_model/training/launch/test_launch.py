@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from commands import eventually
 from curves import curve, repeatable, weights
 from trainings import free_ports, trainers
 
@@ -66,13 +67,6 @@ if "infini_model.training" in sys.orig_argv and not {{
         return fault(args[0], output) if type(module).__name__ == "LossModule" else None
     torch.nn.modules.module.register_module_forward_hook(hook)
 """
-
-
-def wait_for(condition, what, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
-        time.sleep(0.01)
 
 
 def has_reached(run_dir, step):
@@ -168,7 +162,7 @@ def start(tmp_path, dataset):
 def test_sigterm_to_a_rank_saves_and_exits_143(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
     process = start(["-m", "infini_model.training"], make_config(**LONG), run_dir)
-    wait_for(lambda: has_reached(run_dir, 5), "step 5")
+    eventually(lambda: has_reached(run_dir, 5), "step 5", seconds=120)
     process.terminate()
     assert process.wait(timeout=30) == 143
     last = read_metrics(run_dir)[-1]["step"]
@@ -248,7 +242,7 @@ def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
     with pytest.raises(Crashed, match="killed by SIGKILL"):
         launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     assert kill.seconds < 10
-    wait_for(lambda: not trainers(run_dir), "the end of every process", seconds=5)
+    eventually(lambda: not trainers(run_dir), "the end of every process", seconds=5)
 
 
 @pytest.mark.slow
@@ -284,7 +278,7 @@ def test_a_terminal_that_is_closed_saves_first(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
     config = make_config(**LONGER)
     process = start(["-c", LAUNCH], config, run_dir)
-    wait_for(lambda: has_reached(run_dir, 5), "step 5")
+    eventually(lambda: has_reached(run_dir, 5), "step 5", seconds=120)
     os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(timeout=30) == 128 + signal.SIGHUP
     assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
@@ -295,7 +289,7 @@ def test_a_terminal_that_is_closed_saves_first(make_config, tmp_path, start):
 def test_ctrl_c_in_a_terminal_saves_first_however_often(make_config, tmp_path, start):
     run_dir = tmp_path / "run"
     process = start(["-c", LAUNCH], make_config(**PAIR), run_dir)
-    wait_for(lambda: has_reached(run_dir, 5), "step 5")
+    eventually(lambda: has_reached(run_dir, 5), "step 5", seconds=120)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
@@ -443,7 +437,7 @@ def test_a_second_training_waits_for_the_devices_until_the_first_is_killed(
     config = make_config(**LONGEST)
     one, two = tmp_path / "one", tmp_path / "two"
     first = start(["-c", LAUNCH], config, one)
-    wait_for(lambda: has_reached(one, 5), "step 5")
+    eventually(lambda: has_reached(one, 5), "step 5", seconds=120)
     second = start(["-c", LAUNCH], config, two)
     line = second.stdout.readline()
     held = f"the CPU is held by process {first.pid}, which trains {one}"
@@ -451,7 +445,7 @@ def test_a_second_training_waits_for_the_devices_until_the_first_is_killed(
     assert waiting_note(two).read_text() == line.strip()
     assert not ranks(two)
     first.kill()
-    wait_for(lambda: ranks(two), "the second training", seconds=2)
+    eventually(lambda: ranks(two), "the second training", seconds=2)
     assert not waiting_note(two).exists()
 
 

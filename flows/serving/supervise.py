@@ -24,10 +24,14 @@ class Supervised:
     """
 
     def __init__(
-        self, start: Callable[[], Service], needs: Callable[[], bool] = lambda: True
+        self,
+        start: Callable[[], Service],
+        needs: Callable[[], bool] = lambda: True,
+        *,
+        first_delay_seconds: float = FIRST_DELAY_SECONDS,
     ) -> None:
         """`needs` returns whether the service's dependencies are up; a restart waits for them."""
-        self._start, self._needs = start, needs
+        self._start, self._needs, self._first_delay = start, needs, first_delay_seconds
         self.service = start()
         self._exits: deque[float] = deque()
         self._due: float | None = None
@@ -62,4 +66,4 @@ class Supervised:
                 f"{self.service.name} has exited {MOST_EXITS} times within "
                 f"{WITHIN_SECONDS / 60:g} minutes; see {self.service.log}"
             )
-        return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** (len(self._exits) - 1))
+        return min(LONGEST_DELAY_SECONDS, self._first_delay * 2.0 ** (len(self._exits) - 1))

@@ -148,12 +148,12 @@ def _is_available(run_dir: Path, config: Config, dataset_key: str, *, adopt: boo
     return adopt and not is_finished(run_dir) and _is_same_run(run_dir, config, dataset_key)
 
 
-def _until_released(run_dir: Path, owner: Owner | None) -> Iterator[Path]:
+def _until_released(run_dir: Path, owner: Owner | None, seconds: float) -> Iterator[Path]:
     """Yield `run_dir` repeatedly while an earlier process of the same flow run still holds it.
 
     Raises `ConfigError` that names the holder if it is another one, or does not release in time.
     """
-    deadline, logged = time.monotonic() + RELEASE_SECONDS, False
+    deadline, logged = time.monotonic() + seconds, False
     while True:
         yield run_dir
         if holder := run_holder(run_dir):
@@ -185,6 +185,7 @@ def claim_run(
     *,
     owner: Owner | None = None,
     adopt: bool = True,
+    release_seconds: float = RELEASE_SECONDS,
 ) -> Iterator[Path]:
     """Hold a run folder: that of `run.name`, the owner's, an interrupted run's, or a new one.
 
@@ -198,6 +199,7 @@ def claim_run(
         owner: Who claims the run; without `run.name` it gets back the folder it claimed before.
         adopt: Whether to resume an interrupted run of the same settings and data that another owner
             started.
+        release_seconds: How long to wait for an earlier process of the same owner to exit.
 
     Raises:
         ConfigError: The folder is in use, holds a run with different settings or data, or has been
@@ -212,7 +214,7 @@ def claim_run(
     else:
         exact = None if owner is None else find_run(runs_dir, owner.id)
     if exact is not None:
-        candidates = _until_released(exact, owner)
+        candidates = _until_released(exact, owner, release_seconds)
     else:
         candidates = _candidates(config, dataset_key, adopt=adopt)
     for run_dir in candidates:

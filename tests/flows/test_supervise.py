@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from commands import eventually
 
-from flows.serving import supervise
 from flows.serving.services import Service, start
 from flows.serving.supervise import MOST_EXITS, Supervised
 from infini_model.runtime.errors import UserError
@@ -42,11 +41,10 @@ def sleeper(tmp_path: Path) -> Iterator[Services]:
 
 
 def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up(
-    sleeper: Services, said: list[str], monkeypatch: pytest.MonkeyPatch
+    sleeper: Services, said: list[str]
 ) -> None:
-    monkeypatch.setattr(supervise, "FIRST_DELAY_SECONDS", 0.2)
     is_up = False
-    supervised = Supervised(sleeper, lambda: is_up)
+    supervised = Supervised(sleeper, lambda: is_up, first_delay_seconds=0.2)
     supervised.check(said.append)
     assert len(sleeper.started) == 1
     supervised.service.process.kill()
@@ -65,11 +63,10 @@ def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up(
 
 
 def test_a_service_that_exits_too_often_is_an_error_that_names_its_log(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: list[str]
 ) -> None:
-    monkeypatch.setattr(supervise, "FIRST_DELAY_SECONDS", 0.001)
     services = Services(tmp_path, "raise SystemExit(3)")
-    supervised = Supervised(services)
+    supervised = Supervised(services, first_delay_seconds=0.001)
 
     def has_failed() -> bool:
         try:

@@ -48,6 +48,7 @@ class Loader:
         seed: int = 0,
         consumed: int = 0,
         device: torch.device | str = "cpu",
+        tokens_at_once: int = TOKENS_AT_ONCE,
     ) -> None:
         self.windows = windows
         self.consumed = consumed
@@ -61,7 +62,7 @@ class Loader:
             )
         self._seed = seed
         rank_tokens = self.global_batch // world_size * window_tokens
-        self._steps_at_once = max(1, TOKENS_AT_ONCE // rank_tokens)
+        self._steps_at_once = max(1, tokens_at_once // rank_tokens)
         self._share = np.arange(self.global_batch).reshape(world_size, -1, batch_size)[rank]
         self._known_shares = consumed, self._shares_from(consumed)
         self._device = torch.device(device)

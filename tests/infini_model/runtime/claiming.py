@@ -22,8 +22,16 @@ def claim(
     finish: bool = False,
     owner: Owner | None = None,
     adopt: bool = True,
+    release_seconds: float = 30.0,
 ) -> Path:
-    with claim_run(config, key, Path("data"), owner=owner, adopt=adopt) as run_dir:
+    with claim_run(
+        config,
+        key,
+        Path("data"),
+        owner=owner,
+        adopt=adopt,
+        release_seconds=release_seconds,
+    ) as run_dir:
         if finish:
             record_evaluation(run_dir, config.training.max_steps, key, {})
         return run_dir

@@ -215,9 +215,7 @@ def test_a_second_claim_fails_and_names_the_holder(tmp_path: Path) -> None:
     assert run_holder(run_dir) is None
 
 
-def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     released = threading.Event()
 
@@ -230,10 +228,8 @@ def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(
     with ThreadPoolExecutor() as pool:
         pool.submit(hold_until_released)
         assert begun.wait(30)
-        monkeypatch.setattr(claims, "RELEASE_SECONDS", 0.0)
         with pytest.raises(ConfigError, match="in use by process"):
-            claim(config, owner=UI)
-        monkeypatch.setattr(claims, "RELEASE_SECONDS", 30.0)
+            claim(config, owner=UI, release_seconds=0.0)
         second = pool.submit(claim, config, owner=UI)
         time.sleep(3 * claims.RELEASE_POLL_SECONDS)
         assert not second.done()

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading import loader as loader_module
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.permutation import permute
 from infini_model.data.loading.validation import sample_windows, validation_batches
@@ -77,13 +76,12 @@ def test_resuming_at_every_position_gives_the_remaining_batches(byte_dataset):
             assert loader.consumed == (done + 1) * 8
 
 
-def test_batches_do_not_depend_on_how_many_are_gathered_at_once(windows, monkeypatch):
+def test_batches_do_not_depend_on_how_many_are_gathered_at_once(windows):
     options = {"batch_size": 3, "gradient_accumulation_steps": 2, "world_size": 2, "rank": 1}
     steps = 2 * len(windows) // 12
     seen = []
     for tokens in (1, 5 * 6 * 64, 1 << 20):
-        monkeypatch.setattr(loader_module, "TOKENS_AT_ONCE", tokens)
-        with Loader(windows, **options, consumed=7) as loader:
+        with Loader(windows, **options, consumed=7, tokens_at_once=tokens) as loader:
             seen.append([batch for _ in range(steps) for batch in next(loader)])
             assert loader.consumed == 7 + steps * 12
     for batches in seen[1:]:

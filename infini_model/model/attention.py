@@ -17,7 +17,7 @@ from torch.nn import functional
 from infini_model.model.kernels.local_attention import local_attention
 from infini_model.model.kernels.memory_ops import gated_read
 from infini_model.model.kernels.numerics import memory_dtype
-from infini_model.model.memory import Memory, Update, memories
+from infini_model.model.memory import Memory, Update, memory_states
 from infini_model.model.rotary import Rope
 
 
@@ -86,7 +86,9 @@ def infini_attention(
     if reset is not None:
         # The last column asks about the memory that comes out; a partial segment has its own.
         reset = functional.pad(reset, (0, full + 1 - reset.size(1)))
-    states = memories(_segments(keys, length)[:, :full], values[:, :full], memory, reset, update)
+    states = memory_states(
+        _segments(keys, length)[:, :full], values[:, :full], memory, reset, update
+    )
     before = (x[:, : queries.size(1)].flatten(0, 1) for x in states)
 
     local = _local_segments(queries, local_keys, values, rope, backend)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infini_model.model.llama import InfiniLlama, State
+from infini_model.model.llama import InfiniLlama
+from infini_model.model.state import State
 from infini_model.runtime.errors import UserError
 
 # Tokens of all prompts together that are taken in at once, in whole segments.

@@ -55,7 +55,7 @@ def feature_map(x: Tensor) -> Tensor:
     return functional.relu(x) + x.clamp(max=0).exp()
 
 
-def memories(
+def memory_states(
     keys: Tensor, values: Tensor, first: Memory, reset: Tensor | None, update: Update
 ) -> Memory:
     """The memory before each segment and, last, after all of them.
@@ -85,9 +85,9 @@ def memories(
         return Memory(_compose(kept, kv, reset), norm)
 
 
-def written(memory: Memory, keys: Tensor, values: Tensor, update: Update) -> Memory:
+def update_memory(memory: Memory, keys: Tensor, values: Tensor, update: Update) -> Memory:
     """The memory after one segment of keys and values [B, H_kv, L, D] more."""
-    after = memories(keys.unsqueeze(1), values.unsqueeze(1), memory, None, update)
+    after = memory_states(keys.unsqueeze(1), values.unsqueeze(1), memory, None, update)
     return Memory(after.kv[:, 1], after.norm[:, 1])
 
 

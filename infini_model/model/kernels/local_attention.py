@@ -105,9 +105,9 @@ def local_attention(
     *,
     rope: Rope | None = None,
     backend: str = "auto",
-    visible: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Exact softmax attention, causal unless `visible` says what is seen.
+    """Exact softmax attention, causal unless `mask` says what is seen.
 
     Args:
         q: Queries [N, H, L, D].
@@ -115,7 +115,7 @@ def local_attention(
         v: Values [N, H_kv, M, D].
         rope: (cos, sin), each [L, D], by which queries and keys (then L of them) are rotated.
         backend: Kernel; one of `LaunchConfig.attention_backend`.
-        visible: Bool, broadcast to [N, H, L, M], true where a query sees a key.
+        mask: Bool, broadcast to [N, H, L, M], true where a query sees a key.
 
     Returns:
         [N, H, L, D].
@@ -124,19 +124,19 @@ def local_attention(
         ConfigError: The backend is unknown, not installed, or not for this device or dtype.
     """
     kernel = resolve_backend(backend, q.device, q.dtype, q.size(3), q.size(2))
-    if visible is None and kernel == "tiled":
+    if mask is None and kernel == "tiled":
         out: Tensor = tiled_attention(q, k, v, *(rope or ()))
         return out
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
-    if visible is None and kernel == "flash_attn":
+    if mask is None and kernel == "flash_attn":
         return _flash_attn(q, k, v)
     # flash-attn, flash and tiled take no mask; PyTorch chooses for a generation's few queries.
-    masked = visible is not None and kernel == "flash"
+    masked = mask is not None and kernel == "flash"
     free = masked or kernel not in _KERNELS
     with contextlib.nullcontext() if free else sdpa_kernel(_KERNELS[kernel]):
         return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.size(1) != k.size(1)
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
         )
 
 

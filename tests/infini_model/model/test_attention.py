@@ -11,9 +11,8 @@ from torch.nn import functional
 from infini_model.model.attention import infini_attention, segmented_local_attention
 from infini_model.model.definition import attention_by_segment
 from infini_model.model.kernels.local_attention import local_attention, resolve_backend
-from infini_model.model.layers import rope_tables
 from infini_model.model.memory import Memory, feature_map
-from infini_model.model.rotary import rotate
+from infini_model.model.rotary import rope_tables, rotate
 from infini_model.runtime.errors import ConfigError
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)

@@ -1,13 +1,13 @@
-"""The precision of a memory, which its definition and every kernel share."""
+"""Numerical conventions of the memory, shared by all implementations."""
 
 from __future__ import annotations
 
 import torch
 
-# Weights that sum to less than this have found nothing: the memory is empty, or every product of
-# features has underflowed. Its square is well inside float32, so that neither a division by more
-# than it nor the gradient of that can overflow.
-NOTHING_FOUND = 1e-18
+# Below this normaliser σ(q)·z a read counts as empty: the memory is empty, or every product of
+# features has underflowed. Its square is well inside float32's range, so dividing by a larger
+# normaliser cannot overflow, nor can the gradient of that division.
+EMPTY_MASS = 1e-18
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -39,11 +39,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infini_model.model.kernels.numerics import NOTHING_FOUND
+from infini_model.model.kernels.numerics import EMPTY_MASS
 
 # Of an H100 or H200; on other devices this costs speed alone.
 _MULTIPROCESSORS = 132
-_NOTHING_FOUND = tl.constexpr(NOTHING_FOUND)
+_EMPTY_MASS = tl.constexpr(EMPTY_MASS)
 _MINUS_INFINITY = tl.constexpr(-math.inf)
 
 
@@ -319,7 +319,7 @@ def _pair(x: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _shares(total: tl.tensor, gate: tl.tensor) -> tl.tensor:
     """Whether a row finds something, 1 / n and s, from n: each [ROWS, 1]."""
-    hit = total > _NOTHING_FOUND
+    hit = total > _EMPTY_MASS
     return hit, 1 / tl.where(hit, total, 1.0), tl.where(hit, tl.sigmoid(gate.to(tl.float32)), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The function against its definition, the paper's equations written out segment by segment."""
+"""`infini_attention` against its definition, the paper's equations segment by segment."""
 
 import math
 
@@ -59,7 +59,7 @@ def cases(draw_one):
 
 
 def outputs_and_gradients(function, case, dtype):
-    """What `function` gives for a case, and the gradients of a loss over all of it."""
+    """The results of `function` for a case, and the gradients of a loss over all of them."""
     tensors, length, rope, memory, update, reset, memory_keys = case
     leaves = [x.to(dtype).requires_grad_() for x in tensors]
     held = None if memory is None else Memory(*(x.to(dtype).requires_grad_() for x in memory))
@@ -83,7 +83,7 @@ def outputs_and_gradients(function, case, dtype):
     ]
 
 
-def test_rotates_as_complex_numbers_turn():
+def test_rotation_is_complex_multiplication():
     x, (cos, sin) = torch.randn(2, 3, 5, 8).double(), (t.double() for t in rope_tables(5, 8, 100.0))
     turned = torch.complex(*x.chunk(2, -1)) * torch.complex(cos[:, :4], sin[:, :4])
     torch.testing.assert_close(rotate(x, (cos, sin)), torch.cat((turned.real, turned.imag), -1))
@@ -132,7 +132,7 @@ def test_the_last_segment_reaches_the_first(update):
 @BOTH
 @given(st.integers(0, 1000), st.lists(st.integers(1, 3), min_size=2, max_size=4))
 @FEW
-def test_in_pieces_with_the_memory_carried(update, seed, pieces):
+def test_chunks_with_the_memory_carried_over(update, seed, pieces):
     q, k, v, gate, *_ = draw(2, 4, 2, 3 * sum(pieces), 4, seed)
     whole, after = infini_attention(q, k, v, gate, segment_length=3, update=update)
     memory, parts, start = None, [], 0
@@ -154,9 +154,9 @@ def test_one_segment_is_local_attention_exactly():
 
 
 @BOTH
-def test_what_follows_a_reset_is_as_if_alone(update):
+def test_tokens_after_a_reset_are_independent_of_those_before(update):
     q, k, v, gate, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
-    k[:, :, :12] = float("inf")  # what precedes may be anything
+    k[:, :, :12] = float("inf")  # even non-finite values do not reach past the reset
     v[:, :, :12] = float("nan")
     reset = torch.zeros(2, 6, dtype=torch.bool)
     reset[:, 3] = True
@@ -230,7 +230,7 @@ def test_delta_overwrites_what_linear_adds_to():
     torch.testing.assert_close(2 * read["delta"], second, rtol=0, atol=2e-3)
 
 
-def test_delta_grows_by_no_more_than_is_added_where_the_papers_rule_explodes():
+def test_delta_stays_bounded_where_the_papers_rule_explodes():
     generator = torch.Generator().manual_seed(0)
     memory, paper, bound = Memory(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)), None, 0.0
     memory = Memory(*(x.double() for x in memory))
@@ -251,7 +251,7 @@ def test_delta_grows_by_no_more_than_is_added_where_the_papers_rule_explodes():
     assert torch.linalg.matrix_norm(paper[0], 2) > 3 * bound
 
 
-def test_delta_is_the_papers_where_the_memory_outweighs_the_segment():
+def test_delta_is_the_papers_rule_where_the_memory_outweighs_the_segment():
     q, k, v, gate, *_ = draw(1, 1, 1, 6, 4)
     held = Memory(torch.linspace(-1, 1, 16).double().view(1, 1, 4, 4), q.new_full((1, 1, 4), 99.0))
     _, after = infini_attention(q, k, v, gate, segment_length=3, memory=held, update="delta")
@@ -263,7 +263,7 @@ def test_delta_is_the_papers_where_the_memory_outweighs_the_segment():
     torch.testing.assert_close(after.kv[0, 0], m, rtol=1e-12, atol=1e-12)
 
 
-def test_feature_map_keeps_its_digits_and_its_slope():
+def test_feature_map_is_precise_in_value_and_gradient():
     x = torch.tensor([-30.0, -1.0, 0.0, 2.0], requires_grad=True)
     y = feature_map(x)
     expected = [math.exp(-30), math.exp(-1), 1.0, 3.0]
@@ -373,7 +373,7 @@ def test_bad_input_is_named(error, message, change):
         infini_attention(**arguments)
 
 
-def test_without_memory_each_segment_is_by_itself():
+def test_without_memory_segments_are_independent():
     q, k, v, *_ = draw(2, 4, 2, 10, 4, dtype=torch.float32)
     out = segmented_local_attention(q, k, v, segment_length=4)
     for start in (0, 4, 8):

@@ -1,4 +1,6 @@
-"""Generation against the model itself, one full pass a token."""
+"""Generation against one full pass of the model per token."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -6,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infini_model.config import ModelConfig
-from infini_model.model import generation
 from infini_model.model.generation import generate, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
@@ -40,7 +41,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def greedy(model, prompt, count):
-    """The likeliest continuation by passes over the whole, without any state."""
+    """The greedy continuation by full passes, without any state."""
     tokens = list(prompt)
     for _ in range(count):
         with torch.no_grad():
@@ -56,17 +57,17 @@ def test_greedy_batches_are_full_passes(prompts):
 
 
 @KINDS
-@pytest.mark.parametrize("at_once", [1, 8, 64])
-def test_prompts_are_read_in_any_pieces(monkeypatch, memory, shift, at_once):
-    """A segment at a time, two, or as many as there are, then token by token."""
-    monkeypatch.setattr(generation, "TOKENS_AT_ONCE", at_once)
+@pytest.mark.parametrize("prefill_tokens", [1, 8, 64])
+def test_prompts_are_read_in_any_chunks(memory, shift, prefill_tokens):
+    """One segment at a time, two, or all at once, then token by token."""
+    greedily = partial(generate, temperature=0, prefill_tokens=prefill_tokens)
     model = build(memory, shift)
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(11, (1, 25), generator=draw)
-    new = generate(model, prompts, max_new_tokens=9, temperature=0)
+    new = greedily(model, prompts, max_new_tokens=9)
     assert new == [greedy(model, prompts[0].tolist(), 9)]
     unequal = [prompts[0, :length].tolist() for length in (25, 8, 3)]
-    new = generate(model, unequal, max_new_tokens=6, temperature=0)
+    new = greedily(model, unequal, max_new_tokens=6)
     assert new == [greedy(model, prompt, 6) for prompt in unequal]
 
 
@@ -145,7 +146,7 @@ def test_nothing_to_add():
 @pytest.mark.parametrize(
     ("message", "prompts", "change"),
     [
-        ("prompts: there is none", [], {}),
+        ("prompts: expected at least one", [], {}),
         ("prompt 1: is empty", [[1], []], {}),
         ("prompt 0: token 11 is outside the vocabulary of 11", [[11]], {}),
         ("prompt 0: token -1 is outside", [[-1]], {}),

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Register the decorated definition as an operator that runs `kernel` of `triton` on CUDA.
+    """Register the decorated function as an operator, with a kernel of `triton.launch` on CUDA.
 
-    The kernels are not precise enough for float64, which runs the definition on CUDA, too.
+    The kernels are not precise enough for float64, which runs the decorated function on CUDA, too.
     """
 
     def define(definition: Callable[..., Any]) -> CustomOpDef:
@@ -41,9 +41,9 @@ def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
         def _(*inputs: Tensor) -> Any:
             if inputs[0].dtype == torch.float64:
                 return definition(*inputs)
-            from infini_model.model.kernels import triton
+            from infini_model.model.kernels.triton import launch
 
-            return getattr(triton, kernel)(*inputs)
+            return getattr(launch, kernel)(*inputs)
 
         return operator
 

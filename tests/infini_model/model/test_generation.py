@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import draw_memory_parameters, tiny_config
 
-from infini_model.config import ModelConfig
 from infini_model.model.generation import generate, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
@@ -15,22 +15,9 @@ from infini_model.runtime.errors import UserError
 
 def build(memory="linear", shift=True):
     torch.manual_seed(3)
-    config = ModelConfig(
-        vocab_size=11,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        segment_length=4,
-        memory=memory,
-        memory_key_shift=shift,
-        initializer_range=0.4,
-    )
+    config = tiny_config(memory=memory, memory_key_shift=shift, initializer_range=0.4)
     model = InfiniLlama(config).double()
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate", "memory_key_shift")):
-            torch.nn.init.normal_(parameter)
+    draw_memory_parameters(model)
     return model
 
 

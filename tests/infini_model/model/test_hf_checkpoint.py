@@ -8,9 +8,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import draw_memory_parameters, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from infini_model.config import ModelConfig
 from infini_model.model.hf_checkpoint import read_config, write_checkpoint
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError
@@ -25,36 +25,30 @@ LLAMA3 = {
 TOKENS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "rope_theta": 5000.0,
+    "initializer_range": 0.2,
+}
+
+
 def theirs(**changes):
     torch.manual_seed(0)
-    fields = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+    fields = SHAPE | {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 24,
-        "rope_theta": 5000.0,
         "rms_norm_eps": 1e-6,
-        "initializer_range": 0.2,
     }
     return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
 
 
 def ours(**changes):
     torch.manual_seed(0)
-    fields = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "segment_length": 24,
-        "rope_theta": 5000.0,
-        "initializer_range": 0.2,
-    }
-    return InfiniLlama(ModelConfig(**(fields | changes)))
+    return InfiniLlama(tiny_config(**SHAPE | {"segment_length": 24} | changes))
 
 
 def logits(model):
@@ -120,9 +114,7 @@ def test_round_trip_through_transformers(tmp_path):
 @pytest.mark.parametrize("tie", [True, False])
 def test_round_trip_with_memory(tmp_path, caplog, memory, shift, tie):
     model = ours(segment_length=5, memory=memory, memory_key_shift=shift, tie_word_embeddings=tie)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate", "memory_key_shift")):
-            torch.nn.init.normal_(parameter)
+    draw_memory_parameters(model)
     folder = tmp_path / "model"
     write_checkpoint(folder, model.config, dict(model.named_parameters()), shard_bytes=20_000)
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1

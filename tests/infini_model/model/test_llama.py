@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import draw_memory_parameters, tiny_config
 from torch.nn import functional
 
-from infini_model.config import ModelConfig
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import summed_loss
 from infini_model.runtime.errors import ConfigError
@@ -17,26 +17,14 @@ FEW = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def config(**changes):
-    fields = {
-        "vocab_size": 17,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 24,
-        "segment_length": 4,
-        "initializer_range": 0.3,
-    }
-    return ModelConfig(**(fields | changes))
+    return tiny_config(**{"vocab_size": 17, "initializer_range": 0.3} | changes)
 
 
 def build(seed=0, dtype=torch.float64, **changes):
-    """A small model with random gates and key shifts."""
+    """A tiny model with random gates and key shifts."""
     torch.manual_seed(seed)
     model = InfiniLlama(config(**changes)).to(dtype)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate", "memory_key_shift")):
-            torch.nn.init.normal_(parameter)
+    draw_memory_parameters(model)
     return model
 
 

@@ -215,17 +215,17 @@ class InfiniLlama(nn.Module):
         return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def gate_statistics(
-        self, whole: Callable[[Tensor], Tensor] = Tensor.detach
+        self, gather: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> list[GateStatistics]:
         """The share of the memory in each layer; empty for a model without memory.
 
-        `whole` gathers a gate that is sharded over processes.
+        `gather` assembles a gate that is sharded over processes.
         """
         if self.config.memory == "none":
             return []
         statistics = []
         for layer in self.model.layers:
-            share = whole(layer.get_parameter("self_attn.gate").detach()).float().sigmoid()
+            share = gather(layer.get_parameter("self_attn.gate").detach()).float().sigmoid()
             statistics.append(
                 GateStatistics(share.mean().item(), share.min().item(), share.max().item())
             )

@@ -11,5 +11,5 @@ EMPTY_MASS = 1e-18
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a memory beside activations of `dtype`: float64 for float64, else float32."""
+    """The dtype of the memory for activations of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

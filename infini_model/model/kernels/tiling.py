@@ -1,7 +1,7 @@
 """Cache-sized chunks of segments and heads, for the CPU kernels.
 
 An operator over a whole long sequence reads and writes every intermediate result in main memory, in
-pages mapped anew each time. That costs more than its arithmetic. So a kernel here finishes one
+freshly mapped pages. That costs more than its arithmetic. So a kernel here finishes one
 chunk before it starts the next, and reuses the same scratch memory for all of them. As many chunks
 run at once as PyTorch has threads, since their operators are too short to be split over threads.
 One thread computes a chunk, so results are the same to the bit every time.

@@ -132,13 +132,13 @@ def test_the_last_segment_reaches_the_first(update):
 @BOTH
 @given(st.integers(0, 1000), st.lists(st.integers(1, 3), min_size=2, max_size=4))
 @FEW
-def test_chunks_with_the_memory_carried_over(update, seed, pieces):
-    q, k, v, gate, *_ = draw(2, 4, 2, 3 * sum(pieces), 4, seed)
+def test_chunks_with_the_memory_carried_over(update, seed, chunks):
+    q, k, v, gate, *_ = draw(2, 4, 2, 3 * sum(chunks), 4, seed)
     whole, after = infini_attention(q, k, v, gate, segment_length=3, update=update)
     memory, parts, start = None, [], 0
-    for count in pieces:
-        piece = (x[:, :, start : start + 3 * count] for x in (q, k, v))
-        out, memory = infini_attention(*piece, gate, segment_length=3, memory=memory, update=update)
+    for count in chunks:
+        chunk = (x[:, :, start : start + 3 * count] for x in (q, k, v))
+        out, memory = infini_attention(*chunk, gate, segment_length=3, memory=memory, update=update)
         parts.append(out)
         start += 3 * count
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-10, atol=1e-10)
@@ -295,11 +295,11 @@ def test_auto_on_a_cpu(dtype, length, kernel):
 
 @pytest.mark.parametrize("update", ["linear", "delta"])
 def test_a_million_tokens_drift_less_than_a_thousandth(update):
-    length, piece, pieces = 64, 1 << 15, 32
+    length, chunk, chunks = 64, 1 << 15, 32
     generator = torch.Generator().manual_seed(0)
     gate, memory, exact = torch.zeros(2), None, None
-    for _ in range(pieces):
-        q, k, v = (torch.randn(1, 2, piece, 4, generator=generator) for _ in range(3))
+    for _ in range(chunks):
+        q, k, v = (torch.randn(1, 2, chunk, 4, generator=generator) for _ in range(3))
         out, memory = infini_attention(
             q, k, v, gate, segment_length=length, memory=memory, update=update
         )
@@ -309,7 +309,7 @@ def test_a_million_tokens_drift_less_than_a_thousandth(update):
         )
         assert (out - expected).abs().max() < 1e-3 * expected.abs().max()
         assert (memory.kv - exact.kv).abs().max() < 1e-3 * exact.kv.abs().max()
-    assert piece * pieces >= 1_000_000
+    assert chunk * chunks >= 1_000_000
 
 
 @BOTH
@@ -377,5 +377,5 @@ def test_without_memory_segments_are_independent():
     q, k, v, *_ = draw(2, 4, 2, 10, 4, dtype=torch.float32)
     out = segmented_local_attention(q, k, v, segment_length=4)
     for start in (0, 4, 8):
-        piece = (x[:, :, start : start + 4] for x in (q, k, v))
-        torch.testing.assert_close(out[:, :, start : start + 4], local_attention(*piece))
+        chunk = (x[:, :, start : start + 4] for x in (q, k, v))
+        torch.testing.assert_close(out[:, :, start : start + 4], local_attention(*chunk))

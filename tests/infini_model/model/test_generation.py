@@ -38,7 +38,7 @@ def greedy(model, prompt, count):
 
 @given(st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=14), min_size=1, max_size=4))
 @settings(max_examples=15, deadline=None, derandomize=True)
-def test_greedy_batches_are_full_passes(prompts):
+def test_greedy_batches_equal_full_passes(prompts):
     new = generate(MODEL, prompts, max_new_tokens=7, temperature=0)
     assert new == [greedy(MODEL, prompt, 7) for prompt in prompts]
 
@@ -59,7 +59,7 @@ def test_prompts_are_read_in_any_chunks(memory, shift, prefill_tokens):
 
 
 @KINDS
-def test_a_drawn_row_depends_on_no_other(memory, shift):
+def test_rows_are_sampled_independently(memory, shift):
     model, settings_ = build(memory, shift), {"max_new_tokens": 10, "temperature": 1.5, "seed": 3}
     prompts = [[1, 2, 3, 4, 5, 6], [7] * 13, [8, 9]]
     rows = generate(model, prompts, **settings_)
@@ -78,7 +78,7 @@ def test_a_prompt_may_be_a_tensor():
     assert new == generate(MODEL, prompts.tolist(), max_new_tokens=6, temperature=0)
 
 
-def test_stream_is_generate():
+def test_stream_equals_generate():
     settings_ = {"max_new_tokens": 9, "temperature": 0.9, "top_k": 5, "top_p": 0.9, "seed": 4}
     prompts = [[1, 2, 3], [4]]
     steps = list(stream(MODEL, prompts, **settings_))
@@ -97,7 +97,7 @@ def test_a_row_ends_with_the_end_token():
     assert len(cut[0]) <= 2
 
 
-def test_the_draw_obeys_its_settings():
+def test_sampling_respects_its_settings():
     prompt = [[1, 2, 3]]
     best = generate(MODEL, prompt, max_new_tokens=8, temperature=0)
     for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}):
@@ -117,7 +117,7 @@ def test_the_draw_obeys_its_settings():
     assert {row[0] for row in drawn} == nucleus
 
 
-def test_frequencies_are_the_models():
+def test_sampled_frequencies_match_the_model():
     prompt = [[1, 2, 3]]
     with torch.no_grad():
         expected = MODEL(torch.tensor(prompt)).logits[0, -1].softmax(-1)
@@ -126,7 +126,7 @@ def test_frequencies_are_the_models():
     torch.testing.assert_close(observed.double(), expected, rtol=0, atol=0.04)
 
 
-def test_nothing_to_add():
+def test_zero_new_tokens():
     assert generate(MODEL, [[1], [2]], max_new_tokens=0) == [[], []]
 
 

@@ -72,14 +72,14 @@ def test_gates_and_key_shifts_start_at_one_half():
     st.booleans(),
 )
 @FEW
-def test_one_pass_equals_any_chunks(seed, pieces, memory, shift):
+def test_one_pass_equals_any_chunks(seed, chunks, memory, shift):
     model = build(seed, memory=memory, memory_key_shift=shift)
-    tokens = ids(2, sum(pieces), seed)
+    tokens = ids(2, sum(chunks), seed)
     with torch.no_grad():
         whole = model(tokens)
         state, parts = None, []
-        for piece in tokens.split(pieces, dim=1):
-            out = model(piece, state=state)
+        for chunk in tokens.split(chunks, dim=1):
+            out = model(chunk, state=state)
             state = out.state
             parts.append(out.logits)
         close(torch.cat(parts, 1), whole.logits)
@@ -113,9 +113,9 @@ def test_an_empty_state_equals_no_state(memory):
     tokens, after = ids(2, 10), ids(2, 6, seed=1)
     with torch.no_grad():
         fresh = model(tokens)
-        begun = model(tokens, state=model.empty_state(2))
-        close(begun.logits, fresh.logits)
-        close(model(after, state=begun.state).logits, model(after, state=fresh.state).logits)
+        first = model(tokens, state=model.empty_state(2))
+        close(first.logits, fresh.logits)
+        close(model(after, state=first.state).logits, model(after, state=fresh.state).logits)
         _, state = model.advance(tokens[:, :4], model.empty_state(2), torch.tensor([4, 0]))
         mixed = model(tokens, state=state).logits
         close(mixed[0], model(torch.cat((tokens[:1, :4], tokens[:1]), 1)).logits[0, 4:])
@@ -130,27 +130,27 @@ def test_rows_may_be_at_different_positions():
         assert state.position.tolist() == [4, 1, 0]
         hidden, _ = model.advance(tokens[:, :3], state)
         for row, count in enumerate(counts.tolist()):
-            alone = torch.cat((tokens[row, :count], tokens[row, :3]))[None]
-            close(model.lm_head(hidden[row]), model(alone).logits[0, -3:])
+            separate = torch.cat((tokens[row, :count], tokens[row, :3]))[None]
+            close(model.lm_head(hidden[row]), model(separate).logits[0, -3:])
 
 
 @pytest.mark.parametrize("memory", ["linear", "delta", "none"])
-@pytest.mark.parametrize("begun", [0, 2, 4, 6])
-def test_a_state_may_be_continued_twice(memory, begun):
+@pytest.mark.parametrize("start", [0, 2, 4, 6])
+def test_a_state_may_be_continued_twice(memory, start):
     """From anywhere in a segment, alternating: neither continuation affects the other."""
-    model, ways = build(memory=memory), (ids(2, 7, seed=1), ids(2, 7, seed=2))
+    model, continuations = build(memory=memory), (ids(2, 7, seed=1), ids(2, 7, seed=2))
     with torch.no_grad():
         state = model.empty_state(2)
-        for t in range(begun):
-            _, state = model.advance(ids(2, begun)[:, t : t + 1], state)
-        expected = [model(way, state=state).logits for way in ways]
+        for t in range(start):
+            _, state = model.advance(ids(2, start)[:, t : t + 1], state)
+        expected = [model(tokens, state=state).logits for tokens in continuations]
         states, found = [state, state], ([], [])
         for t in range(7):
-            for way, tokens in enumerate(ways):
-                hidden, states[way] = model.advance(tokens[:, t : t + 1], states[way])
-                found[way].append(model.lm_head(hidden))
+            for index, tokens in enumerate(continuations):
+                hidden, states[index] = model.advance(tokens[:, t : t + 1], states[index])
+                found[index].append(model.lm_head(hidden))
         close([torch.cat(parts, 1) for parts in found], expected)
-        assert torch.equal(model(ways[0], state=state).logits, expected[0])
+        assert torch.equal(model(continuations[0], state=state).logits, expected[0])
 
 
 @pytest.mark.parametrize("memory", ["linear", "delta", "none"])
@@ -209,8 +209,8 @@ def test_without_memory_segments_are_independent():
     model = build(memory="none")
     tokens = ids(2, 10)
     with torch.no_grad():
-        alone = torch.cat([model(piece).logits for piece in tokens.split(4, 1)], 1)
-        close(model(tokens).logits, alone)
+        separate = torch.cat([model(chunk).logits for chunk in tokens.split(4, 1)], 1)
+        close(model(tokens).logits, separate)
 
 
 def test_a_reset_forgets_all_preceding_tokens():

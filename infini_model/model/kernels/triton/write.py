@@ -48,7 +48,7 @@ def sums_forward(
 
     Each program computes a tile of the columns of `kv`; that of the first tile also `norm`.
     """
-    memory, whole = tl.program_id(0), tl.arange(0, WIDTH)
+    memory, all_columns = tl.program_id(0), tl.arange(0, WIDTH)
     tile = 0 if TILE == WIDTH else tl.program_id(2)
     columns = tile * TILE + tl.arange(0, TILE)
     m = tl.zeros([WIDTH, TILE], tl.float32)
@@ -59,15 +59,15 @@ def sums_forward(
     for block in tl.range(first, last, num_stages=3):
         at = locate(block, memory, kv_heads, 1, length, ROWS)
         # σ(−∞) = 0: rows after the last add nothing.
-        f = features(load_rows(keys, at, whole, HEAD_DIM, ROWS, _MINUS_INFINITY))
+        f = features(load_rows(keys, at, all_columns, HEAD_DIM, ROWS, _MINUS_INFINITY))
         v = load_rows(values, at, columns, HEAD_DIM, ROWS)
         m = tl.dot(tl.trans(f.to(OPERAND)), v.to(OPERAND), m, PRECISION)
         z += f
 
     partial = tl.program_id(1) * tl.num_programs(0) + memory
-    store_memory(kv, partial, whole, columns, m, HEAD_DIM)
+    store_memory(kv, partial, all_columns, columns, m, HEAD_DIM)
     if tile == 0:
-        tl.store(norm + partial * HEAD_DIM + whole, tl.sum(z, axis=0), whole < HEAD_DIM)
+        tl.store(norm + partial * HEAD_DIM + all_columns, tl.sum(z, axis=0), all_columns < HEAD_DIM)
 
 
 @triton.jit
@@ -89,18 +89,18 @@ def sums_backward(
     PRECISION: tl.constexpr,
 ) -> None:
     """A tile of the columns of `dkeys` and `dvalues`, for some blocks of the rows of one head."""
-    memory, whole = tl.program_id(0), tl.arange(0, WIDTH)
+    memory, all_columns = tl.program_id(0), tl.arange(0, WIDTH)
     columns = (0 if TILE == WIDTH else tl.program_id(2) * TILE) + tl.arange(0, TILE)
-    dm = load_memory(dkv, memory, whole, columns, HEAD_DIM).to(OPERAND)
+    dm = load_memory(dkv, memory, all_columns, columns, HEAD_DIM).to(OPERAND)
     # Transposed outside the loop, it stays in shared memory.
-    dm_t = tl.trans(load_memory(dkv, memory, columns, whole, HEAD_DIM).to(OPERAND))
+    dm_t = tl.trans(load_memory(dkv, memory, columns, all_columns, HEAD_DIM).to(OPERAND))
     dz = tl.load(dnorm + memory * HEAD_DIM + columns, columns < HEAD_DIM, other=0.0)
     first = tl.program_id(1) * blocks_per_program
     last = min(first + blocks_per_program, tl.cdiv(length, ROWS))
     for block in tl.range(first, last, num_stages=2):
         at = locate(block, memory, kv_heads, 1, length, ROWS)
-        v = load_rows(values, at, whole, HEAD_DIM, ROWS).to(OPERAND)
-        f = features(load_rows(keys, at, whole, HEAD_DIM, ROWS))
+        v = load_rows(values, at, all_columns, HEAD_DIM, ROWS).to(OPERAND)
+        f = features(load_rows(keys, at, all_columns, HEAD_DIM, ROWS))
         slope = tl.minimum(features(load_rows(keys, at, columns, HEAD_DIM, ROWS)), 1.0)
         dk = (tl.dot(v, dm_t, input_precision=PRECISION) + dz[None, :]) * slope
         dv = tl.dot(f.to(OPERAND), dm, input_precision=PRECISION)

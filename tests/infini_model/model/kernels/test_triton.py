@@ -59,7 +59,7 @@ def test_interpreted():
     ids=lambda kernel: kernel.__name__,
 )
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float32, 256)], ids=str)
-def test_compiles_for_hopper_where_there_is_none(kernel, dtype, dim):
+def test_compiles_for_hopper_without_a_gpu(kernel, dtype, dim):
     row = ("*bf16" if dtype == torch.bfloat16 else "*fp32", "i32", "i32", "i32")
     rows = ("grad", "q", "local", "out", "dq", "dlocal", "keys", "values", "dkeys", "dvalues")
     tensors = dict.fromkeys(rows, row)
@@ -195,7 +195,7 @@ def test_takes_the_gradient_of_a_sum():
 @runs_kernels
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("mass", [0.0, 1e-22])
-def test_an_empty_memory_leaves_the_local_attention_as_it_is(dtype, mass):
+def test_an_empty_memory_leaves_the_local_attention_unchanged(dtype, mass):
     (q, local, gate, kv, norm), grad = draw(1, 4, 2, 20, 16, dtype)
     kv[:, 1], norm[:, 1], local[..., 0] = 0, mass, -0.0
     out, dq, dlocal, dgate, dkv, dnorm = kernels((q, local, gate, kv, norm), grad)
@@ -229,7 +229,7 @@ def test_a_memory_beyond_the_range_of_float16(dtype):
 
 
 @runs_kernels
-def test_a_share_is_divided_by_more_digits_than_bfloat16_has():
+def test_the_normaliser_is_not_rounded_to_bfloat16():
     (q, local, gate, kv, norm), _ = draw(1, 2, 1, 20, 16, torch.bfloat16)
     q, local, kv, norm = q * 0, local.float() * 0, kv * 0 + 1, norm * 0 + 1.003
     out = gated_read_forward(q, local, gate, kv, norm)
@@ -237,7 +237,7 @@ def test_a_share_is_divided_by_more_digits_than_bfloat16_has():
 
 
 @runs_kernels
-def test_gates_that_are_shut_or_open():
+def test_saturated_gates():
     (q, local, gate, kv, norm), grad = draw(1, 2, 1, 20, 16)
     gate.copy_(torch.tensor([-100.0, 100.0]))
     results = kernels((q, local, gate, kv, norm), grad)
@@ -249,7 +249,7 @@ def test_gates_that_are_shut_or_open():
 
 
 @runs_kernels
-def test_a_nan_is_not_lost():
+def test_nan_propagates():
     (q, local, gate, kv, norm), _ = draw(1, 2, 1, 20, 16)
     kv[0, 0, 3, 5] = torch.nan
     assert gated_read_forward(q, local, gate, kv, norm)[..., 5].isnan().all()
@@ -345,7 +345,7 @@ def test_sums_and_their_gradients_beyond_the_range_of_float16(dtype):
 
 
 @runs_kernels
-def test_a_nan_is_not_lost_from_the_sums():
+def test_nan_propagates_through_the_sums():
     (keys, values), grads = draw_sums(1, 2, 20, 16)
     keys[0, 0, 3, 5], values[0, 1, 4, 6], grads[1][0, 1, 7] = torch.nan, torch.nan, torch.nan
     kv, norm, dkeys, dvalues = sums_kernels((keys, values), grads)
@@ -356,7 +356,7 @@ def test_a_nan_is_not_lost_from_the_sums():
 
 
 @runs_kernels
-def test_no_segment_writes_nothing():
+def test_zero_segments():
     written, grads = draw_sums(0, 2, 20, 16)
     kv, norm, dkeys, dvalues = sums_kernels(written, grads)
     assert (kv.shape, norm.shape) == ((0, 2, 16, 16), (0, 2, 16))

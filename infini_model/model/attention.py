@@ -8,7 +8,8 @@ older from a memory (M, z) of constant size. With σ = ELU + 1, a segment of Q, 
     out     = s · A_mem + (1 − s) · A_local                 s = sigmoid(gate) (eq. 10)
     M, z    ← M + σ(K)ᵀ V, z + Σ σ(K)                       then write to it (eq. 8)
 
-or writes by the delta rule (eq. 9). `infini_model.model.definition` is this loop in plain PyTorch.
+or writes by a bounded form of the delta rule (eq. 9). Where the memory is empty, out = A_local.
+`infini_model.model.definition` is the loop over segments in plain PyTorch.
 
 A loop over segments keeps a GPU waiting: each step is small and depends on the last. But only the
 memory is sequential, and under the linear rule it is a prefix sum of what the segments write. So

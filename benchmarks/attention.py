@@ -25,7 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.report import Cell, Ratio, publish, speed_ratio, stopwatch, take_turns
 from infini_model.config import ModelConfig
 from infini_model.model.attention import infini_attention
-from infini_model.model.layers import Attention, rope_tables
+from infini_model.model.layers import Attention
+from infini_model.model.rotary import rope_tables
 
 try:
     from infini_transformer_pytorch.infini_transformer import (  # type: ignore[import-untyped]

@@ -1,9 +1,21 @@
-"""Infini-attention: exact causal attention inside segments, a compressive memory for all before.
+"""Infini-attention ("Leave No Context Behind", arXiv 2404.07143), all segments at once.
 
-The function follows "Leave No Context Behind" (arXiv 2404.07143), equations 2 to 10. Every segment
-of a sequence is computed at once: `infini_model.model.memory` finds what the memory is before each
-segment without a loop over segments, and gradients reach the first segment as they would through
-the loop, which is written out in `infini_model.model.definition`.
+A sequence is cut into segments. Each head attends exactly inside a segment, and reads everything
+older from a memory (M, z) of constant size. With σ = ELU + 1, a segment of Q, K, V computes
+
+    A_local = causal softmax(Q Kᵀ / √D) V                   attention inside the segment (eq. 2)
+    A_mem   = σ(Q) M / σ(Q) z                               read the memory before it (eq. 7)
+    out     = s · A_mem + (1 − s) · A_local                 s = sigmoid(gate) (eq. 10)
+    M, z    ← M + σ(K)ᵀ V, z + Σ σ(K)                       then write to it (eq. 8)
+
+or writes by a bounded form of the delta rule (eq. 9). Where the memory is empty, out = A_local.
+`infini_model.model.definition` is the loop over segments in plain PyTorch.
+
+A loop over segments keeps a GPU waiting: each step is small and depends on the last. But only the
+memory is sequential, and under the linear rule it is a prefix sum of what the segments write. So
+`infini_attention` computes the memory before every segment first (`infini_model.model.memory`),
+then local attention and reads of all segments as one batch. Results and gradients are those of the
+loop, and gradients flow back to the first segment.
 """
 
 from __future__ import annotations
@@ -17,12 +29,12 @@ from torch.nn import functional
 from infini_model.model.kernels.local_attention import local_attention
 from infini_model.model.kernels.memory_ops import gated_read
 from infini_model.model.kernels.numerics import memory_dtype
-from infini_model.model.memory import Memory, Update, memories
+from infini_model.model.memory import Memory, Update, memory_states
 from infini_model.model.rotary import Rope
 
 
 def _segments(x: Tensor, length: int) -> Tensor:
-    """[B, H, T, D] as [B, S, H, length, D], zeros behind the last token."""
+    """[B, H, T, D] as [B, S, H, length, D], padded with zeros after the last token."""
     missing = -x.size(2) % length
     if missing:
         x = functional.pad(x, (0, 0, 0, missing))
@@ -45,9 +57,9 @@ def infini_attention(
 ) -> tuple[Tensor, Memory]:
     """Infini-attention over all segments at once (arXiv 2404.07143, equations 2 to 10).
 
-    Each segment first reads the memory of the segments before it, then is written to it. A
-    trailing partial segment reads but is not written. Where the memory is empty the result is the
-    local attention alone, exactly.
+    Each segment reads the memory of the segments before it, then is written to it. A trailing
+    partial segment is not written. Where the memory is empty, the result is exactly the local
+    attention.
 
     Args:
         q: Queries [B, H, T, D]; query head h reads key-value head h // (H / H_kv).
@@ -55,24 +67,24 @@ def infini_attention(
         v: Values [B, H_kv, T, D], of the dtype of `q`.
         gate: [H], before the sigmoid; sigmoid(gate) is the share of the memory.
         segment_length: Tokens of a segment, at least 1.
-        rope: (cos, sin), each [segment_length, D], by position inside the segment; used by the
-            local attention alone.
-        memory: What was written before, float32 (float64 for float64 inputs); None is empty.
-        update: The rule by which a segment is written: `linear` adds it, `delta` overwrites what
-            stands under the same keys; see `infini_model.model.memory`.
+        rope: (cos, sin), each [segment_length, D], by position inside the segment; applied in the
+            local attention only.
+        memory: Memory of the preceding tokens, float32 (float64 for float64 inputs); None is empty.
+        update: How a segment is written: `linear` adds to the memory, `delta` replaces what the
+            memory returns for the same keys; see `infini_model.model.memory`.
         backend: Kernel of the local attention; one of `LaunchConfig.attention_backend`.
         reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document and
             the memory is emptied before it.
-        memory_keys: Keys under which the values are written, of the shape of `k`; None is `k`.
+        memory_keys: Keys under which values are written, of the shape of `k`; defaults to `k`.
 
     Returns:
         The attention [B, H, T, D] in the dtype of `q`, and the memory after the last full segment
         (emptied, if a trailing partial segment is reset).
 
     Raises:
-        ValueError: A shape, a head count, a device, `segment_length` or `update` does not fit.
+        ValueError: A shape, head count, device, `segment_length` or `update` does not fit.
         TypeError: A dtype does not fit.
-        ConfigError: The backend is unknown, not installed, or not for this device.
+        ConfigError: The backend is unknown, not installed, or does not support this device.
     """
     keys = k if memory_keys is None else memory_keys
     _check(q, k, v, gate, segment_length, rope, memory, update, reset, keys)
@@ -84,9 +96,12 @@ def infini_attention(
     if memory is None:
         memory = Memory.empty(k.size(0), k.size(1), k.size(3), dtype=k.dtype, device=k.device)
     if reset is not None:
-        # The last column asks about the memory that comes out; a partial segment has its own.
+        # One column per segment that reads, and one for the memory returned. A trailing partial
+        # segment reads the memory that is returned, so they share a column.
         reset = functional.pad(reset, (0, full + 1 - reset.size(1)))
-    states = memories(_segments(keys, length)[:, :full], values[:, :full], memory, reset, update)
+    states = memory_states(
+        _segments(keys, length)[:, :full], values[:, :full], memory, reset, update
+    )
     before = (x[:, : queries.size(1)].flatten(0, 1) for x in states)
 
     local = _local_segments(queries, local_keys, values, rope, backend)
@@ -115,7 +130,7 @@ def segmented_local_attention(
     rope: Rope | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention inside each segment by itself: `infini_attention` of a model without memory.
+    """Attention inside each segment only, for a model without memory.
 
     Arguments, result and errors are those of `infini_attention`.
     """
@@ -177,7 +192,7 @@ def _check(
     reset: Tensor | None,
     keys: Tensor,
 ) -> None:
-    """Raise on the first argument of `infini_attention` that does not fit the others."""
+    """Raise on the first argument of `infini_attention` that is inconsistent with the others."""
     _check_qkv(q, k, v, keys, segment_length)
     _check_rope(rope, segment_length, q)
     _expect("gate", gate, (q.size(1),), q)

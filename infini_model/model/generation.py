@@ -1,4 +1,4 @@
-"""Text from a model, token by token, in memory that does not grow with the prompt."""
+"""Autoregressive generation in memory that does not grow with the prompt."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infini_model.model.llama import InfiniLlama, State
+from infini_model.model.llama import InfiniLlama
+from infini_model.model.state import State
 from infini_model.runtime.errors import UserError
 
-# Tokens of all prompts together that are taken in at once, in whole segments.
-TOKENS_AT_ONCE = 4096
+PREFILL_TOKENS = 4096
 
 Prompts = Tensor | Sequence[Sequence[int]]
 
@@ -27,20 +27,22 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     eos_token_id: int | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
     """Continue each prompt.
 
     Args:
-        model: The model; it is read as it is, on its own device.
-        prompts: Token ids, [B, T] or one list a prompt; lengths may differ, and no row depends on
-            the others (bar rounding).
-        max_new_tokens: Tokens to add at most.
-        temperature: 0 takes the likeliest token; above it, logits are divided by it.
-        top_k: Draw from the k likeliest tokens only.
-        top_p: Draw from the fewest likeliest tokens whose probabilities reach p.
-        seed: Of the draw; each row has one of its own, which (seed, number of the row) decides on
-            every device.
-        eos_token_id: Token that ends a row; it is the row's last.
+        model: The model, used on its own device.
+        prompts: Token ids, [B, T] or one list per prompt. Lengths may differ; up to rounding, no
+            row depends on another.
+        max_new_tokens: Maximum number of tokens to generate.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
+        seed: Row i is sampled from a generator seeded with (seed, i), the same on every device.
+        eos_token_id: Token that ends a row; it is included.
+        prefill_tokens: Prompt tokens, over all rows, processed at once where all rows have full
+            segments; at least one segment per row.
 
     Returns:
         The new tokens of each row, without the prompt.
@@ -58,6 +60,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         eos_token_id=eos_token_id,
+        prefill_tokens=prefill_tokens,
     ):
         for row, token in zip(rows, tokens, strict=True):
             if token is not None:
@@ -75,22 +78,23 @@ def stream(
     top_p: float | None = None,
     seed: int = 0,
     eos_token_id: int | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[list[int | None]]:
-    """As `generate`, but give back each step's tokens as soon as they are drawn.
+    """Like `generate`, but yield tokens as they are sampled.
 
     Yields:
-        One token a row; None for a row that has ended. Stops when all have.
+        One token per row; None for a row that has ended. Stops when all rows have ended.
     """
     _check_settings(max_new_tokens, temperature, top_k, top_p, seed)
     ids, lengths = _pad(prompts, model.lm_head.out_features)
-    chances = [np.random.default_rng((seed, row)) for row in range(len(lengths))]
-    logits, state = _read_prompts(model, ids, lengths)
+    generators = [np.random.default_rng((seed, row)) for row in range(len(lengths))]
+    logits, state = _prefill(model, ids, lengths, prefill_tokens)
     ended = [False] * len(lengths)
     for number in range(1, max_new_tokens + 1):
-        tokens = _draw(logits, temperature, top_k, top_p, chances)
-        drawn: list[int] = tokens.tolist()
-        yield [None if end else token for token, end in zip(drawn, ended, strict=True)]
-        ended = [end or token == eos_token_id for token, end in zip(drawn, ended, strict=True)]
+        tokens = _sample(logits, temperature, top_k, top_p, generators)
+        sampled: list[int] = tokens.tolist()
+        yield [None if end else token for token, end in zip(sampled, ended, strict=True)]
+        ended = [end or token == eos_token_id for token, end in zip(sampled, ended, strict=True)]
         if all(ended) or number == max_new_tokens:
             return
         logits, state = _next_logits(model, tokens, state)
@@ -112,10 +116,10 @@ def _check_settings(
 
 
 def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Prompts as [B, longest] with zeros behind, and their lengths [B], both on the CPU."""
+    """Prompts as [B, longest], zero-padded on the right, and their lengths [B], on the CPU."""
     rows = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in prompts]
     if not rows:
-        raise UserError("prompts: there is none")
+        raise UserError("prompts: expected at least one, got none")
     for number, row in enumerate(rows):
         if row.dim() != 1 or len(row) == 0:
             raise UserError(f"prompt {number}: is empty")
@@ -130,26 +134,28 @@ def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def _read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Tensor, State]:
-    """Take in the prompts piece by piece: the next logits [B, V] and the state after them.
+def _prefill(
+    model: InfiniLlama, ids: Tensor, lengths: Tensor, prefill_tokens: int
+) -> tuple[Tensor, State]:
+    """Process the prompts in chunks: the next logits [B, V] and the state after the prompts.
 
-    As far as every prompt fills its segments, several are computed at once; after that rows stand
-    at different places, and a piece is one segment.
+    While all rows have full segments, a chunk is several segments. After that rows are at different
+    positions, and a chunk is one segment.
     """
     length, device = model.config.segment_length, model.lm_head.weight.device
     filled = int(lengths.min()) // length * length
-    at_once = max(1, TOKENS_AT_ONCE // (len(lengths) * length)) * length
+    at_once = max(1, prefill_tokens // (len(lengths) * length)) * length
     state = model.empty_state(len(lengths))
     last = model.lm_head.weight.new_zeros(len(lengths), model.config.hidden_size)
     start = 0
     while start < ids.size(1):
         width = min(at_once, filled - start) if start < filled else length
-        piece = ids[:, start : start + width].to(device)
+        chunk = ids[:, start : start + width].to(device)
         counts = (lengths - start).clamp(0, width)
         if start < filled:
-            hidden, state = model.extend(piece, state)
+            hidden, state = model.extend(chunk, state)
         else:
-            hidden, state = model.advance(piece, state, counts, in_place=True)
+            hidden, state = model.advance(chunk, state, counts, in_place=True)
         newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
         last = torch.where((counts > 0).to(device)[:, None], newest, last)
         start += width
@@ -162,24 +168,26 @@ def _next_logits(model: InfiniLlama, tokens: Tensor, state: State) -> tuple[Tens
     return model.lm_head(hidden[:, -1]), state
 
 
-def _draw(
+def _sample(
     logits: Tensor,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-    chances: Sequence[np.random.Generator],
+    generators: Sequence[np.random.Generator],
 ) -> Tensor:
-    """One token a row, [B] int64, from logits [B, V] and the row's own chance."""
+    """One token per row, [B] int64, from logits [B, V] and the row's own generator."""
     logits = logits.float()
     if temperature == 0.0:
         return logits.argmax(dim=-1)
     ordered, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
-    # Subtracting the largest first keeps a small temperature from overflowing.
+    # Subtracting the maximum first avoids overflow at small temperatures.
     weights = ((ordered - ordered[:, :1]) / temperature).softmax(dim=-1, dtype=torch.float64)
     if top_p is not None:
         before = weights.cumsum(dim=-1) - weights
         weights = weights.masked_fill(before >= top_p, 0.0)
-    reached = weights.cumsum(dim=-1)
-    drawn = torch.tensor([[chance.random()] for chance in chances], dtype=reached.dtype)
-    choice = (reached / reached[:, -1:] <= drawn.to(reached.device)).sum(dim=-1, keepdim=True)
+    cumulative = weights.cumsum(dim=-1)
+    drawn = torch.tensor([[each.random()] for each in generators], dtype=cumulative.dtype)
+    choice = (cumulative / cumulative[:, -1:] <= drawn.to(cumulative.device)).sum(
+        dim=-1, keepdim=True
+    )
     return tokens.gather(1, choice).squeeze(1)

@@ -1,7 +1,7 @@
-"""The key shift: each value is filed under its own token's key and under that of the token before.
+"""The key shift: a value is written under a mix of its own token's key and the previous token's.
 
-An operator with a backward pass of its own, since what PyTorch derives goes over the whole
-sequence a dozen times, and each result is as large as the keys.
+A custom operator with its own backward pass: the one that autograd derives makes a dozen passes
+over the sequence, each with a result as large as the keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infini_model.model.kernels.tiling import Piece, for_each_piece, scratch
+from infini_model.model.kernels.tiling import Chunk, for_each_chunk, scratch
 
 
 @torch.library.custom_op("infini_model::shifted_keys", mutates_args=())
@@ -27,13 +27,13 @@ def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
     """
     out = torch.empty_like(keys)
     out[:, :, 0] = keys[:, :, 0]
-    (before, now), (_, shifted) = _neighbours(keys), _neighbours(out)
+    (previous, current), (_, shifted) = _neighbours(keys), _neighbours(out)
     _, shares = _neighbours(share.unsqueeze(-1))
 
-    def shift(piece: Piece) -> None:
-        torch.lerp(now[piece], before[piece], shares[piece], out=shifted[piece])
+    def shift(chunk: Chunk) -> None:
+        torch.lerp(current[chunk], previous[chunk], shares[chunk], out=shifted[chunk])
 
-    for_each_piece(shift, now, keys.size(1), _token_size(keys))
+    for_each_chunk(shift, current, keys.size(1), _token_size(keys))
     return out
 
 
@@ -41,22 +41,25 @@ def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
 def _backward(grad: Tensor, keys: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     dkeys, dshare = torch.empty_like(keys), torch.zeros_like(share)
     dkeys[:, :, -1] = grad[:, :, -1] * (1.0 - share[:, :, -1:])
-    (before, now), (own, later), (kept, _) = (_neighbours(x) for x in (keys, grad, dkeys))
-    (shares, later_shares), (_, dshares) = (_neighbours(x.unsqueeze(-1)) for x in (share, dshare))
+    previous, current = _neighbours(keys)
+    grads, next_grads = _neighbours(grad)
+    dprevious, _ = _neighbours(dkeys)
+    shares, next_shares = _neighbours(share.unsqueeze(-1))
+    _, dshares = _neighbours(dshare.unsqueeze(-1))
 
-    def differentiate(piece: Piece) -> None:
-        torch.mul(own[piece], 1.0 - shares[piece], out=kept[piece])
-        kept[piece].addcmul_(later[piece], later_shares[piece])
-        step = scratch("step", keys, *now[piece].shape)
-        torch.sub(before[piece], now[piece], out=step)
-        dshares[piece] = torch.linalg.vecdot(later[piece], step).unsqueeze(-1)
+    def differentiate(chunk: Chunk) -> None:
+        torch.mul(grads[chunk], 1.0 - shares[chunk], out=dprevious[chunk])
+        dprevious[chunk].addcmul_(next_grads[chunk], next_shares[chunk])
+        difference = scratch("difference", keys, *current[chunk].shape)
+        torch.sub(previous[chunk], current[chunk], out=difference)
+        dshares[chunk] = torch.linalg.vecdot(next_grads[chunk], difference).unsqueeze(-1)
 
-    for_each_piece(differentiate, now, keys.size(1), _token_size(keys))
+    for_each_chunk(differentiate, current, keys.size(1), _token_size(keys))
     return dkeys, dshare
 
 
 def _neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` [B, H, T, D] as [T − 1, H, B, D], of the tokens that have one behind and before them."""
+    """`x` [B, H, T, D] without its last and without its first token, each [T − 1, H, B, D]."""
     tokens = x.permute(2, 1, 0, 3)
     return tokens[:-1], tokens[1:]
 

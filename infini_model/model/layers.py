@@ -1,63 +1,20 @@
-"""The layers of an Infini-Llama, and what each carries from one piece of a sequence to the next."""
+"""The layers of an Infini-Llama, and the stack of them between embedding and output layer."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from infini_model.config import AttentionBackend, ModelConfig, RopeScaling
+from infini_model.config import AttentionBackend, ModelConfig
 from infini_model.model.attention import infini_attention, segmented_local_attention
 from infini_model.model.kernels.local_attention import local_attention
 from infini_model.model.kernels.memory_ops import gated_read
 from infini_model.model.key_shift import shifted_keys
-from infini_model.model.memory import Memory, written
-from infini_model.model.rotary import Rope, rotate
-
-
-@dataclass(frozen=True)
-class LayerState:
-    """What one layer carries from one piece of a sequence to the next; at most one segment long.
-
-    Attributes:
-        memory: The memory of all finished segments.
-        keys: Rotated keys of the unfinished segment, [B, H_kv, n, D], n up to segment_length + 1,
-            where the last place takes padding; what lies behind the unfinished tokens is never
-            looked at.
-        values: Its values, of the same shape.
-        memory_keys: The keys under which these values will be written, of the same shape.
-        last_key: The last token's key before the shift, [B, H_kv, D].
-    """
-
-    memory: Memory
-    keys: Tensor
-    values: Tensor
-    memory_keys: Tensor
-    last_key: Tensor
-
-
-class Step(NamedTuple):
-    """Where the tokens of a piece fall in the unfinished segment of each row.
-
-    Attributes:
-        slots: [B, T], the place of each token in the segment; segment_length for padding.
-        visible: [B, 1, T, n], which keys a token sees; n reaches to the last that any does.
-        closes: [B], whether the row's segment is full after the piece; None if no row's is.
-        last: [B], index of each row's last token in the piece; -1 where it has none.
-        fresh: [B], whether the row has seen no token before.
-        in_place: Whether the state before the piece is given up, and its buffers written to.
-    """
-
-    slots: Tensor
-    visible: Tensor
-    closes: Tensor | None
-    last: Tensor
-    fresh: Tensor
-    in_place: bool
+from infini_model.model.memory import Memory, update_memory
+from infini_model.model.rotary import Rope, rope_tables, rotate
+from infini_model.model.state import CacheUpdate, LayerState, empty_memory
 
 
 class Attention(nn.Module):
@@ -74,7 +31,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
         if config.memory != "none":
-            # sigmoid(0) = 1/2, where a gate moves fastest; an empty memory halves nothing.
+            # sigmoid(0) = 1/2, where the gate's gradient is largest. An empty memory is not mixed
+            # in at all, so the first segment is not halved.
             self.gate = nn.Parameter(torch.zeros(config.num_attention_heads))
         if config.memory != "none" and config.memory_key_shift:
             self.memory_key_shift = nn.Parameter(torch.full((config.key_value_heads,), 0.5))
@@ -87,12 +45,12 @@ class Attention(nn.Module):
         )
         return q, k, v
 
-    def shift(self, k: Tensor, before: Tensor | None, starts: Tensor | None) -> Tensor:
+    def shift(self, k: Tensor, previous: Tensor | None, starts: Tensor | None) -> Tensor:
         """Memory keys lerp(k_t, k_{t−1}, μ); the first token of a document keeps its own key.
 
         Args:
             k: Keys [B, H_kv, T, D].
-            before: Key of the token before the first, [B, H_kv, D]; None if there is none.
+            previous: Key of the token before the first, [B, H_kv, D]; None if there is none.
             starts: [B, T] bool, true where a document starts.
         """
         if self.config.memory == "none" or not self.config.memory_key_shift:
@@ -100,13 +58,12 @@ class Attention(nn.Module):
         share = self.memory_key_shift.to(k.dtype)[:, None].expand(k.shape[:3])
         if starts is not None:
             share = share.masked_fill(starts[:, None], 0.0)
-        alone = before is None
-        if before is None:
-            share = share[:, :, 1:]
-        else:
-            k = torch.cat((before.unsqueeze(2).to(k.dtype), k), dim=2)
-        shifted: Tensor = shifted_keys(k, functional.pad(share, (1, 0)))
-        return shifted if alone else shifted[:, :, 1:]
+        if previous is None:
+            shifted: Tensor = shifted_keys(k, functional.pad(share[:, :, 1:], (1, 0)))
+            return shifted
+        k = torch.cat((previous.unsqueeze(2).to(k.dtype), k), dim=2)
+        shifted = shifted_keys(k, functional.pad(share, (1, 0)))
+        return shifted[:, :, 1:]
 
     def forward(
         self, x: Tensor, rope: Rope, state: LayerState | None, reset: Tensor | None
@@ -154,70 +111,50 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     def advance(
-        self, x: Tensor, rope: Rope, state: LayerState, step: Step
+        self, x: Tensor, rope: Rope, state: LayerState, update: CacheUpdate
     ) -> tuple[Tensor, LayerState]:
-        """Attend to `x` [B, T, hidden], which lies in the unfinished segment of each row."""
+        """Attend to `x` [B, T, hidden], which lies in the open segment of each row."""
         length = self.config.segment_length
         q, k, v = self.project(x)
-        before = torch.where(step.fresh[:, None, None], k[:, :, 0], state.last_key.to(k.dtype))
-        memory_keys = self.shift(k, before, None)
-        # Padding turns by some angle too; nobody looks at it.
-        cos, sin = (table[step.slots.clamp(max=length - 1)].unsqueeze(1) for table in rope)
-        keys, values, open_memory_keys = (
-            _place(buffer, new, step, length)
-            for buffer, new in (
-                (state.keys, rotate(k, (cos, sin))),
-                (state.values, v),
-                (state.memory_keys, memory_keys),
-            )
-        )
-        seen = step.visible.size(-1)
+        previous = torch.where(update.starts[:, None, None], k[:, :, 0], state.last_key.to(k.dtype))
+        memory_keys = self.shift(k, previous, None)
+        # Padding has no position: it gets some valid angle, and its result is ignored.
+        cos, sin = (table[update.slots.clamp(max=length - 1)].unsqueeze(1) for table in rope)
+        keys = update.write(state.keys, rotate(k, (cos, sin)), length)
+        values = update.write(state.values, v, length)
+        open_memory_keys = update.write(state.memory_keys, memory_keys, length)
+        used = update.mask.size(-1)
         out = local_attention(
             rotate(q, (cos, sin)),
-            keys[:, :, :seen],
-            values[:, :, :seen],
+            keys[:, :, :used],
+            values[:, :, :used],
             backend=self.backend,
-            visible=step.visible,
+            mask=update.mask,
         )
         memory = state.memory
         if self.config.memory != "none":
             out = gated_read(q, out, self.gate, *memory)
-            if step.closes is not None:
-                filed, whole = (x[:, :, :length] for x in (open_memory_keys, values))
-                grown = written(memory, filed, whole, self.config.memory)
-                memory = Memory(
-                    *(
-                        torch.where(step.closes.reshape(-1, *[1] * (old.dim() - 1)), new, old)
-                        for old, new in zip(memory, grown, strict=True)
-                    )
-                )
-        newest = k.gather(
-            2, step.last.clamp(min=0)[:, None, None, None].expand(-1, k.size(1), 1, k.size(3))
-        ).squeeze(2)
-        last_key = torch.where(step.last[:, None, None] < 0, before, newest)
+            memory = self._write_full_segments(memory, open_memory_keys, values, update)
+        index = update.last.clamp(min=0)[:, None, None, None]
+        newest = k.gather(2, index.expand(-1, k.size(1), 1, k.size(3))).squeeze(2)
+        last_key = torch.where(update.last[:, None, None] < 0, previous, newest)
         after = LayerState(memory, keys, values, open_memory_keys, last_key)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
-
-def _place(buffer: Tensor, new: Tensor, step: Step, length: int) -> Tensor:
-    """`buffer` [B, H_kv, n, D], grown to `length` + 1 places, with `new` [B, H_kv, T, D] in its."""
-    missing = length + 1 - buffer.size(2)
-    if missing:
-        buffer = functional.pad(buffer, (0, 0, 0, missing))
-    elif not step.in_place:
-        buffer = buffer.clone()
-    return buffer.scatter_(2, step.slots[:, None, :, None].expand_as(new), new.to(buffer.dtype))
-
-
-def empty_memory(config: ModelConfig, like: Tensor) -> Memory:
-    """A layer's memory before the first token, for as many rows as `like` has, on its device."""
-    return Memory.empty(
-        like.size(0),
-        config.key_value_heads,
-        config.head_dim,
-        dtype=like.dtype,
-        device=like.device,
-    )
+    def _write_full_segments(
+        self, memory: Memory, keys: Tensor, values: Tensor, update: CacheUpdate
+    ) -> Memory:
+        """The memory after the segments that `update` completes; other rows keep theirs."""
+        if update.completes is None or self.config.memory == "none":
+            return memory
+        keys, values = (x[:, :, : self.config.segment_length] for x in (keys, values))
+        updated = update_memory(memory, keys, values, self.config.memory)
+        return Memory(
+            *(
+                torch.where(update.completes.reshape(-1, *[1] * (old.dim() - 1)), new, old)
+                for old, new in zip(memory, updated, strict=True)
+            )
+        )
 
 
 class Mlp(nn.Module):
@@ -230,13 +167,13 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to the same."""
+        """[..., hidden] to the same shape."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
         super().__init__()
@@ -251,35 +188,65 @@ class DecoderLayer(nn.Module):
         rope: Rope,
         state: LayerState | None,
         reset: Tensor | None,
-        step: Step | None,
+        update: CacheUpdate | None,
     ) -> tuple[Tensor, LayerState]:
-        """[B, T, hidden] to the same and the layer's state after it."""
+        """[B, T, hidden] to the same shape, and the layer's state after it.
+
+        With `update` the tokens lie in the open segment of each row; without it they start on a
+        segment border.
+        """
         normed = self.input_layernorm(x)
-        if step is not None and state is not None:
-            attended, after = self.self_attn.advance(normed, rope, state, step)
+        if update is not None and state is not None:
+            attended, after = self.self_attn.advance(normed, rope, state, update)
         else:
             attended, after = self.self_attn(normed, rope, state, reset)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), after
 
 
-def rope_tables(
-    length: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> Rope:
-    """cos and sin of the rotary embedding, each [length, head_dim] float32, on the CPU.
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: everything but the output layer.
 
-    The device is named because the model may be built on `meta`, and these come from no file.
-    `scaling` changes the frequencies as Llama 3.1 does (The Llama 3 Herd of Models, arXiv
-    2407.21783; the rule is that of Hugging Face's `rope_type: llama3`).
+    Attributes:
+        gradient_checkpointing: Whether training keeps only the input of each layer and recomputes
+            the layer in the backward pass (Chen et al., arXiv 1604.06174); False by default.
     """
-    even = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-    position = torch.arange(length, dtype=torch.float32, device="cpu")
-    frequencies = 1.0 / theta ** (even / head_dim)
-    if scaling is not None:
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
-    angles = torch.outer(position, frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, vocab_size: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, backend) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        cos, sin = rope_tables(
+            config.segment_length, config.head_dim, config.rope_theta, config.rope_scaling
+        )
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.gradient_checkpointing = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        states: tuple[LayerState, ...] | None,
+        reset: Tensor | None,
+        update: CacheUpdate | None,
+    ) -> tuple[Tensor, tuple[LayerState, ...]]:
+        """[B, T] ids to [B, T, hidden], and the layers' states after them."""
+        x = self.embed_tokens(input_ids)
+        rope, after = (self.cos, self.sin), []
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        for index, layer in enumerate(self.layers):
+            inputs = (x, rope, None if states is None else states[index], reset, update)
+            # No layer draws random numbers, so there is no generator state to restore.
+            x, new = (
+                checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+                if recompute
+                else layer(*inputs)
+            )
+            after.append(new)
+        return self.norm(x), tuple(after)

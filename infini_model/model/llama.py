@@ -1,42 +1,28 @@
-"""Infini-Llama: Hugging Face's Llama whose attention carries a compressive memory.
+"""Infini-Llama: a Llama whose attention carries a compressive memory.
 
-Parameters carry the names of Hugging Face's Llama; each attention adds `gate` and, with the key
-shift, `memory_key_shift`. With one segment, or without memory, the model is Llama exactly.
+Parameters are named as in Hugging Face's Llama; each attention adds `gate` and, with the key shift,
+`memory_key_shift`. On a single segment the model is exactly Llama.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from infini_model.config import AttentionBackend, ModelConfig
 from infini_model.model import hf_checkpoint
-from infini_model.model.layers import DecoderLayer, LayerState, Step, empty_memory, rope_tables
+from infini_model.model.layers import Decoder
 from infini_model.model.loss import IGNORED, summed_loss
+from infini_model.model.state import CacheUpdate, LayerState, State, empty_memory
 from infini_model.runtime.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class State:
-    """What the model carries from one piece of a sequence to the next: constant in size.
-
-    Attributes:
-        layers: One `LayerState` a layer.
-        position: Tokens seen by each row, [B] int64, on the CPU.
-    """
-
-    layers: tuple[LayerState, ...]
-    position: Tensor
-
-
 class ModelOutput(NamedTuple):
-    """What `InfiniLlama.forward` gives back; `logits` without labels, `loss` with them."""
+    """The result of `InfiniLlama.forward`: `logits` without labels, `loss` with them."""
 
     logits: Tensor | None
     loss: Tensor | None
@@ -44,77 +30,29 @@ class ModelOutput(NamedTuple):
 
 
 class GateStatistics(NamedTuple):
-    """The share that a layer's heads give to their memory, sigmoid(gate), over the heads."""
+    """sigmoid(gate), the share of the memory in the output, over the heads of one layer."""
 
     mean: float
     minimum: float
     maximum: float
 
 
-class Decoder(nn.Module):
-    """Embedding, layers and the last norm: everything but the output layer.
-
-    Attributes:
-        gradient_checkpointing: Whether training keeps only what enters each layer and computes the
-            layer again in the backward pass (Chen et al., arXiv 1604.06174); off at first.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, config: ModelConfig, vocab_size: int, backend: AttentionBackend) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, backend) for _ in range(config.num_hidden_layers)
-        )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        cos, sin = rope_tables(
-            config.segment_length, config.head_dim, config.rope_theta, config.rope_scaling
-        )
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self.gradient_checkpointing = False
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        states: tuple[LayerState, ...] | None,
-        reset: Tensor | None,
-        step: Step | None,
-    ) -> tuple[Tensor, tuple[LayerState, ...]]:
-        """[B, T] ids to [B, T, hidden] and the layers' states after them."""
-        x = self.embed_tokens(input_ids)
-        rope, after = (self.cos, self.sin), []
-        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        for index, layer in enumerate(self.layers):
-            inputs = (x, rope, None if states is None else states[index], reset, step)
-            # Nothing in a layer is random, so that there is no generator to set back.
-            x, new = (
-                checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-                if recompute
-                else layer(*inputs)
-            )
-            after.append(new)
-        return self.norm(x), tuple(after)
-
-
 class InfiniLlama(nn.Module):
     """A Llama with Infini-attention (arXiv 2404.07143).
 
-    Weights are drawn from torch's global generator. Parameters whose name ends in `gate` or
-    `memory_key_shift` are the memory's own; all others are Llama's.
+    Weights are drawn from torch's global generator. Parameters whose names end in `gate` or
+    `memory_key_shift` belong to the memory; all others are Llama's.
     """
 
     def __init__(
         self, config: ModelConfig, *, attention_backend: AttentionBackend = "auto"
     ) -> None:
-        """Draw the weights.
+        """Build the model and initialise its weights.
 
         Args:
-            config: The shape.
-            attention_backend: Kernel of the attention inside segments, as in `LaunchConfig`; it is
-                no part of the model, and no checkpoint holds it.
+            config: Shape of the model.
+            attention_backend: Kernel of the attention inside segments, as in `LaunchConfig`; not
+                saved with the model.
 
         Raises:
             ConfigError: `config.vocab_size` is None.
@@ -142,20 +80,20 @@ class InfiniLlama(nn.Module):
 
         Args:
             input_ids: [B, T] int64.
-            state: State after what came before; None where nothing did.
+            state: State after the preceding tokens; None if there are none.
             labels: [B, T] int64, already aligned: labels[:, t] is the token that follows
-                input_ids[:, t]; unlike Hugging Face's models this one does not shift them. -100 is
-                left out.
-            reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document;
-                needs a sequence that starts on a segment border.
+                input_ids[:, t]. Unlike Hugging Face's models, this one does not shift them. -100 is
+                ignored.
+            reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document.
+                The sequence must then start on a segment border.
 
         Returns:
-            `ModelOutput`: logits [B, T, vocab_size] without labels; with them the mean over the
-            labels that count, float32 (float64 for float64), and the logits are never held whole;
-            and the state after the last token.
+            Without labels, logits [B, T, vocab_size]; with labels, their mean loss, float32
+            (float64 for float64), computed without holding all logits at once. In both cases the
+            state after the last token.
 
         Raises:
-            ValueError: A shape, or a reset inside a segment.
+            ValueError: A shape does not fit, or `reset` is given inside a segment.
         """
         hidden, after = self.hidden(input_ids, state, reset)
         if labels is None:
@@ -170,9 +108,9 @@ class InfiniLlama(nn.Module):
     def hidden(
         self, input_ids: Tensor, state: State | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Hidden states [B, T, hidden], of which `lm_head` makes logits, and the state after them.
+        """The inputs of `lm_head`, [B, T, hidden], and the state after the last token.
 
-        Arguments and errors are those of `forward`. An objective takes its loss from here.
+        Arguments and errors are those of `forward`. Objectives compute their losses from this.
         """
         if input_ids.dim() != 2 or input_ids.size(1) == 0:
             raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
@@ -185,12 +123,12 @@ class InfiniLlama(nn.Module):
     def extend(
         self, input_ids: Tensor, state: State, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Take in a piece of any length: up to the next segment border first, then all at once.
+        """Process a chunk of any length: up to the next segment border, then all segments at once.
 
         Arguments and errors are those of `forward`.
 
         Returns:
-            Hidden states [B, T, hidden], of which `lm_head` makes logits, and the state after them.
+            The inputs of `lm_head`, [B, T, hidden], and the state after the last token.
         """
         length, parts, start = self.config.segment_length, [], 0
         if len(state.position) != input_ids.size(0):
@@ -202,29 +140,29 @@ class InfiniLlama(nn.Module):
             if filled and reset is not None:
                 raise ValueError("reset: expected a state that ends on a segment border")
             if filled:
-                piece = input_ids[:, start : start + length - filled]
-                hidden, state = self.advance(piece, state)
+                chunk = input_ids[:, start : start + length - filled]
+                hidden, state = self.advance(chunk, state)
             else:
-                piece = input_ids[:, start:]
-                reset = self._reset_where_fresh(reset, state, piece)
-                hidden, layers = self.model(piece, state.layers, reset, None)
-                state = State(layers, state.position + piece.size(1))
+                chunk = input_ids[:, start:]
+                reset = self._with_sequence_starts(reset, state, chunk)
+                hidden, layers = self.model(chunk, state.layers, reset, None)
+                state = State(layers, state.position + chunk.size(1))
             parts.append(hidden)
-            start += piece.size(1)
+            start += chunk.size(1)
         return torch.cat(parts, dim=1), state
 
-    def _reset_where_fresh(
-        self, reset: Tensor | None, state: State, piece: Tensor
+    def _with_sequence_starts(
+        self, reset: Tensor | None, state: State, chunk: Tensor
     ) -> Tensor | None:
-        """`reset`, also true at the first segment of rows that begin: no token is before theirs."""
-        fresh = state.position == 0
-        if not bool(fresh.any()):
+        """`reset`, set also at the first segment of each row that has seen no token yet."""
+        starts = state.position == 0
+        if not bool(starts.any()):
             return reset
         if reset is None:
-            segments = -(-piece.size(1) // self.config.segment_length)
-            reset = torch.zeros(len(piece), segments, dtype=torch.bool, device=piece.device)
-        first = torch.arange(reset.size(1), device=piece.device) == 0
-        return reset | (first & fresh.to(piece.device)[:, None])
+            segments = -(-chunk.size(1) // self.config.segment_length)
+            reset = torch.zeros(len(chunk), segments, dtype=torch.bool, device=chunk.device)
+        first = torch.arange(reset.size(1), device=chunk.device) == 0
+        return reset | (first & starts.to(chunk.device)[:, None])
 
     def advance(
         self,
@@ -234,43 +172,35 @@ class InfiniLlama(nn.Module):
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, State]:
-        """Take in a piece that crosses no segment border; rows may stand at different places.
+        """Process a chunk that crosses no segment border; rows may be at different positions.
 
         Args:
             input_ids: [B, T] int64.
-            state: State before the piece.
-            counts: [B] int64 on the CPU, how many tokens of each row are real (the rest is
-                padding, on the right); None is all of them.
-            in_place: Give `state` up: the piece goes into its buffers, which the state after the
-                piece takes over, and nothing is copied. Without gradients only.
+            state: State before the chunk.
+            counts: [B] int64 on the CPU, the number of real tokens in each row; the rest is padding
+                on the right. None: all are real.
+            in_place: Write to the buffers of `state`, which becomes invalid, instead of copying
+                them. Only without gradients.
 
         Returns:
-            Hidden states [B, T, hidden] (meaningless at padding), and the state after the piece.
+            The inputs of `lm_head`, [B, T, hidden] (meaningless at padding), and the state after
+            the chunk.
 
         Raises:
-            ValueError: A row's piece is longer than the rest of its segment.
+            ValueError: A row has more tokens than its segment has room for.
         """
-        length, width = self.config.segment_length, input_ids.size(1)
+        width = input_ids.size(1)
         if counts is None:
             counts = torch.full_like(state.position, width)
-        filled = state.position % length
-        end = filled + counts
-        if int(end.max()) > length:
-            raise ValueError(f"input_ids: {int(end.max()) - length} tokens beyond the segment")
-        index = torch.arange(width, device=counts.device)
-        slots = torch.where(index < counts[:, None], filled[:, None] + index, length)
-        closes = end == length
-        device = input_ids.device
-        reached = torch.arange(max(1, int(end.max())), device=counts.device)
-        step = Step(
-            slots=slots.to(device),
-            visible=(reached <= slots[:, None, :, None]).to(device),
-            closes=closes.to(device) if bool(closes.any()) else None,
-            last=(counts - 1).to(device),
-            fresh=(state.position == 0).to(device),
+        update = CacheUpdate.plan(
+            state.position,
+            counts,
+            width,
+            self.config.segment_length,
+            input_ids.device,
             in_place=in_place,
         )
-        hidden, layers = self.model(input_ids, state.layers, None, step)
+        hidden, layers = self.model(input_ids, state.layers, None, update)
         return hidden, State(layers, state.position + counts)
 
     def empty_state(self, batch: int) -> State:
@@ -285,17 +215,17 @@ class InfiniLlama(nn.Module):
         return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def gate_statistics(
-        self, whole: Callable[[Tensor], Tensor] = Tensor.detach
+        self, gather: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> list[GateStatistics]:
         """The share of the memory in each layer; empty for a model without memory.
 
-        `whole` puts a gate together where it is shared among processes.
+        `gather` assembles a gate that is sharded over processes.
         """
         if self.config.memory == "none":
             return []
         statistics = []
         for layer in self.model.layers:
-            share = whole(layer.get_parameter("self_attn.gate").detach()).float().sigmoid()
+            share = gather(layer.get_parameter("self_attn.gate").detach()).float().sigmoid()
             statistics.append(
                 GateStatistics(share.mean().item(), share.min().item(), share.max().item())
             )
@@ -311,19 +241,18 @@ class InfiniLlama(nn.Module):
         attention_backend: AttentionBackend = "auto",
         **overrides: object,
     ) -> Self:
-        """Read a Hugging Face Llama folder, ours or another's.
+        """Load a Hugging Face Llama folder, with or without Infini-attention.
 
         Args:
             folder: Holds config.json and model.safetensors, or its shards and their index.
-            dtype: Of the weights in memory, whatever the files hold.
-            device: Where the weights go.
+            dtype: Of the loaded weights, whatever the files hold.
+            device: Device of the loaded weights.
             attention_backend: Kernel of the attention inside segments, as in `LaunchConfig`.
             **overrides: Fields of `ModelConfig` to change, such as `segment_length=2048`.
 
         Raises:
-            CheckpointError: A file or tensor is missing, damaged, superfluous, misshapen or
-                quantised, or the model is none that this class can hold; one line that names the
-                culprit.
+            CheckpointError: A file or tensor is missing, damaged, unexpected, quantised or of the
+                wrong shape, or the architecture is not supported. The message names the file.
         """
         config = hf_checkpoint.read_config(Path(folder), overrides)
         with torch.device("meta"):
@@ -333,17 +262,17 @@ class InfiniLlama(nn.Module):
         if config.tie_word_embeddings:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         model.load_state_dict(tensors, assign=True)
-        if config.tie_word_embeddings:  # loading has made two parameters of it
+        if config.tie_word_embeddings:  # load_state_dict has untied them
             model.lm_head.weight = model.model.embed_tokens.weight
         return model.to(device)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors (in shards if large), complete or not at all.
+        """Write config.json and model.safetensors (sharded if large) atomically.
 
-        Without memory, `transformers` opens the folder as it is.
+        `transformers` can load the folder of a model without memory.
 
         Raises:
-            CheckpointError: `folder` holds files of another kind, which would be lost.
+            CheckpointError: `folder` holds other files, which would be lost.
             UserError: The folder cannot be written.
         """
         tensors = {name: p.detach() for name, p in self.named_parameters()}

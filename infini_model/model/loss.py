@@ -1,9 +1,9 @@
-"""Cross entropy of a language model whose logits are never held whole.
+"""Cross entropy of a language model, chunk by chunk, so that all logits never exist at once.
 
-The loss is the end of the forward pass: its gradients are known there but for one factor, the
-gradient of the loss itself. So each chunk of rows gives its share of them while its logits are
-there, and the backward pass has only to multiply. Nothing is computed twice. Liger Kernel (arXiv
-2410.10989) does the same.
+The loss ends the forward pass, so its gradients are known there up to one factor, the gradient of
+the loss itself. Each chunk of rows computes its gradients while its logits exist, and the backward
+pass only multiplies them by that factor. Nothing is computed twice. Liger Kernel (arXiv 2410.10989)
+does the same.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Logits held at once: 2^26 float32 are 256 MiB. Each chunk is added to the gradient of the whole
-# weight, which is cheap beside the products where a chunk has 500 rows or more.
+# Logits per chunk: 2^26 float32 are 256 MiB. Each chunk adds to the gradient of the whole weight,
+# which is cheap compared to its matrix products if it has 500 rows or more.
 LOGITS_AT_ONCE = 1 << 26
 
 IGNORED = -100
 
 
-def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def summed_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, logits_at_once: int = LOGITS_AT_ONCE
+) -> Tensor:
     """The sum of the losses of all targets, with gradients for `hidden` and `weight`.
 
     Args:
         hidden: [N, H], of a floating-point dtype.
         weight: Of the output layer, [V, H]; the logits are hidden · weightᵀ, in the dtype that
             autocast gives them.
-        targets: [N] int64; -100 is left out.
+        targets: [N] int64; -100 is ignored.
+        logits_at_once: Size of the largest chunk of logits, but at least one row.
 
     Returns:
         [], float32 (float64 for float64); the gradients have the dtypes of `hidden` and `weight`.
@@ -37,28 +40,30 @@ def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         RuntimeError, IndexError: A target is outside the vocabulary.
     """
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
-        return token_losses(hidden, weight, targets).sum()
+        return token_losses(hidden, weight, targets, logits_at_once=logits_at_once).sum()
     dtype = functional.linear(hidden[:0], weight[:0]).dtype
-    total: Tensor = _loss_and_gradients(hidden, weight, targets, dtype, LOGITS_AT_ONCE)[0]
+    total: Tensor = _loss_and_gradients(hidden, weight, targets, dtype, logits_at_once)[0]
     return total
 
 
-def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each target, [N], 0 where left out; else as `summed_loss`.
+def token_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, logits_at_once: int = LOGITS_AT_ONCE
+) -> Tensor:
+    """The loss of each target, [N], 0 where ignored; arguments are those of `summed_loss`.
 
-    Gradients reach `hidden` and `weight`, but then all logits are kept for them.
+    Gradients flow to `hidden` and `weight`, but then autograd keeps the logits of all chunks.
     """
-    count = _chunk_count(hidden, weight, LOGITS_AT_ONCE)
-    pieces = zip(hidden.chunk(count), targets.chunk(count), strict=True)
+    count = _chunk_count(hidden, weight, logits_at_once)
+    chunks = zip(hidden.chunk(count), targets.chunk(count), strict=True)
     exact = _exact(hidden)
     losses = [
         functional.cross_entropy(
             functional.linear(rows, weight).to(exact),
-            wanted,
+            row_targets,
             ignore_index=IGNORED,
             reduction="none",
         )
-        for rows, wanted in pieces
+        for rows, row_targets in chunks
     ]
     return torch.cat(losses)
 
@@ -67,30 +72,31 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, logits_at_once: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses and its gradients by `hidden` and `weight`; products in `dtype`."""
+    """The sum of the losses, and its gradients for `hidden` and `weight`; products in `dtype`."""
     exact, count = _exact(hidden), _chunk_count(hidden, weight, logits_at_once)
     table, dhidden = weight.to(dtype), torch.empty_like(hidden)
     dweight = torch.zeros_like(weight, dtype=exact)
     losses = torch.empty_like(targets, dtype=exact)
-    pieces = (x.chunk(count) for x in (hidden, targets, losses, dhidden))
-    room = table.new_empty(-(-len(hidden) // count), len(table))
-    for rows, wanted, loss, drows in zip(*pieces, strict=True):
-        left_out = wanted == IGNORED
-        index = wanted.masked_fill(left_out, 0).unsqueeze(1)
-        logits = torch.mm(rows.to(dtype), table.t(), out=room[: len(rows)]).to(exact)
-        log_shares = torch.log_softmax(logits, dim=1, out=logits)
-        hit = log_shares.gather(1, index)
-        loss.copy_(hit.squeeze(1).neg().masked_fill_(left_out, 0.0))
+    chunks = (x.chunk(count) for x in (hidden, targets, losses, dhidden))
+    buffer = table.new_empty(-(-len(hidden) // count), len(table))
+    for rows, row_targets, loss, drows in zip(*chunks, strict=True):
+        ignored = row_targets == IGNORED
+        index = row_targets.masked_fill(ignored, 0).unsqueeze(1)
+        logits = torch.mm(rows.to(dtype), table.t(), out=buffer[: len(rows)]).to(exact)
+        log_probs = torch.log_softmax(logits, dim=1, out=logits)
+        target_log_probs = log_probs.gather(1, index)
+        loss.copy_(target_log_probs.squeeze(1).neg().masked_fill_(ignored, 0.0))
 
-        # Softmax less one at the target; rows left out are masked in what is narrow.
-        dlogits = log_shares.exp_().scatter_(1, index, hit.expm1()).to(dtype)
-        masked = left_out.unsqueeze(1)
-        drows.copy_(torch.mm(dlogits, table).masked_fill_(masked, 0.0))
-        counted = rows.to(dtype).masked_fill(masked, 0.0)
+        # Softmax minus one at the target. Ignored rows are masked in tensors of width H, which is
+        # cheaper than in the logits.
+        dlogits = log_probs.exp_().scatter_(1, index, target_log_probs.expm1()).to(dtype)
+        mask = ignored.unsqueeze(1)
+        drows.copy_(torch.mm(dlogits, table).masked_fill_(mask, 0.0))
+        kept_rows = rows.to(dtype).masked_fill(mask, 0.0)
         if dtype == exact:
-            dweight.addmm_(dlogits.t(), counted)
+            dweight.addmm_(dlogits.t(), kept_rows)
         else:
-            dweight += torch.mm(dlogits.t(), counted)
+            dweight += torch.mm(dlogits.t(), kept_rows)
     return losses.sum(), dhidden, dweight.to(weight.dtype)
 
 
@@ -99,7 +105,7 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def _chunk_count(hidden: Tensor, weight: Tensor, logits_at_once: int) -> int:
-    """Into how many chunks the rows fall, as equal as can be and no longer than allowed."""
+    """The number of chunks, of about equal size, that the rows are split into."""
     longest = max(1, logits_at_once // len(weight))
     return max(1, -(-len(hidden) // longest))
 
@@ -121,11 +127,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _scaled(ctx: Any, grad: Tensor, *again: Tensor | None) -> tuple[Tensor | None, ...]:
-    if any(x is not None for x in again):
+def _scale(ctx: Any, grad: Tensor, *second_order: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(x is not None for x in second_order):
         raise RuntimeError("the loss can be differentiated once, not twice")
     dhidden, dweight = ctx.saved_tensors
     return dhidden * grad, dweight * grad, None, None, None
 
 
-_loss_and_gradients.register_autograd(_scaled, setup_context=_save)
+_loss_and_gradients.register_autograd(_scale, setup_context=_save)

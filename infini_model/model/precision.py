@@ -1,4 +1,4 @@
-"""The type of the matrix products; weights, moments and losses are float32 in every precision."""
+"""Precision of the matrix products. Weights, optimizer state and losses are always float32."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Precision(NamedTuple):
-    """`name` is bf16, fp16 or fp32; `products` the dtype under autocast, None without it."""
+    """`products` is the dtype of the matrix products under autocast; None means no autocast."""
 
     name: Literal["bf16", "fp16", "fp32"]
     products: torch.dtype | None
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """The context in which a model computes on `device`."""
+        """The context in which to run a model on `device`."""
         return torch.autocast(device.type, self.products, enabled=self.products is not None)
 
 
@@ -28,7 +28,7 @@ PRECISIONS = {
 def resolve_precision(
     setting: Literal["auto", "bf16", "fp16", "fp32"], device: torch.device
 ) -> Precision:
-    """`training.precision` with auto decided by the device: bf16 on CUDA, fp32 on a CPU."""
+    """Resolve `training.precision`: auto is bf16 on CUDA and fp32 on a CPU."""
     if setting == "auto":
         setting = "bf16" if device.type == "cuda" else "fp32"
     return PRECISIONS[setting]

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from infini_model.config import RopeScaling
+
 Rope = tuple[Tensor, Tensor]
+
+
+def rope_tables(
+    length: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> Rope:
+    """cos and sin of the rotary embedding, each [length, head_dim] float32, on the CPU.
+
+    `scaling` changes the frequencies as Llama 3.1 does (The Llama 3 Herd of Models, arXiv
+    2407.21783; the rule is that of Hugging Face's `rope_type: llama3`).
+    """
+    # The device is explicit because a model may be built on `meta`, and no file holds these tables.
+    even = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+    position = torch.arange(length, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / theta ** (even / head_dim)
+    if scaling is not None:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
+    angles = torch.outer(position, frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding of `x` [..., L, D] by `rope` = (cos, sin), each broadcast to [..., L, D].
 
-    The halves of a head are the pairs, as in Hugging Face's Llama. The dtype of `x` is kept.
+    Dimension i is paired with i + D / 2, as in Hugging Face's Llama. The dtype of `x` is kept.
     """
     cos, sin = rope
     half = x.size(-1) // 2

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from benchmarks import attention
 from benchmarks.report import Ratio, publish, speed_ratio, take_turns
 from benchmarks.utilization import Shape, Training, utilization
-from infini_model.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -50,15 +50,7 @@ ABSENT = (
     *("transformers", "yaml"),
 )
 LENGTH = 8
-CONFIG = ModelConfig(
-    vocab_size=11,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=24,
-    segment_length=LENGTH,
-)
+CONFIG = tiny_config(segment_length=LENGTH)
 
 
 def run(*arguments: str) -> str:

@@ -1,1 +1,1 @@
-"""The fast paths of the model's operators, and the choice of backend."""
+"""Fast implementations of the model's operators, and the choice of attention backend."""

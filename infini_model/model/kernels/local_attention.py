@@ -1,8 +1,8 @@
 """Exact softmax attention inside segments (arXiv 2404.07143, equations 2 and 3).
 
-On CUDA it is flash-attn or one of PyTorch's kernels. On a CPU PyTorch's kernel computes the square
-of a segment and masks the upper half away; `tiled` leaves it out, which takes a third off the time
-at 512 tokens.
+On CUDA it runs flash-attn or one of PyTorch's kernels. On a CPU, PyTorch's kernel computes all
+scores of a segment and masks the upper half; `tiled` skips that half, which takes a third off the
+time at 512 tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CPU_BACKENDS = ("auto", "tiled", "flash", "math")
 _CUDA_BACKENDS = ("auto", "flash_attn", *_KERNELS)
 
 
-# Up to here the tiles of `tiled` are too few to gain what they cost.
+# For shorter segments, `tiled` saves less than its overhead.
 _UNTILED_LENGTH = 128
 
 
@@ -39,7 +39,7 @@ _UNTILED_LENGTH = 128
 def resolve_backend(
     backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int
 ) -> str:
-    """The kernel that `backend` stands for; `auto` where PyTorch chooses among its own.
+    """The kernel to use for `backend`; `auto` means that PyTorch chooses among its own.
 
     Args:
         backend: One of `LaunchConfig.attention_backend`.
@@ -49,7 +49,7 @@ def resolve_backend(
         length: Tokens of a segment.
 
     Raises:
-        ConfigError: The backend is unknown, not installed, or not for this device or dtype.
+        ConfigError: The backend is unknown, not installed, or does not support the device or dtype.
     """
     takes = _CUDA_BACKENDS if device.type == "cuda" else _CPU_BACKENDS
     got = f"launch.attention_backend: got {backend!r}"
@@ -71,7 +71,7 @@ def resolve_backend(
 
 @functools.cache
 def _flash_attn_version() -> str | None:
-    """The version of flash-attn 4 or else of 2; None where neither is installed."""
+    """The installed version of flash-attn, 4 if available, else 2; None if there is neither."""
     for distribution in ("flash-attn-4", "flash-attn"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
@@ -79,7 +79,7 @@ def _flash_attn_version() -> str | None:
 
 
 def _flash_attn_serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash-attn is there, 4 (from Hopper on) or 2 (from Ampere on), and takes these."""
+    """Whether flash-attn is installed and supports these: 4 from Hopper on, 2 from Ampere on."""
     version = _flash_attn_version()
     if version is None or dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -90,9 +90,9 @@ def _flash_attn_serves(device: torch.device, dtype: torch.dtype, head_dim: int) 
 
 
 def describe_backend(kernel: str) -> str:
-    """A kernel that `resolve_backend` gave, as the log names it."""
+    """The description of a kernel from `resolve_backend`, for the log."""
     if kernel == "auto":
-        return f"PyTorch {torch.__version__}, its own choice"
+        return f"PyTorch {torch.__version__}, chosen automatically"
     if kernel == "flash_attn":
         return f"flash_attn {_flash_attn_version()}"
     return kernel
@@ -105,47 +105,47 @@ def local_attention(
     *,
     rope: Rope | None = None,
     backend: str = "auto",
-    visible: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Exact softmax attention, causal unless `visible` says what is seen.
+    """Exact softmax attention, causal unless `mask` is given.
 
     Args:
         q: Queries [N, H, L, D].
         k: Keys [N, H_kv, M, D]; query head h reads key-value head h // (H / H_kv).
         v: Values [N, H_kv, M, D].
-        rope: (cos, sin), each [L, D], by which queries and keys (then L of them) are rotated.
+        rope: (cos, sin), each [L, D], to rotate queries and keys by; M must then be L.
         backend: Kernel; one of `LaunchConfig.attention_backend`.
-        visible: Bool, broadcast to [N, H, L, M], true where a query sees a key.
+        mask: Bool, broadcast to [N, H, L, M], true where a query attends to a key.
 
     Returns:
         [N, H, L, D].
 
     Raises:
-        ConfigError: The backend is unknown, not installed, or not for this device or dtype.
+        ConfigError: The backend is unknown, not installed, or does not support the device or dtype.
     """
     kernel = resolve_backend(backend, q.device, q.dtype, q.size(3), q.size(2))
-    if visible is None and kernel == "tiled":
+    if mask is None and kernel == "tiled":
         out: Tensor = tiled_attention(q, k, v, *(rope or ()))
         return out
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
-    if visible is None and kernel == "flash_attn":
+    if mask is None and kernel == "flash_attn":
         return _flash_attn(q, k, v)
-    # flash-attn, flash and tiled take no mask; PyTorch chooses for a generation's few queries.
-    masked = visible is not None and kernel == "flash"
-    free = masked or kernel not in _KERNELS
-    with contextlib.nullcontext() if free else sdpa_kernel(_KERNELS[kernel]):
+    # flash-attn, flash and tiled support no mask. Only generation passes one, and its queries are
+    # few, so PyTorch may choose the kernel.
+    any_kernel = kernel not in _KERNELS or (mask is not None and kernel == "flash")
+    with contextlib.nullcontext() if any_kernel else sdpa_kernel(_KERNELS[kernel]):
         return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.size(1) != k.size(1)
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
         )
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by the flash-attn package; heads before positions, as everywhere here."""
+    """Causal attention by the flash-attn package, which takes positions before heads."""
     if str(_flash_attn_version()).startswith("4"):
         from flash_attn.cute import flash_attn_func
 
-        # Its backward pass in a fixed order is not there for every GPU.
+        # Its deterministic backward pass is not available on every GPU.
         options = {}
     else:
         from flash_attn import flash_attn_func

@@ -1,8 +1,8 @@
-"""The two passes over all tokens that the memory costs: read it and mix, and sum what is written.
+"""The operators of the memory: read it and mix with local attention, and sum what segments write.
 
-Both are operators with a backward pass of their own, of which `torch.compile` sees the outside. On
-a CPU they go through the segments in pieces that fit the cache; on CUDA each is one Triton kernel
-each way. σ = ELU + 1 and all sums are float32 (float64 for float64) whatever comes in.
+Both are custom operators with their own backward pass, opaque to `torch.compile`. On a CPU they
+process the segments in chunks that fit the cache; on CUDA forward and backward are one Triton
+kernel each. σ = ELU + 1 and all sums are float32 (float64 for float64) for any input dtype.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infini_model.model.kernels.numerics import NOTHING_FOUND, memory_dtype
-from infini_model.model.kernels.tiling import Piece, for_each_piece, put, scratch, take
+from infini_model.model.kernels.numerics import EMPTY_MASS, memory_dtype
+from infini_model.model.kernels.tiling import (
+    Chunk,
+    for_each_chunk,
+    read_chunk,
+    scratch,
+    write_chunk,
+)
 
 if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef
 
 
 def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """The decorated definition as an operator, which `kernel` of `triton` is on CUDA.
+    """Register the decorated function as an operator, with a kernel of `triton.launch` on CUDA.
 
-    float64 asks for more digits than those kernels have, and gets the definition there, too.
+    The kernels are not precise enough for float64, which runs the decorated function on CUDA, too.
     """
 
     def define(definition: Callable[..., Any]) -> CustomOpDef:
@@ -35,9 +41,9 @@ def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
         def _(*inputs: Tensor) -> Any:
             if inputs[0].dtype == torch.float64:
                 return definition(*inputs)
-            from infini_model.model.kernels import triton
+            from infini_model.model.kernels.triton import launch
 
-            return getattr(triton, kernel)(*inputs)
+            return getattr(launch, kernel)(*inputs)
 
         return operator
 
@@ -48,7 +54,7 @@ def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor) -> Tensor:
     """Read the memory and mix it with the local attention (arXiv 2404.07143, equations 7 and 10).
 
-    Where the memory is empty the result is `local` exactly.
+    Where the memory is empty the result is exactly `local`.
 
     Args:
         q: Queries without rotary embedding, [N, H, L, D].
@@ -62,15 +68,16 @@ def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor)
     """
     heads, out = norm.size(1), torch.empty_like(local)
 
-    def read(piece: Piece) -> None:
-        features = _features(_rows(q, piece, heads))
-        by = _reading(features, gate, norm, piece)
-        near = _rows(local, piece, heads)
-        mixed = torch.mul(near, 1.0 - by.share, out=scratch("mixed", norm, *near.shape))
-        mixed.baddbmm_(features.mul_(by.weight), kv[piece].flatten(0, 1))
-        put(out, piece, heads, mixed)
+    def read(chunk: Chunk) -> None:
+        features = _features(_rows(q, chunk, heads))
+        weights = _read_weights(features, gate, norm, chunk)
+        local_rows = _rows(local, chunk, heads)
+        mixed = scratch("mixed", norm, *local_rows.shape)
+        torch.mul(local_rows, 1.0 - weights.share, out=mixed)
+        mixed.baddbmm_(features.mul_(weights.weight), kv[chunk].flatten(0, 1))
+        write_chunk(out, chunk, heads, mixed)
 
-    for_each_piece(read, q, heads, _features_size(q, heads))
+    for_each_chunk(read, q, heads, _features_size(q, heads))
     return out
 
 
@@ -82,47 +89,47 @@ def _gated_read_backward(
     dq, dlocal, dkv, dnorm = (torch.empty_like(x) for x in (q, local, kv, norm))
     dgate = norm.new_empty(q.size(0), heads, q.size(1) // heads)
 
-    def differentiate(piece: Piece) -> None:
-        features = _features(_rows(q, piece, heads))
-        by = _reading(features, gate, norm, piece)
-        incoming, near = (_rows(x, piece, heads) for x in (grad, local))
+    def differentiate(chunk: Chunk) -> None:
+        features = _features(_rows(q, chunk, heads))
+        nonempty, mass, share, weight = _read_weights(features, gate, norm, chunk)
+        grad_rows, local_rows = (_rows(x, chunk, heads) for x in (grad, local))
         dfeatures = scratch("dfeatures", norm, *features.shape)
-        torch.bmm(incoming, kv[piece].flatten(0, 1).mT, out=dfeatures)
+        torch.bmm(grad_rows, kv[chunk].flatten(0, 1).mT, out=dfeatures)
         dweight = torch.linalg.vecdot(features, dfeatures).unsqueeze(-1)
-        dshare = dweight / by.total - torch.linalg.vecdot(incoming, near).unsqueeze(-1)
-        dgate[piece] = (dshare * by.hit).view(*dgate[piece].shape, -1).sum(-1)
+        dshare = dweight / mass - torch.linalg.vecdot(grad_rows, local_rows).unsqueeze(-1)
+        dgate[chunk] = (dshare * nonempty).view(*dgate[chunk].shape, -1).sum(-1)
 
-        dtotal = -dweight * by.weight / by.total
-        weighted = torch.mul(incoming, by.weight, out=scratch("mixed", norm, *features.shape))
-        dkv[piece] = torch.bmm(features.mT, weighted).view_as(dkv[piece])
-        dnorm[piece] = torch.bmm(dtotal.mT, features).view_as(dnorm[piece])
-        dfeatures.mul_(by.weight).baddbmm_(dtotal, norm[piece].flatten(0, 1).unsqueeze(1))
-        put(dq, piece, heads, dfeatures.mul_(features.clamp_(max=1.0)))
-        put(dlocal, piece, heads, torch.mul(incoming, 1.0 - by.share, out=weighted))
+        dmass = -dweight * weight / mass
+        weighted = torch.mul(grad_rows, weight, out=scratch("mixed", norm, *features.shape))
+        dkv[chunk] = torch.bmm(features.mT, weighted).view_as(dkv[chunk])
+        dnorm[chunk] = torch.bmm(dmass.mT, features).view_as(dnorm[chunk])
+        dfeatures.mul_(weight).baddbmm_(dmass, norm[chunk].flatten(0, 1).unsqueeze(1))
+        write_chunk(dq, chunk, heads, dfeatures.mul_(features.clamp_(max=1.0)))
+        write_chunk(dlocal, chunk, heads, torch.mul(grad_rows, 1.0 - share, out=weighted))
 
-    for_each_piece(differentiate, q, heads, _features_size(q, heads))
-    open_share = gate.to(norm.dtype).sigmoid()
-    dgate = dgate.sum(0).flatten() * open_share * (1.0 - open_share)
+    for_each_chunk(differentiate, q, heads, _features_size(q, heads))
+    gate_share = gate.to(norm.dtype).sigmoid()
+    dgate = dgate.sum(0).flatten() * gate_share * (1.0 - gate_share)
     return dq, dlocal, dgate.to(gate.dtype), dkv, dnorm
 
 
-class _Reading(NamedTuple):
-    """What each row of a piece reads by, [M, R, 1] each."""
+class _ReadWeights(NamedTuple):
+    """How each row of a chunk reads the memory, [M, R, 1] each."""
 
-    hit: Tensor  # whether it finds anything
-    total: Tensor  # its features times the normaliser, 1 where nothing is found
-    share: Tensor  # of the memory in the result, 0 where nothing is found
-    weight: Tensor  # share / total
+    nonempty: Tensor  # whether the memory holds anything for it
+    mass: Tensor  # σ(q)·z, 1 where the memory is empty
+    share: Tensor  # of the memory in the result, 0 where the memory is empty
+    weight: Tensor  # share / mass
 
 
-def _reading(features: Tensor, gate: Tensor, norm: Tensor, piece: Piece) -> _Reading:
-    total = torch.bmm(features, norm[piece].flatten(0, 1).unsqueeze(-1))
-    hit = total > NOTHING_FOUND
-    total = torch.where(hit, total, 1.0)
-    open_share = gate.to(norm.dtype).sigmoid().view(norm.size(1), -1, 1)[piece[1]]
-    by_head = hit.view(-1, *open_share.shape[:2], hit.size(1) // open_share.size(1))
-    share = (by_head * open_share).view_as(total)
-    return _Reading(hit, total, share, share / total)
+def _read_weights(features: Tensor, gate: Tensor, norm: Tensor, chunk: Chunk) -> _ReadWeights:
+    mass = torch.bmm(features, norm[chunk].flatten(0, 1).unsqueeze(-1))
+    nonempty = mass > EMPTY_MASS
+    mass = torch.where(nonempty, mass, 1.0)
+    gate_share = gate.to(norm.dtype).sigmoid().view(norm.size(1), -1, 1)[chunk[1]]
+    by_head = nonempty.view(-1, *gate_share.shape[:2], nonempty.size(1) // gate_share.size(1))
+    share = (by_head * gate_share).view_as(mass)
+    return _ReadWeights(nonempty, mass, share, share / mass)
 
 
 @_operator("key_value_sums_forward")
@@ -140,12 +147,12 @@ def key_value_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     kv = torch.empty(len(keys), heads, width, width, dtype=dtype, device=keys.device)
     norm = torch.empty(kv.shape[:3], dtype=dtype, device=keys.device)
 
-    def write(piece: Piece) -> None:
-        features = _features(_rows(keys, piece, heads))
-        kv[piece] = torch.bmm(features.mT, _rows(values, piece, heads)).view_as(kv[piece])
-        norm[piece] = features.sum(dim=1).view_as(norm[piece])
+    def write(chunk: Chunk) -> None:
+        features = _features(_rows(keys, chunk, heads))
+        kv[chunk] = torch.bmm(features.mT, _rows(values, chunk, heads)).view_as(kv[chunk])
+        norm[chunk] = features.sum(dim=1).view_as(norm[chunk])
 
-    for_each_piece(write, keys, heads, _features_size(keys, heads))
+    for_each_chunk(write, keys, heads, _features_size(keys, heads))
     return kv, norm
 
 
@@ -155,16 +162,17 @@ def _key_value_sums_backward(
 ) -> tuple[Tensor, Tensor]:
     heads, dkeys, dvalues = keys.size(1), torch.empty_like(keys), torch.empty_like(values)
 
-    def differentiate(piece: Piece) -> None:
-        features = _features(_rows(keys, piece, heads))
-        by_pair, by_key = dkv[piece].flatten(0, 1), dnorm[piece].flatten(0, 1).unsqueeze(1)
+    def differentiate(chunk: Chunk) -> None:
+        features = _features(_rows(keys, chunk, heads))
+        chunk_dkv = dkv[chunk].flatten(0, 1)
+        chunk_dnorm = dnorm[chunk].flatten(0, 1).unsqueeze(1)
         product = scratch("mixed", dkv, *features.shape)
-        put(dvalues, piece, heads, torch.bmm(features, by_pair, out=product))
-        filed = _rows(values, piece, heads)
-        dfeatures = torch.baddbmm(by_key, filed, by_pair.mT, out=product)
-        put(dkeys, piece, heads, dfeatures.mul_(features.clamp_(max=1.0)))
+        write_chunk(dvalues, chunk, heads, torch.bmm(features, chunk_dkv, out=product))
+        value_rows = _rows(values, chunk, heads)
+        dfeatures = torch.baddbmm(chunk_dnorm, value_rows, chunk_dkv.mT, out=product)
+        write_chunk(dkeys, chunk, heads, dfeatures.mul_(features.clamp_(max=1.0)))
 
-    for_each_piece(differentiate, keys, heads, _features_size(keys, heads))
+    for_each_chunk(differentiate, keys, heads, _features_size(keys, heads))
     return dkeys, dvalues
 
 
@@ -173,13 +181,13 @@ def _features_size(x: Tensor, heads: int) -> int:
     return math.prod(x.shape[1:]) // heads * memory_dtype(x.dtype).itemsize
 
 
-def _rows(x: Tensor, piece: Piece, heads: int) -> Tensor:
-    """A piece of `x` [N, heads · G, L, D] as [M, G · L, D], one list of rows a memory, exactly."""
-    return take(x, piece, heads).flatten(1, 2).to(memory_dtype(x.dtype))
+def _rows(x: Tensor, chunk: Chunk, heads: int) -> Tensor:
+    """A chunk of `x` [N, heads · G, L, D] in the memory's dtype, [M, G · L, D] for M memories."""
+    return read_chunk(x, chunk, heads).flatten(1, 2).to(memory_dtype(x.dtype))
 
 
 def _features(x: Tensor) -> Tensor:
-    """σ(x) of x [M, R, D], as `infini_model.model.memory.feature_map` has it."""
+    """σ(x) of x [M, R, D], as in `infini_model.model.memory.feature_map`, in scratch memory."""
     features = torch.clamp(x, max=0.0, out=scratch("features", x, *x.shape)).exp_()
     return features.add_(torch.clamp(x, min=0.0, out=scratch("mixed", x, *x.shape)))
 

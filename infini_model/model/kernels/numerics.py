@@ -1,15 +1,15 @@
-"""The precision of a memory, which its definition and every kernel share."""
+"""Numerical conventions of the memory, shared by all implementations."""
 
 from __future__ import annotations
 
 import torch
 
-# Weights that sum to less than this have found nothing: the memory is empty, or every product of
-# features has underflowed. Its square is well inside float32, so that neither a division by more
-# than it nor the gradient of that can overflow.
-NOTHING_FOUND = 1e-18
+# Below this normaliser σ(q)·z a read counts as empty: the memory is empty, or every product of
+# features has underflowed. Its square is well inside float32's range, so dividing by a larger
+# normaliser cannot overflow, nor can the gradient of that division.
+EMPTY_MASS = 1e-18
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a memory beside activations of `dtype`: float64 for float64, else float32."""
+    """The dtype of the memory for activations of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,9 +1,9 @@
-"""Causal attention on a CPU that leaves out what lies in the future.
+"""Causal attention on a CPU that skips the tiles above the diagonal.
 
-PyTorch's kernel for CPUs computes all scores of up to 512 keys and masks the later ones away. Here
-a tile of query rows meets the keys up to its own last row and no others: 56 % of the products at
-512 tokens. The scores of a tile never leave the cache, and the backward pass computes them anew.
-Neither do queries and keys leave it once the rotary embedding has turned them.
+PyTorch's CPU kernel computes the scores of up to 512 keys and masks the later ones. Here a tile of
+query rows meets only the keys up to its own last row: 56 % of the products at 512 tokens. The
+scores of a tile and the rotated queries and keys stay in the cache; the backward pass recomputes
+them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infini_model.model.kernels.tiling import Piece, for_each_piece, put, scratch, take
+from infini_model.model.kernels.tiling import (
+    Chunk,
+    for_each_chunk,
+    read_chunk,
+    scratch,
+    write_chunk,
+)
 from infini_model.model.rotary import Rope
 
-# Rows of a tile. Half of the tile on the diagonal is wasted; products of smaller tiles are slower.
+# Rows per tile. Half of each diagonal tile is wasted, but products of smaller tiles are slower.
 TILE = 64
 
 
@@ -31,9 +37,9 @@ def tiled_attention(
         q: Queries [N, H, L, D], float32 or float64, on a CPU.
         k: Keys [N, H_kv, L, D]; query head h reads key-value head h // (H / H_kv).
         v: Values [N, H_kv, L, D].
-        cos: [L, D], of the rotary embedding of queries and keys, as
-            `infini_model.model.rotary.rotate` takes it; None if there is none. It gets no gradient.
-        sin: As `cos`.
+        cos: [L, D], of the rotary embedding of queries and keys, as in
+            `infini_model.model.rotary.rotate`; None for no embedding. It gets no gradient.
+        sin: Like `cos`.
 
     Returns:
         [N, H, L, D].
@@ -41,17 +47,18 @@ def tiled_attention(
     heads, future, out = k.size(1), _future(q), torch.empty_like(q)
     rope = _rope(q, cos, sin)
 
-    def attend(piece: Piece) -> None:
-        queries, keys, values = _taken(piece, q, k, v, rope)
+    def attend(chunk: Chunk) -> None:
+        queries, keys, values = _read(chunk, q, k, v, rope)
         mixed = scratch("mixed", q, *queries.shape)
         for rows in _tiles(q):
             row_queries, seen_keys, seen_values = _tile(rows, queries, keys, values)
             weights = _weights(row_queries, seen_keys, future)
-            found = torch.bmm(weights, seen_values, out=scratch("found", q, *row_queries.shape))
-            mixed[:, :, rows] = found.view_as(mixed[:, :, rows])
-        put(out, piece, heads, mixed)
+            product = scratch("product", q, *row_queries.shape)
+            torch.bmm(weights, seen_values, out=product)
+            mixed[:, :, rows] = product.view_as(mixed[:, :, rows])
+        write_chunk(out, chunk, heads, mixed)
 
-    for_each_piece(attend, q, heads, _scores_size(q, heads))
+    for_each_chunk(attend, q, heads, _scores_size(q, heads))
     return out
 
 
@@ -63,16 +70,16 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, future, scale = k.size(1), _future(q), q.size(3) ** -0.5
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    rope, back = _rope(q, cos, sin), _rope(q, cos, sin, back=True)
+    rope, inverse = _rope(q, cos, sin), _rope(q, cos, sin, inverse=True)
 
-    def differentiate(piece: Piece) -> None:
-        queries, keys, values = _taken(piece, q, k, v, rope)
-        incoming = _turned("incoming", take(grad, piece, heads), None)
+    def differentiate(chunk: Chunk) -> None:
+        queries, keys, values = _read(chunk, q, k, v, rope)
+        grads = _rotated("grads", read_chunk(grad, chunk, heads), None)
         dqueries = scratch("dqueries", q, *queries.shape)
         dkeys, dvalues = (scratch(name, k, *keys.shape).zero_() for name in ("dkeys", "dvalues"))
         for rows in _tiles(q):
             row_queries, seen_keys, seen_values = _tile(rows, queries, keys, values)
-            row_grads, seen_dkeys, seen_dvalues = _tile(rows, incoming, dkeys, dvalues)
+            row_grads, seen_dkeys, seen_dvalues = _tile(rows, grads, dkeys, dvalues)
             weights = _weights(row_queries, seen_keys, future)
             seen_dvalues.baddbmm_(weights.mT, row_grads)
             dweights = scratch("dweights", q, *weights.shape)
@@ -81,29 +88,30 @@ def _backward(
                 dweights, weights, -1, q.dtype, grad_input=dweights
             )
             seen_dkeys.baddbmm_(dweights.mT, row_queries, alpha=scale)
-            found = torch.bmm(dweights, seen_keys, out=scratch("found", q, *row_queries.shape))
-            dqueries[:, :, rows] = found.mul_(scale).view_as(dqueries[:, :, rows])
-        put(dq, piece, heads, _turned("queries", dqueries, back))
-        put(dk, piece, heads, _turned("keys", dkeys, back))
-        put(dv, piece, heads, dvalues)
+            product = scratch("product", q, *row_queries.shape)
+            torch.bmm(dweights, seen_keys, out=product)
+            dqueries[:, :, rows] = product.mul_(scale).view_as(dqueries[:, :, rows])
+        write_chunk(dq, chunk, heads, _rotated("queries", dqueries, inverse))
+        write_chunk(dk, chunk, heads, _rotated("keys", dkeys, inverse))
+        write_chunk(dv, chunk, heads, dvalues)
 
-    for_each_piece(differentiate, q, heads, _scores_size(q, heads))
+    for_each_chunk(differentiate, q, heads, _scores_size(q, heads))
     return dq, dk, dv
 
 
 def _rope(
-    like: Tensor, cos: Tensor | None, sin: Tensor | None, *, back: bool = False
+    like: Tensor, cos: Tensor | None, sin: Tensor | None, *, inverse: bool = False
 ) -> Rope | None:
-    """Factors [L, D] of a row and of its exchanged halves, which turn it on or `back`."""
+    """The factors [L, D] of a row and of its swapped halves in the rotation, or in its inverse."""
     if cos is None or sin is None:
         return None
     half = sin.size(1) // 2
     signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
-    return cos.to(like.dtype), (signed.roll(half, dims=1) if back else signed).to(like.dtype)
+    return cos.to(like.dtype), (signed.roll(half, dims=1) if inverse else signed).to(like.dtype)
 
 
-def _turned(name: str, x: Tensor, rope: Rope | None) -> Tensor:
-    """`x` [M, G, L, D] times the rope, in scratch memory."""
+def _rotated(name: str, x: Tensor, rope: Rope | None) -> Tensor:
+    """A copy of `x` [M, G, L, D] rotated by `rope`, in the scratch memory `name`."""
     out = scratch(name, x, *x.shape)
     if rope is None:
         return out.copy_(x)
@@ -115,13 +123,13 @@ def _turned(name: str, x: Tensor, rope: Rope | None) -> Tensor:
     return out
 
 
-def _taken(piece: Piece, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
-    """A piece of the queries [M, G, L, D], keys and values [M, 1, L, D], each in one block."""
+def _read(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+    """A chunk of the queries [M, G, L, D], keys and values [M, 1, L, D], each contiguous."""
     heads = k.size(1)
     return (
-        _turned("queries", take(q, piece, heads), rope),
-        _turned("keys", take(k, piece, heads), rope),
-        _turned("values", take(v, piece, heads), None),
+        _rotated("queries", read_chunk(q, chunk, heads), rope),
+        _rotated("keys", read_chunk(k, chunk, heads), rope),
+        _rotated("values", read_chunk(v, chunk, heads), None),
     )
 
 
@@ -138,26 +146,26 @@ def _tiles(q: Tensor) -> Iterator[slice]:
 def _tile(
     rows: slice, queries: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [M, G, L, D] of the rows as [M, G · R, D], keys and values up to them, [M, K, D]."""
+    """The rows of queries [M, G, L, D] as [M, G · R, D]; keys and values up to them, [M, K, D]."""
     seen = slice(rows.stop)
     return queries[:, :, rows].flatten(1, 2), keys[:, 0, seen], values[:, 0, seen]
 
 
 def _future(q: Tensor) -> Tensor:
-    """−∞ where a row of a tile would see a later one of the same tile, [TILE, TILE]."""
+    """The causal mask inside a diagonal tile, [TILE, TILE]: −∞ above the diagonal, else 0."""
     return torch.full((TILE, TILE), -torch.inf, dtype=q.dtype).triu_(1)
 
 
 def _weights(queries: Tensor, keys: Tensor, future: Tensor) -> Tensor:
     """Softmax weights [M, G · R, K] of queries [M, G · R, D] over keys [M, K, D].
 
-    The last rows of the keys are those of the queries themselves.
+    The queries are those of the last R keys.
     """
     scores = scratch("scores", queries, *queries.shape[:2], keys.size(1))
     torch.baddbmm(scores, queries, keys.mT, beta=0.0, alpha=queries.size(2) ** -0.5, out=scores)
     rows = (keys.size(1) - 1) % TILE + 1
-    own = scores.view(len(scores), -1, rows, keys.size(1))[..., -rows:]
-    own += future[:rows, :rows]
+    diagonal = scores.view(len(scores), -1, rows, keys.size(1))[..., -rows:]
+    diagonal += future[:rows, :rows]
     return torch.softmax(scores, dim=-1, out=scores)
 
 

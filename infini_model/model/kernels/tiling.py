@@ -1,11 +1,10 @@
-"""Going through segments and heads in pieces that fit a cache, for the kernels of a CPU.
+"""Cache-sized chunks of segments and heads, for the CPU kernels.
 
-An operator that takes a long sequence as a whole reads every intermediate result from main memory
-and writes it there, into pages that are mapped for it each time. Arithmetic is faster than that. So
-a kernel here does all its work on a piece before it turns to the next, in memory that is used
-anew for every piece, and as many pieces are under way as PyTorch has threads: its operators are
-too short to be shared among threads. A piece is the work of one thread, so what comes out is the
-same, bit for bit, every time.
+An operator over a whole long sequence reads and writes every intermediate result in main memory, in
+freshly mapped pages. That costs more than its arithmetic. So a kernel here finishes one
+chunk before it starts the next, and reuses the same scratch memory for all of them. As many chunks
+run at once as PyTorch has threads, since their operators are too short to be split over threads.
+One thread computes a chunk, so results are the same to the bit every time.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-# What an intermediate result may take of a core's second-level cache.
-PIECE_BYTES = 1 << 20
+# Size limit of an intermediate result, so that a few fit in a core's L2 cache.
+CHUNK_BYTES = 1 << 20
 
-Piece = tuple[slice, slice]
+Chunk = tuple[slice, slice]
 
 
-class _Own(threading.local):
-    """What each thread has for itself."""
+class _Scratch(threading.local):
+    """Scratch buffers, separate for each thread."""
 
     def __init__(self) -> None:
-        self.memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
 
-_own = _Own()
+_scratch = _Scratch()
 
 
-def for_each_piece(work: Callable[[Piece], None], like: Tensor, heads: int, size: int) -> None:
-    """Call `work` with slices of segments and of heads that cover each pair of them once.
+def for_each_chunk(work: Callable[[Chunk], None], like: Tensor, heads: int, size: int) -> None:
+    """Call `work` with slices of segments and heads that together cover each pair once.
 
     Args:
-        work: Is called in several threads at once, without gradients and without autocast.
-        like: [N, …] for N segments; on a GPU all of them are one piece.
+        work: Called from several threads at once, without gradients and without autocast.
+        like: [N, …] for N segments; on a GPU all of them are one chunk.
         heads: Number of heads of each segment.
         size: Bytes of an intermediate result for one head of one segment.
     """
@@ -50,36 +49,36 @@ def for_each_piece(work: Callable[[Piece], None], like: Tensor, heads: int, size
         with torch.no_grad():
             work((slice(segments), slice(heads)))
         return
-    fit = max(1, PIECE_BYTES // size)
+    fit = max(1, CHUNK_BYTES // size)
     heads_at_once, segments_at_once = min(heads, fit), max(1, fit // heads)
-    pieces = [
+    chunks = [
         (slice(segment, segment + segments_at_once), slice(head, head + heads_at_once))
         for segment in range(0, segments, segments_at_once)
         for head in range(0, heads, heads_at_once)
     ]
     threads = torch.get_num_threads()
-    if threads == 1 or len(pieces) == 1:
+    if threads == 1 or len(chunks) == 1:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for piece in pieces:
-                work(piece)
+            for chunk in chunks:
+                work(chunk)
         return
     inference = torch.is_inference_mode_enabled()
 
-    def quietly(piece: Piece) -> None:
+    def without_gradients(chunk: Chunk) -> None:
         with torch.inference_mode() if inference else torch.no_grad():
-            work(piece)
+            work(chunk)
 
-    for _ in _pool(threads).map(quietly, pieces):
+    for _ in _pool(threads).map(without_gradients, chunks):
         pass
 
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads in each of which PyTorch uses that one alone."""
+    """A pool of threads in which PyTorch starts no further threads."""
     started = threading.Barrier(threads + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # settles what would otherwise be settled, and undone, later
+        torch.get_num_threads()  # initialises PyTorch's pool, which would reset the number later
         torch.set_num_threads(1)
         started.wait()
 
@@ -87,32 +86,32 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     for _ in range(threads):
         pool.submit(int)
     started.wait()
-    torch.set_num_threads(threads)  # for threads that start later; this one's was never changed
+    torch.set_num_threads(threads)  # for threads started later; this thread's was not changed
     return pool
 
 
-# A forked process has none of the threads.
+# A forked process does not inherit the threads.
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def scratch(name: str, like: Tensor, *shape: int) -> Tensor:
-    """Memory of this thread for `name`, of arbitrary content; the tensor before is overwritten."""
+    """Uninitialised memory that this thread reuses for every tensor called `name`."""
     key, size = (name, like.dtype, like.device), math.prod(shape)
-    held = _own.memory.get(key)
-    if held is None or len(held) < size:
-        with torch.inference_mode(False):  # what is made under it cannot be used outside
-            held = _own.memory[key] = like.new_empty(size)
-    return held[:size].view(shape)
+    buffer = _scratch.buffers.get(key)
+    if buffer is None or len(buffer) < size:
+        with torch.inference_mode(False):  # inference tensors cannot be used outside that mode
+            buffer = _scratch.buffers[key] = like.new_empty(size)
+    return buffer[:size].view(shape)
 
 
-def take(x: Tensor, piece: Piece, heads: int) -> Tensor:
-    """A piece of `x` [N, heads · G, L, D] as [n · h, G, L, D], a copy where it must be one."""
-    return _by_heads(x, heads)[piece].flatten(0, 1)
+def read_chunk(x: Tensor, chunk: Chunk, heads: int) -> Tensor:
+    """A chunk of `x` [N, heads · G, L, D] as [n · h, G, L, D]; a view where possible."""
+    return _by_heads(x, heads)[chunk].flatten(0, 1)
 
 
-def put(out: Tensor, piece: Piece, heads: int, part: Tensor) -> None:
-    """Copy `part` to where `take` would take it from."""
-    place = _by_heads(out, heads)[piece]
+def write_chunk(out: Tensor, chunk: Chunk, heads: int, part: Tensor) -> None:
+    """Copy `part` to the place that `read_chunk` reads."""
+    place = _by_heads(out, heads)[chunk]
     place.copy_(part.view_as(place))
 
 

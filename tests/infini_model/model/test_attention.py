@@ -1,4 +1,4 @@
-"""The function against its definition, the paper's equations written out segment by segment."""
+"""`infini_attention` against its definition, the paper's equations segment by segment."""
 
 import math
 
@@ -11,9 +11,8 @@ from torch.nn import functional
 from infini_model.model.attention import infini_attention, segmented_local_attention
 from infini_model.model.definition import attention_by_segment
 from infini_model.model.kernels.local_attention import local_attention, resolve_backend
-from infini_model.model.layers import rope_tables
 from infini_model.model.memory import Memory, feature_map
-from infini_model.model.rotary import rotate
+from infini_model.model.rotary import rope_tables, rotate
 from infini_model.runtime.errors import ConfigError
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -60,7 +59,7 @@ def cases(draw_one):
 
 
 def outputs_and_gradients(function, case, dtype):
-    """What `function` gives for a case, and the gradients of a loss over all of it."""
+    """The results of `function` for a case, and the gradients of a loss over all of them."""
     tensors, length, rope, memory, update, reset, memory_keys = case
     leaves = [x.to(dtype).requires_grad_() for x in tensors]
     held = None if memory is None else Memory(*(x.to(dtype).requires_grad_() for x in memory))
@@ -84,7 +83,7 @@ def outputs_and_gradients(function, case, dtype):
     ]
 
 
-def test_rotates_as_complex_numbers_turn():
+def test_rotation_is_complex_multiplication():
     x, (cos, sin) = torch.randn(2, 3, 5, 8).double(), (t.double() for t in rope_tables(5, 8, 100.0))
     turned = torch.complex(*x.chunk(2, -1)) * torch.complex(cos[:, :4], sin[:, :4])
     torch.testing.assert_close(rotate(x, (cos, sin)), torch.cat((turned.real, turned.imag), -1))
@@ -133,13 +132,13 @@ def test_the_last_segment_reaches_the_first(update):
 @BOTH
 @given(st.integers(0, 1000), st.lists(st.integers(1, 3), min_size=2, max_size=4))
 @FEW
-def test_in_pieces_with_the_memory_carried(update, seed, pieces):
-    q, k, v, gate, *_ = draw(2, 4, 2, 3 * sum(pieces), 4, seed)
+def test_chunks_with_the_memory_carried_over(update, seed, chunks):
+    q, k, v, gate, *_ = draw(2, 4, 2, 3 * sum(chunks), 4, seed)
     whole, after = infini_attention(q, k, v, gate, segment_length=3, update=update)
     memory, parts, start = None, [], 0
-    for count in pieces:
-        piece = (x[:, :, start : start + 3 * count] for x in (q, k, v))
-        out, memory = infini_attention(*piece, gate, segment_length=3, memory=memory, update=update)
+    for count in chunks:
+        chunk = (x[:, :, start : start + 3 * count] for x in (q, k, v))
+        out, memory = infini_attention(*chunk, gate, segment_length=3, memory=memory, update=update)
         parts.append(out)
         start += 3 * count
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-10, atol=1e-10)
@@ -155,9 +154,9 @@ def test_one_segment_is_local_attention_exactly():
 
 
 @BOTH
-def test_what_follows_a_reset_is_as_if_alone(update):
+def test_tokens_after_a_reset_are_independent_of_those_before(update):
     q, k, v, gate, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
-    k[:, :, :12] = float("inf")  # what precedes may be anything
+    k[:, :, :12] = float("inf")  # even non-finite values do not reach past the reset
     v[:, :, :12] = float("nan")
     reset = torch.zeros(2, 6, dtype=torch.bool)
     reset[:, 3] = True
@@ -231,7 +230,7 @@ def test_delta_overwrites_what_linear_adds_to():
     torch.testing.assert_close(2 * read["delta"], second, rtol=0, atol=2e-3)
 
 
-def test_delta_grows_by_no_more_than_is_added_where_the_papers_rule_explodes():
+def test_delta_stays_bounded_where_the_papers_rule_explodes():
     generator = torch.Generator().manual_seed(0)
     memory, paper, bound = Memory(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)), None, 0.0
     memory = Memory(*(x.double() for x in memory))
@@ -252,7 +251,7 @@ def test_delta_grows_by_no_more_than_is_added_where_the_papers_rule_explodes():
     assert torch.linalg.matrix_norm(paper[0], 2) > 3 * bound
 
 
-def test_delta_is_the_papers_where_the_memory_outweighs_the_segment():
+def test_delta_is_the_papers_rule_where_the_memory_outweighs_the_segment():
     q, k, v, gate, *_ = draw(1, 1, 1, 6, 4)
     held = Memory(torch.linspace(-1, 1, 16).double().view(1, 1, 4, 4), q.new_full((1, 1, 4), 99.0))
     _, after = infini_attention(q, k, v, gate, segment_length=3, memory=held, update="delta")
@@ -264,7 +263,7 @@ def test_delta_is_the_papers_where_the_memory_outweighs_the_segment():
     torch.testing.assert_close(after.kv[0, 0], m, rtol=1e-12, atol=1e-12)
 
 
-def test_feature_map_keeps_its_digits_and_its_slope():
+def test_feature_map_is_precise_in_value_and_gradient():
     x = torch.tensor([-30.0, -1.0, 0.0, 2.0], requires_grad=True)
     y = feature_map(x)
     expected = [math.exp(-30), math.exp(-1), 1.0, 3.0]
@@ -296,11 +295,11 @@ def test_auto_on_a_cpu(dtype, length, kernel):
 
 @pytest.mark.parametrize("update", ["linear", "delta"])
 def test_a_million_tokens_drift_less_than_a_thousandth(update):
-    length, piece, pieces = 64, 1 << 15, 32
+    length, chunk, chunks = 64, 1 << 15, 32
     generator = torch.Generator().manual_seed(0)
     gate, memory, exact = torch.zeros(2), None, None
-    for _ in range(pieces):
-        q, k, v = (torch.randn(1, 2, piece, 4, generator=generator) for _ in range(3))
+    for _ in range(chunks):
+        q, k, v = (torch.randn(1, 2, chunk, 4, generator=generator) for _ in range(3))
         out, memory = infini_attention(
             q, k, v, gate, segment_length=length, memory=memory, update=update
         )
@@ -310,7 +309,7 @@ def test_a_million_tokens_drift_less_than_a_thousandth(update):
         )
         assert (out - expected).abs().max() < 1e-3 * expected.abs().max()
         assert (memory.kv - exact.kv).abs().max() < 1e-3 * exact.kv.abs().max()
-    assert piece * pieces >= 1_000_000
+    assert chunk * chunks >= 1_000_000
 
 
 @BOTH
@@ -374,9 +373,9 @@ def test_bad_input_is_named(error, message, change):
         infini_attention(**arguments)
 
 
-def test_without_memory_each_segment_is_by_itself():
+def test_without_memory_segments_are_independent():
     q, k, v, *_ = draw(2, 4, 2, 10, 4, dtype=torch.float32)
     out = segmented_local_attention(q, k, v, segment_length=4)
     for start in (0, 4, 8):
-        piece = (x[:, :, start : start + 4] for x in (q, k, v))
-        torch.testing.assert_close(out[:, :, start : start + 4], local_attention(*piece))
+        chunk = (x[:, :, start : start + 4] for x in (q, k, v))
+        torch.testing.assert_close(out[:, :, start : start + 4], local_attention(*chunk))

@@ -1,12 +1,13 @@
-"""Generation against the model itself, one full pass a token."""
+"""Generation against one full pass of the model per token."""
+
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import draw_memory_parameters, tiny_config
 
-from infini_model.config import ModelConfig
-from infini_model.model import generation
 from infini_model.model.generation import generate, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
@@ -14,22 +15,9 @@ from infini_model.runtime.errors import UserError
 
 def build(memory="linear", shift=True):
     torch.manual_seed(3)
-    config = ModelConfig(
-        vocab_size=11,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        segment_length=4,
-        memory=memory,
-        memory_key_shift=shift,
-        initializer_range=0.4,
-    )
+    config = tiny_config(memory=memory, memory_key_shift=shift, initializer_range=0.4)
     model = InfiniLlama(config).double()
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate", "memory_key_shift")):
-            torch.nn.init.normal_(parameter)
+    draw_memory_parameters(model)
     return model
 
 
@@ -40,7 +28,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def greedy(model, prompt, count):
-    """The likeliest continuation by passes over the whole, without any state."""
+    """The greedy continuation by full passes, without any state."""
     tokens = list(prompt)
     for _ in range(count):
         with torch.no_grad():
@@ -50,28 +38,28 @@ def greedy(model, prompt, count):
 
 @given(st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=14), min_size=1, max_size=4))
 @settings(max_examples=15, deadline=None, derandomize=True)
-def test_greedy_batches_are_full_passes(prompts):
+def test_greedy_batches_equal_full_passes(prompts):
     new = generate(MODEL, prompts, max_new_tokens=7, temperature=0)
     assert new == [greedy(MODEL, prompt, 7) for prompt in prompts]
 
 
 @KINDS
-@pytest.mark.parametrize("at_once", [1, 8, 64])
-def test_prompts_are_read_in_any_pieces(monkeypatch, memory, shift, at_once):
-    """A segment at a time, two, or as many as there are, then token by token."""
-    monkeypatch.setattr(generation, "TOKENS_AT_ONCE", at_once)
+@pytest.mark.parametrize("prefill_tokens", [1, 8, 64])
+def test_prompts_are_read_in_any_chunks(memory, shift, prefill_tokens):
+    """One segment at a time, two, or all at once, then token by token."""
+    greedily = partial(generate, temperature=0, prefill_tokens=prefill_tokens)
     model = build(memory, shift)
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(11, (1, 25), generator=draw)
-    new = generate(model, prompts, max_new_tokens=9, temperature=0)
+    new = greedily(model, prompts, max_new_tokens=9)
     assert new == [greedy(model, prompts[0].tolist(), 9)]
     unequal = [prompts[0, :length].tolist() for length in (25, 8, 3)]
-    new = generate(model, unequal, max_new_tokens=6, temperature=0)
+    new = greedily(model, unequal, max_new_tokens=6)
     assert new == [greedy(model, prompt, 6) for prompt in unequal]
 
 
 @KINDS
-def test_a_drawn_row_depends_on_no_other(memory, shift):
+def test_rows_are_sampled_independently(memory, shift):
     model, settings_ = build(memory, shift), {"max_new_tokens": 10, "temperature": 1.5, "seed": 3}
     prompts = [[1, 2, 3, 4, 5, 6], [7] * 13, [8, 9]]
     rows = generate(model, prompts, **settings_)
@@ -90,7 +78,7 @@ def test_a_prompt_may_be_a_tensor():
     assert new == generate(MODEL, prompts.tolist(), max_new_tokens=6, temperature=0)
 
 
-def test_stream_is_generate():
+def test_stream_equals_generate():
     settings_ = {"max_new_tokens": 9, "temperature": 0.9, "top_k": 5, "top_p": 0.9, "seed": 4}
     prompts = [[1, 2, 3], [4]]
     steps = list(stream(MODEL, prompts, **settings_))
@@ -109,7 +97,7 @@ def test_a_row_ends_with_the_end_token():
     assert len(cut[0]) <= 2
 
 
-def test_the_draw_obeys_its_settings():
+def test_sampling_respects_its_settings():
     prompt = [[1, 2, 3]]
     best = generate(MODEL, prompt, max_new_tokens=8, temperature=0)
     for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}):
@@ -129,7 +117,7 @@ def test_the_draw_obeys_its_settings():
     assert {row[0] for row in drawn} == nucleus
 
 
-def test_frequencies_are_the_models():
+def test_sampled_frequencies_match_the_model():
     prompt = [[1, 2, 3]]
     with torch.no_grad():
         expected = MODEL(torch.tensor(prompt)).logits[0, -1].softmax(-1)
@@ -138,14 +126,14 @@ def test_frequencies_are_the_models():
     torch.testing.assert_close(observed.double(), expected, rtol=0, atol=0.04)
 
 
-def test_nothing_to_add():
+def test_zero_new_tokens():
     assert generate(MODEL, [[1], [2]], max_new_tokens=0) == [[], []]
 
 
 @pytest.mark.parametrize(
     ("message", "prompts", "change"),
     [
-        ("prompts: there is none", [], {}),
+        ("prompts: expected at least one", [], {}),
         ("prompt 1: is empty", [[1], []], {}),
         ("prompt 0: token 11 is outside the vocabulary of 11", [[11]], {}),
         ("prompt 0: token -1 is outside", [[-1]], {}),

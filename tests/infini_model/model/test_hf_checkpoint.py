@@ -1,4 +1,4 @@
-"""Folders in and out, judged by `transformers` and by what is done to them."""
+"""Hugging Face folders, checked against `transformers` and after damage."""
 
 import json
 import os
@@ -8,9 +8,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import draw_memory_parameters, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from infini_model.config import ModelConfig
 from infini_model.model.hf_checkpoint import read_config, write_checkpoint
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError
@@ -25,36 +25,30 @@ LLAMA3 = {
 TOKENS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "rope_theta": 5000.0,
+    "initializer_range": 0.2,
+}
+
+
 def theirs(**changes):
     torch.manual_seed(0)
-    fields = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+    fields = SHAPE | {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 24,
-        "rope_theta": 5000.0,
         "rms_norm_eps": 1e-6,
-        "initializer_range": 0.2,
     }
     return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
 
 
 def ours(**changes):
     torch.manual_seed(0)
-    fields = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "segment_length": 24,
-        "rope_theta": 5000.0,
-        "initializer_range": 0.2,
-    }
-    return InfiniLlama(ModelConfig(**(fields | changes)))
+    return InfiniLlama(tiny_config(**SHAPE | {"segment_length": 24} | changes))
 
 
 def logits(model):
@@ -77,8 +71,8 @@ def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard):
     model = InfiniLlama.from_pretrained(tmp_path)
     torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}: has no gate; each starts at 0",
-        f"{tmp_path}: has no memory_key_shift; each starts at 0",
+        f"{tmp_path}: no gate found; initialised to 0",
+        f"{tmp_path}: no memory_key_shift found; initialised to 0",
     ]
     assert model.config.segment_length == 24
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tie
@@ -106,7 +100,7 @@ def test_transformers_opens_what_ours_writes(tmp_path, tie):
     torch.testing.assert_close(logits(llama), logits(model), rtol=1e-5, atol=1e-5)
 
 
-def test_there_and_back_through_transformers(tmp_path):
+def test_round_trip_through_transformers(tmp_path):
     model = ours(memory="none")
     model.save_pretrained(tmp_path / "a")
     AutoModelForCausalLM.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
@@ -118,11 +112,9 @@ def test_there_and_back_through_transformers(tmp_path):
 @pytest.mark.parametrize("memory", ["linear", "delta"])
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize("tie", [True, False])
-def test_there_and_back_with_memory(tmp_path, caplog, memory, shift, tie):
+def test_round_trip_with_memory(tmp_path, caplog, memory, shift, tie):
     model = ours(segment_length=5, memory=memory, memory_key_shift=shift, tie_word_embeddings=tie)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate", "memory_key_shift")):
-            torch.nn.init.normal_(parameter)
+    draw_memory_parameters(model)
     folder = tmp_path / "model"
     write_checkpoint(folder, model.config, dict(model.named_parameters()), shard_bytes=20_000)
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
@@ -136,13 +128,13 @@ def test_there_and_back_with_memory(tmp_path, caplog, memory, shift, tie):
     assert not any(name.endswith("gate") for name, _ in plain.named_parameters())
 
 
-def test_sharded_folders_come_back(tmp_path):
+def test_round_trip_of_a_sharded_folder(tmp_path):
     model = ours()
     write_checkpoint(tmp_path / "m", model.config, dict(model.named_parameters()), shard_bytes=9000)
     assert torch.equal(logits(InfiniLlama.from_pretrained(tmp_path / "m")), logits(model))
 
 
-def test_old_fields_and_frequencies_are_understood(tmp_path):
+def test_older_fields_and_stored_frequencies_are_read(tmp_path):
     llama = theirs()
     llama.save_pretrained(tmp_path)
     edit(tmp_path, rope_parameters="drop", rope_theta=5000.0, rope_scaling=None)
@@ -153,10 +145,10 @@ def test_old_fields_and_frequencies_are_understood(tmp_path):
     torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
 
 
-YESTERDAY = {"rope_parameters": "drop", "rope_theta": 5000.0, "rope_scaling": LLAMA3}
+OLDER_FIELDS = {"rope_parameters": "drop", "rope_theta": 5000.0, "rope_scaling": LLAMA3}
 
 
-@pytest.mark.parametrize("changes", [{}, YESTERDAY], ids=["today", "yesterday"])
+@pytest.mark.parametrize("changes", [{}, OLDER_FIELDS], ids=["current", "older"])
 def test_llama3_scaling_is_read(tmp_path, changes):
     llama = theirs(rope_parameters=LLAMA3 | {"rope_theta": 5000.0})
     llama.save_pretrained(tmp_path)
@@ -174,7 +166,7 @@ def test_llama3_scaling_is_read(tmp_path, changes):
 
 @pytest.mark.parametrize("dropped", [("rope_parameters",), ("rope_scaling", "rope_theta")])
 def test_llama3_scaling_is_written(tmp_path, dropped):
-    """In the form of yesterday and in that of today, each enough by itself."""
+    """In the older and in the current fields, either of which is enough."""
     model = ours(memory="none", rope_scaling=LLAMA3)
     model.save_pretrained(tmp_path / "a")
     edit(tmp_path / "a", **dict.fromkeys(dropped, "drop"))
@@ -187,7 +179,7 @@ def test_llama3_scaling_is_written(tmp_path, dropped):
 
 
 @pytest.mark.parametrize("head_dim", [4, 16])
-def test_heads_of_another_width_than_their_share(tmp_path, head_dim):
+def test_an_explicit_head_dim_is_kept(tmp_path, head_dim):
     llama = theirs(head_dim=head_dim)
     llama.save_pretrained(tmp_path / "a")
     model = InfiniLlama.from_pretrained(tmp_path / "a", memory="none")
@@ -198,8 +190,8 @@ def test_heads_of_another_width_than_their_share(tmp_path, head_dim):
     torch.testing.assert_close(logits(back), logits(llama), rtol=1e-5, atol=1e-5)
 
 
-def test_fields_left_out_are_hugging_faces(tmp_path):
-    """The norm's epsilon weighs only where activations are small, so these are."""
+def test_omitted_fields_have_hugging_faces_defaults(tmp_path):
+    """The weights are small, since the norm's epsilon matters only for small activations."""
     theirs(initializer_range=1e-3).save_pretrained(tmp_path)
     left_out = ("rms_norm_eps", "head_dim", "initializer_range", "tie_word_embeddings")
     edit(tmp_path, **dict.fromkeys(left_out, "drop"))
@@ -234,7 +226,7 @@ def test_reads_the_bf16_that_transformers_writes(tmp_path):
     torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
 
 
-def test_other_files_are_not_swept_away(tmp_path):
+def test_other_files_are_not_deleted(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"holds notes\.txt, which would be lost"):
         ours().save_pretrained(tmp_path)
@@ -279,7 +271,7 @@ def test_a_config_that_does_not_fit_is_named(tmp_path, changes, message):
             lambda t: t.pop("model.layers.1.self_attn.gate"),
             r"tensor model\.layers\.1\.self_attn\.gate is missing",
         ),
-        (lambda t: t.update(extra=torch.zeros(1)), "tensor extra is not of this model"),
+        (lambda t: t.update(extra=torch.zeros(1)), "unexpected tensor extra"),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(31)}),
             r"tensor model\.norm\.weight: expected shape \[32\], got \[31\]",
@@ -304,9 +296,9 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
         InfiniLlama.from_pretrained(tmp_path / "m")
 
 
-def test_damage_is_named(tmp_path):
+def test_damage_is_reported(tmp_path):
     folder = tmp_path / "m"
-    with pytest.raises(CheckpointError, match=r"m/config\.json: there is no such file"):
+    with pytest.raises(CheckpointError, match=r"m/config\.json: no such file"):
         InfiniLlama.from_pretrained(folder)
     ours().save_pretrained(folder)
     with pytest.raises(CheckpointError, match="segment_length: Input should be a valid integer"):
@@ -317,22 +309,22 @@ def test_damage_is_named(tmp_path):
     whole = weights.read_bytes()
     for damaged in (whole[:1000], whole[:-8], b"", b"\x80\x04pickle" * 9):
         weights.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: is no readable") as caught:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: unreadable") as caught:
             InfiniLlama.from_pretrained(folder)
         assert "\n" not in str(caught.value)
     weights.unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: there is no such file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: no such file"):
         InfiniLlama.from_pretrained(folder)
     index = folder / "model.safetensors.index.json"
     for tree, message in (
         ({}, "weight_map is missing"),
-        ({"weight_map": {"a": "../a.safetensors"}}, "is no plain file name"),
-        ({"weight_map": {"a": "b.safetensors"}}, r"b\.safetensors: there is no such file"),
+        ({"weight_map": {"a": "../a.safetensors"}}, "is not a plain file name"),
+        ({"weight_map": {"a": "b.safetensors"}}, r"b\.safetensors: no such file"),
     ):
         index.write_text(json.dumps(tree))
         with pytest.raises(CheckpointError, match=message):
             InfiniLlama.from_pretrained(folder)
-    for text, message in (("{", "is no JSON"), ("[]", "holds list, needs a mapping")):
+    for text, message in (("{", "invalid JSON"), ("[]", "holds list, needs a mapping")):
         (folder / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=message):
             InfiniLlama.from_pretrained(folder)

@@ -1,41 +1,41 @@
-"""The model: what one pass, pieces of it and single tokens give must be the same."""
+"""The model: one pass, chunks of it and single tokens must give the same results."""
+
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import draw_memory_parameters, tiny_config
 from torch.nn import functional
 
-from infini_model.config import ModelConfig
-from infini_model.model import loss as loss_module
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.loss import summed_loss
 from infini_model.runtime.errors import ConfigError
 
 FEW = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def config(**changes):
-    fields = {
-        "vocab_size": 17,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 24,
-        "segment_length": 4,
-        "initializer_range": 0.3,
-    }
-    return ModelConfig(**(fields | changes))
+    return tiny_config(**{"vocab_size": 17, "initializer_range": 0.3} | changes)
 
 
 def build(seed=0, dtype=torch.float64, **changes):
-    """A small model whose gates and key shifts are drawn as well."""
+    """A tiny model with random gates and key shifts."""
     torch.manual_seed(seed)
     model = InfiniLlama(config(**changes)).to(dtype)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate", "memory_key_shift")):
-            torch.nn.init.normal_(parameter)
+    draw_memory_parameters(model)
     return model
+
+
+def mean_loss(model, tokens, labels, reset=None, *, rows_at_once):
+    """The loss of `model`, from chunks of logits of so many rows."""
+    hidden, _ = model.hidden(tokens, reset=reset)
+    weight = model.lm_head.weight
+    total = summed_loss(
+        hidden.flatten(0, 1), weight, labels.flatten(), logits_at_once=rows_at_once * len(weight)
+    )
+    return total / (labels != -100).sum()
 
 
 def ids(batch, tokens, seed=0):
@@ -46,7 +46,7 @@ def close(ours, theirs, tolerance=1e-10):
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def test_parameters_are_llamas_and_the_memorys():
+def test_parameters_are_those_of_llama_and_of_the_memory():
     names = dict(build().named_parameters())
     own = {name for name in names if name.endswith(("gate", "memory_key_shift"))}
     attention = "model.layers.1.self_attn."
@@ -58,7 +58,7 @@ def test_parameters_are_llamas_and_the_memorys():
     assert set(plain) == set(names) - own
 
 
-def test_gates_start_in_the_middle_and_keys_half_way():
+def test_gates_and_key_shifts_start_at_one_half():
     model = InfiniLlama(config())
     assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
     assert model.get_parameter("model.layers.0.self_attn.memory_key_shift").tolist() == [0.5, 0.5]
@@ -72,25 +72,25 @@ def test_gates_start_in_the_middle_and_keys_half_way():
     st.booleans(),
 )
 @FEW
-def test_one_pass_is_any_pieces(seed, pieces, memory, shift):
+def test_one_pass_equals_any_chunks(seed, chunks, memory, shift):
     model = build(seed, memory=memory, memory_key_shift=shift)
-    tokens = ids(2, sum(pieces), seed)
+    tokens = ids(2, sum(chunks), seed)
     with torch.no_grad():
         whole = model(tokens)
         state, parts = None, []
-        for piece in tokens.split(pieces, dim=1):
-            out = model(piece, state=state)
+        for chunk in tokens.split(chunks, dim=1):
+            out = model(chunk, state=state)
             state = out.state
             parts.append(out.logits)
         close(torch.cat(parts, 1), whole.logits)
-        # The state must be worth the same too: what comes next is equal.
+        # The states are equivalent too: what follows is equal.
         after = ids(2, 6, seed + 1)
         close(model(after, state=state).logits, model(after, state=whole.state).logits)
 
 
 @pytest.mark.parametrize("memory", ["linear", "delta", "none"])
 @pytest.mark.parametrize("shift", [True, False])
-def test_one_pass_is_token_by_token(memory, shift):
+def test_one_pass_equals_token_by_token(memory, shift):
     model = build(memory=memory, memory_key_shift=shift)
     tokens = ids(2, 14)
     with torch.no_grad():
@@ -107,22 +107,22 @@ def test_one_pass_is_token_by_token(memory, shift):
 
 
 @pytest.mark.parametrize("memory", ["linear", "delta", "none"])
-def test_an_empty_state_is_no_state(memory):
-    """Also for the one row of two that begins while the other goes on."""
+def test_an_empty_state_equals_no_state(memory):
+    """Also where one of two rows starts and the other continues."""
     model = build(memory=memory)
     tokens, after = ids(2, 10), ids(2, 6, seed=1)
     with torch.no_grad():
         fresh = model(tokens)
-        begun = model(tokens, state=model.empty_state(2))
-        close(begun.logits, fresh.logits)
-        close(model(after, state=begun.state).logits, model(after, state=fresh.state).logits)
+        first = model(tokens, state=model.empty_state(2))
+        close(first.logits, fresh.logits)
+        close(model(after, state=first.state).logits, model(after, state=fresh.state).logits)
         _, state = model.advance(tokens[:, :4], model.empty_state(2), torch.tensor([4, 0]))
         mixed = model(tokens, state=state).logits
         close(mixed[0], model(torch.cat((tokens[:1, :4], tokens[:1]), 1)).logits[0, 4:])
         close(mixed[1], fresh.logits[1])
 
 
-def test_rows_may_stand_at_different_places():
+def test_rows_may_be_at_different_positions():
     model = build()
     tokens, counts = ids(3, 4), torch.tensor([4, 1, 0])
     with torch.no_grad():
@@ -130,31 +130,31 @@ def test_rows_may_stand_at_different_places():
         assert state.position.tolist() == [4, 1, 0]
         hidden, _ = model.advance(tokens[:, :3], state)
         for row, count in enumerate(counts.tolist()):
-            alone = torch.cat((tokens[row, :count], tokens[row, :3]))[None]
-            close(model.lm_head(hidden[row]), model(alone).logits[0, -3:])
+            separate = torch.cat((tokens[row, :count], tokens[row, :3]))[None]
+            close(model.lm_head(hidden[row]), model(separate).logits[0, -3:])
 
 
 @pytest.mark.parametrize("memory", ["linear", "delta", "none"])
-@pytest.mark.parametrize("begun", [0, 2, 4, 6])
-def test_a_state_may_be_continued_twice(memory, begun):
-    """From anywhere in a segment, both ways by turns: neither sees what the other took in."""
-    model, ways = build(memory=memory), (ids(2, 7, seed=1), ids(2, 7, seed=2))
+@pytest.mark.parametrize("start", [0, 2, 4, 6])
+def test_a_state_may_be_continued_twice(memory, start):
+    """From anywhere in a segment, alternating: neither continuation affects the other."""
+    model, continuations = build(memory=memory), (ids(2, 7, seed=1), ids(2, 7, seed=2))
     with torch.no_grad():
         state = model.empty_state(2)
-        for t in range(begun):
-            _, state = model.advance(ids(2, begun)[:, t : t + 1], state)
-        expected = [model(way, state=state).logits for way in ways]
+        for t in range(start):
+            _, state = model.advance(ids(2, start)[:, t : t + 1], state)
+        expected = [model(tokens, state=state).logits for tokens in continuations]
         states, found = [state, state], ([], [])
         for t in range(7):
-            for way, tokens in enumerate(ways):
-                hidden, states[way] = model.advance(tokens[:, t : t + 1], states[way])
-                found[way].append(model.lm_head(hidden))
+            for index, tokens in enumerate(continuations):
+                hidden, states[index] = model.advance(tokens[:, t : t + 1], states[index])
+                found[index].append(model.lm_head(hidden))
         close([torch.cat(parts, 1) for parts in found], expected)
-        assert torch.equal(model(ways[0], state=state).logits, expected[0])
+        assert torch.equal(model(continuations[0], state=state).logits, expected[0])
 
 
 @pytest.mark.parametrize("memory", ["linear", "delta", "none"])
-def test_in_place_is_the_same_without_a_copy(memory):
+def test_in_place_gives_the_same_results_without_copies(memory):
     model, tokens = build(memory=memory), ids(3, 11)
     with torch.no_grad():
         copied, spent = model.empty_state(3), model.empty_state(3)
@@ -171,8 +171,7 @@ def test_in_place_is_the_same_without_a_copy(memory):
         assert torch.equal(*after)
 
 
-def test_a_state_keeps_nothing_but_itself():
-    """However long the sequence before it: no view holds all of it."""
+def test_a_state_holds_no_view_of_the_whole_sequence():
     model, sizes = build(), []
     for length in (7, 4 * 16 + 3):
         with torch.no_grad():
@@ -195,7 +194,7 @@ def test_causal_around_every_border():
             assert not torch.equal(logits[:, t:], base[:, t:])
 
 
-def test_the_memory_is_what_reaches_across_segments():
+def test_only_the_memory_reaches_across_segments():
     tokens = ids(1, 12)
     changed = tokens.clone()
     changed[0, 0] = (changed[0, 0] + 1) % 17
@@ -206,15 +205,15 @@ def test_the_memory_is_what_reaches_across_segments():
         assert bool(difference.max() > 0) is reaches
 
 
-def test_without_memory_each_segment_is_by_itself():
+def test_without_memory_segments_are_independent():
     model = build(memory="none")
     tokens = ids(2, 10)
     with torch.no_grad():
-        alone = torch.cat([model(piece).logits for piece in tokens.split(4, 1)], 1)
-        close(model(tokens).logits, alone)
+        separate = torch.cat([model(chunk).logits for chunk in tokens.split(4, 1)], 1)
+        close(model(tokens).logits, separate)
 
 
-def test_a_reset_forgets_all_that_precedes():
+def test_a_reset_forgets_all_preceding_tokens():
     model = build()
     tokens = ids(2, 16)
     reset = torch.tensor([[False, False, True, False], [True, False, False, True]])
@@ -241,13 +240,17 @@ def test_labels_are_aligned_and_masked():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("at_once", [loss_module.LOGITS_AT_ONCE, 17 * 5])
-def test_the_loss_is_that_of_the_logits(monkeypatch, tied, at_once):
-    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", at_once)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_loss_is_that_of_the_logits(tied, chunked):
     model, tokens, labels = build(tie_word_embeddings=tied), ids(2, 8), ids(2, 8, seed=1)
     labels[0, 3:] = -100
     logits = model(tokens).logits.flatten(0, 1)
-    losses = model(tokens, labels=labels).loss, functional.cross_entropy(logits, labels.flatten())
+    loss = (
+        mean_loss(model, tokens, labels, rows_at_once=5)
+        if chunked
+        else model(tokens, labels=labels).loss
+    )
+    losses = loss, functional.cross_entropy(logits, labels.flatten())
     results = [(x, *torch.autograd.grad(x, list(model.parameters()))) for x in losses]
     close(*results)
 
@@ -264,7 +267,7 @@ def test_every_parameter_learns():
     assert all(parameter.grad is not None for parameter in one_segment.parameters())
 
 
-def test_bf16_under_autocast_and_by_itself():
+def test_bf16_under_autocast_and_as_dtype():
     tokens, labels = ids(2, 12), ids(2, 12, seed=1)
     exact = build(dtype=torch.float32, initializer_range=0.05)
     reference = exact(tokens, labels=labels).loss
@@ -281,7 +284,7 @@ def test_bf16_under_autocast_and_by_itself():
 
 
 def largest_allocation(run):
-    """What `run` gives back, and the bytes of the largest tensor that an operation made."""
+    """The result of `run`, and the size in bytes of the largest tensor that it allocated."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -290,7 +293,7 @@ def largest_allocation(run):
 
 
 def kept_bytes(forward):
-    """What `forward` gives back, and the bytes that autograd keeps for the backward pass."""
+    """The result of `forward`, and the bytes that autograd keeps for the backward pass."""
     storages = {}
 
     def pack(x):
@@ -304,23 +307,24 @@ def kept_bytes(forward):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_the_logits_are_never_held_whole(monkeypatch, autocast, training):
+def test_the_logits_are_never_held_whole(autocast, training):
     model = build(dtype=torch.float32, vocab_size=997, num_hidden_layers=1)
     tokens, labels = ids(2, 256), ids(2, 256, seed=1)
     whole, seen = 2 * 256 * 997 * 4, {}
 
-    def loss():
+    def loss(rows_at_once):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out, kept = kept_bytes(lambda: model(tokens, labels=labels))
+            out, kept = kept_bytes(
+                lambda: mean_loss(model, tokens, labels, rows_at_once=rows_at_once)
+            )
         if training:
-            out.loss.backward()
+            out.backward()
         return kept
 
-    for logits_at_once in (2 * 256 * 997, 997 * 16):
-        monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", logits_at_once)
+    for rows_at_once in (2 * 256, 16):
         with torch.set_grad_enabled(training):
-            kept, largest = largest_allocation(loss)
-        seen[logits_at_once] = largest
+            kept, largest = largest_allocation(partial(loss, rows_at_once))
+        seen[rows_at_once] = largest
         assert kept < whole
     most, most_in_chunks = seen.values()
     assert most == whole
@@ -329,7 +333,7 @@ def test_the_logits_are_never_held_whole(monkeypatch, autocast, training):
 
 @pytest.mark.parametrize("memory", ["linear", "delta", "none"])
 @pytest.mark.parametrize("carried", [False, True])
-def test_layers_computed_again_give_the_same_bits_from_less(memory, carried):
+def test_recomputed_layers_give_the_same_bits_and_keep_less(memory, carried):
     model = build(memory=memory, num_hidden_layers=4)
     tokens, labels = ids(2, 32), ids(2, 32, seed=1)
     reset = torch.zeros(2, 8, dtype=torch.bool)
@@ -344,8 +348,8 @@ def test_layers_computed_again_give_the_same_bits_from_less(memory, carried):
         results.append((out.loss, gradients, out.state.layers[3].memory.kv, kept))
     (*plain, plain_bytes), (*ours, our_bytes) = results
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-    entering = 4 * 2 * 32 * 16 * 8  # what enters each layer is kept, too
-    assert our_bytes + entering < plain_bytes / 4
+    inputs = 4 * 2 * 32 * 16 * 8  # the inputs of the layers are kept, too
+    assert our_bytes + inputs < plain_bytes / 4
     model.eval()
     assert kept_bytes(lambda: model(tokens, state, labels, reset))[1] > plain_bytes / 2
 
@@ -354,20 +358,23 @@ def test_layers_computed_again_give_the_same_bits_from_less(memory, carried):
     ("memory", "recomputed"),
     [("linear", False), ("delta", False), ("none", False), ("linear", True)],
 )
-def test_compiles_without_a_graph_break(monkeypatch, memory, recomputed):
-    """Also with a loss in chunks and with layers computed again in the backward pass."""
+def test_compiles_without_a_graph_break(memory, recomputed):
+    """Also with a chunked loss and with layers recomputed in the backward pass."""
     model = build(dtype=torch.float32, memory=memory, num_hidden_layers=1)
-    if recomputed:
-        monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 17 * 5)
-        model.model.gradient_checkpointing = True
+    model.model.gradient_checkpointing = recomputed
+
+    def loss(tokens, labels, reset):
+        if recomputed:
+            return mean_loss(model, tokens, labels, reset, rows_at_once=5)
+        return model(tokens, labels=labels, reset=reset).loss
+
     tokens, labels = ids(2, 12), ids(2, 12, seed=1)
     reset = torch.tensor([[False, True, False], [False, False, False]])
     torch.compiler.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     losses = []
-    for run in (model, compiled):
-        loss = run(tokens, labels=labels, reset=reset).loss
-        losses.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    for run in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        out = run(tokens, labels, reset)
+        losses.append((out, torch.autograd.grad(out, list(model.parameters()))))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-6)
 
 

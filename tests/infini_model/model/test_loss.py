@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from infini_model.model import loss as loss_module
 from infini_model.model.loss import summed_loss, token_losses
 
 ROWS, WIDTH, VOCABULARY = 23, 6, 17
@@ -34,63 +33,60 @@ def loss_and_gradients(function, hidden, weight, targets, factor=1.0):
     return loss, *torch.autograd.grad(loss * factor, (hidden, weight))
 
 
-def in_chunks(monkeypatch, rows):
-    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", rows * VOCABULARY)
+def in_chunks(function, rows):
+    return partial(function, logits_at_once=rows * VOCABULARY)
 
 
 @CHUNKS
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_equals_the_loss_of_the_whole(monkeypatch, rows_at_once, masked, scale):
-    """Also of logits so far apart that shares underflow, and times what comes from above."""
-    in_chunks(monkeypatch, rows_at_once)
+def test_equals_the_loss_of_the_whole(rows_at_once, masked, scale):
+    """Also where logits differ so much that probabilities underflow, and for a scaled loss."""
+    chunked = in_chunks(summed_loss, rows_at_once)
     given = inputs(masked=masked, scale=scale)
-    ours = loss_and_gradients(summed_loss, *given, factor=-0.37)
+    ours = loss_and_gradients(chunked, *given, factor=-0.37)
     theirs = loss_and_gradients(whole, *given, factor=-0.37)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     hidden, weight, targets = given
     each = functional.cross_entropy(functional.linear(hidden, weight), targets, reduction="none")
-    torch.testing.assert_close(token_losses(*given), each, rtol=1e-10, atol=1e-10)
+    by_token = in_chunks(token_losses, rows_at_once)(*given)
+    torch.testing.assert_close(by_token, each, rtol=1e-10, atol=1e-10)
     with torch.no_grad():
-        torch.testing.assert_close(summed_loss(*given), theirs[0], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(chunked(*given), theirs[0], rtol=1e-10, atol=1e-10)
 
 
-def test_gradients_are_those_of_the_loss(monkeypatch):
-    in_chunks(monkeypatch, 5)
+def test_gradients_are_those_of_the_loss():
     hidden, weight, targets = inputs()
-    loss = partial(summed_loss, targets=targets)
+    loss = partial(in_chunks(summed_loss, 5), targets=targets)
     assert torch.autograd.gradcheck(loss, (hidden, weight), check_undefined_grad=False)
 
 
 @CHUNKS
-def test_nothing_comes_of_targets_that_are_all_masked(monkeypatch, rows_at_once):
-    in_chunks(monkeypatch, rows_at_once)
+def test_all_targets_masked_give_zero_loss_and_gradients(rows_at_once):
     hidden, weight, targets = inputs()
-    results = loss_and_gradients(summed_loss, hidden, weight, torch.full_like(targets, -100))
+    chunked = in_chunks(summed_loss, rows_at_once)
+    results = loss_and_gradients(chunked, hidden, weight, torch.full_like(targets, -100))
     assert all(bool((x == 0).all()) for x in results)
 
 
-def test_what_is_masked_may_be_anything(monkeypatch):
-    """As large as it likes: it reaches no gradient."""
-    in_chunks(monkeypatch, 5)
+def test_masked_rows_reach_no_gradient_however_large():
     hidden, weight, targets = inputs(torch.float32)
     with torch.no_grad():
         hidden[3] = 1e30
-    ours = loss_and_gradients(summed_loss, hidden, weight, targets)
+    ours = loss_and_gradients(in_chunks(summed_loss, 5), hidden, weight, targets)
     assert all(bool(x.isfinite().all()) for x in ours)
     assert bool((ours[1][3] == 0).all())
 
 
 @CHUNKS
 @pytest.mark.parametrize("autocast", [True, False])
-def test_bf16_by_autocast_and_by_itself(monkeypatch, rows_at_once, autocast):
-    """No farther from the exact gradients than the loss of the whole is, by a factor of two."""
-    in_chunks(monkeypatch, rows_at_once)
+def test_bf16_under_autocast_and_as_dtype(rows_at_once, autocast):
+    """At most twice as far from the exact gradients as the loss of the whole."""
     exact = inputs(rows=20 * ROWS)
     dtype = torch.float32 if autocast else torch.bfloat16
     given = [x.detach().to(dtype).requires_grad_() for x in exact[:2]] + [exact[2]]
     errors = []
-    for function in (summed_loss, whole):
+    for function in (in_chunks(summed_loss, rows_at_once), whole):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = function(*given)
         results = loss, *torch.autograd.grad(loss, given[:2])
@@ -122,13 +118,12 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_compiles_without_a_graph_break(monkeypatch, autocast):
-    in_chunks(monkeypatch, 5)
-    given = inputs(torch.float32)
+def test_compiles_without_a_graph_break(autocast):
+    chunked, given = in_chunks(summed_loss, 5), inputs(torch.float32)
     torch.compiler.reset()
-    compiled = torch.compile(summed_loss, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(chunked, backend="aot_eager", fullgraph=True)
     results = []
-    for function in (compiled, summed_loss):
+    for function in (compiled, chunked):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = function(*given)
         results.append((loss, *torch.autograd.grad(loss * 0.3, given[:2])))

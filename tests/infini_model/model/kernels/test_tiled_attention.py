@@ -1,4 +1,4 @@
-"""The kernels for CPUs beside PyTorch's own, in tiles and pieces that do not come out even."""
+"""The CPU kernels against PyTorch's, with tiles and chunks that do not divide the sizes evenly."""
 
 import os
 
@@ -13,14 +13,14 @@ from infini_model.model.rotary import rotate
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
+def small_chunks(monkeypatch):
     monkeypatch.setattr(tiled_attention, "TILE", 4)
-    monkeypatch.setattr(tiling, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(tiling, "CHUNK_BYTES", 2000)
 
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Pieces are shared among two threads, unless a test sets another number."""
+    """Two threads share the chunks, unless a test sets another number."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield torch.set_num_threads
@@ -56,7 +56,7 @@ def test_equals_pytorchs_attention(length, heads, kv_heads, transposed):
 @pytest.mark.parametrize("length", [1, 5, 17])
 def test_rotates_queries_and_keys(length, transposed):
     q, k, v, grad = draw(5, 4, 2, length, transposed=transposed)
-    # Both halves of a table are different: whoever turns back must exchange them.
+    # The halves of the tables differ, so the inverse rotation must swap them.
     rope = torch.randn(2, length, 6, dtype=torch.float64).unbind()
     ours = tiled_attention.tiled_attention(q, k, v, *rope)
     theirs = tiled_attention.tiled_attention(rotate(q, rope), rotate(k, rope), v)
@@ -82,14 +82,14 @@ def test_shifts_keys(length, transposed):
 
 
 def everything(q, k, v, grad):
-    """The three operators one behind the other, and all gradients."""
+    """The three operators in a chain, and all gradients."""
     gate = torch.linspace(-1, 1, q.size(1), dtype=q.dtype, requires_grad=True)
     kv, norm = key_value_sums(k, v)
     out = gated_read(q, tiled_attention.tiled_attention(q, k, v), gate, kv, norm)
     return [out, kv, norm, *torch.autograd.grad(out, (q, k, v, gate), grad)]
 
 
-def test_threads_change_nothing_and_the_same_threads_no_bit(threads):
+def test_equal_at_any_number_of_threads_and_to_the_bit_at_the_same(threads):
     inputs = draw(40, 4, 2, 24, transposed=True, dtype=torch.float32)
     threads(1)
     alone = everything(*inputs)
@@ -101,7 +101,7 @@ def test_threads_change_nothing_and_the_same_threads_no_bit(threads):
         assert torch.get_num_threads() == count
 
 
-def test_a_forked_process_has_threads_of_its_own(threads):
+def test_a_forked_process_starts_its_own_threads(threads):
     inputs = draw(40, 4, 2, 24, transposed=False, dtype=torch.float32)
     threads(2)
     tiled_attention.tiled_attention(*inputs[:3])
@@ -121,10 +121,10 @@ def test_autocast_leaves_float32_exact():
         assert torch.equal(ours, theirs)
 
 
-def test_the_operators_are_what_they_say(monkeypatch, threads):
-    # Several passes for each element: few elements, in two tiles and four pieces, and no threads,
-    # which the test above compares with one.
-    monkeypatch.setattr(tiling, "PIECE_BYTES", 200)
+def test_the_operators_pass_opcheck_and_gradcheck(monkeypatch, threads):
+    # gradcheck runs several passes per element: few elements, in two tiles and four chunks. One
+    # thread is enough, since a test above compares several threads with one.
+    monkeypatch.setattr(tiling, "CHUNK_BYTES", 200)
     threads(1)
     q, k, v, _ = draw(2, 4, 2, 5, transposed=True)
     gate = torch.zeros(4, dtype=torch.float64, requires_grad=True)

@@ -1,7 +1,7 @@
-"""The kernels against the formulas in PyTorch, whose gradients are autograd's.
+"""The Triton kernels against the formulas in PyTorch, with autograd's gradients.
 
-On CUDA the real kernels run. Elsewhere Triton's interpreter runs them, in a process of its own:
-Triton asks whether to interpret when it is imported, and another test may have imported it before.
+On CUDA the compiled kernels run. Elsewhere Triton's interpreter runs them in a separate process:
+Triton reads TRITON_INTERPRET when it is imported, and another test may have imported it already.
 """
 
 import os
@@ -23,10 +23,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from infini_model.model.kernels import memory_ops  # noqa: E402, F401 - defines the operators
-from infini_model.model.kernels import triton as triton_kernels  # noqa: E402
-from infini_model.model.kernels.triton import (  # noqa: E402
+from infini_model.model.kernels.triton import read, write  # noqa: E402
+from infini_model.model.kernels.triton.launch import (  # noqa: E402
     gated_read_backward,
     gated_read_forward,
+    kernel_constants,
     key_value_sums_backward,
     key_value_sums_forward,
 )
@@ -34,7 +35,7 @@ from infini_model.model.kernels.triton import (  # noqa: E402
 runs_kernels = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="test_interpreted runs them"
 )
-# How far a result may be from that of float64, as a part of the largest number in it.
+# Largest error allowed against float64, relative to the largest number in the result.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
@@ -53,17 +54,18 @@ def test_interpreted():
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
-    "name", ["_read_forward", "_read_backward", "_sums_forward", "_sums_backward"]
+    "kernel",
+    [read.read_forward, read.read_backward, write.sums_forward, write.sums_backward],
+    ids=lambda kernel: kernel.__name__,
 )
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float32, 256)], ids=str)
-def test_compiles_for_hopper_where_there_is_none(name, dtype, dim):
-    kernel = getattr(triton_kernels, name)
+def test_compiles_for_hopper_without_a_gpu(kernel, dtype, dim):
     row = ("*bf16" if dtype == torch.bfloat16 else "*fp32", "i32", "i32", "i32")
     rows = ("grad", "q", "local", "out", "dq", "dlocal", "keys", "values", "dkeys", "dvalues")
     tensors = dict.fromkeys(rows, row)
     numbers = dict.fromkeys(("gate", "kv", "norm", "dgate", "dkv", "dnorm"), "*fp32")
-    counts = dict.fromkeys(("kv_heads", "group", "length", "stretch"), "i32")
-    constants = triton_kernels._tiles(torch.empty(1, 1, 1, dim, dtype=dtype))
+    counts = dict.fromkeys(("kv_heads", "group", "length", "blocks_per_program"), "i32")
+    constants = kernel_constants(torch.empty(1, 1, 1, dim, dtype=dtype))
     del constants["enable_fp_fusion"]
     types = {**tensors, **numbers, **counts, **dict.fromkeys(constants, "constexpr")}
     signature = {argument: types[argument] for argument in kernel.arg_names}
@@ -77,7 +79,7 @@ def test_compiles_for_hopper_where_there_is_none(name, dtype, dim):
 
 @pytest.fixture(autouse=True)
 def _bfloat16_products(monkeypatch):
-    """The interpreter (3.9) multiplies the bits of bfloat16; give it the numbers."""
+    """Triton's interpreter (3.9) multiplies the raw bits of bfloat16; convert to float32 first."""
     if not INTERPRETED:
         return
     from triton.language import bfloat16, float32
@@ -93,7 +95,7 @@ def _bfloat16_products(monkeypatch):
 
 
 def formula(q, local, gate, kv, norm):
-    """Equations 7 and 10, one query head after the other."""
+    """Equations 7 and 10, one query head at a time."""
     heads = []
     for h in range(q.size(1)):
         g = h // (q.size(1) // norm.size(1))
@@ -107,7 +109,7 @@ def formula(q, local, gate, kv, norm):
 
 
 def draw(n, heads, kv_heads, length, dim, dtype=torch.float32, keys=40, seed=0):
-    """Arguments and a gradient; rows of q, local and grad in the memory of [N, L, H, D]."""
+    """Arguments and a gradient; q, local and grad are stored as [N, L, H, D]."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -119,8 +121,9 @@ def draw(n, heads, kv_heads, length, dim, dtype=torch.float32, keys=40, seed=0):
     return tuple(x.to(DEVICE) for x in (q, local, normal(heads), kv, norm)), grad.to(DEVICE)
 
 
-def kernels(arguments, grad):
-    return gated_read_forward(*arguments), *gated_read_backward(grad, *arguments)
+def kernels(arguments, grad, **options):
+    out = gated_read_forward(*arguments, **options)
+    return out, *gated_read_backward(grad, *arguments, **options)
 
 
 def exact(arguments, grad):
@@ -161,12 +164,11 @@ def test_equals_the_formula_with_all_gradients(n, heads, kv_heads, length, dim, 
 
 @runs_kernels
 @pytest.mark.parametrize("multiprocessors", [1, 3, 132])
-def test_any_number_of_stretches_and_twice_the_same_bits(monkeypatch, multiprocessors):
-    monkeypatch.setattr(triton_kernels, "_MULTIPROCESSORS", multiprocessors)
+def test_any_number_of_programs_and_twice_the_same_bits(multiprocessors):
     arguments, grad = draw(1, 3, 1, 70, 16)
-    results = kernels(arguments, grad)
+    results, again = (kernels(arguments, grad, multiprocessors=multiprocessors) for _ in range(2))
     assert_close(results, exact(arguments, grad), 1e-5)
-    for one, other in zip(results, kernels(arguments, grad), strict=True):
+    for one, other in zip(results, again, strict=True):
         assert torch.equal(one, other)
 
 
@@ -193,7 +195,7 @@ def test_takes_the_gradient_of_a_sum():
 @runs_kernels
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("mass", [0.0, 1e-22])
-def test_an_empty_memory_leaves_the_local_attention_as_it_is(dtype, mass):
+def test_an_empty_memory_leaves_the_local_attention_unchanged(dtype, mass):
     (q, local, gate, kv, norm), grad = draw(1, 4, 2, 20, 16, dtype)
     kv[:, 1], norm[:, 1], local[..., 0] = 0, mass, -0.0
     out, dq, dlocal, dgate, dkv, dnorm = kernels((q, local, gate, kv, norm), grad)
@@ -227,7 +229,7 @@ def test_a_memory_beyond_the_range_of_float16(dtype):
 
 
 @runs_kernels
-def test_a_share_is_divided_by_more_digits_than_bfloat16_has():
+def test_the_normaliser_is_not_rounded_to_bfloat16():
     (q, local, gate, kv, norm), _ = draw(1, 2, 1, 20, 16, torch.bfloat16)
     q, local, kv, norm = q * 0, local.float() * 0, kv * 0 + 1, norm * 0 + 1.003
     out = gated_read_forward(q, local, gate, kv, norm)
@@ -235,7 +237,7 @@ def test_a_share_is_divided_by_more_digits_than_bfloat16_has():
 
 
 @runs_kernels
-def test_gates_that_are_shut_or_open():
+def test_saturated_gates():
     (q, local, gate, kv, norm), grad = draw(1, 2, 1, 20, 16)
     gate.copy_(torch.tensor([-100.0, 100.0]))
     results = kernels((q, local, gate, kv, norm), grad)
@@ -247,14 +249,14 @@ def test_gates_that_are_shut_or_open():
 
 
 @runs_kernels
-def test_a_nan_is_not_lost():
+def test_nan_propagates():
     (q, local, gate, kv, norm), _ = draw(1, 2, 1, 20, 16)
     kv[0, 0, 3, 5] = torch.nan
     assert gated_read_forward(q, local, gate, kv, norm)[..., 5].isnan().all()
 
 
 def draw_sums(n, heads, length, dim, dtype=torch.float32):
-    """Arguments, whose rows lie in the memory of [N, L, H, D], and the gradients of both sums."""
+    """Arguments, stored as [N, L, H, D], and the gradients of both sums."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape):
@@ -265,8 +267,9 @@ def draw_sums(n, heads, length, dim, dtype=torch.float32):
     return tuple(x.to(DEVICE) for x in written), tuple(x.to(DEVICE) for x in grads)
 
 
-def sums_kernels(written, grads):
-    return *key_value_sums_forward(*written), *key_value_sums_backward(*grads, *written)
+def sums_kernels(written, grads, **options):
+    sums = key_value_sums_forward(*written, **options)
+    return *sums, *key_value_sums_backward(*grads, *written, **options)
 
 
 def exact_sums(written, grads):
@@ -294,12 +297,13 @@ def test_sums_equal_the_formula_with_all_gradients(n, heads, length, dim, dtype)
 
 @runs_kernels
 @pytest.mark.parametrize("multiprocessors", [1, 3, 132])
-def test_sums_of_any_number_of_stretches_and_twice_the_same_bits(monkeypatch, multiprocessors):
-    monkeypatch.setattr(triton_kernels, "_MULTIPROCESSORS", multiprocessors)
+def test_sums_of_any_number_of_programs_and_twice_the_same_bits(multiprocessors):
     written, grads = draw_sums(1, 1, 300, 16)
-    results = sums_kernels(written, grads)
+    results, again = (
+        sums_kernels(written, grads, multiprocessors=multiprocessors) for _ in range(2)
+    )
     assert_close(results, exact_sums(written, grads), 1e-5, SUMS)
-    for one, other in zip(results, sums_kernels(written, grads), strict=True):
+    for one, other in zip(results, again, strict=True):
         assert torch.equal(one, other)
 
 
@@ -341,7 +345,7 @@ def test_sums_and_their_gradients_beyond_the_range_of_float16(dtype):
 
 
 @runs_kernels
-def test_a_nan_is_not_lost_from_the_sums():
+def test_nan_propagates_through_the_sums():
     (keys, values), grads = draw_sums(1, 2, 20, 16)
     keys[0, 0, 3, 5], values[0, 1, 4, 6], grads[1][0, 1, 7] = torch.nan, torch.nan, torch.nan
     kv, norm, dkeys, dvalues = sums_kernels((keys, values), grads)
@@ -352,7 +356,7 @@ def test_a_nan_is_not_lost_from_the_sums():
 
 
 @runs_kernels
-def test_no_segment_writes_nothing():
+def test_zero_segments():
     written, grads = draw_sums(0, 2, 20, 16)
     kv, norm, dkeys, dvalues = sums_kernels(written, grads)
     assert (kv.shape, norm.shape) == ((0, 2, 16, 16), (0, 2, 16))

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_models import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
-from infini_model.config import ModelConfig
 from infini_model.model.llama import InfiniLlama
 from infini_model.training.callbacks.flops import flops_per_token, peak_flops
 
 LENGTH = 8
-CONFIG = ModelConfig(
-    vocab_size=11,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=24,
-    segment_length=LENGTH,
-)
+CONFIG = tiny_config(segment_length=LENGTH)
 
 
 def matrix_flops(model: InfiniLlama, tokens: torch.Tensor) -> int:

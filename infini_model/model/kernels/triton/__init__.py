@@ -1,0 +1,1 @@
+"""Triton kernels of the memory operators; `launch` starts them, the others define them."""

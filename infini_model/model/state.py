@@ -1,0 +1,127 @@
+"""What a model carries from one chunk of a sequence to the next: constant in size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from infini_model.config import ModelConfig
+from infini_model.model.memory import Memory
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The memory of one layer, and its cache of the open segment: the one that is not full yet.
+
+    Attributes:
+        memory: Memory of all full segments.
+        keys: Rotated keys of the open segment, [B, H_kv, n, D]. n is at most segment_length + 1,
+            where the last slot takes padding; slots after a row's last token are masked.
+        values: Its values, of the same shape.
+        memory_keys: The keys under which these values will be written, of the same shape.
+        last_key: Key of the last token before the key shift, [B, H_kv, D].
+    """
+
+    memory: Memory
+    keys: Tensor
+    values: Tensor
+    memory_keys: Tensor
+    last_key: Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """What the model carries from one chunk of a sequence to the next.
+
+    Attributes:
+        layers: One `LayerState` per layer.
+        position: Number of tokens that each row has seen, [B] int64, on the CPU.
+    """
+
+    layers: tuple[LayerState, ...]
+    position: Tensor
+
+
+@dataclass(frozen=True)
+class CacheUpdate:
+    """Where the tokens of a chunk go in each row's cache of the open segment.
+
+    Attributes:
+        slots: Cache slot of each token, [B, T]; segment_length for padding.
+        mask: True where a token attends to a slot, [B, 1, T, n], n being the slots in use.
+        completes: Rows whose segment is full after the chunk, [B] bool; None if there are none.
+        last: Index of each row's last token in the chunk, [B]; -1 for a row without tokens.
+        starts: Rows that have seen no token before the chunk, [B] bool.
+        in_place: Whether to write to the buffers of the previous state, which becomes invalid.
+    """
+
+    slots: Tensor
+    mask: Tensor
+    completes: Tensor | None
+    last: Tensor
+    starts: Tensor
+    in_place: bool
+
+    @classmethod
+    def plan(
+        cls,
+        position: Tensor,
+        counts: Tensor,
+        width: int,
+        segment_length: int,
+        device: torch.device,
+        *,
+        in_place: bool,
+    ) -> CacheUpdate:
+        """The update for a chunk of `width` tokens, whose first `counts` [B] of each row are real.
+
+        `position` is that of `State`; it and `counts` are on the CPU, the result on `device`.
+
+        Raises:
+            ValueError: A row has more tokens than its segment has room for.
+        """
+        filled = position % segment_length
+        end = filled + counts
+        if int(end.max()) > segment_length:
+            beyond = int(end.max()) - segment_length
+            raise ValueError(f"input_ids: {beyond} tokens beyond the segment")
+        index = torch.arange(width, device=counts.device)
+        real = index < counts[:, None]
+        slots = torch.where(real, filled[:, None] + index, segment_length)
+        used = torch.arange(max(1, int(end.max())), device=counts.device)
+        completes = end == segment_length
+        return cls(
+            slots=slots.to(device),
+            mask=(used <= slots[:, None, :, None]).to(device),
+            completes=completes.to(device) if bool(completes.any()) else None,
+            last=(counts - 1).to(device),
+            starts=(position == 0).to(device),
+            in_place=in_place,
+        )
+
+    def write(self, cache: Tensor, new: Tensor, segment_length: int) -> Tensor:
+        """`cache` [B, H_kv, n, D] with `new` [B, H_kv, T, D] in its slots.
+
+        The result has segment_length + 1 slots.
+        """
+        missing = segment_length + 1 - cache.size(2)
+        if missing:
+            cache = functional.pad(cache, (0, 0, 0, missing))
+        elif not self.in_place:
+            cache = cache.clone()
+        slots = self.slots[:, None, :, None].expand_as(new)
+        return cache.scatter_(2, slots, new.to(cache.dtype))
+
+
+def empty_memory(config: ModelConfig, like: Tensor) -> Memory:
+    """An empty memory with the rows, dtype and device of `like` [B, ...]."""
+    return Memory.empty(
+        like.size(0),
+        config.key_value_heads,
+        config.head_dim,
+        dtype=like.dtype,
+        device=like.device,
+    )

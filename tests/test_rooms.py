@@ -47,7 +47,7 @@ OPTIONAL = (
 # Its record of a run, what an evaluation adds to that, and the code that it stores with a model.
 MAY_IMPORT_MLFLOW = (
     "flows.serving.guard",  # stands in front of MLflow's own server
-    "infini_model.training.callbacks.mlflow_record",
+    *_rooms("training.tracking training.callbacks.mlflow_record"),
     *_rooms("evaluation.tracking evaluation.mlflow_model evaluation.pyfunc"),
 )
 # Run by MLflow as a file, when a logged model is loaded; nothing imports it.

@@ -12,8 +12,9 @@ from infini_model.evaluation.mlflow_model import log_model, register_model
 from infini_model.evaluation.report import EvaluationResult
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import lock
-from infini_model.training.callbacks.mlflow_record import MlflowSink, brief
+from infini_model.training.callbacks.mlflow_record import MlflowSink
 from infini_model.training.checkpoints.checkpoint import checkpoints_dir
+from infini_model.training.tracking import error_summary
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +36,9 @@ def log_evaluation(
         sink.deliver(read_metrics(run_dir))
         is_finished = result.step >= result.last_step
         if is_finished:
-            sink.settle("FINISHED")
+            sink.correct_status("FINISHED")
         elif not _is_training(run_dir):
-            sink.settle("KILLED")
+            sink.correct_status("KILLED")
         _log_files(sink, run_dir, [result.report, *result.plots])
         if not (is_finished and config.tracking.log_model):
             _log_scores(sink, result, None)
@@ -47,7 +48,7 @@ def log_evaluation(
         if config.tracking.registered_model is not None:
             register_model(sink, config.tracking.registered_model, model, result)
     except Exception as error:  # noqa: BLE001 - the files are in the run folder all the same
-        log.warning("MLflow takes no results (%s); they stay in %s", brief(error), run_dir)
+        log.warning("MLflow takes no results (%s); they stay in %s", error_summary(error), run_dir)
         return False
     return True
 

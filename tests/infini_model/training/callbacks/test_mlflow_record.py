@@ -17,12 +17,12 @@ from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.mlflow_record import (
     NOTE,
     end_record,
-    open_tracking,
     read_mlflow_record,
     run_url,
 )
 from infini_model.training.launch.failures import Crashed
 from infini_model.training.launch.launcher import launch
+from infini_model.training.tracking import open_tracking
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 
@@ -197,7 +197,7 @@ def test_a_kill_while_the_tables_are_made_does_no_lasting_harm(make_config):
     program = """
 import json, sys
 from infini_model.config import validate
-from infini_model.training.callbacks.mlflow_record import open_tracking
+from infini_model.training.tracking import open_tracking
 open_tracking(validate(json.loads(sys.argv[1])))
 """
     process = subprocess.Popen([sys.executable, "-c", program, config.model_dump_json()])

@@ -155,7 +155,7 @@ def test_a_server_that_never_answers_keeps_no_training_from_its_end(door, record
     assert take_steps(metrics, range(1, 51), pause=0.005) < BLOCKED
     eventually(lambda: door.requests > 0)
     began = time.monotonic()
-    metrics.close("FINISHED", patience_seconds=2.0)
+    metrics.close("FINISHED", timeout_seconds=2.0)
     assert time.monotonic() - began < 5.0
     door.delay = 0.0
     again = record(resumed_step=50)

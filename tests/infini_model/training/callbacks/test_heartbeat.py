@@ -8,7 +8,12 @@ import sys
 import pytest
 
 from infini_model.training.callbacks import heartbeat
-from infini_model.training.callbacks.heartbeat import LEAST_SECONDS, LONG_SECONDS, Heartbeat, Watch
+from infini_model.training.callbacks.heartbeat import (
+    MIN_LIMIT_SECONDS,
+    PAUSE_LIMIT_SECONDS,
+    Heartbeat,
+    Watch,
+)
 
 
 class Clock:
@@ -74,7 +79,7 @@ def test_short_steps_get_a_minute_and_a_timeout_is_what_the_user_says(clock, hea
     watch, ranks = hearts()
     steps(clock, ranks, 10, seconds=0.01)
     took, hung = silence(watch, 1000.0)
-    assert LEAST_SECONDS < took < LEAST_SECONDS + 2
+    assert MIN_LIMIT_SECONDS < took < MIN_LIMIT_SECONDS + 2
     assert hung.rank is None
     watch, ranks = hearts(timeout=5.0)
     steps(clock, ranks, 10, seconds=0.01)
@@ -86,11 +91,11 @@ def test_short_steps_get_a_minute_and_a_timeout_is_what_the_user_says(clock, hea
 
 def test_the_start_and_what_takes_long_are_waited_for(clock, hearts, silence):
     watch, ranks = hearts(timeout=5.0)
-    assert silence(watch, LONG_SECONDS) is None
+    assert silence(watch, PAUSE_LIMIT_SECONDS) is None
     steps(clock, ranks, 10, seconds=0.01)
     for heart in ranks:
         heart.before_pause()
-    assert silence(watch, LONG_SECONDS) is None
+    assert silence(watch, PAUSE_LIMIT_SECONDS) is None
     # How long that took says nothing of a step.
     steps(clock, ranks, 2, seconds=0.01)
     took, _ = silence(watch, 1000.0)

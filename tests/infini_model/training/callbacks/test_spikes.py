@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.training.callbacks.spikes import FEWEST, WINDOW, SpikeDetector, past_losses
+from infini_model.training.callbacks.spikes import MIN_LOSSES, WINDOW, SpikeDetector, past_losses
 from infini_model.training.parallel.distributed import World
 
 NOISES = {
@@ -44,7 +44,7 @@ def test_a_long_noisy_curve_has_no_spike(noise, width):
     drop=st.floats(0.0, 10.0),
     pace=st.floats(5.0, 1000.0),
     seed=st.integers(0, 2**32),
-    step=st.integers(FEWEST, 590),
+    step=st.integers(MIN_LOSSES, 590),
     length=st.integers(1, 20),
 )
 # In the midst of so long a spike its losses are ordinary for a step, and then no more.

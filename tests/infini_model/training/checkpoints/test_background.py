@@ -94,7 +94,7 @@ def test_a_snapshot_is_of_its_moment(ahead):
     step()
     copy = HostCopy(World(0, 1, torch.device("cpu")))
     if ahead:
-        copy.make_room(model, optimizer)
+        copy.preallocate(model, optimizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     snapshot = copy.take(model, optimizer)
     step()

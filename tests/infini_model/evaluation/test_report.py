@@ -130,8 +130,8 @@ def test_waiting_for_data_is_reported_with_a_remedy(result):
     assert "9,020 tokens per second; 2.00% of step time was spent waiting for data." in report
     assert "over 1%: put the dataset folder on a local disk" in report
     fast = {"train/step_seconds": 1.0, "train/data_wait_seconds": 0.009}
-    told = speed_section([{"step": 1, "train/tokens_per_second": 5.0, **fast}])
-    assert told == "5 tokens per second; 0.90% of step time was spent waiting for data."
+    section = speed_section([{"step": 1, "train/tokens_per_second": 5.0, **fast}])
+    assert section == "5 tokens per second; 0.90% of step time was spent waiting for data."
     assert speed_section([{"step": 1, "validation/loss": 5.0}]) == "No steps were timed."
 
 

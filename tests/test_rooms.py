@@ -1,4 +1,4 @@
-"""The rooms of the project and the arrows between them, read from the imports.
+"""The dependency rules of the project, checked on its imports.
 
 Nothing is imported: the sources are parsed, so that an import inside a function counts as well.
 """
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("infini_model", "tasks", "flows", "deployments", "benchmarks")
 # Maximum number of modules in a folder of the library, besides __init__.py.
-A_DOZEN = 12
+MAX_MODULES = 12
 
 
 def _rooms(names: str) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def _rooms(names: str) -> tuple[str, ...]:
 
 
 # A package, and what must not be imported anywhere in it.
-CLOSED: list[tuple[str, tuple[str, ...]]] = [
+FORBIDDEN_IMPORTS: list[tuple[str, tuple[str, ...]]] = [
     ("infini_model", ("prefect", "flows", "tasks", "benchmarks", "deployments")),
     ("tasks", ("flows", "benchmarks")),
     ("flows", ("benchmarks",)),
@@ -149,17 +149,17 @@ def all_imports(root: Path) -> list[Import]:
     ]
 
 
-def closed_doors(root: Path) -> list[str]:
+def forbidden_imports(root: Path) -> list[str]:
     """Imports that violate the dependency rules."""
     return [
         str(each)
         for each in all_imports(root)
-        for room, closed in CLOSED
+        for room, closed in FORBIDDEN_IMPORTS
         if _within(each.module, (room,)) and each.enters(closed)
     ]
 
 
-def needless_at_import(root: Path) -> list[str]:
+def eager_optional_imports(root: Path) -> list[str]:
     """Optional packages that importing the library would import."""
     return [
         str(each)
@@ -177,8 +177,8 @@ def mlflow_outside_allowed_modules(root: Path) -> list[str]:
     ]
 
 
-def circles(root: Path) -> list[str]:
-    """Modules of the library that import each other, at once or later: the first such circle."""
+def import_cycles(root: Path) -> list[str]:
+    """Modules of the library that import each other, eagerly or lazily: the first such cycle."""
     edges: dict[str, set[str]] = {
         name: set() for name in modules(root) if _within(name, ("infini_model",))
     }
@@ -192,11 +192,11 @@ def circles(root: Path) -> list[str]:
     return []
 
 
-def crowded(root: Path) -> list[str]:
+def crowded_folders(root: Path) -> list[str]:
     """Folders of the library with too many modules."""
     folders = {path.parent for path in (root / "infini_model").rglob("*.py")}
     counts = {path: len([*path.glob("*.py")]) - (path / "__init__.py").exists() for path in folders}
-    return [f"{path}: {count} modules" for path, count in counts.items() if count > A_DOZEN]
+    return [f"{path}: {count} modules" for path, count in counts.items() if count > MAX_MODULES]
 
 
 def dangers(root: Path) -> list[str]:
@@ -221,17 +221,17 @@ def _dangers_of(call: ast.Call) -> Iterator[str]:
 
 
 RULES = (
-    closed_doors,
-    needless_at_import,
+    forbidden_imports,
+    eager_optional_imports,
     mlflow_outside_allowed_modules,
-    circles,
-    crowded,
+    import_cycles,
+    crowded_folders,
     dangers,
 )
 
 
 @pytest.mark.parametrize("check", RULES)
-def test_the_product_keeps_the_rule(check) -> None:
+def test_the_sources_keep_the_rule(check) -> None:
     assert check(ROOT) == []
 
 
@@ -269,37 +269,45 @@ def make_tree(root: Path, **sources: str) -> Path:
 @pytest.mark.parametrize(
     ("check", "module", "source"),
     [
-        (closed_doors, "infini_model__runtime__runs", "def f():\n    import prefect.client\n"),
-        (closed_doors, "infini_model__runtime__runs", "from flows import cli\n"),
-        (closed_doors, "infini_model__data__loader", "from infini_model.model import llama\n"),
-        (closed_doors, "infini_model__data__loader", "from ..model.llama import InfiniLlama\n"),
+        (forbidden_imports, "infini_model__runtime__runs", "def f():\n    import prefect.client\n"),
+        (forbidden_imports, "infini_model__runtime__runs", "from flows import cli\n"),
+        (forbidden_imports, "infini_model__data__loader", "from infini_model.model import llama\n"),
         (
-            closed_doors,
+            forbidden_imports,
+            "infini_model__data__loader",
+            "from ..model.llama import InfiniLlama\n",
+        ),
+        (
+            forbidden_imports,
             "infini_model__model__llama",
             "from infini_model.data.loading import x\n",
         ),
-        (closed_doors, "infini_model__model__layers", "from ..data import loader\n"),
-        (closed_doors, "infini_model__runtime__runs", "from infini_model.training import loop\n"),
-        (closed_doors, "infini_model__data__sources__hub", "from ..tokenizers import bpe\n"),
-        (closed_doors, "infini_model__config", "def f():\n    import torch\n"),
+        (forbidden_imports, "infini_model__model__layers", "from ..data import loader\n"),
         (
-            closed_doors,
+            forbidden_imports,
+            "infini_model__runtime__runs",
+            "from infini_model.training import loop\n",
+        ),
+        (forbidden_imports, "infini_model__data__sources__hub", "from ..tokenizers import bpe\n"),
+        (forbidden_imports, "infini_model__config", "def f():\n    import torch\n"),
+        (
+            forbidden_imports,
             "infini_model__config",
             "import importlib\nimportlib.import_module('torch')",
         ),
         (
-            closed_doors,
+            forbidden_imports,
             "infini_model__config",
             "from importlib.resources import files\nfiles('deployments')",
         ),
-        (closed_doors, "tasks__train", "from flows.train import train\n"),
+        (forbidden_imports, "tasks__train", "from flows.train import train\n"),
         (
-            needless_at_import,
+            eager_optional_imports,
             "infini_model__model__llama",
             "try:\n    import flash_attn\nfinally: 0\n",
         ),
-        (needless_at_import, "infini_model__a", "class A:\n    from datasets import load\n"),
-        (needless_at_import, "infini_model__a", "from torch.utils import tensorboard\n"),
+        (eager_optional_imports, "infini_model__a", "class A:\n    from datasets import load\n"),
+        (eager_optional_imports, "infini_model__a", "from torch.utils import tensorboard\n"),
         (mlflow_outside_allowed_modules, "flows__cli", "def f():\n    import mlflow\n"),
         (
             mlflow_outside_allowed_modules,
@@ -326,14 +334,14 @@ def test_a_circle_is_found_even_through_functions(tmp_path: Path) -> None:
         infini_model__b="def c():\n    from infini_model import d\n",
         infini_model__d="import infini_model.a\n",
     )
-    (found,) = circles(root)
+    (found,) = import_cycles(root)
     assert set(found.split(" is imported by ")) == {f"infini_model.{name}" for name in "abd"}
 
 
 def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
-    make_tree(tmp_path, **{f"infini_model__data__m{number}": "" for number in range(A_DOZEN)})
-    assert crowded(tmp_path) == []
-    (found,) = crowded(make_tree(tmp_path, infini_model__data__one_more=""))
+    make_tree(tmp_path, **{f"infini_model__data__m{number}": "" for number in range(MAX_MODULES)})
+    assert crowded_folders(tmp_path) == []
+    (found,) = crowded_folders(make_tree(tmp_path, infini_model__data__one_more=""))
     assert found.endswith("data: 13 modules")
 
 

@@ -327,7 +327,7 @@ def test_a_broken_rule_is_found(tmp_path: Path, check, module: str, source: str)
     assert len(check(make_tree(tmp_path, **{module: source}))) >= 1
 
 
-def test_a_circle_is_found_even_through_functions(tmp_path: Path) -> None:
+def test_a_cycle_is_found_even_through_functions(tmp_path: Path) -> None:
     root = make_tree(
         tmp_path,
         infini_model__a="from infini_model.b import c\n",

@@ -1,14 +1,13 @@
-"""Forward and backward of `infini_attention` beside attention without a memory, and of its layer.
+"""Forward and backward of `infini_attention` and its layer, compared with other attention.
 
-Attention alone, without projections and rotary embedding: `infini` (linear rule), `delta` (delta
-rule), `local only`, PyTorch's causal attention inside each segment, which sees nothing older and
-is the floor, and `full causal`, PyTorch's causal attention over everything, which costs the square
-of the length.
+Attention only, without projections and rotary embedding: `infini` (linear rule), `delta` (delta
+rule), `local only` (PyTorch's causal attention within each segment, the lower bound on cost) and
+`full causal` (PyTorch's causal attention over the whole sequence, quadratic in its length).
 
-Layer against layer, with norm, projections and rotary embedding: `layer` is this model's, with the
-key shift; `peer layer` is that of `infini-transformer-pytorch`, which takes one segment a call and
-is looped over them. It hands its memory on without detaching it, so both have the gradients of the
-whole sequence. On CUDA attention alone runs in bfloat16, the layers in float32 under autocast.
+Whole layers, with norm, projections and rotary embedding: `layer` is this model's, with the key
+shift; `peer layer` is that of `infini-transformer-pytorch`, called in a loop over segments. It
+passes its memory on without detaching it, so both compute gradients over the whole sequence. On
+CUDA, attention runs in bfloat16 and the layers in float32 under autocast.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 OURS, DELTA, LOCAL, FULL = "infini", "delta", "local only", "full causal"
 LAYER, PEER = "layer", "peer layer"
-# Whose speed over whose.
+# Pairs whose speed ratio is reported.
 COMPARED = ((OURS, LOCAL), (OURS, FULL), (DELTA, LOCAL), (LAYER, PEER))
-# The length whose ratios are told, if it is measured, and what they are to be at least.
-TOLD = 32_768 if CUDA else 16_384
+# The length whose ratios are reported, if it is measured, and their minimum targets.
+REPORTED_LENGTH = 32_768 if CUDA else 16_384
 TARGETS = (
     {(OURS, LOCAL): 1 / 1.2, (LAYER, PEER): 10.0}
     if CUDA
     else {(OURS, LOCAL): 1 / 1.35, (OURS, FULL): 15.0, (LAYER, PEER): 1.6}
 )
-# The peer keeps the attention weights of every segment: twice as long, they would fill a GPU.
+# The peer keeps the attention weights of every segment: twice this length would fill a GPU.
 PEER_LIMIT = 1 << 18
 
 Works = dict[str, Callable[[], object]]
 
 
 def parse() -> argparse.Namespace:
-    """The options; what is not given depends on whether there is a GPU."""
+    """The options; defaults depend on whether there is a GPU."""
     lengths = [2048 << doubling for doubling in range(10 if CUDA else 6)]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.attention",
@@ -70,10 +69,10 @@ def parse() -> argparse.Namespace:
         "--full-limit",
         type=int,
         default=131_072 if CUDA else 16_384,
-        help="tokens above which full causal attention is left out",
+        help="skip full causal attention above this many tokens",
     )
-    parser.add_argument("--turns", type=int, default=9, help="turns at most, at each length")
-    parser.add_argument("--seconds", type=float, default=12.0, help="about, at each length")
+    parser.add_argument("--turns", type=int, default=9, help="maximum turns per length")
+    parser.add_argument("--seconds", type=float, default=12.0, help="approximate time per length")
     options = parser.parse_args()
     for length in options.lengths:
         if length % options.segment:
@@ -82,7 +81,7 @@ def parse() -> argparse.Namespace:
 
 
 def attentions(length: int, options: argparse.Namespace) -> Works:
-    """Each way to attend over the same q, k and v, with its gradients."""
+    """Forward and backward of each attention over the same q, k and v."""
     shape = (1, options.heads, length, options.head_dim)
     place: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16 if CUDA else torch.float32}
     torch.manual_seed(0)
@@ -114,7 +113,7 @@ def attentions(length: int, options: argparse.Namespace) -> Works:
 
 
 def layers(length: int, options: argparse.Namespace) -> Works:
-    """A layer of each kind over the same input, with its gradients."""
+    """Forward and backward of each layer over the same input."""
     width = options.heads * options.head_dim
     torch.manual_seed(0)
     x = torch.randn(1, length, width, device=DEVICE, requires_grad=True)
@@ -150,14 +149,14 @@ def layers(length: int, options: argparse.Namespace) -> Works:
 def trained(
     forward: Callable[[], Tensor], x: Tensor, gradient: Tensor, *modules: nn.Module
 ) -> Callable[[], None]:
-    """`forward` and the gradients of `x` and of the modules' parameters."""
+    """A function that runs `forward` and the backward to `x` and the modules' parameters."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     inputs = [x, *(parameter for parameter in parameters if parameter.requires_grad)]
 
     def work() -> None:
         with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
             out = forward()
-        # In a single segment nothing reads the memory.
+        # With a single segment the memory is not read, so its gate has no gradient.
         torch.autograd.grad(out, inputs, gradient, allow_unused=True)
 
     return work
@@ -166,11 +165,11 @@ def trained(
 def compare(
     length: int, options: argparse.Namespace
 ) -> tuple[dict[str, Cell], dict[tuple[str, str], Ratio]]:
-    """The row of one length, and the ratios of speeds in it."""
+    """The table row of one length, and its speed ratios."""
     works = attentions(length, options) | layers(length, options)
     peers = {name: stopwatch(work) for name, work in works.items()}
-    # What is compiled, chosen or allocated once is not what is measured. A CPU does none of that
-    # for a length, only for the first, and the longest take minutes.
+    # Warm up, to exclude one-time compilation, autotuning and allocation. On a CPU only the first
+    # length needs it, and the longest take minutes.
     if CUDA or length == min(options.lengths):
         for name in peers.keys() - {FULL}:
             peers[name]()
@@ -189,29 +188,29 @@ def compare(
 
 
 def flatness(short: int, long: int, options: argparse.Namespace) -> Ratio:
-    """Tokens per second of ours at `long` over those at `short`."""
+    """Our tokens per second at `long`, relative to `short`."""
     peers = {str(length): stopwatch(attentions(length, options)[OURS]) for length in (short, long)}
     for measure in peers.values():
         measure()
     seconds = take_turns(peers, options.turns, options.seconds)
-    a_token = {length: [each / int(length) for each in seconds[length]] for length in seconds}
-    return speed_ratio(a_token[str(long)], a_token[str(short)])
+    per_token = {length: [each / int(length) for each in seconds[length]] for length in seconds}
+    return speed_ratio(per_token[str(long)], per_token[str(short)])
 
 
 def main() -> None:
-    """Measure every length and tell it."""
+    """Measure every length and print the results."""
     options = parse()
     if CausalAttention is None:
-        print("infini-transformer-pytorch is not installed: peer layer stays empty")
+        print("infini-transformer-pytorch is not installed; skipping peer layer")
     compared = {length: compare(length, options) for length in sorted(options.lengths)}
     longest = max(compared)
-    told = TOLD if TOLD in compared else longest
-    names = {pair: f"{told:,} tokens, {' / '.join(pair)}" for pair in compared[told][1]}
-    ratios = {names[pair]: ratio for pair, ratio in compared[told][1].items()}
+    reported = REPORTED_LENGTH if REPORTED_LENGTH in compared else longest
+    names = {pair: f"{reported:,} tokens, {' / '.join(pair)}" for pair in compared[reported][1]}
+    ratios = {names[pair]: ratio for pair, ratio in compared[reported][1].items()}
     targets = {names[pair]: least for pair, least in TARGETS.items() if pair in names}
-    if longest > told:
-        flat = f"tokens/s of {OURS}, {longest:,} / {told:,} tokens"
-        ratios[flat] = flatness(told, longest, options)
+    if longest > reported:
+        flat = f"tokens/s of {OURS}, {longest:,} / {reported:,} tokens"
+        ratios[flat] = flatness(reported, longest, options)
         targets |= {flat: 0.95} if CUDA else {}
     publish(
         "attention",

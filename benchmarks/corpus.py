@@ -1,4 +1,4 @@
-"""Real text that every machine has: the Python sources of this interpreter and its packages."""
+"""A corpus available on every machine: the Python sources of this interpreter and its packages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-# So that several processes can each read a file, in parts of a size that Parquet is used with.
+# Small enough that several processes each get a file, with row groups of a typical size.
 FILE_BYTES = 25e6
 ROWS_OF_A_GROUP = 1000
 
 
 def write_corpus(folder: Path, megabytes: float, copies: int = 1) -> int:
-    """Write at most so many megabytes of different documents, in Parquet files of column `text`.
+    """Write up to `megabytes` of distinct documents to Parquet files with a column `text`.
 
-    Where there are to be `copies`, each document of each has a first line of its own. Returns the
-    bytes of text.
+    With several `copies`, a first line makes the documents of each copy distinct. Returns the bytes
+    of text.
     """
     folder.mkdir(parents=True)
     total = 0
@@ -54,7 +54,7 @@ def _files(most: float) -> Iterator[list[str]]:
 
 
 def _sources() -> Iterator[str]:
-    """The documents that are UTF-8 and not empty, each once, in the same order every time."""
+    """The non-empty UTF-8 documents, deduplicated, in a fixed order."""
     seen: set[bytes] = set()
     for root in dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib")):
         for path in sorted(Path(root).rglob("*.py")):

@@ -1,6 +1,6 @@
-"""What `model` runs to see how much memory `generate` needs: a prompt, then a few tokens.
+"""Run by `benchmarks.model` to measure the memory of `generate`: a prompt, then a few tokens.
 
-It prints one line of JSON: the most memory it had on a GPU, in bytes; null where there is none.
+Prints one line of JSON: the peak GPU memory in bytes, or null without a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEW_TOKENS = 8
 
 
 def main(shape: str, prompt_length: str) -> None:
-    """Continue a prompt of so many tokens with a model of the `ModelConfig` in JSON `shape`."""
+    """Continue a prompt of `prompt_length` tokens; `shape` is the model's config as JSON."""
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     model = InfiniLlama(ModelConfig.model_validate_json(shape)).to("cuda" if cuda else "cpu")

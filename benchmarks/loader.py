@@ -1,8 +1,8 @@
 """Tokens per second from shards to batches in host memory, on one core.
 
-`infini` is this project's loader. `DataLoader` is PyTorch's over the same tokens as `datasets`
-gives them in torch format, already cut into blocks (which is not timed). Both shuffle, both make
-int64 `input_ids` and `labels` of the same shape, and both run on one core, their threads included.
+`infini` is this project's loader. `DataLoader` is PyTorch's, over the same tokens from `datasets`
+in torch format, already cut into blocks (not timed). Both shuffle and return int64 `input_ids` and
+`labels` of the same shape, and both run on one core including their threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infini_model.data.loading.windows import open_windows
 from infini_model.objectives.causal import CausalLM
 
 OURS, PEER = "infini", "DataLoader"
-# The quickstart, whose batches are small, and batches of long windows.
+# The small batches of the quickstart, and batches of long windows.
 SHAPES = ((8, 512), (8, 8192))
 OBJECTIVE = CausalLM()
 
@@ -37,21 +37,21 @@ OBJECTIVE = CausalLM()
 def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loader", description=__doc__)
-    parser.add_argument("--megabytes", type=float, default=30.0, help="text at most")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a peer in one turn")
+    parser.add_argument("--megabytes", type=float, default=30.0, help="maximum size of the text")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per peer and turn")
     parser.add_argument("--turns", type=int, default=7)
     return parser.parse_args()
 
 
 def make_shards(megabytes: float, folder: Path) -> Path:
-    """A dataset folder of bytes."""
+    """Make a dataset folder with the byte tokenizer."""
     write_corpus(folder / "corpus", megabytes)
     text_to_shards(folder / "corpus", "bytes", folder)
     return folder / "datasets" / "latest"
 
 
 def infini(dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
-    """Our loader, and the inputs and labels of a training; yields the tokens of each batch."""
+    """Our loader with a training's inputs and labels; yields the token count of each batch."""
     packing = PackingConfig(context_length=length)
     windows = open_windows(dataset_dir, "train", packing, segment_length=length)
     with Loader(windows, batch_size=batch) as loader:
@@ -61,14 +61,14 @@ def infini(dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
 
 
 def peer(dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
-    """PyTorch's loader, epoch after epoch; yields the tokens of each batch."""
+    """PyTorch's loader, epoch after epoch; yields the token count of each batch."""
     loader = torch.utils.data.DataLoader(
         blocks(dataset_dir, length), batch_size=batch, shuffle=True, drop_last=True
     )
     while True:
         for found in loader:
             ids = found["input_ids"]
-            # As the collators of the field do: the model shifts the labels by itself.
+            # As common collators do: the model shifts the labels itself.
             yield checked(ids, ids.clone(), batch, length)
 
 
@@ -87,15 +87,15 @@ def blocks(dataset_dir: Path, length: int) -> Any:
 
 
 def checked(ids: Tensor, labels: Tensor, batch: int, length: int) -> int:
-    """The tokens of a batch, which must be one."""
+    """The token count of a batch, after checking its shape and dtype."""
     for tensor in (ids, labels):
         assert tensor.shape == (batch, length)
         assert tensor.dtype == torch.int64
     return ids.numel()
 
 
-def seconds_a_token(batches: Iterator[int], seconds: float) -> Callable[[], float]:
-    """A peer for `take_turns` that draws batches for some seconds."""
+def seconds_per_token(batches: Iterator[int], seconds: float) -> Callable[[], float]:
+    """A peer for `take_turns` that reads batches for `seconds`."""
 
     def measure() -> float:
         tokens, began = 0, time.perf_counter()
@@ -103,7 +103,7 @@ def seconds_a_token(batches: Iterator[int], seconds: float) -> Callable[[], floa
             tokens += next(batches)
         return passed / tokens
 
-    # Files opened, threads started, pages in memory.
+    # Warm up: open files, start threads, load pages into memory.
     next(batches)
     return measure
 
@@ -111,9 +111,9 @@ def seconds_a_token(batches: Iterator[int], seconds: float) -> Callable[[], floa
 def compare(
     dataset_dir: Path, batch: int, length: int, options: argparse.Namespace
 ) -> tuple[dict[str, Cell], Ratio]:
-    """The row of one shape of batches, and our speed over PyTorch's."""
+    """The table row of one batch shape, and our speed relative to PyTorch's."""
     streams = {
-        name: seconds_a_token(make(dataset_dir, batch, length), options.seconds)
+        name: seconds_per_token(make(dataset_dir, batch, length), options.seconds)
         for name, make in ((OURS, infini), (PEER, peer))
     }
     seconds = take_turns(streams, options.turns)
@@ -123,11 +123,11 @@ def compare(
 
 
 def main() -> None:
-    """Measure both shapes on one core and tell it."""
+    """Measure both shapes on one core and print the results."""
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
         dataset_dir = make_shards(options.megabytes, Path(folder))
-        # Threads that are started from here on inherit the one core.
+        # Threads started from here on inherit the single core.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         torch.set_num_threads(1)
         compared = [compare(dataset_dir, *shape, options) for shape in SHAPES]

@@ -1,12 +1,12 @@
-"""The whole model: whether its speed and its memory depend on the length, and its use of a GPU.
+"""The whole model: speed and memory by length, and GPU utilization.
 
-- Speed: tokens per second of forward and backward, the same number of tokens as many short rows
-  and as one long one.
-- Memory: the most that a process has while it reads a short or a long prompt and generates; all of
-  the process, on a GPU what PyTorch has allocated there.
-- Use: the MFU of training a billion parameters, short and long rows; see `benchmarks.utilization`.
-  All activations of a long row do not fit, so they are checkpointed, and for comparison those of
-  the short rows, too. On CUDA alone.
+- Speed: tokens per second of forward and backward, on the same number of tokens as many short rows
+  or as one long row.
+- Memory: peak memory of a process that reads a short or a long prompt and generates; of the whole
+  process, or on a GPU what PyTorch has allocated.
+- Utilization: the MFU of training a billion parameters on short and long rows; see
+  `benchmarks.utilization`. The activations of a long row do not fit into memory, so they are
+  checkpointed, and for comparison so are those of the short rows. On CUDA only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MFU_TARGET = 0.5
 MEBIBYTE = 1 << 20
 
 Rows = list[dict[str, Cell]]
-# Ratios with the least that each is to be.
+# Ratios with their minimum targets.
 Judged = dict[str, tuple[Ratio, float]]
 
 
 def parse() -> argparse.Namespace:
-    """The options; what is not given depends on whether there is a GPU."""
+    """The options; defaults depend on whether there is a GPU."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.model",
         description=__doc__,
@@ -74,13 +74,13 @@ def shape_of(options: argparse.Namespace) -> ModelConfig:
 
 
 def row(name: str, tokens: int, **cells: Cell) -> dict[str, Cell]:
-    """A row of the table: what was measured, and how long its rows or its prompt were."""
+    """A table row: what was measured, and the length of the rows or the prompt."""
     columns = ("tokens/s", "peak MiB", "MFU")
     return {"": name, "tokens": tokens, **{column: cells.get(column) for column in columns}}
 
 
 def memory(options: argparse.Namespace) -> tuple[Rows, Judged]:
-    """The most memory of processes that generate, after a short and after a long prompt."""
+    """Peak memory of generation after a short and after a long prompt."""
     shape = shape_of(options).model_dump_json()
 
     def peak(prompt: str) -> float:
@@ -99,7 +99,7 @@ def memory(options: argparse.Namespace) -> tuple[Rows, Judged]:
 
 
 def speed(options: argparse.Namespace) -> tuple[Rows, Judged]:
-    """Forward and backward of short rows beside those of a long one."""
+    """Forward and backward of short rows and of a long one."""
     short, long = options.lengths
     torch.manual_seed(0)
     model = InfiniLlama(shape_of(options)).to(DEVICE)
@@ -111,7 +111,7 @@ def speed(options: argparse.Namespace) -> tuple[Rows, Judged]:
             loss = model(rows, labels=rows).loss
         loss.backward()
 
-    # What is compiled, chosen or allocated once is not what is measured.
+    # Warm up, to exclude one-time compilation, autotuning and allocation.
     work(ids[:, :short])
     peers = {
         str(length): stopwatch(partial(work, ids.view(-1, length))) for length in (short, long)
@@ -126,7 +126,7 @@ def speed(options: argparse.Namespace) -> tuple[Rows, Judged]:
 
 
 def use(options: argparse.Namespace) -> tuple[Rows, Judged]:
-    """The MFU of training the large model, on CUDA."""
+    """The MFU of training the large model, on CUDA only."""
     name = "train 1B"
     if not CUDA:
         return [row(name, LONG.length, MFU="not measured: no CUDA device")], {}
@@ -153,10 +153,9 @@ def use(options: argparse.Namespace) -> tuple[Rows, Judged]:
 
 
 def main() -> None:
-    """Measure all three and tell it."""
+    """Measure all three and print the results."""
     options = parse()
-    # The processes come first: to Linux, the peak of one that this process starts is at least what
-    # this process itself has had.
+    # The memory benchmark comes first: on Linux a child's peak is at least that of its parent.
     measured = [measure(options) for measure in (memory, speed, use)]
     judged = {name: each for _, ratios in measured for name, each in ratios.items()}
     publish(

@@ -1,14 +1,14 @@
-"""What Prefect costs: `infini run` beside its stages called directly, and from click to Running.
+"""Overhead of Prefect: `infini run` compared with its stages, and the latency of a submission.
 
 - `stages`: download, plan, shard, training and evaluation as plain processes, one after the other,
   as `python -m infini_model STAGE` runs them.
-- `infini run, server up`: the same by `infini run` while `infini serve` is up.
-- `infini run alone`: the same with a Prefect server of its own.
-- `submission`: from creating a flow run of the `evaluate` deployment, as the page does, to Running;
-  the worker looks every two seconds, and the engine imports Prefect.
+- `infini run, server up`: the same through `infini run` while `infini serve` is up.
+- `infini run alone`: the same with a temporary Prefect server.
+- `submission`: from creating a flow run of the `evaluate` deployment, as the UI does, to Running;
+  the worker polls every two seconds, and the engine imports Prefect.
 
-All train two steps of a tiny model anew on a dataset that exists, so that nearly all of it is
-starting and ending.
+All train a tiny model for two steps from scratch on an existing dataset, so nearly all of the time
+is startup and shutdown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.stage_protocol import RESULT
 
 STAGES, UP, ALONE, SUBMISSION = "stages", "infini run, server up", "infini run alone", "submission"
-# Seconds on top of the stages, and of a submission, at most.
+# Maximum seconds on top of the stages, and of a submission.
 LIMITS = {UP: 3.0, ALONE: 6.0, SUBMISSION: 5.0}
 START_SECONDS = 120.0
 
@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings(folder: Path) -> Config:
-    """The debug preset, two steps of it."""
+    """The debug preset, limited to two steps."""
     changes = {
         "run": {"output_dir": str(folder), "log_level": "warning"},
         "training": {"max_steps": 2},
@@ -65,7 +65,7 @@ def settings(folder: Path) -> Config:
 
 
 class Peers:
-    """The ways to run the stages, each of which measures its seconds."""
+    """The ways to run the stages; each method returns its seconds."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         self._config = config
@@ -73,7 +73,7 @@ class Peers:
         self._file.write_text(dump_config(config), encoding="utf-8")
 
     def stages(self) -> float:
-        """Every stage as a process of its own, without Prefect."""
+        """Every stage as a separate process, without Prefect."""
         began = time.perf_counter()
         corpus = self._stage("download")["corpus"]
         plan = self._stage("plan", "--corpus", corpus)
@@ -87,11 +87,11 @@ class Peers:
     def _stage(self, name: str, *arguments: str) -> dict[str, Any]:
         module = [sys.executable, "-m", "infini_model", name]
         printed = run(*module, "--config", self._file, *arguments)
-        (told,) = [line for line in printed.splitlines() if line.startswith(RESULT)]
-        return dict(json.loads(told.removeprefix(RESULT)))
+        (result,) = [line for line in printed.splitlines() if line.startswith(RESULT)]
+        return dict(json.loads(result.removeprefix(RESULT)))
 
     def infini_run(self) -> float:
-        """`infini run` with the server that it finds, or its own."""
+        """`infini run`, with a running server if it finds one, or a temporary one."""
         began = time.perf_counter()
         run(*infini("run", "--config", self._file))
         return time.perf_counter() - began
@@ -123,22 +123,22 @@ def infini(*arguments: str | Path) -> list[str | Path]:
 
 
 def run(*command: str | Path) -> str:
-    """What a command printed. Raises `SystemExit` with it if it fails."""
+    """Run a command and return its output. Raises `SystemExit` with the output if it fails."""
     done = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, check=False, env=environment()
     )
     if done.returncode != 0:
-        raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{command} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
 def environment() -> dict[str, str]:
-    """This environment without a configured server."""
+    """This environment without a configured Prefect server."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "INFINI_"))}
 
 
 def post(url: str, path: str, **body: Any) -> Any:
-    """What Prefect's API answers."""
+    """The response of Prefect's API."""
     headers = {"Content-Type": "application/json"}
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{url}/{path}", data, headers)  # noqa: S310 - loopback
@@ -163,7 +163,7 @@ def serving(config: Config) -> Iterator[str]:
 
 
 def wait_for_server(process: subprocess.Popen[bytes], config: Config, port: int) -> str:
-    """The address of the API, once `infini serve` says that it is ready."""
+    """The address of the API, once `infini serve` is ready."""
     deadline = time.monotonic() + START_SECONDS
     url = f"http://{HOST}:{port}/api"
     while served_url(config) != url:
@@ -207,7 +207,7 @@ def main() -> None:
 
 
 def within(limit: float, base: list[float], measured: list[float]) -> Ratio:
-    """How far the measured seconds are below the base and `limit` seconds: 1 and more is met."""
+    """The ratio of the base plus `limit` seconds to the measured seconds; met if at least 1."""
     return spread([(least + limit) / each for least, each in zip(base, measured, strict=True)])
 
 

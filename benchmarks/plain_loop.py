@@ -1,7 +1,7 @@
-"""The peer of `train_step`: the same model and optimizer in a plain PyTorch loop, nothing else.
+"""The peer of `benchmarks.train_step`: the same model and optimizer in a plain PyTorch loop.
 
-One batch, over and over; no data, no schedule, no metrics, no checkpoints. It prints one line of
-JSON: the seconds of the steps after the first few.
+It trains on one batch repeatedly, without data loading, schedule, metrics or checkpoints, and
+prints one line of JSON: the seconds of the steps after the warm-up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from infini_model.config import load_config
 from infini_model.model.llama import InfiniLlama
 from infini_model.training.optimizer import make_optimizer
 
-# What is compiled, chosen or allocated once is not what is measured.
+# Steps that exclude one-time compilation, autotuning and allocation.
 WARM_UP = 3
 
 
 def main(config_file: str, steps: str) -> None:
-    """Time so many steps of the configuration in `config_file`."""
+    """Time `steps` steps of the configuration in `config_file`."""
     config = load_config(file=Path(config_file))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.run.seed)
@@ -40,7 +40,7 @@ def main(config_file: str, steps: str) -> None:
         clip_grad_norm_(model.parameters(), config.training.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        # A loop that shows its loss waits for the device in every step.
+        # Reading the loss synchronizes with the device at every step, as logging it would.
         loss.item()
     print(json.dumps({"seconds": time.perf_counter() - began}))
 

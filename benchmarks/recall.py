@@ -1,15 +1,14 @@
-"""Whether a model remembers: associative recall across segments, trained from scratch.
+"""Associative recall across segments, trained from scratch: does the memory work?
 
-Early segments hold pairs of a key and its value amid fillers. The last segment asks for every key,
-and what follows a question is a filler, never its answer: the local attention cannot see an answer,
-and none can be guessed by elimination. In the rewritten trials each key is written again, with
-another value, in a later segment, and the newest value is the answer. Chance is 3%.
+Early segments hold key-value pairs among fillers. The last segment asks for every key, and a filler
+follows each question, never its answer: the local attention cannot see an answer, and none can be
+guessed by elimination. In the rewritten trials each key is written again in a later segment with
+another value, and the newest value is the answer. Chance is 3%.
 
-Every trial trains the same small Infini-Llama on sequences that begin with two segments and grow up
-to 32, then asks it at 8, 16 and 64. Short ones show soonest where to look, long ones that fillers
-are to be kept out of the memory. The
-controls, which show what happens when one thing is missing, take the first seed alone. One training
-is one process with one thread. Ends with status 1 where a figure misses what it needs.
+Every trial trains the same small Infini-Llama on sequences that grow from two segments to 32, then
+tests it at 8, 16 and 64. Short sequences teach where to look, long ones to keep fillers out of the
+memory. The controls, each with one thing removed, use only the first seed. Each training is a
+process with one thread. Exits with status 1 if a figure misses its target.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "segment_length": SEGMENT,
-    # One by the root of the width, as the default 0.02 is at a width of 2,500. With the default the
-    # first keys of so narrow a model are small: all have nearly the same features, and it takes
-    # longer until the memory tells them apart.
+    # 1 / sqrt(width), which is the default 0.02 at a width of 2,500. In so narrow a model the
+    # default makes the initial keys small, with nearly equal features, and it takes longer until
+    # the memory can tell them apart.
     "initializer_range": 0.125,
 }
 STEPS, BATCH = 1500, 8
-# No training draws from this seed, and every model is asked the same.
+# Not used in training; every model gets the same questions.
 EXAMINATION = 1 << 20
 LENGTHS = {f"{segments} segments": segments for segments in (8, 16, 64)}
 QUARTER, KNOCKED_OUT, OVER_LINEAR = "worst quarter", "knocked out", "over linear"
@@ -60,29 +59,29 @@ Figures = dict[str, float]
 
 
 class Need(NamedTuple):
-    """What a figure must be with every seed."""
+    """A target that a figure must meet with every seed."""
 
     relation: str
     percent: float
 
     def judge(self, figures: Iterable[float]) -> str:
-        """The need in words, and `met` or `missed`."""
+        """The target as text, and `met` or `missed`."""
         met = all(RELATIONS[self.relation](figure, self.percent) for figure in figures)
         return f"{self.relation} {self.percent:g} {'met' if met else 'missed'}"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to train.
+    """A training setup.
 
     Attributes:
-        model: What differs from `SHAPE`.
-        writings: Segments that each key is written in.
-        shortest: Segments of the first training sequences, and of the shortest of all.
-        longest: Segments of the longest, which come last.
-        gates_learn: Whether the gates do, or stay where they start.
-        control: Whether one seed is enough.
-        needs: By figure.
+        model: Differences from `SHAPE`.
+        writings: Number of segments in which each key is written.
+        shortest: Segments in the shortest training sequences, which come first.
+        longest: Segments in the longest training sequences, which come last.
+        gates_learn: Whether the gates are trained.
+        control: Whether to use only one seed.
+        needs: Targets by figure.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +108,7 @@ TRIALS = {
     "fixed-length": Trial(shortest=8, longest=8, control=True),
     "small-start": Trial({"initializer_range": 0.02}, control=True),
     "no-memory": Trial({"memory": "none"}, control=True),
-    # Two segments to write in and one to ask in are the shortest.
+    # At least two segments to write in and one to ask in.
     "rewritten-linear": Trial(writings=2, shortest=3),
     "rewritten-delta": Trial({"memory": "delta"}, writings=2, shortest=3, needs=REWRITES),
 }
@@ -121,7 +120,7 @@ class Batch(NamedTuple):
     Attributes:
         input_ids: [B, T] int64; keys come first in the vocabulary, then values, then fillers.
         labels: [B, T] int64, the answer at each question and -100 elsewhere.
-        written: [B, T] int64, at each question the segment that its answer stands in.
+        written: [B, T] int64, at each question the segment of its answer.
     """
 
     input_ids: Tensor
@@ -132,7 +131,7 @@ class Batch(NamedTuple):
 def draw(rows: int, segments: int, writings: int, generator: torch.Generator) -> Batch:
     """Sequences whose last segment asks for `PAIRS` keys, each written in `writings` segments.
 
-    Those are drawn evenly from all but the last, so there must be more than `writings` segments.
+    They are drawn uniformly from all but the last, so there must be more than `writings` segments.
     """
 
     def shuffled(*shape: int) -> Tensor:
@@ -142,7 +141,7 @@ def draw(rows: int, segments: int, writings: int, generator: torch.Generator) ->
     keys = shuffled(rows, KEYS)[:, :PAIRS]
     values = KEYS + shuffled(rows, PAIRS, VALUES)[..., :writings]
     segment = shuffled(rows, PAIRS, segments - 1)[..., :writings].sort(dim=-1).values
-    # Each segment's places are shuffled, and pair i takes the ith: no two pairs meet.
+    # Each segment's places are shuffled and pair i takes the ith, so no two pairs overlap.
     place = shuffled(rows, segments - 1, SEGMENT // 2)[row[..., None], segment, pair]
     start = segment * SEGMENT + 2 * place
     question = (segments - 1) * SEGMENT + shuffled(rows, SEGMENT)[:, :PAIRS]
@@ -159,14 +158,14 @@ def draw(rows: int, segments: int, writings: int, generator: torch.Generator) ->
 
 
 def lengths_at(trial: Trial, step: int, steps: int) -> range:
-    """How many segments the sequences of a step (1 to `steps`) may have: twice as many again and
-    again, at even distances, up to `trial.longest` in the last step."""
+    """Possible numbers of segments at a step (1 to `steps`); the maximum grows exponentially, up to
+    `trial.longest` at the last step."""
     growth = (trial.longest / trial.shortest) ** (step / steps)
     return range(trial.shortest, round(trial.shortest * growth) + 1)
 
 
 def train(trial: Trial, seed: int, steps: int) -> InfiniLlama:
-    """A model that learned from the answers alone; the same one each time."""
+    """Train a model on the answers only; deterministic."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = InfiniLlama(ModelConfig(**{**SHAPE, **trial.model}))
@@ -187,7 +186,7 @@ def train(trial: Trial, seed: int, steps: int) -> InfiniLlama:
         segments = lengths[int(torch.randint(len(lengths), (), generator=generator))]
         batch = draw(BATCH, segments, trial.writings, generator)
         asked = batch.labels >= 0
-        # Few tokens are questions: `labels` would cost the loss of all.
+        # Few tokens are questions: `labels` would compute the loss of all tokens.
         answers = model(batch.input_ids).logits[asked]
         functional.cross_entropy(answers, batch.labels[asked]).backward()
         clip_grad_norm_(model.parameters(), config.max_grad_norm)
@@ -198,7 +197,7 @@ def train(trial: Trial, seed: int, steps: int) -> InfiniLlama:
 
 
 def without_memory(model: InfiniLlama) -> InfiniLlama:
-    """The same weights with the memory neither written nor read: the local attention alone."""
+    """The same weights without the memory, with local attention only."""
     bare = InfiniLlama(model.config.model_copy(update={"memory": "none"}))
     weights = model.state_dict()
     bare.load_state_dict({name: weights[name] for name in bare.state_dict()})
@@ -207,7 +206,7 @@ def without_memory(model: InfiniLlama) -> InfiniLlama:
 
 @torch.no_grad()
 def ask(model: InfiniLlama, segments: int, writings: int, batches: int) -> tuple[Tensor, Tensor]:
-    """Whether each answer is right, bool [N], and the quarter of the depth it stands in, [N]."""
+    """Whether each answer is right, bool [N], and the quarter of the sequence it is in, [N]."""
     generator = torch.Generator().manual_seed(EXAMINATION + segments)
     right, quarters = [], []
     for _ in range(batches):
@@ -220,12 +219,12 @@ def ask(model: InfiniLlama, segments: int, writings: int, batches: int) -> tuple
 
 
 def percent(right: Tensor) -> float:
-    """The share of what is true."""
+    """The percentage of true values."""
     return 100.0 * right.double().mean().item()
 
 
 def examine(model: InfiniLlama, writings: int, batches: int) -> Figures:
-    """All that is measured of a trained model, in percent."""
+    """All figures of a trained model, in percent."""
     figures, by_quarter = {}, []
     for length, segments in LENGTHS.items():
         right, quarters = ask(model, segments, writings, batches)
@@ -249,7 +248,7 @@ def run(name: str, seed: int, steps: int, batches: int) -> Figures:
 
 
 def run_all(options: argparse.Namespace) -> dict[str, dict[int, Figures]]:
-    """Every training that was asked for, in a process each, as many at once as there are cores."""
+    """Run the selected trainings, each in its own process, with one process per core."""
     seeds = {
         name: options.seeds[:1] if TRIALS[name].control else options.seeds for name in options.only
     }
@@ -262,7 +261,7 @@ def run_all(options: argparse.Namespace) -> dict[str, dict[int, Figures]]:
     ) as pool:
         jobs = {
             pool.submit(run, name, seed, options.steps, options.batches): (name, seed)
-            # The delta rule takes longest and stands last: begun last, it would leave cores idle.
+            # The delta rule, which is last, takes longest: start it first to keep all cores busy.
             for name in reversed(seeds)
             for seed in seeds[name]
         }
@@ -274,7 +273,7 @@ def run_all(options: argparse.Namespace) -> dict[str, dict[int, Figures]]:
 
 
 def compare_rules(results: dict[str, dict[int, Figures]]) -> None:
-    """How much better than the linear rule the delta rule rewrites at 16 segments, by seed."""
+    """Add how much the delta rule beats the linear rule when rewritten, at 16 segments, by seed."""
     linear = results.get("rewritten-linear", {})
     for seed, figures in results.get("rewritten-delta", {}).items():
         if seed in linear:
@@ -282,7 +281,7 @@ def compare_rules(results: dict[str, dict[int, Figures]]) -> None:
 
 
 def tabulate(results: Mapping[str, Mapping[int, Figures]]) -> list[dict[str, Cell]]:
-    """A row for each training and, below those of a trial, what they need."""
+    """A row per training and, below those of a trial, its targets."""
     rows: list[dict[str, Cell]] = []
     for name, by_seed in results.items():
         for seed in sorted(by_seed):
@@ -302,27 +301,27 @@ def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recall", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per training")
     parser.add_argument("--only", nargs="+", choices=TRIALS, default=list(TRIALS), metavar="NAME")
     parser.add_argument(
         "--batches",
         type=int,
         default=32,
-        help=f"of {BATCH * PAIRS} questions, for each figure",
+        help=f"batches of {BATCH * PAIRS} questions per figure",
     )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run the trials and tell what each remembers."""
+    """Run the trials and print the results."""
     options = parse()
-    torch.set_num_threads(1)  # as in the trainings, so that what is told of them is true
+    torch.set_num_threads(1)  # as in the trainings, so that the reported setting is theirs
     results = run_all(options)
     compare_rules(results)
     rows = tabulate(results)
     heading = (
-        f"Answers right, in percent: {PAIRS} pairs in segments of {SEGMENT} tokens, "
-        f"{options.steps} steps, {BATCH * PAIRS * options.batches} questions a figure"
+        f"Correct answers in percent: {PAIRS} pairs in segments of {SEGMENT} tokens, "
+        f"{options.steps} steps, {BATCH * PAIRS * options.batches} questions per figure"
     )
     publish("recall", heading, rows, {})
     if any("missed" in str(cell) for row in rows for cell in row.values()):

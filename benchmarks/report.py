@@ -1,8 +1,7 @@
-"""What the benchmarks share: measuring in turn, a table, and one line of JSON.
+"""Shared by the benchmarks: measuring peers in turns, a table, and one line of JSON.
 
-A machine that does other work at the same time is slower in some seconds than in others. So peers
-take turns, a ratio is formed within each turn, and the median of the ratios is what is told,
-together with the smallest and the largest.
+The speed of a machine varies with its other load. So peers take turns, a ratio is computed within
+each turn, and the median, minimum and maximum of the ratios are reported.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ PACKAGES = (
     "prefect",
     "mlflow",
 )
-# With one turn nothing says how much the machine wavered; more than asked for are taken only to
-# come to this many.
-FEWEST_TURNS = 3
+# A time limit never cuts the turns below this: fewer would not show how much results vary.
+MIN_TURNS = 3
 
 
 class Ratio(NamedTuple):
-    """What the turns gave, such as how often the speed of a peer ours is: median and range."""
+    """Median and range of a figure over the turns, such as our speed relative to a peer's."""
 
     median: float
     lowest: float
@@ -55,21 +53,21 @@ class Ratio(NamedTuple):
         return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f})"
 
 
-# None is what was not measured.
+# None means not measured.
 Cell: TypeAlias = str | int | float | Ratio | None
 
 
 def take_turns(
     peers: Mapping[str, Callable[[], float]], turns: int, seconds: float = float("inf")
 ) -> dict[str, list[float]]:
-    """What each peer measures of itself, turn by turn: A B C A B C …
+    """Run the peers in turns, A B C A B C …, and collect what each measures.
 
-    Ends after `turns` turns, or after `FEWEST_TURNS` once `seconds` have gone by.
+    Ends after `turns` turns, or after at least `MIN_TURNS` once `seconds` have passed.
     """
     measured: dict[str, list[float]] = {name: [] for name in peers}
     deadline = time.monotonic() + seconds
     for turn in range(turns):
-        if turn >= FEWEST_TURNS and time.monotonic() > deadline:
+        if turn >= MIN_TURNS and time.monotonic() > deadline:
             break
         for name, measure in peers.items():
             measured[name].append(measure())
@@ -77,7 +75,7 @@ def take_turns(
 
 
 def stopwatch(work: Callable[[], object]) -> Callable[[], float]:
-    """A peer for `take_turns` that measures the seconds of `work`, on a GPU to its very end."""
+    """A peer for `take_turns` that times `work`, synchronizing with the GPU at the end."""
 
     def measure() -> float:
         began = time.perf_counter()
@@ -90,26 +88,26 @@ def stopwatch(work: Callable[[], object]) -> Callable[[], float]:
 
 
 def speed_ratio(ours: Sequence[float], peers: Sequence[float]) -> Ratio:
-    """The ratio of speeds, from the seconds that the same work took in each turn."""
+    """The speed ratio, from the seconds that the same work took in each turn."""
     return spread([peer / our for our, peer in zip(ours, peers, strict=True)])
 
 
 def spread(ratios: Sequence[float]) -> Ratio:
-    """The ratios that the turns gave, as one."""
+    """The median and range of the turns' ratios."""
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
 class Ended(NamedTuple):
-    """What a process printed last, and the most memory it had, in bytes."""
+    """The last line that a process printed, and its peak memory in bytes."""
 
     last_line: str
     peak_bytes: int
 
 
 def run(arguments: Sequence[str], threads: int | None = None) -> Ended:
-    """Run a Python process to its end, with so many threads for each process that comes of it.
+    """Run a Python process to completion, with `threads` OpenMP threads per process.
 
-    The memory is that of the largest one. Raises `SystemExit` with what was printed if it fails.
+    The memory is that of its largest process. Raises `SystemExit` with its output if it fails.
     """
     limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile("w+") as output:
@@ -124,14 +122,14 @@ def run(arguments: Sequence[str], threads: int | None = None) -> Ended:
         output.seek(0)
         printed = output.read()
     if process.returncode != 0:
-        raise SystemExit(f"{' '.join(arguments)} ended with {process.returncode}:\n{printed}")
-    # Linux counts in KiB, macOS in bytes.
+        raise SystemExit(f"{' '.join(arguments)} exited with {process.returncode}:\n{printed}")
+    # Linux reports KiB, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return Ended((printed.splitlines() or [""])[-1], used.ru_maxrss * unit)
 
 
 def environment() -> dict[str, Any]:
-    """The machine, the versions and the commit that numbers belong to."""
+    """The machine, the versions and the commit of the results."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "machine": {
@@ -164,15 +162,15 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, `-dirty` behind it where files differ; None outside of git."""
+    """The commit of this checkout, with `-dirty` if files are modified; None outside of git."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        told = subprocess.run(
+        described = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return told.stdout.strip()
+    return described.stdout.strip()
 
 
 def publish(
@@ -182,10 +180,10 @@ def publish(
     ratios: Mapping[str, Ratio],
     targets: Mapping[str, float] | None = None,
 ) -> None:
-    """Print the table, the ratios that have a target and, last, all as one line of JSON.
+    """Print the table, the ratios that have a target and, last, everything as one line of JSON.
 
-    `rows` have the same columns; `ratios`, by peer, are what the benchmark is run for; `targets`
-    says of some of them what their median is to be at least.
+    `rows` have the same columns; `ratios`, by peer, are the results of the benchmark; `targets` are
+    minimum values for the medians of some of them.
     """
     targets = targets or {}
     about = environment()
@@ -203,14 +201,14 @@ def publish(
     for name, least in targets.items():
         met = "met" if ratios[name].median >= least else "missed"
         print(f"{name}: {ratios[name]}, at least {least:.3g}: {met}")
-    told = {
+    summary = {
         "benchmark": benchmark,
         **about,
         "ratios": {peer: ratio._asdict() for peer, ratio in ratios.items()},
         "targets": dict(targets),
         "table": [{name: _plain(cell) for name, cell in row.items()} for row in rows],
     }
-    print(json.dumps(told, allow_nan=False), flush=True)
+    print(json.dumps(summary, allow_nan=False), flush=True)
 
 
 def _shown(cell: Cell) -> str:

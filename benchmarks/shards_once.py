@@ -1,7 +1,7 @@
-"""What `tokenize` runs to see how fast and in how much memory shards are made, from nothing.
+"""Run by `benchmarks.tokenize` to measure time and memory of making shards from scratch.
 
-It prints one line of JSON: the seconds from text in Parquet to finished, checksummed shards, and
-the most memory that it had, in bytes, mapped files counted in (Linux; null elsewhere).
+Prints one line of JSON: the seconds from text in Parquet to finished, checksummed shards, and the
+peak memory in bytes, including mapped files (Linux; null elsewhere).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infini_model.data.sources.download import download
 
 
 def text_to_shards(corpus: Path, spec: str, folder: Path) -> None:
-    """Make the shards of the Parquet files below `corpus` by this project's path, in `folder`."""
+    """Make shards of the Parquet files below `corpus` with this project's pipeline, in `folder`."""
     config = DataConfig.model_validate(
         {
             "source": {"paths": [str(corpus / "*.parquet")]},
@@ -28,7 +28,7 @@ def text_to_shards(corpus: Path, spec: str, folder: Path) -> None:
 
 
 def main(warm_up: str, corpus: str, spec: str, folder: str) -> None:
-    """Make the shards of a small corpus first: importing libraries is not what is measured."""
+    """Make the shards of a small corpus first, to exclude the time of imports."""
     text_to_shards(Path(warm_up), spec, Path(folder) / "warm-up")
     began = time.perf_counter()
     text_to_shards(Path(corpus), spec, Path(folder) / "measured")
@@ -36,7 +36,7 @@ def main(warm_up: str, corpus: str, spec: str, folder: str) -> None:
 
 
 def peak_bytes() -> int | None:
-    """Of this process: what `wait4` tells its parent is never less than what the parent had."""
+    """Peak memory of this process; `wait4` would report at least the parent's own peak."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None

@@ -1,16 +1,16 @@
-"""Text in Parquet to finished, checksummed shards, beside the ways of the field.
+"""Text in Parquet to finished, checksummed shards, compared with common pipelines.
 
-- `infini`: read and fingerprint the corpus, tokenise, check a sample, close and split documents,
-  write shards with checksums and a manifest.
+- `infini`: read and fingerprint the corpus, tokenise, check a sample, append end-of-text, split
+  documents, write shards with checksums and a manifest.
 - `datasets.map`: `load_dataset`, a `map` with `tokenizers`, a `map` that cuts the ids into blocks.
 - `datatrove`: its Parquet reader and its `DocumentTokenizer`, which writes files of ids.
-- `composite`: read Parquet, tokenise by `gigatoken`, write Arrow; no fingerprint, splits, checks.
-- `gigatoken`, `tiktoken`: these alone, from text in memory to ids in memory.
+- `composite`: Parquet to `gigatoken` to Arrow; no fingerprints, splits or checks.
+- `gigatoken`, `tiktoken`: only these, from text in memory to ids in memory.
 
-All have done a megabyte before, since importing libraries is not what is measured; then all start
-from nothing each time, on all the cores that there are, and must come to the same ids:
-`datasets.map` document by document, the others in number. Then `infini` in a process of its own
-with the corpus and with several times as much text, for the rate and the peak of memory.
+All are warmed up on a megabyte, to exclude imports. Then each run starts from scratch and uses all
+cores. The ids must match: per document for `datasets.map`, in number for the others. Finally
+`infini` runs in a separate process on the corpus and on a corpus several times as large, to measure
+throughput and peak memory.
 """
 
 from __future__ import annotations
@@ -54,15 +54,17 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--megabytes", type=float, default=100.0, help="text at most")
-    parser.add_argument("--times", type=int, default=10, help="the larger corpus; 1 is none")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="of the BPE")
+    parser.add_argument("--megabytes", type=float, default=100.0, help="maximum size of the text")
+    parser.add_argument(
+        "--times", type=int, default=10, help="size factor of the larger corpus; 1 skips it"
+    )
+    parser.add_argument("--vocab-size", type=int, default=8192, help="vocabulary size of the BPE")
     parser.add_argument("--turns", type=int, default=3)
     return parser.parse_args()
 
 
 class Corpus:
-    """The text of a comparison: its Parquet files, and in memory for those that take it there."""
+    """The text of a comparison, in Parquet files and in memory."""
 
     def __init__(self, folder: Path, megabytes: float) -> None:
         self.folder = folder
@@ -72,7 +74,7 @@ class Corpus:
 
 
 class Comparison:
-    """The ways with one tokenizer, on one corpus, below one folder."""
+    """The pipelines with one tokenizer on one corpus, in one folder."""
 
     def __init__(self, corpus: Corpus, spec: str, folder: Path) -> None:
         self._corpus, self._spec, self._folder = corpus, spec, folder
@@ -80,7 +82,7 @@ class Comparison:
         self._tokens: dict[str, int] = {}
 
     def peers(self) -> dict[str, Callable[[], float]]:
-        """The ways for `take_turns`; those of a byte-level BPE for one alone."""
+        """The pipelines for `take_turns`; some need a byte-level BPE."""
         peers = {OURS: self._ours, USUAL: self._usual}
         if self._spec != "bytes":
             peers |= {
@@ -92,7 +94,7 @@ class Comparison:
         return peers
 
     def check_same_ids(self) -> int:
-        """The number of documents. Raises `SystemExit` unless all ways lead to the same ids."""
+        """The number of documents. Raises `SystemExit` unless all pipelines give the same ids."""
         if self._documents[OURS] != self._documents[USUAL]:
             raise SystemExit(f"{self._spec}: {OURS} and {USUAL} give different ids")
         if len(set(self._tokens.values())) > 1:
@@ -138,7 +140,7 @@ class Comparison:
         )
 
     def _counted(self, name: str, work: Callable[..., int], *arguments: Any) -> float:
-        """The seconds of `work`, which returns tokens without those that end documents."""
+        """The seconds of `work`, which returns its token count without end-of-text tokens."""
         made: list[int] = []
         loaded = Path(self._spec).read_text()
         seconds = stopwatch(lambda: made.append(work(loaded, *arguments)))()
@@ -153,7 +155,7 @@ class Comparison:
 
 
 def documents_of_ours(folder: Path) -> Counter[bytes]:
-    """How often each document of ids is in our dataset, by its hash."""
+    """Count the documents in our dataset by the hash of their ids."""
     found: Counter[bytes] = Counter()
     for split in SPLITS:
         stream = open_split(folder / "datasets" / "latest", split)
@@ -163,7 +165,7 @@ def documents_of_ours(folder: Path) -> Counter[bytes]:
 
 
 def documents_of_usual(ids: Any) -> Counter[bytes]:
-    """The same of a dataset of the `datasets` library."""
+    """Count the documents in a dataset of the `datasets` library by the hash of their ids."""
     found: Counter[bytes] = Counter()
     for batch in ids.with_format("arrow").iter(1000):
         column = batch["input_ids"].combine_chunks()
@@ -173,7 +175,7 @@ def documents_of_usual(ids: Any) -> Counter[bytes]:
 
 
 def hash_ids(ids: np.ndarray) -> bytes:
-    """A hash of ids, in whatever type they are stored."""
+    """A hash of ids that does not depend on their dtype."""
     return hashlib.sha256(ids.astype(np.int32).tobytes()).digest()
 
 
@@ -186,7 +188,7 @@ def train_bpe(corpus: Corpus, vocab_size: int, folder: Path) -> str:
 def compare(
     name: str, spec: str, corpus: Corpus, warm_up: Corpus, turns: int, folder: Path
 ) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
-    """A row for each way with one tokenizer, and our speed over each other."""
+    """A row per pipeline with one tokenizer, and our speed relative to each."""
     take_turns(Comparison(warm_up, spec, folder / name).peers(), 1)
     comparison = Comparison(corpus, spec, folder / name)
     seconds = take_turns(comparison.peers(), turns)
@@ -222,7 +224,7 @@ def row(
 def grow(
     spec: str, corpus: Corpus, warm_up: Corpus, options: argparse.Namespace, folder: Path
 ) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
-    """Rate and memory with the corpus and with more of its kind, each in a fresh process."""
+    """Throughput and memory on the corpus and on a larger one, each in a fresh process."""
     large = folder / "large"
     sizes = {1: corpus.bytes, options.times: write_corpus(large, options.megabytes, options.times)}
     peaks: dict[int, float | None] = dict.fromkeys(sizes)
@@ -233,10 +235,10 @@ def grow(
         text = large if times > 1 else corpus.folder
         arguments = [warm_up.folder, text, spec, made]
         ended = run(["-m", "benchmarks.shards_once", *map(str, arguments)])
-        told = json.loads(ended.last_line)
-        if told["peak_bytes"] is not None:
-            peaks[times] = max(peaks[times] or 0.0, told["peak_bytes"] / MEBIBYTE)
-        return float(told["seconds"])
+        found = json.loads(ended.last_line)
+        if found["peak_bytes"] is not None:
+            peaks[times] = max(peaks[times] or 0.0, found["peak_bytes"] / MEBIBYTE)
+        return float(found["seconds"])
 
     seconds = take_turns(
         {str(times): functools.partial(measure, times) for times in sizes}, options.turns
@@ -253,10 +255,10 @@ def grow(
 
 
 def main() -> None:
-    """Measure and tell it."""
+    """Measure and print the results."""
     options = parse()
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
-    # Workers are processes: threads within them would only get in each other's way.
+    # The workers are processes: threads within them would oversubscribe the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     targets = {}
     with tempfile.TemporaryDirectory() as name:

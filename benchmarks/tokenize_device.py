@@ -1,11 +1,11 @@
-"""The array program for GPUs, from text in memory to ids, and windows cut out of these.
+"""The GPU tokenizer, from text in memory to ids, and packing the ids into windows.
 
-- `ids on the device`: text to ids that stay where the tensors are.
-- `ids on the host`: text to ids in the memory of the host.
-- `tokenizer on the CPU`: the same by `gigatoken` where it is installed, on all cores.
+- `ids on the device`: text to ids that stay on the device.
+- `ids on the host`: text to ids in host memory.
+- `tokenizer on the CPU`: the same with `gigatoken`, if installed, on all cores.
 - `windows`: ids on the device into `input_ids` and `labels`; `copy` moves as many bytes there.
 
-The ids must be the same. Runs on CUDA where there is a GPU, on CPU tensors otherwise.
+The ids must be the same. Runs on CUDA if there is a GPU, otherwise on CPU tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer, c
 ON_DEVICE, ON_HOST, PEER = "ids on the device", "ids on the host", "tokenizer on the CPU"
 WINDOWS, COPY = "windows", "copy"
 PACKING = PackingConfig(context_length=2048)
-# Of a token: an id is read, and written as an input and as a label.
+# Per token: an id is read, and written as an input and as a label.
 BYTES_MOVED = 4 + 8 + 8
 
 
@@ -41,8 +41,8 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--megabytes", type=float, default=100.0, help="text at most")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="of the BPE")
+    parser.add_argument("--megabytes", type=float, default=100.0, help="maximum size of the text")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="vocabulary size of the BPE")
     parser.add_argument("--turns", type=int, default=5)
     return parser.parse_args()
 
@@ -58,13 +58,13 @@ def read_corpus(megabytes: float) -> pa.StringArray:
 def measure(
     host: BPETokenizer, texts: pa.StringArray, device: str, turns: int
 ) -> dict[str, list[float]]:
-    """The seconds of each, turn by turn. Raises `SystemExit` where the ids are not the same."""
+    """The seconds of each, turn by turn. Raises `SystemExit` if the ids differ."""
     tokenizer = DeviceTokenizer(host, torch.device(device))
     for ours, theirs in zip(tokenizer.encode_batch(texts), host.encode_batch(texts), strict=True):
         if not np.array_equal(ours, theirs):
             raise SystemExit(f"{device} and the CPU's tokenizer give different ids")
     tokens = close_documents(tokenizer.encode(texts), host.eos_token_id)
-    # Copying reads as much as it writes.
+    # A copy reads as many bytes as it writes.
     copied = torch.empty(BYTES_MOVED // 2 * len(tokens.ids), dtype=torch.uint8, device=device)
     peers = {
         ON_DEVICE: stopwatch(lambda: tokenizer.encode(texts)),
@@ -77,7 +77,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure and tell it."""
+    """Measure and print the results."""
     options = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     texts = read_corpus(options.megabytes)
@@ -92,7 +92,7 @@ def main() -> None:
         f"{PEER}, {ON_HOST}": speed_ratio(seconds[ON_HOST], seconds[PEER]),
         f"{COPY}, {WINDOWS}": speed_ratio(seconds[WINDOWS], seconds[COPY]),
     }
-    heading = f"Tokenising {size / 1e6:.1f} MB as an array program, tensors on {device}"
+    heading = f"Tokenising {size / 1e6:.1f} MB with the array tokenizer, tensors on {device}"
     targets = dict(zip(ratios, (3.0, 0.5), strict=True)) if device == "cuda" else {}
     publish("tokenize_device", heading, rows, ratios, targets)
 

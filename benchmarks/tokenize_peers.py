@@ -1,4 +1,4 @@
-"""The ways from text to ids that `tokenize` is compared with; what each does is told there."""
+"""The peers of `benchmarks.tokenize`, which describes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 1024
 
 
 def usual(corpus: Path, spec: str, workers: int, folder: Path) -> Any:
-    """Make blocks by `datasets`, from nothing, in `folder`; returns the ids before grouping."""
+    """Make blocks with `datasets`, from scratch, in `folder`; returns the ids before grouping."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -36,12 +36,12 @@ Columns = dict[str, list[Any]]
 
 
 def bytes_of(batch: Columns) -> Columns:
-    """Each document's bytes, and 255 behind them."""
+    """Each document's bytes, followed by 255."""
     return {"input_ids": [[*text.encode(), 255] for text in batch["text"]]}
 
 
 def ids_by(file: str) -> Callable[[Columns], Columns]:
-    """A function for `map` that encodes by the `tokenizer.json` at `file` and closes documents."""
+    """A function for `map` that encodes with the `tokenizer.json` `file` and adds end-of-text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(file)
@@ -55,19 +55,19 @@ def ids_by(file: str) -> Callable[[Columns], Columns]:
 
 
 def group(batch: Columns) -> Columns:
-    """The ids of a batch one after another, in blocks; what is left over is dropped."""
+    """The concatenated ids of a batch, cut into blocks; the remainder is dropped."""
     ids = list(itertools.chain(*batch["input_ids"]))
     whole = len(ids) // BLOCK * BLOCK
     return {"input_ids": [ids[start : start + BLOCK] for start in range(0, whole, BLOCK)]}
 
 
 def gigatoken_ids(definition: str, texts: pa.LargeStringArray) -> int:
-    """Encode by `gigatoken` on all cores; returns the tokens."""
+    """Encode with `gigatoken` on all cores; returns the number of tokens."""
     return len(_encode(definition, texts)[0])
 
 
 def _encode(definition: str, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids and the offsets of the documents in them."""
+    """The ids, and the offsets of the documents."""
     import awkward as ak  # type: ignore[import-untyped]
     from gigatoken import Tokenizer
 
@@ -82,7 +82,7 @@ def _encode(definition: str, texts: pa.LargeStringArray) -> tuple[np.ndarray, np
 
 
 def composite(definition: str, corpus: Path, folder: Path) -> int:
-    """Parquet to Arrow with as little in between as there can be; returns the tokens."""
+    """Parquet to Arrow with a minimal pipeline; returns the number of tokens."""
     texts = pq.read_table(corpus)["text"].cast(pa.large_string()).combine_chunks()
     ids, offsets = _encode(definition, texts)
     rows = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids.astype(np.uint16)))
@@ -94,7 +94,7 @@ def composite(definition: str, corpus: Path, folder: Path) -> int:
 
 
 def datatrove(corpus: Path, spec: str, workers: int, folder: Path) -> None:
-    """Tokenise by `datatrove`, each process some of the files."""
+    """Tokenise with `datatrove`, the files split among the processes."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -113,7 +113,7 @@ def datatrove(corpus: Path, spec: str, workers: int, folder: Path) -> None:
 
 
 def tiktoken_of(file: str) -> Any:
-    """The `tokenizer.json` at `file` as `tiktoken` takes it."""
+    """The `tokenizer.json` at `file` as a `tiktoken` encoding."""
     import tiktoken
     from tokenizers import pre_tokenizers
 

@@ -1,17 +1,17 @@
-"""Tokens per second of `infini_model.training` beside a plain PyTorch loop of the same model.
+"""Tokens per second of `infini_model.training`, compared with a plain PyTorch loop.
 
-Each is a process of its own, in turn. `training` is the training as a user gets it: loader,
+Each runs as a separate process, in turns. `training` is the training as users run it: loader,
 schedule, checks, `metrics.jsonl`, TensorBoard, MLflow, and one checkpoint among the timed steps;
-`plain loop` takes the same steps on one batch and does nothing else. Timed are the steps without
-the validation at either end, and after the first ones, during which MLflow is being imported and
-connected. Then the same training with one thread for each process, in one process and in several.
+`plain loop` takes the same steps on one batch and does nothing else. Timing excludes the validation
+at either end and the first steps, during which MLflow is imported and connected. Then the same
+training runs with one thread per process, in one process and in several.
 
-- MFU: of the GPU's peak; on a CPU, of the rate of the matrix products that PyTorch reaches with the
-  same threads in the same turn.
-- Checkpoint stall: how long the training stands still for one, as a share of a step, and of the
-  steps between two checkpoints.
-- Checks: what it takes to see that loss and gradients are finite and the loss has not leapt, beyond
-  the norm that clipping needs and the loss that a log line shows.
+- MFU: relative to the GPU's peak; on a CPU, to the matrix product rate that PyTorch reaches with
+  the same threads in the same turn.
+- Checkpoint stall: how long a checkpoint pauses the training, relative to a step and to the steps
+  between two checkpoints.
+- Checks: the cost of checking for non-finite values and loss spikes, on top of the norm that
+  clipping needs and the loss that is logged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ONE = "1 process of 1 thread"
 CHECKS, CHECKPOINTS, ONE_STEP = "checks", "steps between checkpoints", "step with a checkpoint"
 TARGETS = {PLAIN: 0.97, CHECKS: 0.99, CHECKPOINTS: 0.99, ONE_STEP: 0.99}
 MEBIBYTE = 1 << 20
-# Side of the square matrices whose products tell what a CPU is capable of, and how many.
+# Size and number of the matrix products that measure a CPU's peak.
 SIDE, PRODUCTS = 1024, 8
 CHECKED = 1000
 
@@ -56,18 +56,18 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of each process")
-    parser.add_argument("--skip", type=int, default=12, help="steps before them")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps per process")
+    parser.add_argument("--skip", type=int, default=12, help="untimed steps before them")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=2, help="of the last row")
+    parser.add_argument("--processes", type=int, default=2, help="processes in the last row")
     parser.add_argument(
-        "overrides", nargs="*", help="changes of the quickstart, such as model.hidden_size=256"
+        "overrides", nargs="*", help="overrides of the quickstart, as model.hidden_size=256"
     )
     return parser.parse_args()
 
 
 def settings(folder: Path, options: argparse.Namespace) -> Config:
-    """The quickstart, with validation at its ends alone and a checkpoint half-way."""
+    """The quickstart, with validation only at start and end and a checkpoint half-way."""
     steps = options.skip + options.steps
     half_way = options.skip + options.steps // 2
     return configure(
@@ -84,8 +84,8 @@ def settings(folder: Path, options: argparse.Namespace) -> Config:
     )
 
 
-class Told(NamedTuple):
-    """What a training tells of itself: seconds, and what its metrics say of the timed steps."""
+class Timing(NamedTuple):
+    """Measurements of the timed steps of a training, from its metrics."""
 
     seconds: float
     wait_seconds: float
@@ -94,7 +94,7 @@ class Told(NamedTuple):
 
 
 class Measured:
-    """Runs the peers and keeps what is told besides their seconds."""
+    """Runs the peers and keeps their timings."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.config = settings(folder, options)
@@ -104,12 +104,13 @@ class Measured:
         corpus = download(self.config.data, folder)
         build_dataset(corpus, self.config.data, folder)
         self.many = f"{options.processes} processes of 1 thread each"
-        self.told: dict[str, list[Told]] = {name: [] for name in (OURS, PLAIN, ONE, self.many)}
+        names = (OURS, PLAIN, ONE, self.many)
+        self.timings: dict[str, list[Timing]] = {name: [] for name in names}
         self.rates: list[float] = []
         self.check_seconds = check_seconds()
 
     def peers(self) -> dict[str, Callable[[], float]]:
-        """The processes for `take_turns`; each measures the seconds of the timed steps."""
+        """The peers for `take_turns`; each returns the seconds of the timed steps."""
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         torchrun += [f"--nproc-per-node={self._options.processes}"]
         peers = {
@@ -124,30 +125,30 @@ class Measured:
 
     def _training(self, name: str, launcher: list[str], threads: int | None = None) -> float:
         self.rates += [peak_rate()] if name == OURS else []
-        run_dir = self.config.run.runs_dir / f"{name} {len(self.told[name])}"
+        run_dir = self.config.run.runs_dir / f"{name} {len(self.timings[name])}"
         datasets = self.config.run.datasets_dir / "latest"
         arguments = ["--config", self._file, "--dataset", datasets, "--run-dir", run_dir]
         ended = run([*launcher, "-m", "infini_model.training", *map(str, arguments)], threads)
         steps = [line for line in read_metrics(run_dir) if "train/loss" in line]
         timed = steps[self._options.skip :]
-        told = Told(
+        timing = Timing(
             seconds=timed[-1]["time"] - steps[self._options.skip - 1]["time"],
             wait_seconds=sum(line["train/data_wait_seconds"] for line in timed),
             stall_seconds=sum(line.get("checkpoint/stall_seconds", 0.0) for line in timed),
             peak_bytes=ended.peak_bytes,
         )
-        self.told[name].append(told)
-        return told.seconds
+        self.timings[name].append(timing)
+        return timing.seconds
 
     def _plain_loop(self) -> float:
         ended = run(["-m", "benchmarks.plain_loop", str(self._file), str(self._options.steps)])
         seconds = float(json.loads(ended.last_line)["seconds"])
-        self.told[PLAIN].append(Told(seconds, 0.0, 0.0, ended.peak_bytes))
+        self.timings[PLAIN].append(Timing(seconds, 0.0, 0.0, ended.peak_bytes))
         return seconds
 
 
 def peak_rate() -> float:
-    """Operations a second that the device is capable of: the GPU's peak, or what is measured."""
+    """The device's peak FLOP/s: the GPU's data sheet value, or measured."""
     device, dtype = "cpu", torch.float32
     if torch.cuda.is_available():
         if known := peak_flops(torch.cuda.get_device_name()):
@@ -166,7 +167,7 @@ def peak_rate() -> float:
 
 
 def check_seconds() -> float:
-    """What the checks of one step take."""
+    """Seconds that the checks of one step take."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     norm, spikes = torch.ones((), device=device), SpikeDetector()
     began = time.perf_counter()
@@ -179,17 +180,17 @@ def check_seconds() -> float:
 
 
 def row(measured: Measured, name: str, options: argparse.Namespace) -> dict[str, Cell]:
-    """A row of the table: the medians over the turns."""
-    config, told = measured.config, measured.told[name]
-    if not told:
+    """A table row: the medians over the turns."""
+    config, timings = measured.config, measured.timings[name]
+    if not timings:
         return {"": name, "tokens/s": None, **dict.fromkeys(COLUMNS)}
     processes = options.processes if name == measured.many else 1
     tokens = processes * config.training.batch_size * config.packing.context_length
-    seconds = statistics.median(each.seconds for each in told) / options.steps
+    seconds = statistics.median(each.seconds for each in timings) / options.steps
     model = InfiniLlama(config.model)
     flops = flops_per_token(model, config.packing.context_length) * tokens
-    waited = statistics.median(each.wait_seconds / each.seconds for each in told)
-    stalled = statistics.median(each.stall_seconds for each in told)
+    waited = statistics.median(each.wait_seconds / each.seconds for each in timings)
+    stalled = statistics.median(each.stall_seconds for each in timings)
     ours = name != PLAIN
     return {
         "": name,
@@ -199,7 +200,7 @@ def row(measured: Measured, name: str, options: argparse.Namespace) -> dict[str,
         "checks": f"{100 * measured.check_seconds / seconds:.3f}%" if name == OURS else None,
         "data wait": f"{100 * waited:.2f}%" if ours else None,
         "checkpoint ms": 1e3 * stalled if ours else None,
-        "peak MiB": max(each.peak_bytes for each in told) // MEBIBYTE,
+        "peak MiB": max(each.peak_bytes for each in timings) // MEBIBYTE,
     }
 
 
@@ -209,9 +210,9 @@ COLUMNS = ("ms a step", "MFU", "checks", "data wait", "checkpoint ms", "peak MiB
 def ratios_of(
     measured: Measured, seconds: dict[str, list[float]], options: argparse.Namespace
 ) -> dict[str, Ratio]:
-    """Speeds, each beside that of the same without what it is judged for."""
+    """Speed ratios, each relative to the same training without the measured overhead."""
     between = configure([PRESET]).checkpoint.save_steps
-    steps = [(each.seconds / options.steps, each.stall_seconds) for each in measured.told[OURS]]
+    steps = [(each.seconds / options.steps, each.stall_seconds) for each in measured.timings[OURS]]
     found = {
         PLAIN: speed_ratio(seconds[OURS], seconds[PLAIN]),
         CHECKS: spread([1 - measured.check_seconds / step for step, _ in steps]),
@@ -224,19 +225,19 @@ def ratios_of(
 
 
 def main() -> None:
-    """Measure in turn and tell it."""
+    """Measure in turns and print the results."""
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(Path(folder), options)
         seconds = take_turns(measured.peers(), options.turns)
     config = measured.config
     tokens = config.training.batch_size * config.packing.context_length
-    capable = "its peak" if torch.cuda.is_available() else "matrix products in the same run"
+    source = "its peak" if torch.cuda.is_available() else "matrix products in the same run"
     publish(
         "train_step",
-        f"Training the {PRESET}, {options.steps} steps of {tokens} tokens a process; MFU of "
-        f"{max(measured.rates) / 1e9:,.0f} GFLOP/s ({capable})",
-        [row(measured, name, options) for name in measured.told],
+        f"Training the {PRESET}, {options.steps} steps of {tokens} tokens per process; "
+        f"MFU relative to {max(measured.rates) / 1e9:,.0f} GFLOP/s ({source})",
+        [row(measured, name, options) for name in measured.timings],
         ratios_of(measured, seconds, options),
         TARGETS,
     )

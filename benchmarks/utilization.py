@@ -1,6 +1,6 @@
 """Model FLOPs utilization (MFU) of training steps.
 
-It is counted as `infini_model.training.callbacks.flops` does.
+FLOPs are counted as in `infini_model.training.callbacks.flops`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BILLION = ModelConfig(
 
 
 class Shape(NamedTuple):
-    """The batch of a step: `rows` of `length` tokens, and whether activations are checkpointed."""
+    """The batch of a step: `rows` of `length` tokens, with or without activation checkpointing."""
 
     rows: int
     length: int
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens per step."""
         return self.rows * self.length
 
     def __str__(self) -> str:
@@ -47,9 +47,9 @@ class Shape(NamedTuple):
 
 
 class Training:
-    """A model on a device, and steps of its training as `infini_model.training` takes them.
+    """A model on a device and its training steps, as in `infini_model.training`.
 
-    Weights are float32, products bfloat16 on CUDA, the optimizer is the training's own.
+    Weights are float32, matrix products bfloat16 on CUDA, and the optimizer is the training's own.
     """
 
     def __init__(self, config: ModelConfig, device: str) -> None:
@@ -65,7 +65,7 @@ class Training:
         device, vocab_size = self._device, self.model.lm_head.out_features
         tokens = torch.randint(vocab_size, (shape.rows, shape.length + 1), device=device)
         self.model.model.gradient_checkpointing = shape.checkpointing
-        # Those of a step that did not fit would be added to.
+        # A step that ran out of memory may have left gradients.
         self._optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = self.model(tokens[:, :-1], labels=tokens[:, 1:]).loss
@@ -74,7 +74,7 @@ class Training:
         self._optimizer.step()
 
     def fit(self, shape: Shape) -> Shape:
-        """Take a step; returns the shape, its rows halved until they fit into the memory.
+        """Take a step; returns the shape, with rows halved until they fit into memory.
 
         Raises:
             torch.OutOfMemoryError: A single row does not fit.
@@ -93,9 +93,9 @@ class Training:
 def utilization(
     training: Training, shapes: Sequence[Shape], turns: int, peak: float
 ) -> dict[Shape, list[float]]:
-    """The MFU of each shape in each turn, on a device capable of `peak` operations a second.
+    """The MFU of each shape in each turn, on a device with a peak of `peak` FLOP/s.
 
-    The rows of the shapes that come out may be fewer; see `Training.fit`.
+    The returned shapes may have fewer rows; see `Training.fit`.
     """
     fitting = {str(shape): training.fit(shape) for shape in shapes}
     peers = {

@@ -1,4 +1,4 @@
-"""Commands started as users start them, what they leave behind, and what Prefect knows of them."""
+"""Commands run as users run them, their outputs, and their state in Prefect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Environment = dict[str, str]
 
 
 def write_texts(folder: Path, count: int, words: int = 60, seed: int = 0) -> Path:
-    """`count` text files, each another document; returns the folder."""
+    """Write `count` text files with distinct documents; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(seed)
     for number in range(count):
@@ -78,7 +78,7 @@ def write_settings(path: Path, tree: dict[str, Any]) -> Path:
 
 
 class Running:
-    """A command in the background, its output in a file."""
+    """A background command with its output in a file."""
 
     def __init__(self, command: Sequence[str], log: Path, env: Environment) -> None:
         self.log = log
@@ -90,11 +90,11 @@ class Running:
 
     @property
     def output(self) -> str:
-        """All that it has printed so far."""
+        """Its output so far."""
         return self.log.read_text(errors="replace")
 
     def wait_for(self, text: str, seconds: float = 120.0) -> None:
-        """Return as soon as `text` has been printed; fail if the command ends or takes too long."""
+        """Wait until `text` has been printed; fail if the command ends or takes too long."""
 
         def is_printed() -> bool:
             ended = self.process.poll()
@@ -105,19 +105,19 @@ class Running:
         eventually(is_printed, lambda: f"{text!r} in\n{self.output}", seconds)
 
     def wait(self, seconds: float = 180.0) -> int:
-        """The exit status."""
+        """Wait for the command to end; returns the exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not done after {seconds} s:\n{self.output}") from None
 
     def tree(self) -> list[psutil.Process]:
-        """The process and everything that came of it."""
+        """The process and all its descendants."""
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
 
     def end(self) -> None:
-        """Kill it and what came of it, whatever it does."""
+        """Kill it and all its descendants."""
         if self.process.poll() is None:
             for process in self.tree():
                 kill(process, signal.SIGKILL)
@@ -125,7 +125,7 @@ class Running:
 
 
 def kill(process: psutil.Process, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended meanwhile."""
+    """Send a signal to a process, which may already have ended."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
@@ -133,7 +133,7 @@ def kill(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def infini(*arguments: str | Path) -> list[str]:
-    """The command line of `infini`, by its module."""
+    """The command line of `infini`, through its module."""
     program = "import sys; from flows.cli import main; sys.argv[0] = 'infini'; main()"
     return [sys.executable, "-c", program, *map(str, arguments)]
 
@@ -141,7 +141,7 @@ def infini(*arguments: str | Path) -> list[str]:
 def run(
     command: Sequence[str], env: Environment, seconds: float = 180.0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, stdout and stderr apart."""
+    """Run a command to completion, with separate stdout and stderr."""
     return subprocess.run(
         command,
         env=env,
@@ -157,21 +157,23 @@ def run(
 def stage(
     name: str, settings: Path, env: Environment, *arguments: str | Path, **options: Any
 ) -> dict[str, Any]:
-    """Run one stage without Prefect: what it reports, `error` with `kind` where it failed."""
+    """Run a stage without Prefect; returns its report, with `error` and `kind` if it failed."""
     command = [sys.executable, "-m", "infini_model", name, "--config", str(settings)]
     done = run([*command, *map(str, arguments)], env, **options)
     assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
-    reports = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("::"))
+    reported = dict(
+        line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("::")
+    )
     if done.returncode == 0:
-        return dict(json.loads(reports[RESULT]))
+        return dict(json.loads(reported[RESULT]))
     assert done.returncode == 2, done.stdout + done.stderr
-    error = json.loads(reports[ERROR])
+    error = json.loads(reported[ERROR])
     assert "\n" not in error["message"]
     return {"error": error["message"], "kind": error["kind"]}
 
 
 def dataset_of(settings: Path, env: Environment) -> Path:
-    """Make the dataset of a configuration, without Prefect."""
+    """Build the dataset of a configuration, without Prefect."""
     corpus = stage("download", settings, env)["corpus"]
     return Path(stage("shard", settings, env, "--corpus", corpus)["folder"])
 
@@ -179,19 +181,19 @@ def dataset_of(settings: Path, env: Environment) -> Path:
 def eventually(
     condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = 10.0
 ) -> None:
-    """Return as soon as `condition` holds; fail, naming `what`, if it does not in time."""
+    """Wait until `condition` holds; fail, naming `what`, if it does not in time."""
     if not poll(condition, every_seconds=0.02, timeout_seconds=seconds):
         named = what if isinstance(what, str) else what()
         raise AssertionError(f"not after {seconds} s: {named}")
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those of `processes` that still run; a zombie does not."""
+    """Those of `processes` that are still running, without zombies."""
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def processes_about(folder: Path) -> list[str]:
-    """Command lines of live processes that name `folder` or work with a database in it."""
+    """Command lines of live processes that mention `folder` or use a database in it."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -212,7 +214,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def answers(url: str) -> bool:
-    """Whether anything answers at an address."""
+    """Whether a server responds at an address."""
     try:
         urllib.request.urlopen(url, timeout=1.0).close()
     except (urllib.error.URLError, OSError):
@@ -221,7 +223,7 @@ def answers(url: str) -> bool:
 
 
 def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:
-    """What Prefect's API answers."""
+    """The response of Prefect's API."""
     data = json.dumps(body).encode() if method == "POST" else None
     request = urllib.request.Request(
         f"{url}/{path}", data, {"Content-Type": "application/json"}, method=method
@@ -231,18 +233,18 @@ def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:
 
 
 def flow_run(url: str, output: str) -> dict[str, Any]:
-    """The flow run that a command told the address of."""
+    """The flow run whose address a command printed."""
     number = output.partition("/runs/flow-run/")[2][:36]
     return dict(api(url, f"flow_runs/{number}", "GET"))
 
 
 def task_runs(url: str, output: str) -> dict[str, dict[str, Any]]:
-    """The task runs of a command's flow run, by the name of the task."""
+    """The task runs of a command's flow run, by task name."""
     wanted = {"flow_runs": {"id": {"any_": [flow_run(url, output)["id"]]}}}
     return {run["name"].split()[0]: run for run in api(url, "task_runs/filter", **wanted)}
 
 
 def artifacts(url: str, output: str) -> dict[str, dict[str, Any]]:
-    """The artifacts of a command's flow run, by their keys."""
+    """The artifacts of a command's flow run, by key."""
     wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run(url, output)["id"]]}}}
     return {found["key"]: found for found in api(url, "artifacts/filter", **wanted)}

@@ -1,4 +1,4 @@
-"""A Prefect server and a corpus, made once for all tests that drive the command line."""
+"""Shared fixtures: a Prefect server, environments and a corpus for tests of the command line."""
 
 import os
 import random
@@ -18,8 +18,8 @@ from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.runtime.processes import end_tree
 
-# One thread each, here and in every process that a test starts: sums over as many parts, equal to
-# the bit, and workers that share the cores do not wait for each other's threads.
+# One thread, here and in every process that a test starts: sums are then bit-identical, and workers
+# that share the cores do not wait for each other's threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 WithTables = Callable[[Path], Path]
@@ -27,16 +27,16 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For all folders; options are known from here alone."""
+    """Options of all folders; pytest only reads them from the root conftest."""
     parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
     parser.addoption("--every-story", action="store_true", help="also what takes long")
     parser.addoption("--screenshots", type=Path, metavar="DIR", help="keep those of the browser")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has a target of its own, and begin with what starts processes.
+    """Deselect tests with their own make target, and run tests that start processes first.
 
-    At the end no worker is then left alone with a file of minutes.
+    Otherwise one worker may still be running a slow file when the others are done.
     """
     stories = [item for item in items if item.get_closest_marker("story")]
     if stories and not config.getoption("--every-story"):
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many faults were tried and survived."""
+    """Report how many faults were injected and survived."""
     if not terminalreporter.config.getoption("--every-fault"):
         return
     survived, fell = (len(terminalreporter.getreports(end)) for end in ("passed", "failed"))
@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @contextmanager
 def prefect_server(output: Path) -> Iterator[str]:
-    """The API of a Prefect server with its records in an output folder, while the block runs."""
+    """Run a Prefect server with its database in an output folder; yields the API's address."""
     config = load_config(overrides=[f"run.output_dir={output}"])
     service = start_prefect(config, free_port())
     eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server", seconds=120)
@@ -73,9 +73,9 @@ def _make_tables(output: Path) -> None:
 
 @pytest.fixture(scope="session")
 def with_tables(tmp_path_factory: pytest.TempPathFactory) -> WithTables:
-    """Make an output folder in which Prefect's server finds its tables.
+    """Copies Prefect's database tables into an output folder.
 
-    It takes the server ten seconds to make them, once in the life of an output folder.
+    Creating them takes the server ten seconds, once per output folder.
     """
     made = once(tmp_path_factory, "tables", _make_tables)
 
@@ -88,7 +88,7 @@ def with_tables(tmp_path_factory: pytest.TempPathFactory) -> WithTables:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, with_tables: WithTables) -> Iterator[str]:
-    """The API of a Prefect server that all tests of a worker share."""
+    """The API of a Prefect server shared by all tests of a worker."""
     with prefect_server(with_tables(tmp_path_factory.mktemp("server"))) as url:
         yield url
 
@@ -102,7 +102,7 @@ def session_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment
 
 @pytest.fixture
 def alone(tmp_path: Path, session_environment: Environment) -> Environment:
-    """The same, at home in the folder of the test."""
+    """The same, with the test's folder as home."""
     return {**session_environment, "PREFECT_HOME": str(tmp_path / "prefect-home")}
 
 
@@ -120,7 +120,7 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished dataset folder: 60 documents of bytes, of many lengths."""
+    """A finished dataset folder: 60 documents of various lengths, tokenised as bytes."""
     folder = tmp_path_factory.mktemp("corpus")
     chance = random.Random(7)
     for number in range(60):

@@ -1,4 +1,4 @@
-"""What of a training does not depend on when and where it ran."""
+"""The reproducible results of a training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from infini_model.runtime.metrics_file import Line, read_metrics
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
-# What the clock and the machine decide.
+# Metrics that depend on time and machine.
 CLOCK = frozenset(
     {
         "time",
@@ -27,7 +27,7 @@ def curve(run_dir: Path, name: str) -> dict[int, float]:
 
 
 def repeatable(run_dir: Path) -> list[Line]:
-    """metrics.jsonl without what the clock and the machine decide."""
+    """metrics.jsonl without metrics that depend on time and machine."""
     lines = [
         {k: v for k, v in line.items() if k not in CLOCK and not k.startswith(MACHINE)}
         for line in read_metrics(run_dir)
@@ -36,7 +36,7 @@ def repeatable(run_dir: Path) -> list[Line]:
 
 
 def weights(run_dir: Path) -> tuple[str, list[bytes]]:
-    """The name of the newest checkpoint, and its files that training decides, as bytes."""
+    """The name of the newest checkpoint, and its reproducible files as bytes."""
     checkpoint = newest_checkpoint(run_dir)
     assert checkpoint is not None
     names = ("model/model.safetensors", "model/config.json", "optimizer.safetensors")

@@ -32,19 +32,19 @@ class SmallDisk:
         return False
 
     def grow(self) -> None:
-        """Make room."""
+        """Free space."""
         self.limits.clear()
         assert not self.mounted or self._mount("remount,size=64m")
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the disk."""
         if self.mounted:
             subprocess.run(["umount", str(self.folder)], check=True)
 
 
 @contextlib.contextmanager
 def frozen(folder: Path) -> Iterator[bool]:
-    """Nothing can be written in `folder`, not even by root; False where that is not allowed."""
+    """Make `folder` read-only, even for root; yields False where that is not allowed."""
 
     def mount(*arguments: str) -> bool:
         return (

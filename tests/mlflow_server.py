@@ -1,4 +1,4 @@
-"""A real MLflow server on a port of its own, which can be killed and started again."""
+"""A real MLflow server on its own port, which can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MlflowServer:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, and return when it answers."""
+        """Start it and wait until it responds."""
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
         command += ["--workers", "1", "--port", str(self.port)]
         command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
@@ -38,7 +38,7 @@ class MlflowServer:
         self._process = subprocess.Popen(
             bound(command),
             cwd=self.folder,
-            # Half a dozen workers for jobs that nobody here asks for.
+            # Otherwise it starts half a dozen job workers that are not needed here.
             env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -57,7 +57,7 @@ class MlflowServer:
             connection.close()
 
     def kill(self) -> None:
-        """End it by SIGKILL, its workers too."""
+        """Kill it and its workers with SIGKILL."""
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
             process.kill()
@@ -66,7 +66,7 @@ class MlflowServer:
 
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
-    """A server that is up from the beginning of the block and gone at its end."""
+    """A server that runs for the duration of the block."""
     server = MlflowServer(folder)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""The record that a training keeps of itself."""
+"""The metrics record of a training."""
 
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.training.callbacks.sinks import Sinks
@@ -9,11 +9,11 @@ class Record:
 
     def __init__(self, run_dir, config, dataset, resumed_step=None):
         self.file = MetricsFile(run_dir, resumed_step)
-        # A server that comes back is tried soon.
-        self.sinks = Sinks(run_dir, config, dataset, longest_delay_seconds=1.0)
+        # Retry soon after a server comes back.
+        self.sinks = Sinks(run_dir, config, dataset, max_delay_seconds=1.0)
         self.append = self.file.append
 
-    def close(self, status, patience_seconds=120.0):
-        """A machine with other work needs longer than usual to import MLflow."""
+    def close(self, status, timeout_seconds=120.0):
+        """Close with a long timeout, as a busy machine is slow to import MLflow."""
         self.file.close()
-        self.sinks.close(status, patience_seconds)
+        self.sinks.close(status, timeout_seconds)

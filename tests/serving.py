@@ -1,4 +1,4 @@
-"""`infini serve` and its flow runs, asked as the pages of Prefect's UI ask."""
+"""`infini serve` and its flow runs, through the same API calls as Prefect's UI."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Serving:
         return alive(found)
 
     def kill(self, word: str) -> None:
-        """SIGKILL to the one process of which `word` is an argument."""
+        """Send SIGKILL to the only process with `word` among its arguments."""
         (process,) = self.processes(word)
         process.kill()
 
     def create(self, deployment: str, **parameters: Any) -> str:
-        """What *Run* of a deployment does; the id of the flow run."""
+        """What *Run* of a deployment does; returns the id of the flow run."""
         (found,) = [
             each for each in api(self.url, "deployments/filter") if each["name"] == deployment
         ]
@@ -61,7 +61,7 @@ class Serving:
         return dict(api(self.url, f"flow_runs/{flow_run}", "GET")["state"])
 
     def wait_for_state(self, flow_run: str, name: str, seconds: float = 60.0) -> dict[str, Any]:
-        """Return the state as soon as it is `name`."""
+        """Wait until the state is `name` and return it."""
         eventually(
             lambda: self.state(flow_run)["name"] == name,
             f"{name}, not {self.state(flow_run)}\n" + "\n".join(self.log_of(flow_run)[-30:]),
@@ -76,7 +76,7 @@ class Serving:
         return [line["message"] for line in reversed(lines)]
 
     def wait_for_log(self, flow_run: str, text: str, seconds: float = 90.0) -> None:
-        """Return as soon as a flow run has logged `text`."""
+        """Wait until a flow run has logged `text`."""
         eventually(
             lambda: any(text in line for line in self.log_of(flow_run)),
             f"{text!r} in {self.log_of(flow_run)[-30:]}",
@@ -90,7 +90,7 @@ class Serving:
         assert answer["status"] == "ACCEPT", answer
 
     def suspend(self, flow_run: str) -> None:
-        """The *Pause* button, with the five minutes that it proposes."""
+        """The *Pause* button, with its default of five minutes."""
         until = (datetime.now(UTC) + timedelta(minutes=5)).isoformat()
         self.set_state(flow_run, "PAUSED", "Suspended", pause_timeout=until, pause_reschedule=True)
 
@@ -107,7 +107,7 @@ class Serving:
         self.set_state(flow_run, "SCHEDULED", "AwaitingRetry")
 
     def stop(self) -> None:
-        """Ctrl-C; all of it ends."""
+        """Press Ctrl-C; all its processes must end."""
         everyone = self.running.tree()
         self.running.process.send_signal(signal.SIGINT)
         assert self.running.wait(seconds=120) in (0, 130)

@@ -1,4 +1,4 @@
-"""What takes long to make and is only read: made once for all workers of pytest."""
+"""Expensive read-only fixtures, made once for all pytest workers."""
 
 from __future__ import annotations
 

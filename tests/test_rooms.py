@@ -1,4 +1,4 @@
-"""The rooms of the project and the arrows between them, read from the imports.
+"""The dependency rules of the project, checked on its imports.
 
 Nothing is imported: the sources are parsed, so that an import inside a function counts as well.
 """
@@ -16,16 +16,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("infini_model", "tasks", "flows", "deployments", "benchmarks")
-# Of modules, beside __init__.py, that a folder of the library holds.
-A_DOZEN = 12
+# Maximum number of modules in a folder of the library, besides __init__.py.
+MAX_MODULES = 12
 
 
 def _rooms(names: str) -> tuple[str, ...]:
     return tuple(f"infini_model.{name}" for name in names.split())
 
 
-# A room, and what may not be imported anywhere in it.
-CLOSED: list[tuple[str, tuple[str, ...]]] = [
+# A package, and what must not be imported anywhere in it.
+FORBIDDEN_IMPORTS: list[tuple[str, tuple[str, ...]]] = [
     ("infini_model", ("prefect", "flows", "tasks", "benchmarks", "deployments")),
     ("tasks", ("flows", "benchmarks")),
     ("flows", ("benchmarks",)),
@@ -40,15 +40,15 @@ CLOSED: list[tuple[str, tuple[str, ...]]] = [
     ("infini_model.data.shards", _rooms("data.loading")),
     ("infini_model.training", _rooms("evaluation")),
 ]
-# Not on every machine, or slow to import: only where they are used.
+# Optional or slow to import: imported only where they are used.
 OPTIONAL = (
     *("datasets", "mlflow", "tensorboard", "torch.utils.tensorboard", "gigatoken", "flash_attn"),
     *("matplotlib", "transformers", "prefect"),
 )
-# Its record of a run, what an evaluation adds to that, and the code that it stores with a model.
+# The client, the record of a run, the results of an evaluation, and the code stored with a model.
 MAY_IMPORT_MLFLOW = (
     "flows.serving.guard",  # stands in front of MLflow's own server
-    "infini_model.training.callbacks.mlflow_record",
+    *_rooms("training.tracking training.callbacks.mlflow_record"),
     *_rooms("evaluation.tracking evaluation.mlflow_model evaluation.pyfunc"),
 )
 # Run by MLflow as a file, when a logged model is loaded; nothing imports it.
@@ -58,7 +58,7 @@ RUN_BY_MLFLOW = "infini_model.evaluation.pyfunc"
 FORBIDDEN_CALLS = ("torch.load", "eval", "exec", "os.system")
 FORBIDDEN_ARGUMENTS = ("trust_remote_code", "shell")
 OPEN_TO_ALL = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
-# Calls that reach a package by its name, or the files in it.
+# Calls that access a package, or its files, by name.
 BY_NAME = (
     *("importlib.import_module", "import_module", "__import__"),
     *("importlib.resources.files", "resources.files", "files"),
@@ -96,7 +96,7 @@ def modules(root: Path) -> dict[str, ast.Module]:
 
 
 def imports(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[Import]:
-    """Every import in a module. `from a import b` may mean the module a.b, and counts as both."""
+    """Every import in a module. `from a import b` may mean module a.b, so it counts as both."""
     later = set(_inside_functions(tree)) | set(_for_type_checkers(tree))
     for node in ast.walk(tree):
         names: list[str] = []
@@ -150,17 +150,17 @@ def all_imports(root: Path) -> list[Import]:
     ]
 
 
-def closed_doors(root: Path) -> list[str]:
-    """Imports against the arrows of the design."""
+def forbidden_imports(root: Path) -> list[str]:
+    """Imports that violate the dependency rules."""
     return [
         str(each)
         for each in all_imports(root)
-        for room, closed in CLOSED
+        for room, closed in FORBIDDEN_IMPORTS
         if _within(each.module, (room,)) and each.enters(closed)
     ]
 
 
-def needless_at_import(root: Path) -> list[str]:
+def eager_optional_imports(root: Path) -> list[str]:
     """Optional packages that importing the library would import."""
     return [
         str(each)
@@ -170,7 +170,7 @@ def needless_at_import(root: Path) -> list[str]:
     ]
 
 
-def mlflow_outside_its_place(root: Path) -> list[str]:
+def mlflow_outside_allowed_modules(root: Path) -> list[str]:
     return [
         str(each)
         for each in all_imports(root)
@@ -178,8 +178,8 @@ def mlflow_outside_its_place(root: Path) -> list[str]:
     ]
 
 
-def circles(root: Path) -> list[str]:
-    """Modules of the library that import each other, at once or later: the first such circle."""
+def import_cycles(root: Path) -> list[str]:
+    """Modules of the library that import each other, eagerly or lazily: the first such cycle."""
     edges: dict[str, set[str]] = {
         name: set() for name in modules(root) if _within(name, ("infini_model",))
     }
@@ -193,15 +193,15 @@ def circles(root: Path) -> list[str]:
     return []
 
 
-def crowded(root: Path) -> list[str]:
-    """Folders of the library with more modules than a reader keeps in mind."""
+def crowded_folders(root: Path) -> list[str]:
+    """Folders of the library with too many modules."""
     folders = {path.parent for path in (root / "infini_model").rglob("*.py")}
     counts = {path: len([*path.glob("*.py")]) - (path / "__init__.py").exists() for path in folders}
-    return [f"{path}: {count} modules" for path, count in counts.items() if count > A_DOZEN]
+    return [f"{path}: {count} modules" for path, count in counts.items() if count > MAX_MODULES]
 
 
 def dangers(root: Path) -> list[str]:
-    """What runs a stranger's code, or opens a port to strangers."""
+    """Calls that run untrusted code or listen on all networks."""
     found = [str(each) for each in all_imports(root) if each.enters(PICKLES)]
     for module, tree in modules(root).items():
         for node in ast.walk(tree):
@@ -221,11 +221,18 @@ def _dangers_of(call: ast.Call) -> Iterator[str]:
             yield f"passes {argument.arg}"
 
 
-RULES = (closed_doors, needless_at_import, mlflow_outside_its_place, circles, crowded, dangers)
+RULES = (
+    forbidden_imports,
+    eager_optional_imports,
+    mlflow_outside_allowed_modules,
+    import_cycles,
+    crowded_folders,
+    dangers,
+)
 
 
 @pytest.mark.parametrize("check", RULES)
-def test_the_product_keeps_the_rule(check) -> None:
+def test_the_sources_keep_the_rule(check) -> None:
     assert check(ROOT) == []
 
 
@@ -237,7 +244,7 @@ def test_deployments_open_no_port_to_everyone() -> None:
 
 
 def test_config_loads_without_torch_or_any_optional_package() -> None:
-    """The arrows that no single module breaks: through all that `config` imports in turn."""
+    """Checks transitive imports, which no single module shows."""
     at_once = [each for each in all_imports(ROOT) if each.at_once]
     reached, todo = set(), ["infini_model", "infini_model.config"]
     while todo:
@@ -251,7 +258,7 @@ def test_config_loads_without_torch_or_any_optional_package() -> None:
 
 
 def make_tree(root: Path, **sources: str) -> Path:
-    """A product in which the dots of a module's name are written as double underscores."""
+    """A source tree; double underscores in a name stand for the dots of a module."""
     for name, source in sources.items():
         path = root.joinpath(*name.split("__")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,41 +270,53 @@ def make_tree(root: Path, **sources: str) -> Path:
 @pytest.mark.parametrize(
     ("check", "module", "source"),
     [
-        (closed_doors, "infini_model__runtime__runs", "def f():\n    import prefect.client\n"),
-        (closed_doors, "infini_model__runtime__runs", "from flows import cli\n"),
-        (closed_doors, "infini_model__data__loader", "from infini_model.model import llama\n"),
-        (closed_doors, "infini_model__data__loader", "from ..model.llama import InfiniLlama\n"),
+        (forbidden_imports, "infini_model__runtime__runs", "def f():\n    import prefect.client\n"),
+        (forbidden_imports, "infini_model__runtime__runs", "from flows import cli\n"),
+        (forbidden_imports, "infini_model__data__loader", "from infini_model.model import llama\n"),
         (
-            closed_doors,
+            forbidden_imports,
+            "infini_model__data__loader",
+            "from ..model.llama import InfiniLlama\n",
+        ),
+        (
+            forbidden_imports,
             "infini_model__model__llama",
             "from infini_model.data.loading import x\n",
         ),
-        (closed_doors, "infini_model__model__layers", "from ..data import loader\n"),
-        (closed_doors, "infini_model__data__loader", "from infini_model import objectives\n"),
-        (closed_doors, "infini_model__runtime__runs", "from infini_model.training import loop\n"),
-        (closed_doors, "infini_model__data__sources__hub", "from ..tokenizers import bpe\n"),
-        (closed_doors, "infini_model__config", "def f():\n    import torch\n"),
+        (forbidden_imports, "infini_model__model__layers", "from ..data import loader\n"),
+        (forbidden_imports, "infini_model__data__loader", "from infini_model import objectives\n"),
         (
-            closed_doors,
+            forbidden_imports,
+            "infini_model__runtime__runs",
+            "from infini_model.training import loop\n",
+        ),
+        (forbidden_imports, "infini_model__data__sources__hub", "from ..tokenizers import bpe\n"),
+        (forbidden_imports, "infini_model__config", "def f():\n    import torch\n"),
+        (
+            forbidden_imports,
             "infini_model__config",
             "import importlib\nimportlib.import_module('torch')",
         ),
         (
-            closed_doors,
+            forbidden_imports,
             "infini_model__config",
             "from importlib.resources import files\nfiles('deployments')",
         ),
-        (closed_doors, "tasks__train", "from flows.train import train\n"),
+        (forbidden_imports, "tasks__train", "from flows.train import train\n"),
         (
-            needless_at_import,
+            eager_optional_imports,
             "infini_model__model__llama",
             "try:\n    import flash_attn\nfinally: 0\n",
         ),
-        (needless_at_import, "infini_model__a", "class A:\n    from datasets import load\n"),
-        (needless_at_import, "infini_model__a", "from torch.utils import tensorboard\n"),
-        (mlflow_outside_its_place, "flows__cli", "def f():\n    import mlflow\n"),
-        (mlflow_outside_its_place, "infini_model__training__loop", "from mlflow import log\n"),
-        (mlflow_outside_its_place, "tasks__evaluate", "def f():\n    import mlflow\n"),
+        (eager_optional_imports, "infini_model__a", "class A:\n    from datasets import load\n"),
+        (eager_optional_imports, "infini_model__a", "from torch.utils import tensorboard\n"),
+        (mlflow_outside_allowed_modules, "flows__cli", "def f():\n    import mlflow\n"),
+        (
+            mlflow_outside_allowed_modules,
+            "infini_model__training__loop",
+            "from mlflow import log\n",
+        ),
+        (mlflow_outside_allowed_modules, "tasks__evaluate", "def f():\n    import mlflow\n"),
         (dangers, "infini_model__a", "from pickle import loads\n"),
         (dangers, "infini_model__a", "import torch\ntorch.load('x', weights_only=True)\n"),
         (dangers, "tasks__a", "import subprocess\nsubprocess.run('ls', shell=True)\n"),
@@ -310,21 +329,21 @@ def test_a_broken_rule_is_found(tmp_path: Path, check, module: str, source: str)
     assert len(check(make_tree(tmp_path, **{module: source}))) >= 1
 
 
-def test_a_circle_is_found_even_through_functions(tmp_path: Path) -> None:
+def test_a_cycle_is_found_even_through_functions(tmp_path: Path) -> None:
     root = make_tree(
         tmp_path,
         infini_model__a="from infini_model.b import c\n",
         infini_model__b="def c():\n    from infini_model import d\n",
         infini_model__d="import infini_model.a\n",
     )
-    (found,) = circles(root)
+    (found,) = import_cycles(root)
     assert set(found.split(" is imported by ")) == {f"infini_model.{name}" for name in "abd"}
 
 
 def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
-    make_tree(tmp_path, **{f"infini_model__data__m{number}": "" for number in range(A_DOZEN)})
-    assert crowded(tmp_path) == []
-    (found,) = crowded(make_tree(tmp_path, infini_model__data__one_more=""))
+    make_tree(tmp_path, **{f"infini_model__data__m{number}": "" for number in range(MAX_MODULES)})
+    assert crowded_folders(tmp_path) == []
+    (found,) = crowded_folders(make_tree(tmp_path, infini_model__data__one_more=""))
     assert found.endswith("data: 13 modules")
 
 

@@ -1,1 +1,1 @@
-"""What a trained model is worth: loss, perplexity, samples and the report."""
+"""Evaluation of a trained model: loss, perplexity, samples and the report."""

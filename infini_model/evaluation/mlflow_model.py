@@ -1,7 +1,7 @@
-"""The model of a finished run in MLflow, with its signature, and in MLflow's registry if asked.
+"""Log a finished run's model to MLflow, with its signature, and register it on request.
 
-`mlflow.pyfunc.load_model("runs:/<run id>/model")` loads it on any machine that has the packages of
-its requirements.txt: the weights, the tokenizer and the library's code are part of it.
+`mlflow.pyfunc.load_model("runs:/<run id>/model")` loads it on any machine with the packages in its
+requirements.txt: it includes the weights, the tokenizer and the library's code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from infini_model.training.checkpoints.checkpoint import MANIFEST, MODEL
 
 ALIAS = "best"
 LOSS = "evaluation/validation_loss"
-# Which checkpoint a logged model is, by the hash of its manifest.
+# Tag of a logged model: the hash of its checkpoint's manifest.
 CHECKPOINT = "checkpoint.sha256"
 PACKAGE = Path(__file__).resolve().parents[1]
-# What generating text imports; MLflow would find out by loading the model in another process and
-# by asking a package index.
+# Packages that generation imports. MLflow would infer them by loading the model in another process
+# and querying a package index.
 REQUIRED = ("mlflow", "numpy", "pyarrow", "pydantic", "safetensors", "tokenizers", "torch")
 
 
@@ -37,9 +37,9 @@ def log_model(
     seed: int,
     result: EvaluationResult,
 ) -> Any:
-    """Log the model that was evaluated, unless it was before; returns MLflow's `LoggedModel`.
+    """Log the evaluated model, unless already logged; returns MLflow's `LoggedModel`.
 
-    `settings` and `seed` become the defaults of its parameters. Raises what MLflow raises.
+    `settings` and `seed` become its default parameters. MLflow's exceptions are propagated.
     """
     from mlflow.entities import LoggedModelOutput
 
@@ -77,7 +77,7 @@ def _upload(
     with tempfile.TemporaryDirectory() as temporary:
         folder = _save(Path(temporary), weights, dataset_dir, settings, seed, model)
         client.log_model_artifacts(model.model_id, str(folder))
-    # Straight from the checkpoint: `save_model` would copy them to the temporary folder, twice.
+    # Directly from the checkpoint: `save_model` would copy them to the temporary folder, twice.
     for file in weights.glob("*.safetensors"):
         client.log_model_artifact(model.model_id, str(file), f"artifacts/{MODEL}")
 
@@ -90,7 +90,7 @@ def _save(
     seed: int,
     model: Any,
 ) -> Path:
-    """Everything of the model but the weights, in MLflow's format; returns the folder."""
+    """Save the model without its weights in MLflow's format; returns the folder."""
     from mlflow.models import Model
     from mlflow.pyfunc import save_model
 
@@ -140,15 +140,15 @@ def _signature(settings: SampleConfig, seed: int) -> Any:
 
 
 def _requirements() -> list[str]:
-    # A build of PyTorch for one device, as 2.13.0+cpu, is in no package index.
+    # Local versions of PyTorch, such as 2.13.0+cpu, are not on PyPI.
     return [f"{name}=={version(name).partition('+')[0]}" for name in REQUIRED]
 
 
 def register_model(sink: MlflowSink, name: str, model: Any, result: EvaluationResult) -> None:
-    """Register a logged model as a version of `name`, unless it is one.
+    """Register a logged model as a version of `name`, unless already registered.
 
-    The version with the lowest validation loss of all gets the alias `best`. Raises what MLflow
-    raises.
+    The version with the lowest validation loss gets the alias `best`. MLflow's exceptions are
+    propagated.
     """
     from mlflow.exceptions import MlflowException
 

@@ -1,4 +1,4 @@
-"""The pictures of a report, drawn by matplotlib without a display."""
+"""The plots of a report, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from infini_model.runtime.storage import atomic_file
 
 BLUE, ORANGE, GREEN = "#2563eb", "#ea580c", "#059669"
 Series = tuple[list[float], list[float]]
-# So many points are drawn as dots too, and need no moving mean.
-FEW = 40
+# Up to this many points are marked with dots and drawn without a moving mean.
+FEW_POINTS = 40
 
 
 def series(lines: Sequence[Line], name: str) -> Series:
-    """Steps and values of a metric, in order; empty where it was never recorded."""
+    """Steps and values of a metric, in order; empty if it was never recorded."""
     points = [(line["step"], line[name]) for line in lines if name in line]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _figure(rows: int = 1) -> tuple[Any, list[Any]]:
-    """A figure and its axes, one above the other, drawn into memory."""
+    """A figure with `rows` stacked axes, rendered in memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,23 +47,23 @@ def _save(figure: Any, title: str, path: Path) -> Path:
 
 
 def _line(axis: Any, points: Series, **style: Any) -> None:
-    """A curve; a dot on each point where they are few, so that a single one is seen."""
-    marker = "o" if len(points[0]) <= FEW else ""
+    """A curve, with dots if there are few points, so that a single point is visible."""
+    marker = "o" if len(points[0]) <= FEW_POINTS else ""
     axis.plot(*points, **{"marker": marker, "markersize": 3.5, "linewidth": 1.6} | style)
 
 
 def _noisy_line(axis: Any, points: Series, *, color: str, label: str) -> None:
-    """A curve that jumps from step to step: itself, faint, below its moving mean."""
+    """A noisy curve: the raw values, faint, under their moving mean."""
     import numpy as np
 
     steps, values = points
-    if len(steps) <= FEW:
+    if len(steps) <= FEW_POINTS:
         _line(axis, points, color=color, label=label)
         return
     half = len(steps) // 40
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
-    # Narrower towards the ends, so that the mean begins and ends where the curve does.
+    # The window narrows at both ends, so that the mean covers the whole curve.
     reach = np.minimum(half, np.minimum(index, index[::-1]))
     mean = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
     _line(axis, points, color=color, alpha=0.3, linewidth=0.9)
@@ -72,7 +72,7 @@ def _noisy_line(axis: Any, points: Series, *, color: str, label: str) -> None:
 
 
 def plot_loss(lines: Sequence[Line], path: Path) -> Path:
-    """Loss of training and validation by step."""
+    """Training and validation loss by step."""
     figure, (axis,) = _figure()
     _noisy_line(axis, series(lines, "train/loss"), color=BLUE, label="training")
     _line(axis, series(lines, "validation/loss"), color=ORANGE, label="validation")
@@ -92,7 +92,7 @@ def plot_learning_rate(lines: Sequence[Line], path: Path) -> Path:
 
 
 def plot_gradient_norm(lines: Sequence[Line], clip: float, path: Path) -> Path:
-    """Gradient norm before clipping by step, and where it is clipped."""
+    """Gradient norm before clipping by step, and the clipping threshold."""
     figure, (axis,) = _figure()
     _noisy_line(axis, series(lines, "train/grad_norm"), color=BLUE, label="before clipping")
     axis.axhline(clip, color=ORANGE, linewidth=1.2, linestyle="--", label=f"clipped to {clip:g}")
@@ -103,7 +103,7 @@ def plot_gradient_norm(lines: Sequence[Line], clip: float, path: Path) -> Path:
 
 
 def plot_throughput(lines: Sequence[Line], path: Path) -> Path:
-    """Tokens a second, and the share of a step that waits for data, by step."""
+    """Tokens per second, and the share of a step spent waiting for data, by step."""
     figure, (speed, wait) = _figure(rows=2)
     _line(speed, series(lines, "train/tokens_per_second"), color=BLUE)
     speed.set_ylabel("tokens per second")
@@ -125,17 +125,17 @@ def plot_segments(
     """Loss by segment of the window.
 
     Args:
-        scores: A solid curve each, by name.
-        emptied: Scores with the memory emptied at every border, by names of `scores`: a dashed
-            curve of the same colour.
-        segment_length: Tokens of a segment, for the axis.
-        path: Where the picture goes.
+        scores: Scores by name, drawn as solid curves.
+        emptied: Scores with the memory emptied before every segment, under the same names, drawn
+            as dashed curves of the same colour.
+        segment_length: Tokens per segment, for the axis label.
+        path: Path of the image.
     """
     figure, (axis,) = _figure()
     for (name, scored), color in zip(scores.items(), (BLUE, ORANGE, GREEN), strict=False):
         _line(axis, _by_segment(scored), color=color, label=name)
         if name in emptied:
-            label = f"{name}, memory emptied at every border"
+            label = f"{name}, memory emptied before every segment"
             _line(axis, _by_segment(emptied[name]), color=color, linestyle="--", label=label)
     axis.set(
         xlabel=f"segment of the window ({segment_length:,} tokens each)",
@@ -148,6 +148,6 @@ def plot_segments(
 
 
 def _by_segment(scored: Score) -> Series:
-    """Segments, counted from 1, and their losses; one without tokens has none."""
+    """Segments, counted from 1, and their losses; segments without tokens are left out."""
     points = [(i + 1.0, x) for i, x in enumerate(scored.loss_by_segment) if x is not None]
     return [number for number, _ in points], [loss for _, loss in points]

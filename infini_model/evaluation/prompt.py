@@ -1,4 +1,4 @@
-"""Go on with a prompt from the command line, text out as it is drawn."""
+"""Continue a prompt, streaming the text as it is generated."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def _model_dir(checkpoint: Path) -> Path:
-    """The Hugging Face folder that `checkpoint` means: a run, one of its checkpoints, or itself."""
+    """The model folder of `checkpoint`: a run, one of its checkpoints, or the folder itself."""
     if (checkpoint / "checkpoints").is_dir():
         newest = newest_checkpoint(checkpoint)
         if newest is None:
-            raise CheckpointError(f"{checkpoint / 'checkpoints'}: there is no checkpoint")
+            raise CheckpointError(f"{checkpoint / 'checkpoints'}: no checkpoint found")
         return newest / "model"
     return checkpoint / "model" if (checkpoint / "model").is_dir() else checkpoint
 
 
 def _tokenizer_of(model_dir: Path) -> Tokenizer:
-    """The tokenizer beside the model, or that of the dataset that its run was trained on."""
+    """The tokenizer beside the model, or the one of its run's dataset."""
     if (model_dir / "tokenizer.json").is_file():
         return load_tokenizer(str(model_dir / "tokenizer.json"))
     for folder in model_dir.resolve().parents:
@@ -41,10 +41,10 @@ def _tokenizer_of(model_dir: Path) -> Tokenizer:
 
 
 def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Iterator[str]:
-    """Load a model, and give back what it adds to `prompt`, piece by piece, in constant memory.
+    """Load a model and stream its continuation of `prompt`, in constant memory.
 
     `checkpoint` is a run folder, a checkpoint or a Hugging Face folder; None is the newest run.
-    `config.evaluation.sample` says how many tokens are generated and how.
+    `config.evaluation.sample` sets the number of tokens and the sampling.
 
     Raises `CheckpointError` if there is no model or no tokenizer, `UserError` for an empty prompt.
     """
@@ -79,9 +79,9 @@ def continue_prompt(
     top_p: float | None,
     seed: int,
 ) -> Iterator[str]:
-    """Yield what the model adds to `prompt`, piece by piece, up to its end-of-text token.
+    """Stream the model's continuation of `prompt`, up to its end-of-text token.
 
-    The settings are those of `infini_model.model.generation.generate`, which says what it raises.
+    The settings and errors are those of `infini_model.model.generation.generate`.
     """
     ids = tokenizer.encode_batch([prompt]).ids.tolist()
     steps = stream(
@@ -99,10 +99,10 @@ def continue_prompt(
 
 
 def decode_pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
-    """Yield the text of `new`, which follows `before`, as soon as it is whole characters.
+    """Yield the text of `new`, which follows `before`, as soon as its characters are complete.
 
-    A token is decoded beside the few before it, since spaces may depend on them; so it costs the
-    same however long the text has become. A sequence that the end leaves incomplete is left out.
+    A token is decoded together with the few before it, since spaces may depend on them, so its cost
+    does not grow with the text. An incomplete UTF-8 sequence at the end is dropped.
     """
     context, waiting = before[-CONTEXT:], list[int]()
     text = ""

@@ -1,7 +1,7 @@
-"""A trained model as MLflow loads it: prompts in, continuations out.
+"""The MLflow model: prompts in, continuations out.
 
-MLflow stores a copy of this file with the model and runs it there when the model is loaded ("models
-from code"), so nothing is pickled. Only `infini_model.evaluation.tracking` refers to it, as a file.
+MLflow stores a copy of this file with the model and runs it when the model is loaded ("models from
+code"), so nothing is pickled. Only `infini_model.evaluation.mlflow_model` refers to it, as a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
     """Continues each prompt of a column, as `infini generate` does."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Load the weights and the tokenizer, on the freest GPU if there is one."""
+        """Load the tokenizer, and the weights onto the GPU with the most free memory, if any."""
         folder = Path(context.artifacts["model"])
         self._tokenizer = load_saved(folder, context.model_config["tokenizer"])
         self._model = InfiniLlama.from_pretrained(folder, device=first_device("auto")).eval()
@@ -34,7 +34,7 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
         model_input: pd.DataFrame,
         params: dict[str, Any] | None = None,
     ) -> list[str]:
-        """The text that follows each prompt; MLflow completes `params` by their defaults."""
+        """The continuation of each prompt; MLflow fills in the defaults of `params`."""
         settings = params or {}
         return [
             "".join(continue_prompt(self._model, self._tokenizer, prompt, **settings))

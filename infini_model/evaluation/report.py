@@ -1,4 +1,4 @@
-"""Evaluate a trained run: `report.md`, `plots/*.png` and a result for the caller."""
+"""Evaluate a trained run: writes `report.md` and `plots/*.png` and returns the result."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from infini_model.runtime.storage import atomic_file
 
 
 class EvaluationResult(BaseModel):
-    """What an evaluation found, and where it is written.
+    """The result of an evaluation.
 
     Attributes:
-        step: Optimizer steps of the checkpoint that was evaluated.
-        last_step: Optimizer steps of the run in all.
-        checkpoint: Its folder.
-        dataset_key: Key of the dataset that the scores are of.
-        tasks: The result of each task by its name, in the order of the report.
+        step: Step of the evaluated checkpoint.
+        last_step: Total optimizer steps of the run.
+        checkpoint: Folder of the checkpoint.
+        dataset_key: Key of the dataset that was scored.
+        tasks: The result of each task by name, in the order of the report.
         report: Path of report.md.
-        plots: Paths of the pictures.
+        plots: Paths of the plots.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,28 +55,28 @@ def evaluate_run(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationResult:
-    """Evaluate the newest checkpoint of a run: `report.md`, then the record `evaluation.json`.
+    """Evaluate the newest checkpoint of a run; writes `report.md`, then `evaluation.json`.
 
     The same checkpoint, dataset and settings give the same numbers and the same sample.
 
     Args:
         run_dir: The run folder.
-        dataset_dir: A dataset folder of the run's tokenizer.
-        config: The run's configuration; `evaluation` says what is measured.
-        progress: Called with windows scored and windows in all.
+        dataset_dir: A dataset folder made with the run's tokenizer.
+        config: The run's configuration; `evaluation` sets what is measured.
+        progress: Called with the number of windows scored and the total.
 
     Raises:
-        CheckpointError: No checkpoint, no metrics, a model of another vocabulary than the dataset,
-            or one whose loss is not finite.
-        DataError: The folder is not a dataset, or it is damaged.
+        CheckpointError: There is no checkpoint or no metrics, the model's vocabulary is smaller
+            than the dataset's, or the loss is not finite.
+        DataError: The folder is not a dataset, or is damaged.
     """
     lines = read_metrics(run_dir)
     if not lines:
-        raise CheckpointError(f"{run_dir / 'metrics.jsonl'}: there are no metrics; train first")
+        raise CheckpointError(f"{run_dir / 'metrics.jsonl'}: no metrics found; train first")
     subject = Subject(run_dir, dataset_dir, config)
     tasks = {name: load_task(name) for name in config.evaluation.tasks}
     if progress is not None:
-        _follow(subject, tasks.values(), progress)
+        _report_progress(subject, tasks.values(), progress)
     results = {name: task.run(subject) for name, task in tasks.items()}
     curves = _draw_curves(subject, lines)
     measured = [picture.path for result in results.values() for picture in result.pictures]
@@ -96,10 +96,10 @@ def evaluate_run(
     return result
 
 
-def _follow(
+def _report_progress(
     subject: Subject, tasks: Iterable[EvaluationTask], progress: Callable[[int, int], None]
 ) -> None:
-    """Report the windows that `subject` scores from now on to `progress`."""
+    """Report the windows that `subject` scores to `progress`."""
     total, done = sum(task.windows(subject) for task in tasks), 0
 
     def advance(windows: int) -> None:
@@ -116,11 +116,11 @@ def _text(
     curves: Sequence[Picture],
     lines: list[Line],
 ) -> str:
-    """The whole report."""
+    """The report as Markdown."""
     run_dir = subject.run_dir
     sections = [
         f"# {run_dir.name}",
-        f"An Infini-Llama after {subject.position.step:,} steps.",
+        f"Infini-Llama, trained for {subject.position.step:,} steps.",
         markdown.model_section(subject),
     ]
     for title, result in titled:
@@ -141,12 +141,12 @@ def _draw_curves(subject: Subject, lines: list[Line]) -> list[Picture]:
         return []
     folder, clip = subject.plots_dir, subject.config.training.max_grad_norm
     drawn = {
-        "Loss of training and validation": plots.plot_loss(lines, folder / "loss.png"),
+        "Training and validation loss": plots.plot_loss(lines, folder / "loss.png"),
         "Learning rate": plots.plot_learning_rate(lines, folder / "learning_rate.png"),
-        "Norm of the gradient before it is clipped": plots.plot_gradient_norm(
+        "Gradient norm before clipping": plots.plot_gradient_norm(
             lines, clip, folder / "gradient_norm.png"
         ),
-        "Tokens per second, and the share of a step that waits for data": plots.plot_throughput(
+        "Tokens per second, and share of a step spent waiting for data": plots.plot_throughput(
             lines, folder / "throughput.png"
         ),
     }

@@ -1,4 +1,4 @@
-"""The loss of a model on a split, and where inside the window it falls."""
+"""The loss of a model on a split, in total and by segment."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Score(BaseModel):
 
     Attributes:
         windows: Windows scored.
-        tokens: Tokens predicted, masked ones left out.
-        loss: Mean loss in nats a token; None if there was no token.
-        loss_by_segment: The same for each segment of the window.
+        tokens: Tokens predicted, without masked ones.
+        loss: Mean loss in nats per token; None without tokens.
+        loss_by_segment: Mean loss of each segment of the window.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -27,7 +27,7 @@ class Score(BaseModel):
 
     @classmethod
     def of_totals(cls, windows: int, totals: Tensor) -> Score:
-        """The score behind sums and counts by segment, [2, S], see `Scorer.score`."""
+        """The score from sums and counts by segment, [2, S], see `Scorer.score`."""
         sums, counts = totals.cpu()
         tokens = int(counts.sum())
         return cls(
@@ -43,8 +43,8 @@ class Score(BaseModel):
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own pattern
     @property
     def perplexity(self) -> float | None:
-        """exp(loss), capped at e^700, the largest that a float holds."""
+        """exp(loss), capped at e^700 to avoid overflow."""
         return None if self.loss is None else math.exp(min(self.loss, 700.0))
 
 
-NOTHING = Score(windows=0, tokens=0, loss=None, loss_by_segment=[])
+EMPTY = Score(windows=0, tokens=0, loss=None, loss_by_segment=[])

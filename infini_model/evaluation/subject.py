@@ -1,4 +1,4 @@
-"""What evaluation tasks measure: a trained model, and the held-out data of a dataset."""
+"""The subject of evaluation tasks: a trained model and a dataset's held-out splits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infini_model.config import Config
 from infini_model.data.loading.validation import sample_windows, validation_batches
 from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.manifest import Manifest, Split, read_manifest
-from infini_model.evaluation.score import NOTHING, Score
+from infini_model.evaluation.score import EMPTY, Score
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives import make_objective
@@ -32,23 +32,23 @@ class Subject:
     """The newest checkpoint of a run and the held-out splits, scored as in training.
 
     Attributes:
-        checkpoint: Its folder.
-        position: Where the training stood.
-        model: In eval mode, on the device of `launch.gpus`.
-        manifest: Of the dataset.
-        on_windows: Called with the number of windows after each batch that was scored.
+        checkpoint: Folder of the checkpoint.
+        position: The training state of the checkpoint.
+        model: The model in eval mode, on the device of `launch.gpus`.
+        manifest: The dataset's manifest.
+        on_windows: Called after each scored batch with its number of windows.
     """
 
     def __init__(self, run_dir: Path, dataset_dir: Path, config: Config) -> None:
         """Load the model.
 
         Raises:
-            CheckpointError: There is no checkpoint, or its vocabulary is not the dataset's.
-            DataError: The folder is not a dataset, or it is damaged.
+            CheckpointError: There is no checkpoint, or its vocabulary is too small.
+            DataError: The folder is not a dataset, or is damaged.
         """
         checkpoint = newest_checkpoint(run_dir)
         if checkpoint is None:
-            raise CheckpointError(f"{run_dir / 'checkpoints'}: there is no checkpoint; train first")
+            raise CheckpointError(f"{run_dir / 'checkpoints'}: no checkpoint found; train first")
         self.run_dir, self.dataset_dir, self.config = run_dir, dataset_dir, config
         self.checkpoint, self.position = checkpoint, read_position(checkpoint)
         self.manifest: Manifest = read_manifest(dataset_dir)
@@ -73,22 +73,22 @@ class Subject:
         self.on_windows: Callable[[int], None] = lambda windows: None  # noqa: ARG005
 
     def sample_size(self, split: Split) -> int:
-        """Windows of a split that are scored."""
+        """Number of windows of a split that are scored."""
         if split not in self._windows:
             return 0
         return len(sample_windows(len(self._windows[split]), self.config.evaluation.max_windows))
 
     def score(self, split: Split, *, empty_memory: bool = False) -> Score:
-        """The score of a split, computed once.
+        """The score of a split, cached.
 
-        `empty_memory` empties the memory at every segment border. Raises `CheckpointError` if the
-        loss is not finite.
+        `empty_memory` empties the memory before every segment. Raises `CheckpointError` if the loss
+        is not finite.
         """
         if not self.sample_size(split):
             log.warning(
-                "%s: split %s has no whole window; it is not scored", self.dataset_dir, split
+                "%s: split %s is too small for one window; not scored", self.dataset_dir, split
             )
-            return NOTHING
+            return EMPTY
         key = split, empty_memory
         if key not in self._scores:
             self._scores[key] = self._compute(split, empty_memory=empty_memory)
@@ -105,23 +105,23 @@ class Subject:
             self.on_windows(len(batch.tokens))
         score = Score.of_totals(windows, totals)
         if score.loss is not None and not math.isfinite(score.loss):
-            raise CheckpointError(f"{self.checkpoint}: its loss on {split} is {score.loss}")
+            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {score.loss}")
         return score
 
     def _check_vocabulary(self) -> None:
         entries, needed = self.model.lm_head.out_features, self.manifest.tokenizer.vocab_size
         if entries < needed:
             raise CheckpointError(
-                f"{self.checkpoint}: the model has {entries} entries in its vocabulary, the "
-                f"dataset {self.dataset_dir} needs {needed}"
+                f"{self.checkpoint}: the model's vocabulary size is {entries}, the dataset "
+                f"{self.dataset_dir} needs {needed}"
             )
 
     @property
     def last_step(self) -> int:
-        """Optimizer steps of the run in all."""
+        """Total optimizer steps of the run."""
         return self.position.last_step(self.config)
 
     @property
     def plots_dir(self) -> Path:
-        """Where pictures go."""
+        """Folder of the plots."""
         return self.run_dir / "plots"

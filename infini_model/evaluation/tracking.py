@@ -1,4 +1,4 @@
-"""What an evaluation adds to a run's record in MLflow: report, scores, status and the model."""
+"""Log an evaluation to a run's record in MLflow: report, scores, status and the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from infini_model.evaluation.mlflow_model import log_model, register_model
 from infini_model.evaluation.report import EvaluationResult
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import lock
-from infini_model.training.callbacks.mlflow_record import MlflowSink, brief
+from infini_model.training.callbacks.mlflow_record import MlflowSink
 from infini_model.training.checkpoints.checkpoint import checkpoints_dir
+from infini_model.training.tracking import error_summary
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +22,12 @@ log = logging.getLogger(__name__)
 def log_evaluation(
     run_dir: Path, dataset_dir: Path, config: Config, result: EvaluationResult
 ) -> bool:
-    """Add report, pictures, scores and model to the run's record in MLflow, and what it missed.
+    """Log report, plots, scores, model and any missing metrics to the run's record in MLflow.
 
-    The run is FINISHED if its last step was evaluated. One that was interrupted stays what it is;
-    if it was killed without a chance to report that, it becomes KILLED.
+    The run becomes FINISHED if its last step was evaluated. An interrupted run keeps its status, or
+    becomes KILLED if it was killed before it could report.
 
-    Returns False, with a warning, where MLflow is not to be had; False too where it is turned off.
+    Returns False, with a warning, if MLflow is unavailable; False too if it is turned off.
     """
     if not config.tracking.mlflow:
         return False
@@ -35,9 +36,9 @@ def log_evaluation(
         sink.deliver(read_metrics(run_dir))
         is_finished = result.step >= result.last_step
         if is_finished:
-            sink.settle("FINISHED")
+            sink.correct_status("FINISHED")
         elif not _is_training(run_dir):
-            sink.settle("KILLED")
+            sink.correct_status("KILLED")
         _log_files(sink, run_dir, [result.report, *result.plots])
         if not (is_finished and config.tracking.log_model):
             _log_scores(sink, result, None)
@@ -46,8 +47,10 @@ def log_evaluation(
         _log_scores(sink, result, model.model_id)
         if config.tracking.registered_model is not None:
             register_model(sink, config.tracking.registered_model, model, result)
-    except Exception as error:  # noqa: BLE001 - the files are in the run folder all the same
-        log.warning("MLflow takes no results (%s); they stay in %s", brief(error), run_dir)
+    except Exception as error:  # noqa: BLE001 - the results are in the run folder anyway
+        log.warning(
+            "cannot log the results to MLflow (%s); they are in %s", error_summary(error), run_dir
+        )
         return False
     return True
 
@@ -65,7 +68,7 @@ def _log_files(sink: MlflowSink, run_dir: Path, files: Iterable[Path]) -> None:
 
 
 def _log_scores(sink: MlflowSink, result: EvaluationResult, model_id: str | None) -> None:
-    """Log the scores at the step that was evaluated, as those of the logged model too."""
+    """Log the scores at the evaluated step, linked to the logged model if there is one."""
     from mlflow.entities import Metric
 
     now = int(time.time() * 1000)

@@ -1,7 +1,7 @@
-"""What a training minimises: from windows to inputs, targets and the loss of a batch.
+"""Training objectives: from windows to inputs, targets and the loss of a batch.
 
-To add an objective, write a class like `infini_model.objectives.causal.CausalLM` in a file of its
-own and return it from `make_objective`.
+To add an objective, write a class like `infini_model.objectives.causal.CausalLM` in a new file and
+return it from `make_objective`.
 """
 
 from infini_model.config import Config
@@ -10,5 +10,5 @@ from infini_model.objectives.objective import Objective
 
 
 def make_objective(config: Config) -> Objective:  # noqa: ARG001 - there is only one so far
-    """The objective of `config`, with its settings and seed."""
+    """Create the objective set in `config`, with its settings and seed."""
     return CausalLM()

@@ -16,7 +16,7 @@ from infini_model.objectives.objective import Inputs, Reduction
 
 
 class CausalLM:
-    """The next token everywhere; the loss is the mean cross entropy over all targets."""
+    """Next-token prediction; the loss is the mean cross entropy over all targets."""
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens 0 … L - 1 of each row as inputs, 1 … L as labels."""
@@ -31,7 +31,7 @@ class CausalLM:
         return inputs.labels != IGNORED
 
     def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
-        """Cross entropy in nats; the logits are never held whole."""
+        """Cross entropy in nats, computed without materializing all logits."""
         hidden, _ = model.hidden(inputs.input_ids, reset=inputs.reset)
         flat, targets = hidden.flatten(0, 1), inputs.labels.flatten()
         if reduction == "none":
@@ -40,13 +40,13 @@ class CausalLM:
 
 
 class GPUDataCollatorForCLM:
-    """Rows of token ids to `input_ids` and `labels` (the next token) on a device."""
+    """Collates rows of token ids into `input_ids` and `labels` (the next token) on a device."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """`examples[i]["input_ids"]` holds T + 1 ids, or fewer, whose missing labels are -100.
+        """`examples[i]["input_ids"]` holds at most T + 1 ids; missing labels are -100.
 
         Returns `input_ids` and `labels`, each int64 [len(examples), T].
         """

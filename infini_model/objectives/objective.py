@@ -1,7 +1,7 @@
 """The interface of an objective, and the module that computes its loss.
 
-Randomness of an objective is keyed by (seed, `Batch.keys`), so that a resumed training draws what
-the uninterrupted one would have drawn.
+An objective's randomness is keyed by (seed, `Batch.keys`), so a resumed run draws the same numbers
+as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Reduction = Literal["sum", "none"]
 
 
 class Inputs(NamedTuple):
-    """What a model reads and what it is to predict there.
+    """Model inputs and targets.
 
     Attributes:
         input_ids: int64 [B, T].
-        labels: int64 [B, T], the target at each position, -100 where there is none.
+        labels: int64 [B, T], the target at each position, or -100 for none.
         reset: bool [B, T / segment_length], true where the memory is emptied first, or None.
     """
 
@@ -31,23 +31,23 @@ class Inputs(NamedTuple):
 
 
 class Objective(Protocol):
-    """What the loss of a batch is."""
+    """A training objective: inputs, targets and loss of a batch."""
 
     def inputs(self, batch: Batch) -> Inputs:
         """Inputs and targets of `batch`, on its device."""
 
     def counted(self, inputs: Inputs) -> Tensor:
-        """bool [B, T], the positions whose number the summed loss of a batch is divided by."""
+        """bool [B, T], the positions counted in the divisor of the batch's summed loss."""
 
     def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
-        """`sum` of the losses, [], or `none`: each one [B, T], 0 where there is no target.
+        """The `sum` of the losses, [], or with `none` each loss, [B, T], 0 without a target.
 
         Float32 (float64 for a float64 model). Only the sum is meant for a backward pass.
         """
 
 
 class LossModule(nn.Module):
-    """A model and its loss in one forward pass, which is what DDP and FSDP have to see."""
+    """A model and its loss as one module, so that DDP and FSDP wrap both."""
 
     def __init__(self, model: InfiniLlama, objective: Objective) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses of windows by segment: how training and evaluation score a model, both of them."""
+"""Scoring windows by segment, for validation in training and for evaluation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from infini_model.objectives.objective import LossModule
 
 
 class Scorer:
-    """Scores batches on one device, in the precision of the training, without gradients."""
+    """Scores batches on one device, in the training precision, without gradients."""
 
     def __init__(self, module: LossModule, precision: Precision, device: torch.device) -> None:
         self._module, self._precision, self._device = module, precision, device
 
     def score(self, batch: Batch, *, empty_memory: bool = False) -> Tensor:
-        """Sums of the losses and numbers of targets, by segment: [2, S] float64 on the device.
+        """Loss sums and target counts by segment: [2, S] float64 on the device.
 
-        `empty_memory` empties the memory before every segment, to see what it is worth.
+        `empty_memory` empties the memory before every segment, to measure what it contributes.
         """
         objective, segment_length = self._module.objective, self._module.model.config.segment_length
         inputs = objective.inputs(batch.to(self._device))

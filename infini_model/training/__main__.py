@@ -52,7 +52,7 @@ def _gpu() -> int | None:
 
 
 def _prefix(rank: int) -> str:
-    """How the lines of a rank begin: with its physical GPU, on the CPU with the rank."""
+    """The log prefix of a rank: its physical GPU, or the rank on the CPU."""
     gpu = _gpu()
     return f"GPU{rank if gpu is None else gpu}"
 
@@ -88,7 +88,7 @@ def _kind_of(error: Exception) -> tuple[Kind, int]:
         return "user error", EXIT_USER_ERROR
     if isinstance(error, NonFiniteError):
         return "non-finite", EXIT_NON_FINITE
-    # Where the host runs out of memory, torch raises a plain RuntimeError: only its text says so.
+    # When the host is out of memory, torch raises a plain RuntimeError, known only by its text.
     text = str(error)
     out_of_memory = "out of memory" in text or "can't allocate memory" in text
     if isinstance(error, MemoryError) or out_of_memory:
@@ -103,7 +103,7 @@ class _Progress(Callback):
         self._report = rate_limited(write_progress)
 
     def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
-        """Print it, if the last time was long enough ago."""
+        """Print the progress, rate-limited."""
         self._report(step.number, step.total)
 
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         callbacks: list[Callback] = [heartbeat]
         if arguments.report_progress and rank == 0:
             callbacks.append(_Progress())
-        # Imported late, to report mistakes in the settings at once: torch takes seconds to load.
+        # Imported late, as torch takes seconds to load: configuration errors are reported at once.
         from infini_model.training.loop import train
 
         outcome = train(config, arguments.dataset, arguments.run_dir, callbacks)
@@ -151,6 +151,6 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is on disk. Native threads that outlive the interpreter have aborted the process at
-    # exit, and torchrun then took a rank that had finished for one that crashed.
+    # Everything is on disk. Native threads that outlive the interpreter sometimes abort the process
+    # at exit, and torchrun would then report a finished rank as crashed.
     os._exit(code)

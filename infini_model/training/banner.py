@@ -1,4 +1,4 @@
-"""What a training logs before its first step."""
+"""The banner that a training logs before its first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def log_rank(world: World) -> None:
 def log_banner(
     t: Training, division: Division, checkpoint: Path | None, windows: Mapping[str, Windows]
 ) -> None:
-    """Log where the training runs and what it is about to do, in totals."""
+    """Log where the training runs, what it trains, and the totals."""
     training, trained = t.config.training, len(windows["train"])
     batch, dataset = division.global_batch, t.manifest.folder_name
     tokens = batch * t.config.packing.context_length
@@ -38,11 +38,11 @@ def log_banner(
         f"Run: {t.run_dir}",
         f"Dataset: {dataset}",
         f"Device: {t.world.device.type}, {t.replica.precision.name}",
-        f"Attention inside segments: {t.replica.attention_backend}",
+        f"Local attention: {t.replica.attention_backend}",
         f"Number of processes: {t.world.size}, {t.config.launch.strategy}",
         f"Batch size per process: {division.micro_batch}",
         f"Gradient accumulation: {division.accumulation}",
-        f"Total batch size: {batch} windows, {tokens:,} tokens a step",
+        f"Total batch size: {batch} windows, {tokens:,} tokens per step",
         f"Model parameters: {parameters:,}",
         f"Vocabulary size: {t.config.model.vocab_size}",
         f"Resuming from: {checkpoint}" if checkpoint else f"Seed: {t.config.run.seed}",
@@ -53,4 +53,4 @@ def log_banner(
         log.info("%s", line)
     for split in ("validation", "test"):
         if len(windows[split]) == 0:
-            log.warning("%s: too few tokens for one window; no %s loss", dataset, split)
+            log.warning("%s: split %s is too small for one window; no loss", dataset, split)

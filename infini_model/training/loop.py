@@ -1,10 +1,10 @@
 """The training loop: validate, step, save, until the last step or a signal.
 
-The loss of a step is the sum of all token losses of the global batch over the number of its
-targets, so it does not depend on how the batch is divided into processes and micro-batches. A
-training that is interrupted anywhere and resumed takes the same steps to the bit: its state is the
-weights, AdamW's moments, the step and the number of windows consumed. Checkpoints are written in
-the background; no rank ends before the last one is on the disk.
+The loss of a step is the sum of all token losses of the global batch divided by the number of
+targets, so it does not depend on how the batch is split into processes and micro-batches. A run
+that is interrupted and resumed takes bit-identical steps: its state is the weights, AdamW's
+moments, the step and the number of windows consumed. Checkpoints are written in the background; no
+rank exits before the last one is on disk.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended: at `step`, complete, or stopped by a signal with that step saved."""
+    """How a training ended: complete at `step`, or stopped by a signal with that step saved."""
 
     step: int
     stopped_by: int | None
@@ -79,13 +79,13 @@ class Outcome:
 def train(
     config: Config, dataset_dir: Path, run_dir: Path, callbacks: Sequence[Callback] = ()
 ) -> Outcome:
-    """Train in this process and, under torchrun, in the others that it started.
+    """Train in this process, which is one rank of several under torchrun.
 
-    Resumes from the newest complete checkpoint in `run_dir`, if there is one. `callbacks` come
-    before those of every training.
+    Resumes from the newest complete checkpoint in `run_dir`, if there is one. `callbacks` run
+    before the default ones.
 
     Raises:
-        UserError: The settings do not fit the dataset or the run, or a folder cannot be written.
+        UserError: The settings do not match the dataset or the run, or a folder is not writable.
         NonFiniteError: The loss or a gradient is NaN or infinite; nothing was overwritten.
     """
     with (
@@ -107,7 +107,7 @@ def train(
 
 @contextlib.contextmanager
 def _only_writer(run_dir: Path, world: World) -> Iterator[None]:
-    """Keep a second training out of the run folder until the first has ended."""
+    """Hold the run folder's lock, waiting for any other training in it to end."""
     if not world.is_main:
         yield
         return
@@ -116,13 +116,13 @@ def _only_writer(run_dir: Path, world: World) -> Iterator[None]:
         if free:
             yield
             return
-    log.warning("waiting for another process that trains in %s", run_dir)
+    log.warning("waiting for another process that is training in %s", run_dir)
     with lock(path):
         yield
 
 
 class Trainer:
-    """A training at one point: the model, the position, and what it reads."""
+    """The state of a training: the model, the optimizer, the step and the data loader."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Trainer:
         stops: StopSignals,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """Begin at step 0, or at the newest checkpoint. Raises as `train` does."""
+        """Start at step 0 or from the newest checkpoint. Raises as `train` does."""
         self.run_dir, self.world, self._stops = run_dir, world, stops
         self.stopped_by: int | None = None
         manifest = read_manifest(dataset_dir)
@@ -181,7 +181,7 @@ class Trainer:
             log_banner(training, self._division, start.checkpoint, self._windows)
 
     def _build_model(self, start: Start) -> None:
-        """The model and the optimizer, with the state of the checkpoint if there is one."""
+        """Create the model and the optimizer, restored from the checkpoint if there is one."""
         objective = make_objective(self.config)
         module = place_model(self.config, objective, start.checkpoint, self.world)
         self.model = module.model
@@ -193,7 +193,7 @@ class Trainer:
         self._replica.load_scaler(start.scaler)
 
     def _as_training(self, dataset_dir: Path, manifest: Manifest) -> Training:
-        """What callbacks may use of this training."""
+        """The parts of this training that callbacks may use."""
         return Training(
             config=self.config,
             dataset_dir=dataset_dir,
@@ -223,7 +223,7 @@ class Trainer:
             if not self._is_stopped():
                 self._take_step()
                 if self.step == began_at + 1:
-                    self._checkpointer.make_room()
+                    self._checkpointer.preallocate()
             if self.step % save_steps == 0 or self.step == total:
                 self._save()
         self._save()
@@ -231,7 +231,7 @@ class Trainer:
         return Outcome(self.step, self.stopped_by)
 
     def _take_step(self) -> None:
-        """One optimizer step on the next global batch. Raises what writing a checkpoint raised."""
+        """One optimizer step on the next global batch. Re-raises checkpoint writer errors."""
         self._checkpointer.check()
         self._callbacks.before_step()
         began = time.perf_counter()
@@ -241,7 +241,7 @@ class Trainer:
         overflowed = self._replica.unscale(self.optimizer)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = gathered(get_total_norm(gradients))
-        loss_sum = self._sum_and_hear(rank_loss.clone())[0]
+        loss_sum = self._sum_and_sync_stop(rank_loss.clone())[0]
         step = Step(
             number=self.step + 1,
             total=self.config.training.total_steps,
@@ -255,7 +255,7 @@ class Trainer:
             logged=self._is_logged(self.step + 1),
         )
         if not step.is_finite:
-            # Every rank sees the same numbers, so all of them stop here, before any weight changes.
+            # Every rank has the same numbers, so all stop here, before any weight changes.
             self._callbacks.on_non_finite(step)
             raise self._non_finite(step)
         self._callbacks.after_backward(step)
@@ -269,7 +269,7 @@ class Trainer:
         self._callbacks.after_step(step, time.perf_counter() - began)
 
     def _next_batches(self) -> list[Batch]:
-        """This rank's micro-batches of the next global batch that is not to be skipped."""
+        """This rank's micro-batches of the next global batch not marked to be skipped."""
         while self._loader.consumed in self._skipped:
             log.warning("skipping the global batch at window %d", self._loader.consumed)
             next(self._loader)
@@ -279,10 +279,10 @@ class Trainer:
         last = self.config.training.total_steps
         return step % self.config.logging.logging_steps == 0 or step == last
 
-    def _sum_and_hear(self, values: Tensor) -> list[float]:
-        """`values` [N] summed over all ranks, which learn on the way if one was told to stop."""
-        heard = values.new_tensor(self._stops.as_counts())
-        numbers: list[float] = self.world.sum(torch.cat([values, heard])).tolist()
+    def _sum_and_sync_stop(self, values: Tensor) -> list[float]:
+        """Sum `values` [N] over all ranks; the same reduction shares received stop signals."""
+        stops = values.new_tensor(self._stops.as_counts())
+        numbers: list[float] = self.world.sum(torch.cat([values, stops])).tolist()
         self.stopped_by = received_stop(numbers[len(values) :])
         return numbers[: len(values)]
 
@@ -290,9 +290,9 @@ class Trainer:
         return self.stopped_by is not None
 
     def _evaluate(self, split: str) -> None:
-        """Record the mean loss of `split` at this step, unless that is known or there is none.
+        """Record the mean loss of `split` at this step, unless already recorded or split empty.
 
-        A validation that a signal stops is done from the start when the training is resumed.
+        A validation interrupted by a signal starts over when the run is resumed.
         """
         name = f"{split}/loss"
         known = self._record is not None and self._record.has(self.step, name)
@@ -308,7 +308,7 @@ class Trainer:
             self.world,
             batch_size=self.config.training.batch_size,
             max_windows=self.config.evaluation.max_windows,
-            is_stopped=self._hear_between_batches,
+            is_stopped=self._check_stop_between_batches,
         )
         self.model.train()
         if loss is None:
@@ -317,24 +317,24 @@ class Trainer:
             raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
         self._callbacks.after_evaluation(self.step, split, loss)
 
-    def _hear_between_batches(self) -> bool:
+    def _check_stop_between_batches(self) -> bool:
         self._callbacks.before_pause()
-        self._sum_and_hear(torch.zeros(0, dtype=torch.float64, device=self.world.device))
+        self._sum_and_sync_stop(torch.zeros(0, dtype=torch.float64, device=self.world.device))
         return self._is_stopped()
 
     def _save(self) -> None:
-        """Save this step, unless it is saved. Raises what writing the last checkpoint raised."""
+        """Save this step unless already saved. Re-raises errors of the checkpoint writer."""
         self._callbacks.before_pause()
         seconds = self._checkpointer.save(self._position(self._loader.consumed))
         if seconds is not None:
             self._callbacks.after_checkpoint(self.step, seconds)
 
     def _save_before(self, folder: Path, first_window: int) -> None:
-        """Write where the step that was not taken began, as a run that begins there."""
-        self._checkpointer.save_apart(folder, self._position(first_window))
+        """Save the state before the failed step under `folder`, as a run that starts there."""
+        self._checkpointer.save_to(folder, self._position(first_window))
 
     def _position(self, consumed: int) -> Position:
-        """Where the training stands after so many windows."""
+        """The position at the current step, with `consumed` windows read."""
         return Position(
             step=self.step,
             consumed=consumed,
@@ -349,13 +349,13 @@ class Trainer:
         )
 
     def _finish(self, *, is_new: bool) -> None:
-        """Return when this step's checkpoint is on the disk and, after the last one, the export."""
+        """Wait until this step's checkpoint, and the export after the last step, are on disk."""
         self._callbacks.before_pause()
         self._checkpointer.wait()
         is_last = self.step == self.config.training.total_steps
         if is_last and (is_new or not (self.run_dir / "model").exists()):
             self._checkpointer.export(self.step)
-        # The others wait here: torchrun ends all when the first one of a stopped training ends.
+        # A barrier: torchrun kills the remaining ranks when the first rank of a stopped run exits.
         self.world.from_main(self.step)
 
     def _non_finite(self, step: Step) -> NonFiniteError:
@@ -363,13 +363,13 @@ class Trainer:
             f"step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; "
             f"the step was not taken. {REMEDIES}"
         )
-        advice = "logging.debug=true names the tensors at fault"
+        advice = "set logging.debug=true to list the affected tensors"
         if self.config.logging.debug:
             advice = f"the report is in {self.run_dir / 'debug' / f'step-{step.number}'}"
         return NonFiniteError(f"{message}; {advice}", step.first_window)
 
     def close(self, status: Status) -> None:
-        """End the threads; the sinks get a bounded time to take what is left."""
+        """Stop the threads; the sinks get a bounded time to flush."""
         self._callbacks.before_pause()
         self._loader.close()
         self._checkpointer.close()

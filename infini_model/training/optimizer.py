@@ -1,4 +1,4 @@
-"""AdamW, which parameters it treats how, and the learning rate of every step.
+"""AdamW, its parameter groups, and the learning-rate schedule.
 
 Weights and moments are float32 on every device; on CUDA the matrix products run in bfloat16 under
 autocast, so the parameters themselves are the master weights.
@@ -17,9 +17,12 @@ GATES = ("gate", "memory_key_shift")
 
 
 def _group_of(name: str, parameter: nn.Parameter) -> str:
-    """Matrices decay. Norms do not; nor do embeddings, since a rare token's row would shrink
-    between its few gradients. Gates and key shifts are single numbers behind a sigmoid: decay
-    would pull them to one half, and they learn at a rate of their own."""
+    """The group of a parameter.
+
+    Weight decay applies to matrices, but not to norms or embeddings: a rare token's row would
+    shrink between its few gradients. Gates and key shifts are scalars before a sigmoid, which decay
+    would pull to one half; they have their own learning rate.
+    """
     if name.rsplit(".", 1)[-1] in GATES:
         return "gates"
     if parameter.ndim < 2 or "embed_tokens" in name:
@@ -52,10 +55,10 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Adam
 
 
 def learning_rate_share(step: int, config: TrainingConfig) -> float:
-    """Share of the peak rate that step `step` (1 to the last) uses.
+    """Learning rate at step `step` (1 to the last) as a fraction of the peak.
 
-    Linear from 1 / warmup_steps to 1 at step warmup_steps, then a cosine that ends at
-    min_learning_rate_ratio in the last step.
+    Linear from 1 / warmup_steps to 1 at step warmup_steps, then a cosine down to
+    min_learning_rate_ratio at the last step.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
@@ -65,7 +68,7 @@ def learning_rate_share(step: int, config: TrainingConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainingConfig) -> float:
-    """Give every group its rate for step `step`; returns that of the matrices."""
+    """Set every group's learning rate for step `step`; returns that of the matrices."""
     share = learning_rate_share(step, config)
     for group in optimizer.param_groups:
         group["lr"] = share * group["peak"]

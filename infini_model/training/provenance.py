@@ -1,7 +1,7 @@
-"""Which text a training step read: every window with its loss, its shards and its documents.
+"""Trace a training step to its text: every window with its loss, shards and documents.
 
-This is computed only when something went wrong: the windows of the step are scored again one by
-one, with the weights that it began with.
+Computed only when something went wrong: the windows of the step are scored again one by one, with
+the weights from before the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infini_model.runtime.errors import DataError
 from infini_model.training.replica import Replica
 
 SPLIT: Split = "train"
-# What is printed; all of it is saved.
+# Limits for printing; the saved files are complete.
 WINDOWS_SHOWN = 3
 PASSAGES_SHOWN = 4
 CHARACTERS_SHOWN = 160
@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Passage:
-    """What a window reads of one document.
+    """The part of a document that a window reads.
 
     Attributes:
-        shard: File inside the dataset folder.
+        shard: File in the dataset folder.
         row: The document's row in that file.
         document: Its number in the split, as `datasets.load_from_disk` counts.
-        first_token: Where the passage begins in the document.
-        tokens: How many tokens are read, including the target of the last position.
-        text: These tokens as text.
+        first_token: Offset of the passage in the document, in tokens.
+        tokens: Number of tokens, including the target of the last position.
+        text: The decoded tokens.
     """
 
     shard: str
@@ -65,10 +65,10 @@ class WindowRead:
 
     Attributes:
         window: Its number in the split.
-        micro_batch: The micro-batch of this process that held it.
-        row: Its row there.
-        loss: Its mean loss, before the step.
-        passages: What it reads, in its order.
+        micro_batch: Index of its micro-batch in this process.
+        row: Its row in the micro-batch.
+        loss: Its mean loss before the step.
+        passages: The passages it reads, in order.
     """
 
     window: int
@@ -78,12 +78,12 @@ class WindowRead:
     passages: list[Passage]
 
     def as_json(self) -> dict[str, Any]:
-        """As a tree for JSON, which has no NaN: then the loss is text."""
+        """As a JSON tree; a loss that is not finite becomes a string, as JSON has no NaN."""
         return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else str(self.loss)}
 
 
 class Attribution:
-    """Traces the batches that `loader` gave last to their text; `replica` scores them."""
+    """Traces the last batches of `loader` to their text; `replica` scores them."""
 
     def __init__(self, dataset_dir: Path, loader: Loader, replica: Replica) -> None:
         self._dataset_dir = dataset_dir
@@ -91,13 +91,13 @@ class Attribution:
         self._replica = replica
 
     def inputs(self, batches: Sequence[Batch]) -> list[Inputs]:
-        """What the model read of `batches`."""
+        """The model inputs of `batches`."""
         return [self._replica.objective.inputs(batch) for batch in batches]
 
     def read_back(self, batches: Sequence[Batch]) -> list[WindowRead]:
-        """The windows of `batches`, this rank's share of the step, the largest loss first.
+        """The windows of `batches`, this rank's share of the step, largest loss first.
 
-        Scoring runs the model, so that under FSDP all ranks must call this together.
+        Scoring runs the model, so under FSDP all ranks must call this together.
         """
         losses = [self._losses(batch) for batch in batches]
         numbers = self._loader.numbers(self._loader.consumed - self._loader.global_batch)
@@ -121,7 +121,7 @@ class Attribution:
         try:
             return load_dataset_tokenizer(self._dataset_dir)
         except DataError as error:
-            log.warning("%s; the windows are listed without their text", error)
+            log.warning("%s; windows are listed without their text", error)
             return None
 
     def _passages(
@@ -144,7 +144,7 @@ class Attribution:
 
 
 def describe_windows(reads: Sequence[WindowRead]) -> list[str]:
-    """The first of `reads` as lines of text."""
+    """The first few of `reads` as lines of text."""
     lines = []
     for read in reads[:WINDOWS_SHOWN]:
         place = f"micro-batch {read.micro_batch}, row {read.row}"

@@ -1,8 +1,7 @@
-"""This rank's copy of the model, as it takes part in a global batch.
+"""This rank's copy of the model: gradients of a global batch, and scores.
 
-DDP and FSDP average gradients over the ranks; what is wanted is the gradient of the sum of all
-token losses over the number of all targets. So each rank scales its own sums by ranks / targets
-first.
+DDP and FSDP average gradients over the ranks, but the loss is the sum of all token losses divided
+by the total number of targets. So each rank first scales its own sums by ranks / targets.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """The model with its precision, its checkpointing and, among several ranks, its gradients.
+    """The model with its precision and, with several ranks, its gradient synchronization.
 
-    A model that is not sharded gets DDP; a sharded one adds up its gradients itself.
+    An unsharded model is wrapped in DDP; under FSDP the module reduces its own gradients.
     """
 
     def __init__(self, module: LossModule, config: Config, world: World) -> None:
@@ -40,7 +39,7 @@ class Replica:
         self.objective = module.objective
         self.precision = resolve_precision(config.training.precision, world.device)
         self._scorer = Scorer(module, self.precision, world.device)
-        # fp16 has no room for small gradients: those of a larger loss are taken.
+        # Small gradients underflow in fp16, so the loss is scaled up.
         scaled = self.precision.name == "fp16"
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         kernel = resolve_backend(
@@ -62,21 +61,21 @@ class Replica:
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 forward_sync_buffers=False,
                 gradient_as_bucket_view=True,
-                # Within one segment nothing is read from the memory, and its gates stay idle.
+                # With a single segment the memory is never read, so its gates get no gradient.
                 find_unused_parameters=one_segment and config.model.memory != "none",
             )
-            self._settle_buckets(config)
+            self._rebuild_buckets(config)
 
     def backward(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Give every parameter its gradient of the mean loss over the global batch.
+        """Compute the gradients of the mean loss over the global batch.
 
-        In fp16 it is a gradient of that loss times a scale, until `unscale`.
+        In fp16 they are multiplied by the loss scale until `unscale`.
 
         Args:
             batches: This rank's micro-batches.
 
         Returns:
-            The sum of this rank's token losses, [1] float64, and the number of targets of all
+            The sum of this rank's token losses, [1] float64, and the number of targets over all
             ranks, [] int64.
         """
         micro_batches = [self.objective.inputs(batch) for batch in batches]
@@ -93,10 +92,10 @@ class Replica:
         return total, targets
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take fp16's scale out of the gradients and adapt it; whether the scale was too large.
+        """Divide the gradients by fp16's loss scale and update it; returns whether they overflowed.
 
-        The gradients hold infinities then, and the next step has half the scale. With a scale below
-        1 the gradients themselves are at fault.
+        After an overflow the gradients hold infinities and the scale is halved. If the scale is
+        below 1, the gradients themselves are not finite, and this is not reported as an overflow.
         """
         if not self._scaler.is_enabled():
             return False
@@ -107,24 +106,24 @@ class Replica:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied by in fp16; None in another precision."""
+        """The loss scale in fp16; None in other precisions."""
         return self._scaler.get_scale() if self._scaler.is_enabled() else None
 
     @property
     def scaler_state(self) -> dict[str, Any] | None:
-        """What `load_scaler` takes, of numbers alone; None in another precision than fp16."""
+        """State for `load_scaler`, numbers only; None in precisions other than fp16."""
         return self._scaler.state_dict() if self._scaler.is_enabled() else None
 
     def load_scaler(self, state: dict[str, Any] | None) -> None:
-        """Restore the loss scale of a checkpoint, if both have one."""
+        """Restore the loss scale from a checkpoint, if both runs use fp16."""
         if state is not None and self._scaler.is_enabled():
             self._scaler.load_state_dict(state)
 
     def close(self) -> None:
-        """Let go of DDP while the process group is there.
+        """Release DDP while the process group still exists.
 
-        DDP must not be the last to hold the group: it would end it with Python's lock held, and
-        wait for gloo's threads for ever if one of them is about to take that lock.
+        If DDP held the last reference, it would destroy the group while holding the GIL and
+        deadlock with any gloo thread that is about to acquire it.
         """
         self._parallel = None
 
@@ -132,24 +131,25 @@ class Replica:
         """As `Scorer.score`; under FSDP call it on all ranks."""
         by_segment = self._scorer.score(batch)
         if self._sharded is not None:
-            # No backward pass follows that would let go of what forward put together.
+            # No backward pass follows to free the parameters gathered in forward.
             self._sharded.reshard()
         return by_segment
 
     def _reducing(self, *, last: bool) -> AbstractContextManager[object]:
-        """Gradients go to the other ranks with the last micro-batch alone, in one sum with it."""
+        """Reduce gradients over the ranks only with the last micro-batch."""
         if self._sharded is not None:
             self._sharded.set_requires_gradient_sync(last)
         if self._parallel is None or last:
             return contextlib.nullcontext()
-        quiet: AbstractContextManager[object] = self._parallel.no_sync()
-        return quiet
+        no_sync: AbstractContextManager[object] = self._parallel.no_sync()
+        return no_sync
 
-    def _settle_buckets(self, config: Config) -> None:
-        """Have DDP rearrange its buckets now: it does so after its first backward pass.
+    def _rebuild_buckets(self, config: Config) -> None:
+        """Run a backward pass so that DDP rebuilds its buckets now.
 
-        With more than two ranks the arrangement decides the order in which a gradient is summed.
-        A resumed training must sum its first one as the undisturbed training summed it.
+        DDP rebuilds them after its first backward pass. With more than two ranks the buckets decide
+        the order in which gradients are summed, and the first step of a resumed run must sum in the
+        same order as the uninterrupted run.
         """
         width = min(config.packing.context_length, 2 * config.model.segment_length)
         tokens = torch.zeros(1, 1, width + 1, dtype=torch.int64, device=self._world.device)

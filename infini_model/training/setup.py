@@ -1,4 +1,4 @@
-"""Before the first step: settings, dataset and checkpoint are checked against each other."""
+"""Setup before the first step: check settings, dataset and checkpoint against each other."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from infini_model.training.parallel.sharding import is_sharded, shard_model
 
 @dataclass(frozen=True)
 class Division:
-    """How the windows of a global batch are shared out.
+    """How the windows of a global batch are split.
 
     Attributes:
-        processes: Ranks, each of which reads an equal share.
-        accumulation: Micro-batches that a rank reads in turn.
-        micro_batch: Windows in one of them.
+        processes: Ranks, each with an equal share.
+        accumulation: Micro-batches per rank.
+        micro_batch: Windows per micro-batch.
     """
 
     processes: int
@@ -43,25 +43,25 @@ class Division:
 
     @property
     def global_batch(self) -> int:
-        """Windows of all ranks in one step."""
+        """Windows per step, over all ranks."""
         return self.processes * self.accumulation * self.micro_batch
 
 
 def divide(training: TrainingConfig, processes: int, global_batch: int | None) -> Division:
-    """The division of a run's global batch among so many processes.
+    """Divide a run's global batch among `processes`.
 
-    A run's first start fixes `global_batch`; None is that start. Later the settings say only how
-    many windows a process may read at once: `batch_size` at most.
+    `global_batch` is fixed when a run first starts; None means that start. After that, the settings
+    only limit the micro-batch, to `batch_size` windows.
 
-    Raises `ConfigError` where the processes cannot have equal shares.
+    Raises `ConfigError` if the batch does not divide evenly.
     """
     if global_batch is None:
         global_batch = processes * training.gradient_accumulation_steps * training.batch_size
     share, rest = divmod(global_batch, processes)
     if rest or share == 0:
         raise ConfigError(
-            f"launch.processes: {processes} processes cannot share the {global_batch} windows of "
-            f"this run's steps equally; take a number that divides {global_batch}"
+            f"launch.processes: {processes} processes cannot split this run's global batch of "
+            f"{global_batch} windows evenly; use a divisor of {global_batch}"
         )
     largest = min(share, training.batch_size)
     micro_batch = next(size for size in range(largest, 0, -1) if share % size == 0)
@@ -69,22 +69,22 @@ def divide(training: TrainingConfig, processes: int, global_batch: int | None) -
 
 
 def with_vocabulary(config: Config, dataset_vocabulary: int, dataset_dir: Path) -> Config:
-    """`config` with a number for `model.vocab_size`: the dataset's where it is None.
+    """`config` with `model.vocab_size` set, by default to the dataset's vocabulary size.
 
-    Raises `ConfigError` where the dataset may hold ids that the model has no row for.
+    Raises `ConfigError` if the model's vocabulary is smaller than the dataset's.
     """
     size = config.model.vocab_size
     if size is not None and size < dataset_vocabulary:
         raise ConfigError(
-            f"model.vocab_size: {size} is less than the vocabulary of the dataset {dataset_dir}, "
-            f"{dataset_vocabulary}"
+            f"model.vocab_size: {size} is less than the vocabulary size of the dataset "
+            f"{dataset_dir}, {dataset_vocabulary}"
         )
     model = config.model.model_copy(update={"vocab_size": size or dataset_vocabulary})
     return config.model_copy(update={"model": model})
 
 
 def with_steps(config: Config, windows: int, global_batch: int) -> Config:
-    """`config` with a number for `training.max_steps`: what `epochs` over `windows` take."""
+    """`config` with `training.max_steps` set, computed from `epochs` over `windows` if given."""
     if config.training.epochs is None:
         return config
     steps = math.ceil(config.training.epochs * windows / global_batch)
@@ -93,7 +93,7 @@ def with_steps(config: Config, windows: int, global_batch: int) -> Config:
 
 
 def record_settings(run_dir: Path, config: Config) -> None:
-    """Write the run's `config.yaml` where nobody has: where training was started by torchrun."""
+    """Write the run's `config.yaml` if missing, as when training is started by torchrun."""
     path = run_dir / "config.yaml"
     if not path.exists():
         with atomic_file(path) as temporary:
@@ -102,29 +102,29 @@ def record_settings(run_dir: Path, config: Config) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a training begins: at step 0, or at a checkpoint and its position."""
+    """Where a training starts: at step 0, or from a checkpoint."""
 
     checkpoint: Path | None = None
     position: Position | None = None
 
     @property
     def step(self) -> int:
-        """Steps taken already."""
+        """Steps already taken."""
         return self.position.step if self.position else 0
 
     @property
     def saved_step(self) -> int | None:
-        """The step of the checkpoint, None without one."""
+        """The step of the checkpoint; None without one."""
         return self.position.step if self.position else None
 
     @property
     def consumed(self) -> int:
-        """Windows read already."""
+        """Windows already read."""
         return self.position.consumed if self.position else 0
 
     @property
     def global_batch(self) -> int | None:
-        """Windows of a step, if they are fixed already."""
+        """Windows per step, if already fixed."""
         return self.position.global_batch if self.position else None
 
     @property
@@ -134,10 +134,10 @@ class Start:
 
 
 def find_start(run_dir: Path, config: Config, dataset_key: str, world: World) -> Start:
-    """The newest checkpoint of a run, the same on every rank; rank 0 reads and tidies.
+    """The newest checkpoint of a run, the same on every rank; rank 0 chooses it and cleans up.
 
-    Raises `CheckpointError` if it is of another model or dataset, or if this machine does not see
-    the checkpoint that rank 0 chose.
+    Raises `CheckpointError` if it belongs to another model or dataset, or if this machine does not
+    see the checkpoint that rank 0 chose.
     """
     checkpoint = _choose_checkpoint(run_dir, world)
     if checkpoint is None:
@@ -164,10 +164,10 @@ def _choose_checkpoint(run_dir: Path, world: World) -> Path | None:
 def place_model(
     config: Config, objective: Objective, checkpoint: Path | None, world: World
 ) -> LossModule:
-    """The model of `checkpoint`, or one drawn from the seed, with its loss, on this rank's device.
+    """The model from `checkpoint`, or initialized from the seed, with its loss, on the device.
 
-    With `launch.strategy: fsdp` each of several ranks gets its part of it, and rank 0 alone ever
-    has the whole. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
+    With `launch.strategy: fsdp` and several ranks, each rank gets its shards, and only rank 0 ever
+    holds the whole model. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
     """
     sharded = is_sharded(config.launch, world)
     device = torch.device("cpu") if sharded else world.device

@@ -1,4 +1,4 @@
-"""The loss of the model that is in training on the held-out splits."""
+"""Validation during training: the loss on the held-out splits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def validate_split(
     max_windows: int | None,
     is_stopped: Callable[[], bool],
 ) -> float | None:
-    """Mean loss over the targets of the sample of a split, the same on all ranks.
+    """Mean loss over the targets of a sample of the split, the same on all ranks.
 
     Args:
-        windows: Of the split.
-        replica: Scores, as in the report of an evaluation.
-        world: The ranks, which share the sample.
-        batch_size: Windows that a rank scores at once.
+        windows: Windows of the split.
+        replica: Scores the batches, as in the evaluation report.
+        world: The ranks that share the work.
+        batch_size: Windows per batch of a rank.
         max_windows: Size of the sample; None scores the whole split.
-        is_stopped: Called after each batch, on all ranks; true ends it without a result.
+        is_stopped: Called after each batch on all ranks; if true, validation stops and returns
+            None.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for batch in validation_batches(windows, batch_size, world.rank, world.size, max_windows):

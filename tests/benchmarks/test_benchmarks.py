@@ -1,4 +1,4 @@
-"""Each benchmark runs, at a size that measures nothing, and ends with a line of JSON."""
+"""Each benchmark runs, at a tiny size, and ends with a line of JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TINY = {
 
 # These take the longest.
 LONG = ("tokenize", "model")
-# What a machine with torch, numpy, pyarrow, pydantic and safetensors lacks.
+# Packages missing on a machine with only torch, numpy, pyarrow, pydantic and safetensors.
 ABSENT = (
     *("datasets", "gigatoken", "infini_transformer_pytorch", "mlflow", "prefect", "tokenizers"),
     *("transformers", "yaml"),
@@ -54,7 +54,7 @@ CONFIG = tiny_config(segment_length=LENGTH)
 
 
 def run(*arguments: str) -> str:
-    """What a Python process prints. One thread: more wait for each other longer than they work."""
+    """The output of a Python process. One thread: more would mostly wait for each other."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     ended = subprocess.run(
@@ -65,12 +65,12 @@ def run(*arguments: str) -> str:
 
 
 def last_line(printed: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return told
+    summary: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return summary
 
 
 def run_bare(name: str) -> str:
-    """What a benchmark prints where nothing of `ABSENT` can be imported."""
+    """The output of a benchmark when nothing in `ABSENT` can be imported."""
     code = (
         "import runpy, sys\n"
         f"sys.modules.update(dict.fromkeys({ABSENT}))\n"
@@ -84,44 +84,44 @@ def run_bare(name: str) -> str:
     "name",
     [pytest.param(n, marks=pytest.mark.story) if n in LONG else n for n in TINY],
 )
-def test_it_ends_with_a_line_of_json(name: str) -> None:
-    # The one for GPU machines runs on the barest.
-    told = last_line(
+def test_output_ends_with_a_line_of_json(name: str) -> None:
+    # The one for GPU machines must run with minimal packages.
+    summary = last_line(
         run_bare(name) if name == "model" else run("-m", f"benchmarks.{name}", *TINY[name])
     )
-    assert told["benchmark"] == name
-    assert told["machine"]["cores"] > 0
-    assert "torch" in told["versions"]
-    assert told["table"]
-    assert told["ratios"]
-    for ratio in told["ratios"].values():
+    assert summary["benchmark"] == name
+    assert summary["machine"]["cores"] > 0
+    assert "torch" in summary["versions"]
+    assert summary["table"]
+    assert summary["ratios"]
+    for ratio in summary["ratios"].values():
         for number in (ratio["lowest"], ratio["median"], ratio["highest"]):
             assert math.isfinite(number)
             assert number > 0
 
 
-def test_attention_leaves_the_peer_out_where_it_is_not_installed() -> None:
+def test_attention_skips_the_peer_if_not_installed() -> None:
     printed = run_bare("attention")
     assert sum("is not installed" in line for line in printed.splitlines()) == 1
     assert {row["peer layer ms"] for row in last_line(printed)["table"]} == {None}
 
 
 @pytest.mark.skipif(attention.CUDA, reason="other lengths on a GPU")
-def test_attention_tells_the_ratios_of_16384_tokens_of_those_it_measured(
+def test_attention_reports_the_ratios_at_16384_tokens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = "--lengths 16384 32768 --segment 512 --heads 1 --head-dim 4 --turns 1"
     monkeypatch.setattr(sys, "argv", ["attention", *options.split(), "--full-limit", "0"])
     attention.main()
-    told = last_line(capsys.readouterr().out)
-    assert {row["full causal ms"] for row in told["table"]} == {None}
-    assert set(told["ratios"]) == {
+    summary = last_line(capsys.readouterr().out)
+    assert {row["full causal ms"] for row in summary["table"]} == {None}
+    assert set(summary["ratios"]) == {
         "16,384 tokens, infini / local only",
         "16,384 tokens, delta / local only",
         "16,384 tokens, layer / peer layer",
         "tokens/s of infini, 32,768 / 16,384 tokens",
     }
-    assert set(told["targets"]) == {
+    assert set(summary["targets"]) == {
         "16,384 tokens, infini / local only",
         "16,384 tokens, layer / peer layer",
     }
@@ -135,12 +135,12 @@ def test_a_target_is_met_by_the_median(capsys: pytest.CaptureFixture[str]) -> No
     assert "fast: 2.00 (1.00 to 3.00), at least 1.9: met\n" in printed
     assert "slow: 2.00 (1.00 to 3.00), at least 2.1: missed\n" in printed
     assert "–" in printed
-    told = last_line(printed)
-    assert told["targets"] == targets
-    assert told["table"] == [{"": "a row", "ms": None}]
+    summary = last_line(printed)
+    assert summary["targets"] == targets
+    assert summary["table"] == [{"": "a row", "ms": None}]
 
 
-def test_the_utilization_is_that_of_steps_which_train() -> None:
+def test_utilization_is_measured_on_real_training_steps() -> None:
     training = Training(CONFIG, "cpu")
     before = [parameter.detach().clone() for parameter in training.model.parameters()]
     shapes = [Shape(4, LENGTH, False), Shape(1, 4 * LENGTH, True)]
@@ -166,13 +166,13 @@ def test_a_batch_that_does_not_fit_is_halved() -> None:
         training.fit(Shape(8, LENGTH, False))
 
 
-def test_make_bench_runs_every_one_of_them() -> None:
+def test_make_bench_runs_every_benchmark() -> None:
     lines = (ROOT / "Makefile").read_text().splitlines()
     names = next(line for line in lines if line.startswith("BENCHMARKS")).partition("=")[2]
     assert set(names.split()) == set(TINY)
 
 
-def test_peers_take_turns_and_stop_when_the_time_is_over() -> None:
+def test_peers_take_turns_until_the_time_limit() -> None:
     order: list[str] = []
 
     def peer(name: str) -> float:
@@ -185,6 +185,6 @@ def test_peers_take_turns_and_stop_when_the_time_is_over() -> None:
     assert len(take_turns(peers, turns=100, seconds=0.0)["a"]) == 3
 
 
-def test_a_ratio_is_formed_within_each_turn() -> None:
+def test_a_ratio_is_computed_within_each_turn() -> None:
     # The machine is half as fast in the second turn, and ours is twice as fast in all of them.
     assert speed_ratio([1.0, 2.0, 1.5], [2.0, 4.0, 3.0]) == Ratio(2.0, 2.0, 2.0)

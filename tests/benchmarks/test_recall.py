@@ -1,4 +1,4 @@
-"""The recall task asks what it says, and its table, judgement and JSON follow from the answers."""
+"""The recall task: its questions, and the table, verdicts and JSON computed from the answers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_each_key_is_asked_once_and_its_newest_value_is_the_answer(
 
 
 @pytest.mark.parametrize(("segments", "writings"), TASKS)
-def test_answers_stand_in_earlier_segments_alone(segments: int, writings: int) -> None:
+def test_answers_are_only_in_earlier_segments(segments: int, writings: int) -> None:
     batch = drawn(segments, writings)
     asked = batch.labels != -100
     assert asked.sum() == ROWS * PAIRS
@@ -132,11 +132,11 @@ def test_without_memory_only_the_segment_itself_counts(learner: InfiniLlama) -> 
         assert not torch.allclose(
             learner(one).logits[:, -SEGMENT:], learner(other).logits[:, -SEGMENT:]
         )
-        # In the first segment there is nothing to remember: the weights are the same.
+        # In the first segment there is nothing to recall, so the outputs are the same.
         torch.testing.assert_close(bare(one).logits[:, :SEGMENT], learner(one).logits[:, :SEGMENT])
 
 
-def test_who_has_learned_nothing_answers_by_chance(learner: InfiniLlama) -> None:
+def test_an_untrained_model_answers_by_chance(learner: InfiniLlama) -> None:
     right, quarters = ask(learner, 8, 1, 4)
     assert len(right) == len(quarters) == 4 * BATCH * PAIRS
     assert set(quarters.tolist()) == {0, 1, 2, 3}
@@ -165,13 +165,13 @@ def test_the_table_judges_every_seed() -> None:
     assert Need("≤", 10).judge([3.0, 10.1]) == "≤ 10 missed"
 
 
-def test_it_ends_with_a_line_of_json_and_status_1_where_a_need_is_missed() -> None:
+def test_it_ends_with_a_line_of_json_and_status_1_if_a_target_is_missed() -> None:
     command = [sys.executable, "-m", "benchmarks.recall", "--steps", "2", "--batches", "1"]
     command += ["--seeds", "5", "--only", "linear"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.stdout, ended.stderr
     assert ended.returncode == 1
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["benchmark"] == "recall"
-    assert [row[""] for row in told["table"]] == ["linear, seed 5", "linear needs"]
-    assert told["table"][-1]["64 segments"] == "≥ 90 missed"
+    summary = json.loads(ended.stdout.splitlines()[-1])
+    assert summary["benchmark"] == "recall"
+    assert [row[""] for row in summary["table"]] == ["linear, seed 5", "linear needs"]
+    assert summary["table"][-1]["64 segments"] == "≥ 90 missed"

@@ -1,4 +1,4 @@
-"""Chromium in front of a real `infini serve`."""
+"""Chromium with a real `infini serve`."""
 
 import json
 import os
@@ -34,7 +34,7 @@ OPTIONS = (
     "--disable-sync",
     "--no-first-run",
 )
-# Two cores may be shared with much else; nothing here is waited for any longer than it takes.
+# Generous, as two cores may be shared with other work; no wait takes longer than needed.
 PATIENCE_MS = 120_000
 
 Launch = Callable[[], Serving]
@@ -50,7 +50,7 @@ def screenshots(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return Path(folder)
 
 
-# Not of the session: Playwright's event loop would be in the way of other tests of this process.
+# Not session-scoped: Playwright's event loop would interfere with other tests in this process.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium, or the binary that CHROMIUM names."""
@@ -64,14 +64,14 @@ def browser() -> Iterator[Browser]:
 
 
 def _tell(response: Response) -> None:
-    """Print what the API refuses: pytest shows it with a failure."""
+    """Print API errors, which pytest shows with a failure."""
     if response.status >= 400 and "/api/" in response.url:
         print(response.status, response.request.method, response.url, response.text())
 
 
 @pytest.fixture
 def page(browser: Browser, request: pytest.FixtureRequest, screenshots: Path) -> Iterator[Page]:
-    """A page of a person who has never been here; its last sight is kept."""
+    """A page of a first-time visitor; a final screenshot is kept."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(PATIENCE_MS)
     expect.set_options(timeout=PATIENCE_MS)
@@ -88,7 +88,7 @@ def launch(
     session_environment: Environment,
     with_tables: Callable[[Path], Path],
 ) -> Iterator[Launch]:
-    """Start `infini serve`, or another one after its end, for the same output folder."""
+    """Starts or restarts `infini serve` for the same output folder."""
     folder = tmp_path_factory.mktemp("browser")
     output = with_tables(folder / "output")
     env = {**session_environment, "PREFECT_HOME": str(folder / "home")}
@@ -116,7 +116,7 @@ def launch(
 
 @pytest.fixture(scope="module")
 def serving(launch: Launch) -> Serving:
-    """`infini serve`, whose deployments were edited to train something tiny."""
+    """`infini serve`, with deployments edited to train a tiny model."""
     serving = launch()
     texts = write_texts(serving.output.parent / "texts", 60)
     _edit(serving, small(texts, serving.output))
@@ -124,7 +124,7 @@ def serving(launch: Launch) -> Serving:
 
 
 def small(texts: Path, output: Path) -> dict[str, Any]:
-    """What the deployments lay over their preset: 60 steps, and no second try."""
+    """What the deployments lay over their preset: 60 steps and no retries."""
     return tiny(
         texts,
         output,

@@ -1,4 +1,4 @@
-"""A training that fails, is cancelled or suspended, and goes on, by the buttons of its run."""
+"""Retrying, cancelling, pausing and resuming a training with the buttons of its flow run."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ STEPS = 3000
 
 
 def begin(prefect: Prefect, serving: Serving, name: str, steps: int = STEPS) -> tuple[str, Path]:
-    """A training that is at its steps: its flow run and its run folder."""
+    """Start a training and wait for its first steps; returns its flow run and run folder."""
     prefect.open_form("pipeline")
     prefect.field("Steps").fill(str(steps))
     prefect.field("Name").fill(name)
@@ -40,7 +40,7 @@ def saved_step(run_dir: Path) -> int:
 
 
 def expect_resumed(prefect: Prefect, serving: Serving, flow_run: str, run_dir: Path) -> None:
-    """The run goes on from the newest checkpoint, in its folder."""
+    """The run resumes from its newest checkpoint, in its folder."""
     checkpoint = newest_checkpoint(run_dir)
     serving.wait_for_log(flow_run, f"Resuming from: {checkpoint}", seconds=120)
     prefect.expect_state("Running")
@@ -51,7 +51,7 @@ def expect_resumed(prefect: Prefect, serving: Serving, flow_run: str, run_dir: P
 
 @pytest.fixture(autouse=True)
 def _nothing_else_trains(serving: Serving) -> Iterator[None]:
-    """A story that failed must not keep the CPU from the next one."""
+    """A failed test must not leave a training that slows down the next one."""
     yield
     for process in serving.processes(ENGINE):
         process.terminate()
@@ -63,7 +63,7 @@ def test_a_failed_training_is_retried_from_its_step_in_its_mlflow_run(
 ) -> None:
     flow_run, run_dir = begin(prefect, serving, "failed")
     eventually(lambda: newest_checkpoint(run_dir) is not None, "a checkpoint", seconds=240)
-    # MLflow is connected to while the training runs.
+    # MLflow connects while the training runs.
     eventually(lambda: "run_id" in read_mlflow_record(run_dir), "MLflow's run", seconds=60)
     mlflow_run = read_mlflow_record(run_dir)["run_id"]
     serving.kill(TRAINER)

@@ -7,7 +7,7 @@ from serving import Serving
 from ui import Prefect
 
 
-def test_the_form_shows_what_people_change(prefect: Prefect) -> None:
+def test_the_form_shows_the_common_settings(prefect: Prefect) -> None:
     prefect.open_form("pipeline")
     inputs = "input, textarea, [role=combobox], [role=textbox]"
     visible = prefect.page.locator("form").locator(inputs).filter(visible=True)
@@ -16,25 +16,23 @@ def test_the_form_shows_what_people_change(prefect: Prefect) -> None:
     prefect.keep("form")
 
 
-def test_a_wrong_value_is_refused_at_its_field(prefect: Prefect) -> None:
+def test_an_invalid_value_is_rejected_at_its_field(prefect: Prefect) -> None:
     prefect.open_form("train")
     steps = prefect.field("Steps")
     steps.fill("-3")
     prefect.press_submit()
-    # By the browser, from the schema.
+    # Rejected by the browser, from the schema.
     assert "1" in steps.evaluate("input => input.validationMessage")
     prefect.keep("refused-by-the-browser")
     steps.fill("20")
-    # By the server: a form of HTML knows no open interval.
+    # Rejected by the server: HTML forms have no open intervals.
     prefect.field("Learning rate").fill("0")
     expect(prefect.refused()).to_contain_text("'learning_rate'")
     expect(prefect.page.get_by_text("0 is less than or equal to the minimum").first).to_be_visible()
     prefect.keep("refused-by-the-server")
 
 
-def test_values_that_do_not_go_together_fail_the_run_in_one_line(
-    prefect: Prefect, serving: Serving
-) -> None:
+def test_incompatible_values_fail_the_run_in_one_line(prefect: Prefect, serving: Serving) -> None:
     prefect.open_form("train")
     prefect.field("Context length").fill("100")
     flow_run = prefect.submit()
@@ -43,7 +41,7 @@ def test_values_that_do_not_go_together_fail_the_run_in_one_line(
     message = serving.state(flow_run)["message"]
     assert "context_length" in message
     assert "\n" not in message
-    # Shown where the run is, not in the state alone.
+    # Shown on the page of the run, not only in its state.
     logs = prefect.newest_logs()
     expect(logs.get_by_text("context_length").first).to_be_visible()
 

@@ -1,4 +1,4 @@
-"""What MLflow shows of a training that was started in Prefect."""
+"""MLflow's pages of a training that was started in Prefect."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_the_page_shows_the_experiment_the_curves_and_the_model(
     serving.wait_for_state(flow_run, "Completed", seconds=300)
     (address,) = re.findall(r"^MLflow +(http\S+)$", serving.running.output, re.MULTILINE)
     page.goto(address)
-    # What welcomes newcomers would be in the pictures.
+    # Hide the welcome dialog, which would cover the screenshots.
     page.get_by_role("button", name="Close").or_(page.get_by_label("Close")).last.click()
     page.get_by_role("link", name="curves", exact=True).first.click()
     expect(page.get_by_role("status").get_by_text("Finished")).to_be_visible()

@@ -24,7 +24,7 @@ def test_one_changed_field_gives_a_training_with_live_progress_and_a_report(
     prefect.keep("run-completed")
     assert serving.state(flow_run)["name"] == "Completed"
     prefect.page.reload()
-    # Drawn anew, the chart is laid out for the whole run.
+    # After a reload the chart spans the whole run.
     expect(prefect.page.locator("main canvas")).to_be_visible()
     prefect.open_tab("Artifacts").get_by_text("report").first.wait_for()
     prefect.keep("run-artifacts")

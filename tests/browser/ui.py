@@ -1,4 +1,4 @@
-"""Prefect's UI at /v2, used as a person uses it."""
+"""Prefect's UI at /v2, driven as a user would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REDRAWN_MS = 1000
 
 @dataclass(frozen=True)
 class Prefect:
-    """The page of a browser, and where the UI is."""
+    """A browser page, and the address of the UI."""
 
     page: Page
     url: str
@@ -43,16 +43,16 @@ class Prefect:
         return self.page.get_by_label(re.compile(rf"^(Select )?{title}( \(Optional\))?$"))
 
     def press_submit(self) -> None:
-        """By the keyboard: the editor of *Advanced* grows late and may move the button away."""
+        """With the keyboard: the *Advanced* editor grows late and may move the button."""
         self.page.get_by_role("button", name="Submit").press("Enter")
 
     def submit(self) -> str:
-        """*Submit*, *View run*; the id of the flow run."""
+        """*Submit*, *View run*; returns the id of the flow run."""
         self.press_submit()
         return self.view_run()
 
     def view_run(self) -> str:
-        """*View run*, which the page offers for a moment; the id of the flow run."""
+        """*View run*, which is shown only briefly; returns the id of the flow run."""
         self.page.get_by_role("link", name="View run").or_(
             self.page.get_by_role("button", name="View run")
         ).first.click()
@@ -60,26 +60,26 @@ class Prefect:
         return re.findall(r"flow-run/([0-9a-f-]{36})", self.page.url)[0]
 
     def refused(self) -> Locator:
-        """What the page says after a *Submit* that the server refuses."""
+        """The error on the page after a *Submit* that the server rejects."""
         self.press_submit()
         return self.page.locator("[data-sonner-toast]")
 
     def expect_state(self, name: str) -> None:
-        """The badge below the name of the run comes to say this."""
+        """Wait until the badge below the run's name shows this state."""
         expect(self.page.locator("main").get_by_text(name, exact=True).first).to_be_visible()
 
     def open_tab(self, name: str) -> Locator:
-        """One of the tabs below the chart; by the keyboard, as the chart covers them at first."""
+        """Open a tab below the chart, with the keyboard, as the chart covers the tabs at first."""
         tab = self.page.get_by_role("tab", name=name, exact=True)
         tab.press("Enter")
-        # The page goes back to the logs when it is drawn anew, as when the run begins.
+        # The page returns to the logs whenever it is redrawn, as when the run starts.
         self.page.wait_for_timeout(REDRAWN_MS)
         if tab.get_attribute("aria-selected") != "true":
             tab.press("Enter")
         return self.page.locator("[role=tabpanel][data-state=active]")
 
     def newest_logs(self) -> Locator:
-        """The log, newest line first; only lines in sight are on the page."""
+        """The log, newest line first; only visible lines are in the DOM."""
         logs = self.open_tab("Logs")
         order = logs.get_by_role("combobox", name="log sort order")
         if "Newest" not in order.inner_text():
@@ -93,7 +93,7 @@ class Prefect:
         self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
 
     def press(self, action: str, confirmed_by: str) -> None:
-        """An action in the menu of a run, and the button of the dialog that asks again."""
+        """An action in the menu of a run, and the button of its confirmation dialog."""
         self.page.get_by_role("button", name="Open menu").first.click()
         self.page.get_by_role("menuitem", name=action, exact=True).click()
         dialog = self.page.get_by_role("dialog").or_(self.page.get_by_role("alertdialog"))

@@ -1,4 +1,4 @@
-"""A run that nobody disturbed, which the disturbed ones must equal."""
+"""An undisturbed reference run, which disturbed runs must match."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pipeline(documents: Path) -> Make:
-    """Settings of 120 steps below an output folder; more sections are laid over them."""
+    """Settings for 120 steps in an output folder; `sections` override them."""
 
     def make(output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         return tiny(documents, output, **merge(SETTINGS, sections))
@@ -34,7 +34,7 @@ def undisturbed(
     pipeline: Make,
     session_environment: Environment,
 ) -> Undisturbed:
-    """`infini run` from nothing, with a server of its own."""
+    """`infini run` from scratch, with a temporary server."""
 
     def make(root: Path) -> None:
         settings = write_settings(root / "settings.yaml", pipeline(root / "output"))
@@ -51,7 +51,7 @@ def undisturbed(
 
 @pytest.fixture
 def start(tmp_path: Path, alone: Environment) -> Iterator[Start]:
-    """Start `infini` in the background; what is left of it is killed at the end of the test."""
+    """Start `infini` in the background; any leftover process is killed after the test."""
     started: list[Running] = []
 
     def begin(*arguments: str | Path, env: Environment = alone) -> Running:

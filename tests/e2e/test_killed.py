@@ -1,4 +1,4 @@
-"""Runs that are killed or interrupted anywhere: the same command brings them to the same end."""
+"""Runs that are killed or interrupted anywhere: the same command gives the same result."""
 
 import os
 import pty
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.story
 
 
 def stage_of(running: Running, name: str) -> list[psutil.Process]:
-    """The process of a stage, if it is at work."""
+    """The processes of a stage, if running."""
     found = []
     for process in alive(running.tree()):
         try:
@@ -44,13 +44,13 @@ def stage_of(running: Running, name: str) -> list[psutil.Process]:
 
 
 def trainer_of(running: Running) -> psutil.Process:
-    """The process that trains."""
+    """The training process."""
     (process,) = stage_of(running, "infini_model.training")
     return process
 
 
 def sigkill(running: Running, output: Path) -> None:
-    """Kill the command itself; all that came of it must end by itself."""
+    """Kill the command itself; all its descendants must end on their own."""
     everyone = running.tree()
     kill(everyone[0], signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL
@@ -58,7 +58,7 @@ def sigkill(running: Running, output: Path) -> None:
     assert not processes_about(output)
 
 
-def test_sigkill_in_every_stage_and_the_same_command_ends_as_if_undisturbed(
+def test_sigkill_in_every_stage_and_the_same_command_gives_the_same_result(
     undisturbed: Undisturbed,
     start: Start,
     connected: Environment,
@@ -66,7 +66,7 @@ def test_sigkill_in_every_stage_and_the_same_command_ends_as_if_undisturbed(
     with_tables: Callable[[Path], Path],
     tmp_path: Path,
 ) -> None:
-    """The command that is killed in training has a server of its own, which must end with it."""
+    """The command killed during training has a temporary server, which must end with it."""
     output = with_tables(tmp_path / "output")
     command = ("run", "--config", write_settings(tmp_path / "settings.yaml", pipeline(output)))
     for stage in ("download", "shard"):
@@ -99,12 +99,12 @@ def test_sigkill_in_every_stage_and_the_same_command_ends_as_if_undisturbed(
 
 
 def scores(run_dir: Path) -> list[str]:
-    """The tables of a report that tell of losses."""
+    """The tables of losses in a report."""
     lines = (run_dir / "report.md").read_text().splitlines()
     return [line for line in lines if line.startswith(("| validation", "| test"))]
 
 
-def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_run(
+def test_a_killed_rank_is_retried_and_ctrl_c_is_resumed_in_one_mlflow_run(
     undisturbed: Undisturbed,
     start: Start,
     connected: Environment,
@@ -154,7 +154,7 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_gone_on_from_all_in_one_mlflow_r
     assert sorted(metric.step for metric in history) == [*range(1, STEPS + 1)]
 
 
-def test_a_terminal_that_is_closed_leaves_a_checkpoint(
+def test_closing_the_terminal_leaves_a_checkpoint(
     connected: Environment, pipeline: Make, tmp_path: Path
 ) -> None:
     output = tmp_path / "output"
@@ -163,7 +163,7 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint(
     command = infini("train", "--config", settings)
     child, terminal = pty.fork()
     if child == 0:
-        # Whoever runs the tests in the background may ignore it.
+        # When the tests run in the background, the signal may be ignored.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.execve(command[0], command, connected)
     run_dir = output / "runs" / "run-1"
@@ -182,7 +182,7 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint(
 
 @pytest.fixture
 def two(tmp_path: Path, start: Start, connected: Environment) -> Callable[[], list[Running]]:
-    """Two commands that ask for the same dataset at once, large enough to meet."""
+    """Two concurrent commands for the same dataset, large enough for them to overlap."""
     texts = write_texts(tmp_path / "texts", 200, words=24_000)
     tree = {
         "run": {"output_dir": str(tmp_path / "output")},
@@ -198,7 +198,7 @@ def two(tmp_path: Path, start: Start, connected: Environment) -> Callable[[], li
     return lambda: [start("preprocess", "--config", settings, env=connected) for _ in range(2)]
 
 
-def test_two_that_ask_for_the_same_dataset_do_the_work_once(
+def test_two_commands_for_the_same_dataset_build_it_once(
     two: Callable[[], list[Running]], tmp_path: Path
 ) -> None:
     pair = two()
@@ -210,7 +210,9 @@ def test_two_that_ask_for_the_same_dataset_do_the_work_once(
     assert not leftovers(tmp_path / "output")
 
 
-def test_a_killed_holder_blocks_nobody(two: Callable[[], list[Running]], tmp_path: Path) -> None:
+def test_a_killed_lock_holder_blocks_no_other_command(
+    two: Callable[[], list[Running]], tmp_path: Path
+) -> None:
     pair = two()
     working: list[Running] = []
 

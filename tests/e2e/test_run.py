@@ -1,4 +1,4 @@
-"""`infini run`, from documents to a report, and what it leaves behind."""
+"""`infini run`, from documents to a report, and its outputs."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,7 +14,7 @@ from infini_model.runtime.metrics_file import read_metrics
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_from_nothing_ends_with_a_report_and_leaves_no_process(
+def test_a_run_from_scratch_ends_with_a_report_and_leaves_no_process(
     undisturbed: Undisturbed,
 ) -> None:
     report = undisturbed.run_dir / "report.md"

@@ -1,4 +1,4 @@
-"""`infini serve`: server, MLflow page, worker and deployments, up together and ended together."""
+"""`infini serve`: server, MLflow page, worker and deployments start and stop together."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 DEPLOYMENTS = {"pipeline", "preprocess", "train", "evaluate"}
 
 
-def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
+def test_serve_runs_deployments_serves_other_commands_and_stops_all_on_ctrl_c(
     start: Start,
     pipeline: Make,
     alone: Environment,
@@ -53,7 +53,7 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
     assert nightly["schedule"]["cron"] == "0 3 * * *"
     assert not any(deployed[name]["schedules"] for name in DEPLOYMENTS - {"preprocess"})
 
-    # As the page does it: a flow run of the deployment with parameters, for the worker to take.
+    # As the UI does it: a flow run of the deployment with parameters, for the worker to pick up.
     tree = pipeline(output, training={"max_steps": 10}, tracking={"mlflow": True})
     path = f"deployments/{deployed['pipeline']['id']}/create_flow_run"
     asked = api(url, path, parameters={"preset": "quickstart", "advanced": tree})
@@ -71,7 +71,7 @@ def test_serve_runs_deployments_serves_other_commands_and_ends_all_at_ctrl_c(
     assert owner is not None
     assert owner.url == f"http://{HOST}:{ports[0]}/v2/runs/flow-run/{number}"
 
-    # A second terminal finds the server by the output folder.
+    # A command in a second terminal finds the server by the output folder.
     settings = write_settings(tmp_path / "settings.yaml", tree)
     beside = run(infini("preprocess", "--config", settings), alone)
     assert beside.returncode == 0, beside.stdout + beside.stderr
@@ -99,7 +99,7 @@ def log_of(url: str, number: str) -> str:
 
 
 def mlflow_runs(page: str) -> set[str]:
-    """The names of the runs that MLflow's page shows."""
+    """The names of the runs in MLflow."""
     found = "api/2.0/mlflow/experiments/get-by-name?experiment_name=infini-llama"
     with urllib.request.urlopen(f"{page}/{found}", timeout=30) as answer:
         experiment = json.load(answer)["experiment"]["experiment_id"]

@@ -1,4 +1,4 @@
-"""What dies under `infini serve`: servers and worker come back, trainings go on or are retried."""
+"""Processes killed under `infini serve`: servers and worker restart, trainings go through."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from flows.serving.services import free_port
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 
 pytestmark = pytest.mark.story
-# Never reached: the run is cancelled in the end.
+# Never reached, as the run is cancelled.
 STEPS = 40_000
 LONG = {
     "training": {"max_steps": STEPS},
@@ -28,7 +28,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def mlflow_status(run_dir: Path) -> str:
-    """What MLflow shows of a run."""
+    """The status of a run in MLflow."""
     from mlflow import MlflowClient
 
     record = read_mlflow_record(run_dir)
@@ -36,12 +36,12 @@ def mlflow_status(run_dir: Path) -> str:
 
 
 def link_to_mlflow(serving: Serving, flow_run: str) -> str:
-    """The artifact that leads from a flow run to its record."""
+    """The artifact that links a flow run to its MLflow record."""
     wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run]}, "key": {"any_": ["mlflow"]}}}
     return "".join(str(found["data"]) for found in api(serving.url, "artifacts/filter", **wanted))
 
 
-def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was_told_to(
+def test_servers_worker_and_engine_are_killed_and_the_training_still_obeys(
     start: Start, pipeline: Make, with_tables: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     output = with_tables(tmp_path / "output")
@@ -55,7 +55,7 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
         lambda: "/runs/" in link_to_mlflow(serving, flow_run), "a link to MLflow", seconds=30
     )
 
-    # Nobody may declare it dead while it trains.
+    # It must not be marked as crashed while it trains.
     serving.set_state(flow_run, "CRASHED", "Crashed")
     serving.wait_for_state(flow_run, "Running", seconds=20)
 
@@ -64,7 +64,7 @@ def test_servers_worker_and_engine_are_killed_and_the_training_ends_where_it_was
     serving.running.wait_for("the Prefect server has exited (-9)")
     for name in (PREFECT, MLFLOW, WORKER):
         eventually(lambda: len(serving.processes(name)) == 1, f"another {name}", seconds=60)  # noqa: B023
-    # The worker that took the run is dead: nobody but the run itself hears of the suspension.
+    # The worker that started the run is dead, so only the run itself can see the suspension.
     eventually(lambda: serving.state(flow_run)["name"] == "Running", "the API", seconds=60)
     assert trainer.is_running()
     serving.suspend(flow_run)

@@ -1,4 +1,4 @@
-"""The end of `infini serve`, asked for or not, in the middle of a training."""
+"""`infini serve` stopped or killed in the middle of a training."""
 
 import signal
 import socket
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.story
 
 
 def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether a process that is stopped has been sent a signal."""
+    """Whether a signal is pending for a stopped process."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     (mask,) = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
     return bool(int(mask, 16) >> (number - 1) & 1)
@@ -41,7 +41,7 @@ def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the
     flow_run = serving.create("pipeline", advanced=tree)
     run_dir = output / "runs" / "quickstart-1"
     eventually(lambda: len(read_metrics(run_dir)) > 5, "some steps", seconds=120)
-    # It would have ended before anyone asked it to.
+    # It would have ended before being asked to.
     (trainer,) = serving.processes(TRAINER)
     trainer.suspend()
     with ThreadPoolExecutor() as pool:

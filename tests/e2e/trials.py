@@ -1,4 +1,4 @@
-"""What the disturbed runs are made of and compared by."""
+"""Inputs of disturbed runs, and what they are compared by."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ Make = Callable[..., dict[str, Any]]
 
 
 def shards(output: Path) -> dict[str, bytes]:
-    """Every shard of the dataset folders in an output folder, by its path there."""
+    """Every shard of the datasets in an output folder, by relative path."""
     datasets = output / "datasets"
     return {str(p.relative_to(datasets)): p.read_bytes() for p in datasets.glob("tiny-*/*/*.arrow")}
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A finished run: its output folder, its run folder, its settings and what it printed."""
+    """A finished run: its output folder, run folder, settings and output."""
 
     output: Path
     run_dir: Path

@@ -1,4 +1,4 @@
-"""The dataset of the trials, the trainings that nobody disturbs, and the count at the end."""
+"""The dataset of the trials, the undisturbed trainings, and the summary at the end."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ SELECTED = (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All faults with `--every-fault`, else a selection."""
+    """All faults with `--every-fault`, otherwise a selection."""
     every = metafunc.config.getoption("--every-fault")
     if "fault" in metafunc.fixturenames:
         metafunc.parametrize("fault", every_strike() if every else SELECTED, ids=str)
@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, dataset: Path, environment: dict[str, str]
 ) -> Callable[[Kind], tuple[object, object]]:
-    """The outcome of a training of this kind."""
+    """The outcome of an undisturbed training of each kind."""
     known: dict[Kind, tuple[object, object]] = {}
 
     def outcome(kind: Kind) -> tuple[object, object]:
@@ -62,7 +62,7 @@ def undisturbed(
 def begin(
     tmp_path: Path, dataset: Path, environment: dict[str, str]
 ) -> Iterator[Callable[..., Trial]]:
-    """A trial in a folder; nothing of it outlives the test."""
+    """Starts trials in folders; all their processes end with the test."""
     begun: list[Trial] = []
 
     def make(kind: Kind, folder: Path = tmp_path, **sections: dict[str, Any]) -> Trial:
@@ -76,7 +76,7 @@ def begin(
 
 @pytest.fixture
 def mlflow_server(tmp_path: Path) -> Iterator[Callable[[int], Callable[[], None]]]:
-    """Start MLflow's server at a port, on the same records each time; what is returned kills it."""
+    """Starts MLflow's server at a port, with the same records each time; returns a killer."""
     servers: list[subprocess.Popen[bytes]] = []
 
     def begin(port: int) -> Callable[[], None]:
@@ -102,7 +102,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[Callable[[int], Callable[[], None]
 
 
 def kill_session(leader: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a process and its workers."""
+    """Send SIGKILL to a process and its workers."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGKILL)
     leader.wait()

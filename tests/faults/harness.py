@@ -1,8 +1,8 @@
-"""A small training that is struck while it runs, and what must hold afterwards.
+"""A small training that is disturbed while it runs, and what must hold afterwards.
 
-The launcher is a process of its own, as it is for users. After every fault nothing of it is left
-running, the same command brings the training to its end, and its metrics and checkpoint are those
-of a training that nobody disturbed, bit for bit.
+The launcher is a separate process, as for users. After every fault none of its processes is left
+running, the same command completes the training, and its metrics and checkpoint equal those of an
+undisturbed training, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 STEPS, SAVE_STEPS = 6, 2
 # Nothing may be left running after this many seconds.
 END_SECONDS = 10.0
-# After which a rank that does not step counts as hung: a step takes 20 ms.
+# A rank without a step for this long counts as hung; a step takes 20 ms.
 HANG_SECONDS = 4.0
 LAUNCH = """
 import sys
@@ -109,7 +109,7 @@ def settings(output: Path, kind: Kind, **sections: dict[str, Any]) -> Config:
 
 
 class Trial:
-    """A training in a folder of its own."""
+    """A training in its own folder."""
 
     def __init__(self, folder: Path, dataset: Path, config: Config, env: dict[str, str]) -> None:
         self.run_dir = folder / "run"
@@ -119,14 +119,14 @@ class Trial:
         self._started: list[Running] = []
 
     def start(self) -> Running:
-        """Launch it, or go on with it."""
+        """Launch it, or resume it."""
         command = [sys.executable, "-c", LAUNCH, self._settings, self._dataset, self.run_dir]
         log = self._folder / f"launch-{len(self._started)}.log"
         self._started.append(Running(list(map(str, command)), log, self._env))
         return self._started[-1]
 
     def everyone(self) -> list[psutil.Process]:
-        """Every live process that names the run folder."""
+        """Every live process with the run folder in its arguments."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -137,7 +137,7 @@ class Trial:
         return alive(found)
 
     def process(self, target: Target, launcher: Running) -> psutil.Process | None:
-        """The one that is meant, unless it has ended."""
+        """The target process, unless it has ended."""
         if target == "launcher":
             return psutil.Process(launcher.process.pid)
         for process in self.everyone():
@@ -155,28 +155,28 @@ class Trial:
 
     @property
     def logs(self) -> list[Path]:
-        """What each launch printed."""
+        """The logs of all launches."""
         return [running.log for running in self._started]
 
     def finish(self) -> None:
-        """Launch it once more: it ends well."""
+        """Launch it again; it must succeed."""
         launcher = self.start()
         assert launcher.wait() == 0, launcher.output
 
     def end(self) -> None:
-        """Leave nothing running, however the trial went."""
+        """Kill everything that is still running."""
         for running in self._started:
             running.end()
         for process in self.everyone():
             kill(process, signal.SIGKILL)
 
     def outcome(self) -> tuple[object, object]:
-        """What must not depend on disturbances."""
+        """The results that must not depend on disturbances."""
         return repeatable(self.run_dir), weights(self.run_dir)
 
 
 def strike(trial: Trial, fault: Strike) -> None:
-    """Launch the training, strike, and see that all of it ends in time."""
+    """Launch the training, strike, and check that all of it ends in time."""
     launcher = trial.start()
     _wait_for(trial, launcher, fault.moment)
     target = trial.process(fault.target, launcher)
@@ -184,7 +184,7 @@ def strike(trial: Trial, fault: Strike) -> None:
         return  # It was faster than the blow.
     kill(target, fault.number)
     if fault.number == signal.SIGSTOP and fault.target == "launcher":
-        # Nobody is left to notice; whoever stopped it lets it go on.
+        # Nothing is left to detect the stop; continue it from here.
         time.sleep(0.5)
         kill(target, signal.SIGCONT)
         assert launcher.wait() == 0, launcher.output
@@ -192,7 +192,7 @@ def strike(trial: Trial, fault: Strike) -> None:
     patience = END_SECONDS + (HANG_SECONDS if fault.number == signal.SIGSTOP else 0.0)
     eventually(lambda: not trial.everyone(), f"the end of all after {fault}", seconds=patience)
     if fault.number == signal.SIGTERM and launcher.wait() != 0:
-        # Asked to end, it saves what it has.
+        # On a stop request it saves a checkpoint.
         last = max((line["step"] for line in read_metrics(trial.run_dir)), default=0)
         checkpoint = newest_checkpoint(trial.run_dir)
         assert checkpoint is not None
@@ -200,7 +200,7 @@ def strike(trial: Trial, fault: Strike) -> None:
 
 
 def _wait_for(trial: Trial, launcher: Running, moment: int | None) -> None:
-    """Return at the moment of the blow, or when the training has ended without it."""
+    """Wait for the moment to strike, or until the training has ended."""
     if moment is not None:
         launcher.wait_for(f"Step [{moment}/{STEPS}]")
         return
@@ -211,7 +211,7 @@ def _wait_for(trial: Trial, launcher: Running, moment: int | None) -> None:
 
 
 def survives(trial: Trial, undisturbed: tuple[object, object]) -> None:
-    """The same command ends the training as if nothing had happened."""
+    """The same command finishes the training with the undisturbed outcome."""
     trial.finish()
     assert trial.outcome() == undisturbed
     assert not leftovers(trial.run_dir)

@@ -1,4 +1,4 @@
-"""Trainings that are killed, stopped, starved and damaged: each goes on to the undisturbed end.
+"""Trainings that are killed, stopped, starved or damaged resume to the undisturbed result.
 
 `make faults` tries every signal on every process at every step; without it a selection is tried.
 """
@@ -21,7 +21,7 @@ Begin = Callable[..., Trial]
 Undisturbed = Callable[[Kind], tuple[object, object]]
 
 
-def test_a_struck_training_ends_and_goes_on(
+def test_a_disturbed_training_ends_and_resumes(
     begin: Begin, undisturbed: Undisturbed, fault: Strike
 ) -> None:
     trial = begin(fault.kind)
@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.mark.story
-def test_a_full_disk_is_named_and_with_room_it_goes_on(
+def test_a_full_disk_is_named_and_the_run_resumes_once_there_is_space(
     begin: Begin, undisturbed: Undisturbed, disk: SmallDisk, kind: Kind
 ) -> None:
     if not disk.mounted:
@@ -53,7 +53,7 @@ def test_a_full_disk_is_named_and_with_room_it_goes_on(
     survives(trial, undisturbed(kind))
 
 
-def test_a_folder_that_turns_read_only_is_named_and_writable_again_it_goes_on(
+def test_a_read_only_folder_is_named_and_the_run_resumes_once_it_is_writable(
     begin: Begin, undisturbed: Undisturbed, kind: Kind
 ) -> None:
     trial = begin(kind)
@@ -69,7 +69,7 @@ def test_a_folder_that_turns_read_only_is_named_and_writable_again_it_goes_on(
     survives(trial, undisturbed(kind))
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     begin: Begin, undisturbed: Undisturbed, damage: str, file: str
 ) -> None:
     trial = begin("one")
@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 @pytest.mark.story
-def test_a_tracking_server_that_is_killed_costs_the_training_nothing(
+def test_killing_the_tracking_server_does_not_affect_the_training(
     begin: Begin, undisturbed: Undisturbed, mlflow_server: Callable[[int], Callable[[], None]]
 ) -> None:
     port = free_port()
@@ -100,7 +100,7 @@ def test_a_tracking_server_that_is_killed_costs_the_training_nothing(
 
 
 def steps_in_mlflow(run_dir: Path) -> list[int]:
-    """Every step whose loss MLflow holds."""
+    """Every step with a loss in MLflow."""
     from mlflow import MlflowClient
 
     record = read_mlflow_record(run_dir)

@@ -12,7 +12,7 @@ MakeConfig = Callable[..., Config]
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> MakeConfig:
-    """A configuration of 2 layers and 12 steps; each argument is a section to lay over it."""
+    """A configuration of 2 layers and 12 steps; each argument overrides a section."""
 
     def make(**sections: dict[str, object]) -> Config:
         tree: dict[str, dict[str, object]] = {

@@ -1,4 +1,4 @@
-"""Trainings of several processes: how they start and meet, and which are alive."""
+"""Multi-process trainings: starting ranks, and finding live ones."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ def free_ports(count):
 
 
 def trainers(run_dir):
-    """Every live process that has the run folder among its arguments."""
+    """Every live process with the run folder in its arguments."""
     return [
         process
         for process in psutil.process_iter(["cmdline", "status"])
@@ -28,7 +28,7 @@ def trainers(run_dir):
 
 
 def _start(rank, port, work, *args):
-    """Do `work` as one of two ranks, as if started by torchrun."""
+    """Run `work` as one of two ranks, as if started by torchrun."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -42,7 +42,7 @@ def _start(rank, port, work, *args):
 
 
 def on_two_ranks(work, *args):
-    """Do `work` on two ranks in new processes: gloo may crash in a second group of one process.
+    """Run `work` on two ranks in new processes: gloo may crash in a process's second group.
 
     The processes fork from a server that has imported torch and the trainer once.
     """

@@ -1,1 +1,1 @@
-"""From a dataset folder to batches of windows, in an order that a seed decides."""
+"""Loading batches of windows from a dataset folder, in a seeded order."""

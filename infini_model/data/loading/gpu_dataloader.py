@@ -1,8 +1,8 @@
 """Text to windows on a device, under the names of the former GPU data loader.
 
-They run on any device: `cpu` gives the same numbers as `cuda:0`. With a tokenizer that lives on
-the device (`load_tokenizer(spec, "cuda")`) text goes there as bytes, and tokens never leave it.
-Training itself reads finished shards; see `infini_model.data.loading.loader`.
+The functions run on any device: `cpu` gives the same numbers as `cuda:0`. With a device tokenizer
+(`load_tokenizer(spec, "cuda")`) text is copied to the device as bytes and tokens never leave it.
+Training reads finished shards instead; see `infini_model.data.loading.loader`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def gpu_clm_process(
     sequence_length: int,
     device: torch.device | str = "cuda",
 ) -> torch.Tensor:
-    """Tokenise documents, close each with the end-of-text token, and pack windows on `device`.
+    """Tokenise documents, end each with the end-of-text token, and pack windows on `device`.
 
-    Returns int64 [windows, sequence_length + 1], with stride `sequence_length`, so that each token
-    but the first is predicted once; the partial window at the end is dropped.
+    Returns int64 [windows, sequence_length + 1] with stride `sequence_length`, so each token but
+    the first is predicted once; a partial window at the end is dropped.
     """
     stream = _closed_stream(texts, tokenizer, device).ids.long()
     if len(stream) <= sequence_length:
@@ -48,9 +48,10 @@ def gpu_clm_windows(
     segment_length: int,
     device: torch.device | str = "cuda",
 ) -> Batch:
-    """Tokenise documents, close each with the end-of-text token, and pack them on `device`.
+    """Tokenise documents, end each with the end-of-text token, and pack them on `device`.
 
-    The windows are those of the documents' dataset in any mode, as `Windows.gather` gives them.
+    The windows equal those of a dataset of the documents in any mode, as `Windows.gather` returns
+    them.
     """
     tokens = _closed_stream(texts, tokenizer, device)
     return pack_tokens(tokens, tokenizer.eos_token_id, packing, segment_length)
@@ -59,12 +60,12 @@ def gpu_clm_windows(
 def pack_tokens(
     tokens: Tokens, eos_token_id: int, config: PackingConfig, segment_length: int
 ) -> Batch:
-    """The windows of closed documents in any mode, gathered on the device that holds their ids."""
+    """Pack documents that end with end-of-text into windows, on the device of their ids."""
     ids = tokens.ids
     offsets = tokens.offsets.cpu().numpy()
     packing = pack(len(ids), lambda: offsets, config, segment_length)
     length = packing.row_length
-    # Where each row begins is arithmetic on few numbers; the tokens stay where they are.
+    # Row starts are computed on the CPU from the offsets; the tokens stay on the device.
     numbers = np.arange(packing.windows)
     rows = packing.locate(numbers)
     behind = int(rows.starts.max(initial=0)) + length + 1 - len(ids)
@@ -107,7 +108,7 @@ def get_gpu_train_dataloader(
     consumed: int = 0,
     device: torch.device | str = "cuda",
 ) -> Loader:
-    """The training batches of a dataset folder, on `device` before they are asked for.
+    """The training batches of a dataset folder, prefetched to `device`.
 
     Raises `DataError` as `open_windows` and `Loader` do.
     """

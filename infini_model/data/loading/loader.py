@@ -1,9 +1,9 @@
-"""Batches of windows, in an order that a seed and a count say in full.
+"""The data loader: batches of windows, in an order determined by a seed and a count.
 
-The order never ends: position p is window π(p mod n) of epoch p // n, where π is a permutation
+The order is endless: position p is window π(p mod n) of epoch p // n, where π is a permutation
 keyed by (seed, epoch). A global batch is the next batch_size × accumulation × processes positions,
-and each process takes its part of them. So the state of the loader is two integers, resuming is
-O(1), and any number of processes sees the same global batches.
+and each process takes its share. So the loader's state is two integers, resuming is O(1), and any
+number of processes sees the same global batches.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from infini_model.data.loading.permutation import permute
 from infini_model.data.loading.windows import Batch, Windows
 from infini_model.runtime.errors import DataError
 
-# A permutation costs hundreds of small operations, as much for one position as for a thousand.
+# A permutation is hundreds of small operations, which are mostly overhead for so few positions.
 POSITIONS_AT_ONCE = 1024
-# Small batches are gathered together: a thread that hands over each by itself does little else.
+# Small batches are gathered together to amortize the cost of handing them over between threads.
 TOKENS_AT_ONCE = 1 << 17
 
 
 class Loader:
-    """An endless iterator: `next()` is this rank's micro-batches of the next global batch.
+    """An endless iterator: `next()` returns this rank's micro-batches of the next global batch.
 
-    `consumed` counts the windows of all ranks in the batches that `next()` has returned: with it
-    (and the seed) another loader goes on from there. `wait_seconds` is what the last `next()`
-    waited. One thread gathers what comes next while the caller works; on CUDA it copies it to the
-    device on a stream of its own. `close()` ends the thread.
+    `consumed` counts the windows, over all ranks, in the batches returned so far: with it and the
+    seed another loader resumes from there. `wait_seconds` is how long the last `next()` waited. A
+    thread prefetches batches while the caller works; on CUDA it copies them to the device on a
+    separate stream. `close()` stops the thread.
 
-    Raises `DataError` where the split has fewer windows than one global batch.
+    Raises `DataError` if the split has fewer windows than one global batch.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Loader:
         rank_tokens = self.global_batch // world_size * window_tokens
         self._steps_at_once = max(1, tokens_at_once // rank_tokens)
         self._share = np.arange(self.global_batch).reshape(world_size, -1, batch_size)[rank]
-        self._known_shares = consumed, self._shares_from(consumed)
+        self._cached_numbers = consumed, self._numbers_from(consumed)
         self._device = torch.device(device)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ready: deque[list[Batch]] = deque()
-        self._ahead: Future[list[list[Batch]]] | None = None
+        self._prefetched: Future[list[list[Batch]]] | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -79,32 +79,32 @@ class Loader:
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
         if not self._ready:
-            ahead = self._ahead or self._thread.submit(self._gather, self.consumed)
-            self._ready.extend(ahead.result())
+            prefetched = self._prefetched or self._thread.submit(self._gather, self.consumed)
+            self._ready.extend(prefetched.result())
             gathered = self.consumed + len(self._ready) * self.global_batch
-            self._ahead = self._thread.submit(self._gather, gathered)
+            self._prefetched = self._thread.submit(self._gather, gathered)
         batches = self._ready.popleft()
-        self._hand_over(batches)
+        self._record_stream(batches)
         self.wait_seconds = time.perf_counter() - began
         self.consumed += self.global_batch
         return batches
 
     def numbers(self, consumed: int) -> np.ndarray:
-        """The windows of this rank in the global batch that `consumed` windows came before.
+        """The windows of this rank in the global batch after `consumed` windows.
 
         [micro-batches, batch_size] int64.
         """
-        first, shares = self._known_shares
+        first, cached = self._cached_numbers
         step, rest = divmod(consumed - first, self.global_batch)
-        if rest or not 0 <= step < len(shares):
-            step, shares = 0, self._shares_from(consumed)
-            # In one assignment: the thread that gathers and the caller both ask.
-            self._known_shares = consumed, shares
-        numbers: np.ndarray = shares[step]
+        if rest or not 0 <= step < len(cached):
+            step, cached = 0, self._numbers_from(consumed)
+            # A single assignment, as both the loader's thread and the caller get here.
+            self._cached_numbers = consumed, cached
+        numbers: np.ndarray = cached[step]
         return numbers
 
-    def _shares_from(self, consumed: int) -> np.ndarray:
-        """`numbers` of this global batch and of those that follow, [steps, …]."""
+    def _numbers_from(self, consumed: int) -> np.ndarray:
+        """`numbers` of this global batch and the following ones, [steps, …]."""
         steps = max(1, POSITIONS_AT_ONCE // self._share.size)
         starts = consumed + self.global_batch * np.arange(steps)
         positions = np.add.outer(starts, self._share)
@@ -113,7 +113,7 @@ class Loader:
         return order.reshape(positions.shape)
 
     def _gather(self, consumed: int) -> list[list[Batch]]:
-        """The micro-batches of this global batch and of some that follow."""
+        """The micro-batches of this global batch and the next few."""
         steps = range(self._steps_at_once)
         starts = [consumed + step * self.global_batch for step in steps]
         numbers = np.stack([self.numbers(start) for start in starts])
@@ -121,15 +121,15 @@ class Loader:
         together = self.windows.gather(numbers.reshape(-1), keys.reshape(-1))
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                # The pinned copy outlives the transfer: PyTorch's pinned allocator sees to it.
+                # PyTorch's pinned allocator keeps the pinned copy alive until the transfer is done.
                 together = together.pinned().to(self._device, non_blocking=True)
             self._stream.synchronize()
         _, micro_batches, size = numbers.shape
         places = np.arange(0, numbers.size, size).reshape(-1, micro_batches).tolist()
         return [[together.rows(first, first + size) for first in row] for row in places]
 
-    def _hand_over(self, batches: list[Batch]) -> None:
-        """Tell the allocator that the caller's stream uses what the loader's stream made."""
+    def _record_stream(self, batches: list[Batch]) -> None:
+        """Tell the allocator that the caller's stream uses tensors of the loader's stream."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._device)
@@ -139,10 +139,10 @@ class Loader:
                     tensor.record_stream(current)
 
     def close(self) -> None:
-        """End the thread; what it has gathered ahead is thrown away."""
+        """Stop the thread and discard prefetched batches."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._ready.clear()
-        self._ahead = None
+        self._prefetched = None
 
     def __enter__(self) -> Self:
         return self

@@ -1,9 +1,9 @@
-"""How a token stream is packed into windows: arithmetic on document offsets, no data.
+"""Packing a token stream into windows: arithmetic on document offsets, without reading tokens.
 
 A window of context length C predicts C tokens from the C before them, so it reads C + 1 tokens of
-the stream, or fewer where a document ends. Every mode is a table of rows, each a start in the
-stream and a number of predicting positions; a window is one row (`packed`, `document`) or as many
-as it has segments (`aligned`: the rows are segments, so that each document begins on a border).
+the stream, or fewer at the end of a document. Every mode is a table of rows, each with a start in
+the stream and a number of predicting positions. A window is one row (`packed`, `document`) or one
+row per segment (`aligned`, so that each document starts on a segment boundary).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from infini_model.config import PackingConfig
 class Rows(NamedTuple):
     """Rows of the stream.
 
-    `starts` int64 [R], where a row begins in the stream; `valid` int64 [R], how many of its
-    positions predict a token of the row's own document; `first` bool [R], whether a document
-    begins here.
+    `starts` int64 [R]: start of each row in the stream. `valid` int64 [R]: number of positions that
+    predict a token of the row's own document. `first` bool [R]: whether a document starts here.
     """
 
     starts: np.ndarray
@@ -32,7 +31,7 @@ class Rows(NamedTuple):
 class Packing(Protocol):
     """The windows of one stream in one mode.
 
-    `windows` is how many there are; each is `rows_per_window` rows of `row_length` positions.
+    There are `windows` of them, each with `rows_per_window` rows of `row_length` positions.
     """
 
     windows: int
@@ -40,7 +39,7 @@ class Packing(Protocol):
     rows_per_window: int
 
     def locate(self, windows: np.ndarray) -> Rows:
-        """The rows of these windows, in their order: R = len(windows) × rows_per_window."""
+        """The rows of these windows, in order: R = len(windows) × rows_per_window."""
 
 
 class StreamPacking:
@@ -53,16 +52,16 @@ class StreamPacking:
         self.windows = max(0, tokens - 1) // context_length
 
     def locate(self, windows: np.ndarray) -> Rows:
-        """Row w begins at token w × C and is full."""
+        """Row w starts at token w × C and is full."""
         starts = windows.astype(np.int64) * self.row_length
         return Rows(starts, np.full_like(starts, self.row_length), starts == 0)
 
 
 class DocumentPacking:
-    """Rows of each document by itself; no row spans two documents.
+    """Windows whose rows never span two documents.
 
-    `document_offsets` int64 [documents + 1]. The positions of a document of L tokens are L - 1;
-    the last row of a document is dropped unless it is full, or kept and shorter where `pad`.
+    `document_offsets` int64 [documents + 1]. A document of L tokens has L - 1 positions; a partial
+    last row is dropped, or kept if `pad`.
     """
 
     def __init__(
@@ -78,13 +77,13 @@ class DocumentPacking:
         self._offsets = document_offsets
         positions = np.diff(document_offsets) - 1
         rows = (positions + (row_length - 1 if pad else 0)) // row_length
-        # Rows up to the end of each document: a row's document is found by bisection.
+        # Cumulative rows at the end of each document, for finding a row's document by bisection.
         self._row_ends = np.cumsum(rows)
         total = int(self._row_ends[-1]) if len(rows) else 0
         self.windows = total // rows_per_window
 
     def locate(self, windows: np.ndarray) -> Rows:
-        """Row k of a document begins k × row_length tokens after its start."""
+        """Row k of a document starts k × row_length tokens after the document's start."""
         inner = np.arange(self.rows_per_window)
         rows = (windows.astype(np.int64)[:, None] * self.rows_per_window + inner).reshape(-1)
         document = np.searchsorted(self._row_ends, rows, side="right")
@@ -100,10 +99,10 @@ def pack(
     config: PackingConfig,
     segment_length: int,
 ) -> Packing:
-    """The windows of a stream of `tokens` in the mode that `config` asks for.
+    """The windows of a stream of `tokens` in the mode set in `config`.
 
     `document_offsets` is called only by the modes that need it. In `aligned` mode the segments of
-    all documents follow one another and the last window is dropped unless it is full.
+    all documents are concatenated, and a partial last window is dropped.
     """
     length = config.context_length
     if config.mode == "packed":

@@ -1,8 +1,8 @@
 """A keyed permutation of 0 … n - 1 in constant memory: the order of the windows.
 
-A Feistel network is a bijection of the numbers of 2b bits whatever its round function; numbers
-that come out at n or above go in again until they come out below (cycle walking), which keeps it
-a bijection of 0 … n - 1. So position p of an epoch needs nothing but (seed, epoch, p).
+A Feistel network is a bijection on 2b-bit numbers for any round function. Results of n or more are
+fed back in until they are below n (cycle walking), which makes it a bijection on 0 … n - 1. So the
+window at position p of an epoch depends only on (seed, epoch, p).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: every bit of the result depends on every bit given."""
+    """The finalizer of SplitMix64: every output bit depends on every input bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = values ^ (values >> np.uint64(31))
@@ -22,9 +22,9 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Where each of `positions` (0 … size - 1) goes in its epoch: int64, the same shape.
+    """Map each of `positions` (0 … size - 1) to its place in its epoch: int64, the same shape.
 
-    `epochs` has the shape of `positions`. For one seed and epoch the map is a bijection.
+    `epochs` has the shape of `positions`. For a given seed and epoch the map is a bijection.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)

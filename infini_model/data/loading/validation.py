@@ -1,4 +1,4 @@
-"""Which windows of a split are scored: a fixed sample, the same in training and in the report."""
+"""The windows of a split to score: a fixed sample, the same in training and in the report."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from infini_model.data.loading.permutation import permute
 from infini_model.data.loading.windows import Batch, Windows
 
-# Not the seed of the run: runs of different seeds are compared on the same windows.
+# Not the run's seed, so that runs with different seeds are compared on the same windows.
 SAMPLE_SEED = 0
 
 
 def sample_windows(count: int, max_windows: int | None) -> np.ndarray:
-    """Numbers of the windows to score of `count`: int64, at most `max_windows`, all if None.
+    """Numbers of the windows to score out of `count`: int64, at most `max_windows`, all if None.
 
-    They are spread over the whole split, and a larger sample contains the smaller ones.
+    The sample is spread over the whole split, and a larger sample contains the smaller ones.
     """
     size = count if max_windows is None else min(count, max_windows)
     positions = np.arange(size)
@@ -31,11 +31,11 @@ def validation_batches(
     world_size: int = 1,
     max_windows: int | None = None,
 ) -> Iterator[Batch]:
-    """This rank's batches of `sample_windows`, each window in one batch of one rank.
+    """This rank's batches of `sample_windows`; each window is in one batch of one rank.
 
-    Every rank yields the same number of batches, as collective operations need; the last may be
-    partial. A rank for which no window is left yields one without a valid position, which adds
-    nothing to a sum over targets.
+    Every rank yields the same number of batches, as collective operations require; the last may be
+    partial. A rank with no window left yields one without valid positions, which adds nothing to a
+    sum over targets.
     """
     numbers = sample_windows(len(windows), max_windows)
     together = batch_size * world_size

@@ -1,7 +1,7 @@
-"""Windows of a token stream, read from its shards when asked for.
+"""Windows of a token stream, read from its shards on demand.
 
-A window is raw: rows of consecutive tokens. What of it becomes inputs and what targets is for an
-objective to say (`infini_model.objectives`).
+A window is raw: rows of consecutive tokens. An objective (`infini_model.objectives`) turns it into
+inputs and targets.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from infini_model.data.shards.stream import Span, TokenStream, open_split
 
 
 class Batch(NamedTuple):
-    """Some windows, each of R rows of L positions: R is 1, or the number of segments if `aligned`.
+    """A batch of windows of R rows of L positions: R is 1, or the number of segments if `aligned`.
 
     Attributes:
-        tokens: int64 [B, R, L + 1], a row and the token after it; end-of-text past its document.
-        valid: int64 [B, R], positions of a row whose next token is of the row's own document.
+        tokens: int64 [B, R, L + 1], a row and the token after it; end-of-text past the document.
+        valid: int64 [B, R], number of positions whose next token is in the row's own document.
         reset: bool [B, T / segment_length], true where a segment starts a new document, or None.
-        keys: int64 [B], what the randomness of an objective is keyed by, besides the seed: the
-            place of the window in the endless order of training, or its number in the split.
+        keys: int64 [B], key of an objective's randomness, besides the seed: the window's position
+            in the endless training order, or its number in the split.
     """
 
     tokens: Tensor
@@ -41,11 +41,11 @@ class Batch(NamedTuple):
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def rows(self, first: int, last: int) -> Batch:
-        """Some windows of the batch, not copied."""
+        """The windows `first` to `last` - 1, as views."""
         return self._map(lambda tensor: tensor[first:last])
 
     def pinned(self) -> Batch:
-        """The batch in page-locked memory, from which a GPU copies by itself."""
+        """The batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -68,14 +68,14 @@ class Windows:
         return self.packing.windows
 
     def gather(self, numbers: np.ndarray, keys: np.ndarray | None = None) -> Batch:
-        """The windows of these numbers, in their order.
+        """Read the windows with these numbers, in order.
 
         Args:
             numbers: int64 [B].
-            keys: int64 [B], for `Batch.keys`; None takes the numbers.
+            keys: int64 [B], for `Batch.keys`; by default the numbers.
 
         Raises:
-            IndexError: There is no window of such a number.
+            IndexError: A number is out of range.
         """
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"{self.name}: has {len(self)} windows, asked for {numbers.max()}")
@@ -95,7 +95,7 @@ class Windows:
         )
 
     def spans(self, number: int) -> list[Span]:
-        """Where in the shards the tokens of window `number` are, the last one of a row included."""
+        """Where the tokens of window `number`, including each row's last target, are stored."""
         rows = self.packing.locate(np.array([number]))
         ranges: list[list[int]] = []
         for start, valid in zip(rows.starts.tolist(), rows.valid.tolist(), strict=True):
@@ -112,7 +112,7 @@ def open_windows(
 ) -> Windows:
     """The windows of a split of a dataset folder.
 
-    Raises `DataError` in one line if the folder is not a complete dataset.
+    Raises `DataError` if the folder is not a complete dataset.
     """
     stream = open_split(dataset_dir, split)
     packing = pack(stream.tokens, lambda: stream.document_offsets, config, segment_length)

@@ -8,12 +8,12 @@ from infini_model.evaluation.tasks.task import TaskResult
 
 
 class Task:
-    """The mean loss over the targets of each split, and its exponential."""
+    """The mean loss over the targets of each split, and its perplexity."""
 
     title = "Scores"
 
     def windows(self, subject: Subject) -> int:
-        """The samples of all splits."""
+        """The sampled windows of all splits."""
         return sum(subject.sample_size(split) for split in HELD_OUT)
 
     def run(self, subject: Subject) -> TaskResult:
@@ -23,7 +23,7 @@ class Task:
         for split, score in scores.items():
             if score.loss is None or score.perplexity is None:
                 rows.append((split, "–", "–", "0", "0"))
-                notes.append(f"The {split} split has no whole window, so it has no score.")
+                notes.append(f"The {split} split is too small for one window and was not scored.")
                 continue
             metrics[f"evaluation/{split}_loss"] = score.loss
             metrics[f"evaluation/{split}_perplexity"] = score.perplexity
@@ -33,7 +33,7 @@ class Task:
         if limit is not None:
             notes.append(
                 f"`evaluation.max_windows` limits the scores to a fixed sample of {limit:,} "
-                "windows of a split, the same as in the validations during training."
+                "windows per split, the same as for validation during training."
             )
         header = ("Split", "Loss (nats per token)", "Perplexity", "Tokens", "Windows")
         return TaskResult(

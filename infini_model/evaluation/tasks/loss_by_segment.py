@@ -1,4 +1,4 @@
-"""Loss by segment of the window, with the memory and with the memory emptied at every border."""
+"""Loss by segment of the window, with the memory and with it emptied before every segment."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from infini_model.evaluation.tasks.task import Picture, TaskResult
 
 
 class Task:
-    """Where in the window the loss falls, and how much of that is due to the memory."""
+    """How the loss falls along the window, and how much of that is due to the memory."""
 
     title = "Loss by segment"
 
     def windows(self, subject: Subject) -> int:
-        """The sample that is scored once more; `loss` scores the others."""
+        """The windows that are scored with an empty memory; `loss` scores the others."""
         split = _compared(subject)
         return subject.sample_size(split) if split else 0
 
     def run(self, subject: Subject) -> TaskResult:
-        """Score the splits, and one of them again with an empty memory."""
+        """Score the splits, then one of them again with an empty memory."""
         scored = {split: subject.score(split) for split in HELD_OUT if subject.sample_size(split)}
         if not scored:
-            return TaskResult(section="There is no window to score.")
+            return TaskResult(section="There are no windows to score.")
         compared = _compared(subject)
         emptied: dict[str, Score] = {}
         if compared:
@@ -35,7 +35,7 @@ class Task:
             subject.model.config.segment_length,
             subject.plots_dir / "loss_by_segment.png",
         )
-        metrics, section = {}, "The model has no memory to read, or the window one segment only."
+        metrics, section = {}, "The model has no memory, or the window has only one segment."
         for split, without in emptied.items():
             metrics[f"evaluation/{split}_loss_without_memory"] = without.loss or 0.0
             section = _memory_note(curves[split], without)
@@ -51,7 +51,7 @@ class Task:
 
 
 def _compared(subject: Subject) -> Split | None:
-    """The split that is scored with an empty memory; None if that would change nothing."""
+    """The split to score with an empty memory; None if that makes no difference."""
     one_segment = subject.config.packing.context_length == subject.model.config.segment_length
     if subject.model.config.memory == "none" or one_segment:
         return None
@@ -62,7 +62,7 @@ def _memory_note(score: Score, without: Score) -> str:
     difference = (without.loss or 0.0) - (score.loss or 0.0)
     word = "lower" if difference >= 0 else "higher"
     return (
-        f"With the memory the loss is {abs(difference):.4f} {word} than with the same weights and "
-        f"the memory emptied at every segment border ({without.loss:.4f}). The first segment has "
-        "no memory to read; the picture shows the others."
+        f"With the memory the loss is {abs(difference):.4f} {word} than with the memory emptied "
+        f"before every segment ({without.loss:.4f}), with the same weights. The first segment has "
+        "no memory to read; the plot shows the effect on the later ones."
     )

@@ -24,11 +24,11 @@ class Task:
     title = "A sample"
 
     def windows(self, subject: Subject) -> int:  # noqa: ARG002 - it scores none
-        """None."""
+        """0: it scores no windows."""
         return 0
 
     def run(self, subject: Subject) -> TaskResult:
-        """Generate with `evaluation.sample` and the seed of the run."""
+        """Generate with the settings in `evaluation.sample` and the run's seed."""
         config = subject.config
         sample = draw_sample(
             subject.model,
@@ -45,27 +45,27 @@ class Task:
 def _section(sample: Sample) -> str:
     """Prompt, continuation and original."""
     parts = [
-        f"Document {sample.document} of the {sample.split} split; the model read its first "
-        f"{sample.prompt_tokens:,} tokens:",
+        f"Prompt: the first {sample.prompt_tokens:,} tokens of document {sample.document} of the "
+        f"{sample.split} split.",
         fenced(sample.prompt),
-        "The model continues:",
-        fenced(sample.continuation) if sample.continuation else "(it ended the document)",
-        "The document continues:",
-        fenced(sample.original) if sample.original else "(it ends here)",
+        "Model's continuation:",
+        fenced(sample.continuation) if sample.continuation else "(end of text)",
+        "Original continuation:",
+        fenced(sample.original) if sample.original else "(end of document)",
     ]
     return "\n\n".join(parts)
 
 
 class Sample(BaseModel):
-    """The beginning of a document, how the model continues it, and how the author did.
+    """A prompt from a document, the model's continuation and the original one.
 
     Attributes:
-        split: Split that the document is of.
+        split: Split of the document.
         document: Its number in the split.
-        prompt_tokens: Tokens that the model was given.
-        prompt: These as text.
+        prompt_tokens: Number of tokens in the prompt.
+        prompt: The prompt as text.
         continuation: The model's text.
-        original: The document's text at the same place, as long at most.
+        original: The document's text after the prompt, at most `max_new_tokens` tokens.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -81,9 +81,9 @@ class Sample(BaseModel):
 def draw_sample(
     model: InfiniLlama, dataset_dir: Path, manifest: Manifest, config: SampleConfig, seed: int
 ) -> Sample | None:
-    """Continue a document of the test split, or of validation if test is empty; else None.
+    """Continue a document of the test split, or of validation if test is empty, else None.
 
-    The document is the first one that is longer than the prompt asked for, or the longest.
+    The document is the first one longer than the prompt length, or the longest one.
     """
     held_out = [split for split in ("test", "validation") if _tokens(manifest, split) > 1]
     if not held_out:

@@ -1,4 +1,4 @@
-"""The interface of an evaluation task, and how one is found by its name."""
+"""The interface of an evaluation task, and loading one by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infini_model.evaluation.subject import Subject
 
 
 class Picture(BaseModel):
-    """A picture of the report."""
+    """A plot in the report."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -22,13 +22,13 @@ class Picture(BaseModel):
 
 
 class TaskResult(BaseModel):
-    """What a task found.
+    """The result of a task.
 
     Attributes:
-        metrics: For MLflow and `evaluation.json`, by names such as `evaluation/test_loss`.
+        metrics: For MLflow and `evaluation.json`, under names such as `evaluation/test_loss`.
         section: Markdown below the task's title.
-        pictures: Shown below the section.
-        details: All that was measured, as JSON.
+        pictures: Plots shown below the section.
+        details: All measurements, as JSON.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -45,10 +45,10 @@ class EvaluationTask(Protocol):
     title: str
 
     def windows(self, subject: Subject) -> int:
-        """How many windows it scores that the tasks before it have not scored."""
+        """Number of windows it scores that previous tasks have not scored."""
 
     def run(self, subject: Subject) -> TaskResult:
-        """Measure. Its settings are in `subject.config.evaluation`."""
+        """Run the measurement with the settings in `subject.config.evaluation`."""
 
 
 def load_task(name: EvaluationTaskName) -> EvaluationTask:

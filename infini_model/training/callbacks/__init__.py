@@ -1,1 +1,1 @@
-"""What watches a training: metrics, records, diagnostics, signs of life."""
+"""Callbacks of the training loop: metrics, records, diagnostics, heartbeats."""

@@ -1,8 +1,8 @@
 """The hooks of the training loop.
 
-To add a callback, subclass `Callback` in a file of its own and add one line to `default_callbacks`
-in `infini_model.training.callbacks.defaults`. Hooks run on every rank, so that they may use
-collective operations, and in the order of that list.
+To add a callback, subclass `Callback` in a new file and add one line to `default_callbacks` in
+`infini_model.training.callbacks.defaults`. Hooks run on every rank, so they may use collective
+operations, and in the order of that list.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step: after the backward pass, before or after the weights change.
+    """An optimizer step after the backward pass, before or after the update.
 
     Attributes:
         number: 1 for the first step.
-        total: Steps of the whole training.
+        total: Total steps of the training.
         loss: Mean loss over the targets of the global batch, in nats.
-        rank_loss: Sum of the losses of this rank's own share of it.
+        rank_loss: Sum of the losses of this rank's share of the batch.
         grad_norm: Norm of all gradients before clipping.
-        learning_rate: Of the matrices.
-        overflowed: Whether fp16's gradients overflowed, so that the weights do not change.
-        first_window: Windows read before the global batch, by all ranks together.
+        learning_rate: Learning rate of the matrices.
+        overflowed: Whether gradients overflowed in fp16, so that the update is skipped.
+        first_window: Windows read before the global batch, over all ranks.
         batches: This rank's micro-batches.
-        logged: Whether this step is one of those that are logged.
+        logged: Whether this step is logged.
     """
 
     number: int
@@ -48,47 +48,47 @@ class Step:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and, unless they overflowed in fp16, the gradients are finite."""
+        """Whether the loss is finite, and the gradients too unless they overflowed in fp16."""
         return math.isfinite(self.loss) and (math.isfinite(self.grad_norm) or self.overflowed)
 
 
 class Callback:
-    """Does nothing at every hook."""
+    """Base class whose hooks do nothing."""
 
     def on_start(self, step: int) -> None:
-        """The training begins, or resumes after `step` steps."""
+        """The training starts, or resumes after `step` steps."""
 
     def before_step(self) -> None:
-        """A step begins."""
+        """A step starts."""
 
     def after_backward(self, step: Step) -> None:
-        """All gradients are there and finite, and no weight has changed."""
+        """All gradients are computed and finite; the weights have not changed yet."""
 
     def on_non_finite(self, step: Step) -> None:
         """The loss or a gradient is NaN or infinite; the training ends after this hook."""
 
     def metrics(self, step: Step, seconds: float) -> Mapping[str, float]:  # noqa: ARG002
-        """What this callback measured in a step of so many seconds, by the names of MLflow."""
+        """Metrics of a step that took `seconds`, by their MLflow names."""
         return {}
 
     def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """The step is complete; `metrics` are those of all callbacks."""
+        """The step is complete; `metrics` holds the metrics of all callbacks."""
 
     def before_pause(self) -> None:
-        """Something begins that may take much longer than a step: a checkpoint, a validation."""
+        """Work that may take much longer than a step starts, such as a checkpoint or validation."""
 
     def after_evaluation(self, step: int, split: str, loss: float) -> None:
         """The mean loss of `split` after `step` steps is known."""
 
     def after_checkpoint(self, step: int, seconds: float) -> None:
-        """The training stood still for so long while the checkpoint of `step` was copied."""
+        """Copying the checkpoint of `step` stalled the training for `seconds`."""
 
     def on_end(self, status: Status) -> None:
-        """The training ends, also by an exception."""
+        """The training ends, normally or with an exception."""
 
 
 class Callbacks:
-    """Several callbacks, each hook in their order."""
+    """A list of callbacks, called in order."""
 
     def __init__(self, members: Iterable[Callback]) -> None:
         self._members = list(members)
@@ -114,7 +114,7 @@ class Callbacks:
             member.on_non_finite(step)
 
     def after_step(self, step: Step, seconds: float) -> None:
-        """Collect the metrics of all members and hand them to each."""
+        """Collect the metrics of all members and pass them to each."""
         metrics: dict[str, float] = {}
         for member in self._members:
             metrics |= member.metrics(step, seconds)

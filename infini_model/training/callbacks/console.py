@@ -1,4 +1,4 @@
-"""The lines that a training logs: one every few steps, and one for every evaluation."""
+"""Log lines of the training: one every few steps, and one for each evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Console(Callback):
         self._began, self._began_at = time.monotonic(), step
 
     def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
-        """Log the step, if its turn has come."""
+        """Log the step, if it is one to log."""
         if not step.logged:
             return
         log.info(
@@ -38,7 +38,7 @@ class Console(Callback):
             log.info("Step [%d/%d] | %s/loss: %.4f", step, self._total, split, loss)
 
     def _time_left(self, step: Step) -> str:
-        """At the pace so far, validation and checkpoints included: 5:30 or 1:05:30."""
+        """Remaining time at the average pace, including validation and checkpoints: 1:05:30."""
         pace = (time.monotonic() - self._began) / (step.number - self._began_at)
         minutes, seconds = divmod(round(pace * (step.total - step.number)), 60)
         hours, minutes = divmod(minutes, 60)

@@ -1,4 +1,4 @@
-"""The callbacks of every training."""
+"""The default callbacks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from infini_model.training.replica import Replica
 
 @dataclass(frozen=True)
 class Training:
-    """What callbacks may use of a training that begins, or resumes after `step` steps.
+    """The parts of a training that callbacks may use; it starts after `step` steps.
 
     Attributes:
-        record: The file of metrics, on rank 0 alone.
-        before_pause: To be called before work that takes much longer than a step.
-        save_before: Writes the position after so many windows as a checkpoint below a folder.
+        record: The metrics file, on rank 0 only.
+        before_pause: Call it before work that takes much longer than a step.
+        save_before: Saves a checkpoint under a folder, positioned after the given window count.
     """
 
     config: Config
@@ -56,7 +56,7 @@ class Training:
 
 
 def default_callbacks(t: Training) -> list[Callback]:
-    """The callbacks of a rank, in the order of their hooks."""
+    """The callbacks of a rank, in the order they are called."""
     attribution = Attribution(t.dataset_dir, t.loader, t.replica)
     past = past_losses(t.run_dir, t.step, t.world)
     length = t.config.packing.context_length

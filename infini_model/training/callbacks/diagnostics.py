@@ -1,7 +1,7 @@
-"""The report of a loss or a gradient that is NaN or infinite.
+"""Diagnostics for a loss or gradient that is NaN or infinite.
 
-It names every parameter and gradient that holds one. It is printed, and saved with those tensors,
-the batch and its text, as safetensors and JSON that open without running code.
+The report names every affected parameter and gradient. It is printed, and saved with those tensors,
+the batch and its text as safetensors and JSON, which open without running code.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from infini_model.training.provenance import Attribution, WindowRead, describe_w
 
 WIDE, NARROW = "=" * 80, "=" * 40
 VALUES_SHOWN = 5
-# Of each kind; of the rest the names are printed.
+# Per kind; for the rest only the names are printed.
 TENSORS_SHOWN = 10
-# Tensors at fault are saved up to this; a checkpoint with all parameters is saved beside them.
+# Limit for the affected tensors; a checkpoint with all parameters is saved beside them.
 SAVED_BYTES = 1 << 30
 REMEDIES = (
-    "What helps: a lower training.learning_rate, a longer training.warmup_steps, a smaller "
+    "Try a lower training.learning_rate, more training.warmup_steps, a smaller "
     "training.max_grad_norm, training.precision=fp32, or --preset stable"
 )
 KINDS = ("parameters", "gradients")
@@ -42,18 +42,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fault:
-    """A tensor with values that are not finite.
+    """A tensor with non-finite values.
 
     Attributes:
         kind: `parameters` or `gradients`.
         name: The parameter's name.
-        shape: Of what this process holds.
-        whole_shape: Of the whole tensor: another one where FSDP shards it.
-        size: Values that this process holds.
-        nan: How many of them are NaN.
-        infinite: How many of them are infinite.
-        first: Where in `shape` the first such value stands.
-        values: It and those that follow it.
+        shape: Shape of the part that this process holds.
+        whole_shape: Shape of the whole tensor; differs if FSDP shards it.
+        size: Number of values that this process holds.
+        nan: Number of NaN values.
+        infinite: Number of infinite values.
+        first: Index in `shape` of the first non-finite value.
+        values: The values from that index on.
     """
 
     kind: str
@@ -69,14 +69,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """The step that went wrong, as one rank saw it.
+    """A non-finite step, as seen by one rank.
 
     Attributes:
         step: The step that was not taken.
-        rank: Number of this process.
-        gpu: Physical number of its GPU; on a CPU the rank.
+        rank: Rank of this process.
+        gpu: Physical number of its GPU; the rank on a CPU.
         loss: Mean loss over the global batch.
-        rank_loss: Sum of the losses of this rank's own share of it.
+        rank_loss: Sum of the losses of this rank's share of it.
         grad_norm: Norm of all gradients before clipping.
     """
 
@@ -89,17 +89,17 @@ class NonFiniteStep:
 
     @property
     def is_loss(self) -> bool:
-        """Whether the loss itself is not finite; else the gradients alone are not."""
+        """Whether the loss itself is not finite; otherwise only the gradients are not."""
         return not math.isfinite(self.loss)
 
     @property
     def is_printed(self) -> bool:
-        """Whether this rank prints its report: its own loss is at fault, or none is and it is 0."""
+        """Whether this rank prints its report: its own loss, or the gradients on rank 0."""
         return not math.isfinite(self.rank_loss) if self.is_loss else self.rank == 0
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor that FSDP may have sharded."""
+    """This process's part of a tensor that FSDP may have sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -134,9 +134,9 @@ def _fault(kind: str, name: str, tensor: Tensor) -> Fault | None:
 
 
 def find_faults(model: nn.Module) -> list[Fault]:
-    """Every parameter, then every gradient, that holds a NaN or an infinity, in model order.
+    """Every parameter, then every gradient, with a NaN or infinity, in model order.
 
-    Under FSDP: in the part that this process holds.
+    Under FSDP only the part that this process holds is searched.
     """
     return [fault for entry in _tensors(model) if (fault := _fault(*entry))]
 
@@ -154,11 +154,11 @@ def _describe_tensors(faults: Sequence[Fault]) -> list[str]:
                 lines += [line for each in members[:TENSORS_SHOWN] for line in _describe(each)]
                 lines += ["", f"Total layers with {what} {kind}: {len(members)}"]
                 lines += [f"Affected layers: {[fault.name for fault in members]}", ""]
-    return lines or ["None: every value is finite, but the norm of all is not.", ""]
+    return lines or ["None: all values are finite, but the gradient norm is not.", ""]
 
 
 def _describe(fault: Fault) -> list[str]:
-    part = "" if fault.shape == fault.whole_shape else f", of {fault.whole_shape} in all processes"
+    part = "" if fault.shape == fault.whole_shape else f", a shard of {fault.whole_shape}"
     word = "Param" if fault.kind == "parameters" else "Grad"
     return [
         f"  • {fault.name} (shape: {fault.shape}{part})",
@@ -178,13 +178,13 @@ def describe(event: NonFiniteStep, faults: Sequence[Fault], reads: Sequence[Wind
     lines += [f"Gradient Norm: {event.grad_norm:.4f}", ""]
     lines += [NARROW, "PROBLEMATIC TENSORS:", NARROW, *_describe_tensors(faults)]
     bad = sum(not math.isfinite(read.loss) for read in reads)
-    lines += [NARROW, "WINDOWS OF THE STEP, THE LARGEST LOSS FIRST:", NARROW]
-    lines += [f"{bad} of the {len(reads)} windows of this process have a loss that is not finite."]
+    lines += [NARROW, "WINDOWS OF THE STEP, LARGEST LOSS FIRST:", NARROW]
+    lines += [f"{bad} of the {len(reads)} windows of this process have a non-finite loss."]
     return "\n".join([*lines, *describe_windows(reads), NARROW, REMEDIES])
 
 
 class NonFiniteReports(Callback):
-    """Reports a step that is not finite in `<run>/debug/step-N`, with a checkpoint before it."""
+    """Reports a non-finite step in `<run>/debug/step-N`, with a checkpoint from before it."""
 
     def __init__(
         self,
@@ -195,13 +195,13 @@ class NonFiniteReports(Callback):
         before_pause: Callable[[], None],
         save_before: Callable[[Path, int], None],
     ) -> None:
-        """`save_before(folder, windows)` writes the position after so many windows there."""
+        """`save_before(folder, windows)` saves a checkpoint positioned after `windows` windows."""
         self._run_dir, self._world, self._model = run_dir, world, model
         self._attribution = attribution
         self._before_pause, self._save_before = before_pause, save_before
 
     def on_non_finite(self, step: Step) -> None:
-        """Save the report of this rank, and print it if it is this rank's turn."""
+        """Save the report of this rank, and print it if this rank is the one to."""
         self._before_pause()
         folder = self._run_dir / "debug" / f"step-{step.number}"
         rank = self._world.rank
@@ -212,8 +212,8 @@ class NonFiniteReports(Callback):
         try:
             text = save_report(folder, event, self._model, inputs, reads)
         except UserError as error:
-            # A full disk is not what went wrong.
-            log.error("the report could not be saved: %s", error)  # noqa: TRY400
+            # The non-finite step is the error to report, not the full disk.
+            log.error("cannot save the report: %s", error)  # noqa: TRY400
             text = describe(event, find_faults(self._model), reads)
         if event.is_printed:
             log.error("%s", text)
@@ -228,10 +228,10 @@ def save_report(
     inputs: Sequence[Inputs],
     reads: Sequence[WindowRead],
 ) -> str:
-    """Write the report of this process into `folder`/rank-R and return it as text.
+    """Write the report of this process to `folder`/rank-R and return it as text.
 
-    There are `report.txt`; `report.json`; `windows.json`, what was read, with its text; and
-    `tensors.safetensors`: those at fault as `parameters/NAME` and `gradients/NAME`, and the
+    The files are `report.txt`; `report.json`; `windows.json`, the windows with their text; and
+    `tensors.safetensors`: the affected tensors as `parameters/NAME` and `gradients/NAME`, and the
     micro-batches as `batch/I/input_ids` and `batch/I/labels`.
 
     Raises `UserError` if the folder cannot be written.
@@ -243,7 +243,7 @@ def save_report(
         tensors[f"batch/{index}/input_ids"] = batch.input_ids
         tensors[f"batch/{index}/labels"] = batch.labels
     tree = {
-        # As text: JSON has no NaN.
+        # As strings: JSON has no NaN.
         "event": {name: str(value) for name, value in asdict(event).items()},
         "faults": [asdict(fault) for fault in faults],
     }
@@ -264,7 +264,7 @@ def _write_tree(path: Path, tree: object) -> None:
 
 
 def _tensors_to_save(model: nn.Module, faults: Sequence[Fault]) -> dict[str, Tensor]:
-    """The tensors at fault by kind and name, as many as are allowed."""
+    """The affected tensors by kind and name, up to the size limit."""
     wanted = {f"{fault.kind}/{fault.name}" for fault in faults}
     found: dict[str, Tensor] = {}
     left = SAVED_BYTES

@@ -1,6 +1,6 @@
-"""Model FLOPs utilization (MFU): the arithmetic of a training step as a share of the GPUs' peak.
+"""Model FLOPs utilization (MFU): the FLOPs of a training step as a share of the GPUs' peak.
 
-What is computed twice, as under activation checkpointing, counts once.
+Recomputation, as under activation checkpointing, is not counted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import Precision
 from infini_model.training.callbacks.callback import Callback, Step
 
-# Dense bfloat16 products of a GPU, in 10^12 operations a second, by words of its name; of two that
-# fit, the first. From the makers' data sheets.
+# Dense bfloat16 peak of a GPU in TFLOP/s, by words in its name; the first match counts. From the
+# vendors' data sheets.
 PEAK_TERAFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -39,7 +39,7 @@ PEAK_TERAFLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Operations a second that a GPU is capable of in bfloat16; None if it is not known."""
+    """Peak bfloat16 FLOP/s of a GPU; None if unknown."""
     for words, tera in PEAK_TERAFLOPS.items():
         if re.search(rf"\b{words}\b", device_name):
             return tera * 1e12
@@ -47,17 +47,17 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def flops_per_token(model: InfiniLlama, length: int) -> float:
-    """Floating-point operations of forward and backward for each token of rows of `length`.
+    """FLOPs of forward and backward per token, in rows of `length` tokens.
 
-    - 6 a parameter of every matrix but the embedding, which is looked up: a multiplication and an
+    - Matrices: 6 per parameter, except the embedding, which is a lookup: a multiplication and an
       addition forward, twice that backward (Kaplan et al., arXiv 2001.08361, section 2.1).
-    - Local attention, of width W = heads · D: a query meets L/2 of the L keys of its segment in the
-      mean, for 2W each in the scores and in the sum of values; 3 · 4W · L/2 = 12 · W · L/2 with the
-      backward. PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) counts twice that, as if
-      nothing were masked.
-    - The memory: a query reads D rows of D for each head, 2W · D; a key-value pair is written for
-      2W_kv · D (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all
-      segments but one: the first reads nothing, and what the last writes nobody reads.
+    - Local attention, of width W = heads · D: a query attends to L/2 of the L keys of its segment
+      on average, at 2W each for the scores and for the sum of values; with the backward
+      3 · 4W · L/2 = 12 · W · L/2. PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) counts
+      twice that, ignoring the mask.
+    - Memory: a query reads D rows of D per head, 2W · D; a key-value pair is written at 2W_kv · D
+      (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all segments but
+      one: the first reads nothing, and what the last writes is never read.
     """
     config = model.config
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
@@ -73,9 +73,9 @@ def flops_per_token(model: InfiniLlama, length: int) -> float:
 
 
 class Utilization(Callback):
-    """The MFU of a training on `devices` devices like `device`, for `model` in rows of `length`.
+    """The MFU of training `model` in rows of `length` tokens on `devices` devices like `device`.
 
-    Peaks are those of 16-bit products: there is no MFU in fp32, on a CPU or on an unknown GPU.
+    The peak is that of 16-bit matmuls: there is no MFU in fp32, on a CPU or on an unknown GPU.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Utilization(Callback):
         precision: Precision,
         devices: int,
     ) -> None:
-        """`step_tokens` are the tokens of a global batch."""
+        """`step_tokens` is the number of tokens in a global batch."""
         peak = None
         if device.type == "cuda" and precision.products is not None:
             peak = peak_flops(torch.cuda.get_device_name(device))

@@ -8,7 +8,7 @@ from infini_model.training.parallel.sharding import gathered
 
 
 class GateStatistics(Callback):
-    """Records sigmoid(gate) over the heads of each layer, with every step that is logged."""
+    """Records sigmoid(gate) over the heads of each layer, at every logged step."""
 
     def __init__(self, model: InfiniLlama) -> None:
         self._model = model

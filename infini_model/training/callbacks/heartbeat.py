@@ -1,8 +1,8 @@
-"""Heartbeats of the ranks, and the watch that the launcher keeps over them.
+"""Heartbeats of the ranks, and the launcher's hang detection.
 
-Each rank rewrites `logs/heartbeats/rank-N`, a line of fixed width, at every step, with how long the
-next one may take. The launcher compares what it reads with what it read before, by its own clock
-alone, so that neither clocks nor a pause of the whole machine can mislead it.
+At every step each rank rewrites `logs/heartbeats/rank-N`, a line of fixed width, with the time
+allowed until the next one. The launcher polls these files and measures silence by its own clock
+only, so neither clock skew nor suspending the whole machine causes a false alarm.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from infini_model.runtime.storage import make_folder, named_os_errors
 from infini_model.training.callbacks.callback import Callback, Step
 from infini_model.training.launch.failures import Hung
 
-# Loading, validating, saving and sending records take as long as they take.
-LONG_SECONDS = 1800.0
-# A step may take this many times the usual one, and always this long.
-USUAL_STEPS = 20
-LEAST_SECONDS = 60.0
-# Between two looks of the launcher; and for the ranks to write down their stacks.
-LOOK_SECONDS = 0.5
+# Limit for loading, validating, saving and sending records.
+PAUSE_LIMIT_SECONDS = 1800.0
+# A step may take this multiple of the median step, and at least this long.
+MEDIAN_STEPS = 20
+MIN_LIMIT_SECONDS = 60.0
+# Polling interval of the launcher; time for the ranks to dump their stacks.
+POLL_SECONDS = 0.5
 STACKS_SECONDS = 1.0
 
 
 class Beat(NamedTuple):
-    """A heartbeat: its `number`, the `allowed` seconds until the next, the process."""
+    """A heartbeat: its `number`, the `allowed` seconds until the next one, and the process id."""
 
     number: int
     allowed: float
@@ -45,7 +45,7 @@ def _path(run_dir: Path, rank: int) -> Path:
 
 
 def _read(path: Path) -> Beat | None:
-    """The last heartbeat of a rank; None before the first and after the end."""
+    """The last heartbeat of a rank; None before the first one and after the end."""
     try:
         number, allowed, pid = path.read_text(encoding="ascii").split()
     except (FileNotFoundError, ValueError):
@@ -54,7 +54,7 @@ def _read(path: Path) -> Beat | None:
 
 
 class Heartbeat(Callback):
-    """Writes the heartbeats of this process; `timeout` overrides what a step may take.
+    """Writes the heartbeats of this process; `timeout` overrides the limit for a step.
 
     Raises `UserError` if the run folder cannot be written.
     """
@@ -62,7 +62,7 @@ class Heartbeat(Callback):
     def __init__(self, run_dir: Path, rank: int, timeout: float | None) -> None:
         self._path = _path(run_dir, rank)
         make_folder(self._path.parent)
-        # For the stacks of a hang, beside what the launcher writes there.
+        # A hang's stacks go to the file in which the launcher writes this rank's output.
         self._log = (run_dir / "logs" / f"rank-{rank}.log").open("a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -72,20 +72,20 @@ class Heartbeat(Callback):
         self.before_pause()
 
     def before_pause(self) -> None:
-        """Allow for something that may take long."""
+        """Write a heartbeat that allows for long work."""
         self._stepped: float | None = None
-        self._write(LONG_SECONDS)
+        self._write(PAUSE_LIMIT_SECONDS)
 
-    def after_backward(self, step: Step) -> None:  # noqa: ARG002 - the time is what counts
-        """Allow for another step."""
+    def after_backward(self, step: Step) -> None:  # noqa: ARG002 - only the time matters
+        """Write a heartbeat that allows for one more step."""
         now = time.monotonic()
         if self._stepped is not None:
             self._gaps.append(now - self._stepped)
         self._stepped = now
-        self._write(self._usual() if self._gaps else LONG_SECONDS)
+        self._write(self._step_limit() if self._gaps else PAUSE_LIMIT_SECONDS)
 
-    def _usual(self) -> float:
-        return self._timeout or max(LEAST_SECONDS, USUAL_STEPS * statistics.median(self._gaps))
+    def _step_limit(self) -> float:
+        return self._timeout or max(MIN_LIMIT_SECONDS, MEDIAN_STEPS * statistics.median(self._gaps))
 
     def _write(self, allowed: float) -> None:
         self._count += 1
@@ -94,42 +94,42 @@ class Heartbeat(Callback):
             os.pwrite(self._file, line.encode("ascii"), 0)
 
     def close(self) -> None:
-        """No more heartbeats will come, and nothing is wrong."""
+        """Remove the heartbeat file: this rank has ended normally."""
         self._path.unlink(missing_ok=True)
 
 
 class Watch:
-    """Called again and again with the process id of the agent, returns `Hung` when it is time.
+    """Detects hangs: called repeatedly with the agent's process id, returns `Hung` on a hang.
 
-    `ranks` are those of this machine; the only one is its own agent. `timeout` is
-    `launch.hang_timeout_seconds`, which also says how long a process may be stopped.
+    `ranks` are those of this machine; a single rank is its own agent. `timeout` is
+    `launch.hang_timeout_seconds`, which also limits how long a process may be stopped.
     """
 
     def __init__(self, run_dir: Path, ranks: Sequence[int], timeout: float | None) -> None:
         self._run_dir, self._ranks = run_dir, ranks
-        self._stopped_limit = timeout or LEAST_SECONDS
+        self._stopped_limit = timeout or MIN_LIMIT_SECONDS
         self._beats: dict[int, Beat] = {}
         self._silence = dict.fromkeys(ranks, 0.0)
         self._stopped: dict[int, float] = {}
-        self._looked = time.monotonic()
+        self._polled = time.monotonic()
         for rank in ranks:
             _path(run_dir, rank).unlink(missing_ok=True)
 
     def __call__(self, agent: int) -> Hung | None:
-        """Look, if it is time; where something hangs, the ranks write their stacks first."""
+        """Poll if it is time; on a hang, have the ranks dump their stacks first."""
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._polled < POLL_SECONDS:
             return None
-        # Longer than that it was this process that did not get to look.
-        elapsed = min(now - self._looked, 2 * LOOK_SECONDS)
-        self._looked = now
-        self._listen(elapsed)
-        hung = self._someone_stopped(agent, elapsed) or self._someone_silent()
+        # A longer interval means that this process itself was delayed.
+        elapsed = min(now - self._polled, 2 * POLL_SECONDS)
+        self._polled = now
+        self._read_heartbeats(elapsed)
+        hung = self._find_stopped(agent, elapsed) or self._find_silent()
         if hung is not None:
             self._ask_for_stacks()
         return hung
 
-    def _listen(self, elapsed: float) -> None:
+    def _read_heartbeats(self, elapsed: float) -> None:
         for rank in self._ranks:
             beat = _read(_path(self._run_dir, rank))
             if beat is None:
@@ -139,7 +139,7 @@ class Watch:
             self._silence[rank] = 0.0 if changed else self._silence[rank] + elapsed
             self._beats[rank] = beat
 
-    def _someone_stopped(self, agent: int, elapsed: float) -> Hung | None:
+    def _find_stopped(self, agent: int, elapsed: float) -> Hung | None:
         processes = {beat.pid: rank for rank, beat in self._beats.items()}
         for pid in {agent, *processes}:
             stopped = _is_stopped(pid)
@@ -150,7 +150,7 @@ class Watch:
                 return Hung(message, processes.get(pid))
         return None
 
-    def _someone_silent(self) -> Hung | None:
+    def _find_silent(self) -> Hung | None:
         silent = [r for r, beat in self._beats.items() if self._silence[r] > beat.allowed]
         if not silent:
             return None
@@ -158,7 +158,7 @@ class Watch:
         numbers = {rank: self._beats[rank].number for rank in self._beats}
         behind = [rank for rank, n in numbers.items() if n == min(numbers.values())]
         message = f"no step within {allowed:g} s; the stacks are in {self._run_dir / 'logs'}"
-        # Where all wait for each other nobody knows whose fault it is.
+        # If several ranks are behind, they wait for each other and none can be blamed.
         return Hung(message, behind[0] if len(behind) == 1 else None)
 
     def _ask_for_stacks(self) -> None:

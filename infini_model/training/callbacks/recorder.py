@@ -1,4 +1,4 @@
-"""The metrics of a run, a line of `metrics.jsonl` for each step and each evaluation."""
+"""Write the metrics of a run: one line of `metrics.jsonl` per step and per evaluation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from infini_model.training.replica import Replica
 
 
 class Recorder(Callback):
-    """Writes the metrics of rank 0; `sinks` follow the file."""
+    """Writes the metrics, on rank 0; `sinks` follow the file."""
 
     def __init__(
         self, file: MetricsFile, sinks: Sinks, loader: Loader, replica: Replica, step_tokens: int
     ) -> None:
-        """`step_tokens` are the tokens of a global batch."""
+        """`step_tokens` is the number of tokens in a global batch."""
         self._file, self._sinks, self._loader, self._replica = file, sinks, loader, replica
         self._step_tokens = step_tokens
         self._stall_seconds: float | None = None
 
     def metrics(self, step: Step, seconds: float) -> dict[str, float]:
-        """What every step records."""
+        """The metrics of a step."""
         values = {
             "train/loss": step.loss,
             "train/learning_rate": step.learning_rate,
@@ -40,7 +40,7 @@ class Recorder(Callback):
         else:
             values["train/skipped_steps"] = 1.0
         if self._stall_seconds is not None:
-            # Between the step before and this one.
+            # The stall was between the previous step and this one.
             values["checkpoint/stall_seconds"] = self._stall_seconds
             self._stall_seconds = None
         return values
@@ -54,10 +54,10 @@ class Recorder(Callback):
         self._file.append(step, {f"{split}/loss": loss})
 
     def after_checkpoint(self, step: int, seconds: float) -> None:  # noqa: ARG002
-        """Keep the time for the line of the next step."""
+        """Keep the stall time for the line of the next step."""
         self._stall_seconds = seconds
 
     def on_end(self, status: Status) -> None:
-        """Wait a bounded time until the sinks have everything."""
+        """Give the sinks a bounded time to flush."""
         self._file.close()
         self._sinks.close(status)

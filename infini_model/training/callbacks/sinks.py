@@ -1,7 +1,7 @@
 """Sinks that follow `metrics.jsonl`: TensorBoard and MLflow.
 
-Each has its own thread: a sink that is slow or down costs the training nothing, and gets what it
-missed when it is back, at the end, or when the run is next resumed or evaluated.
+Each runs in its own thread, so a sink that is slow or down never delays the training. It receives
+what it missed once it is back, at the end, or when the run is next resumed or evaluated.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ from typing import Any, Protocol
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
-from infini_model.training.callbacks.mlflow_record import MlflowSink, Status, brief
+from infini_model.training.callbacks.mlflow_record import MlflowSink, Status
+from infini_model.training.tracking import error_summary
 
 POLL_SECONDS = 0.5
-# Between two tries of a sink that fails: doubled each time up to this.
-LONGEST_DELAY_SECONDS = 60.0
+# Retries of a failing sink back off exponentially up to this delay.
+MAX_DELAY_SECONDS = 60.0
 # How long the end of a training waits for the sinks.
-PATIENCE_SECONDS = 15.0
+CLOSE_TIMEOUT_SECONDS = 15.0
 
 log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """A display of the metrics; whatever it raises is caught, and the delivery retried."""
+    """A destination of the metrics; any exception is caught and the delivery retried."""
 
     name: str
 
     def deliver(self, lines: Sequence[Line]) -> None:
-        """Take in lines that follow those of the last call that did not raise; maybe none."""
+        """Send the lines after those of the last successful call; there may be none."""
 
     def finish(self, status: Status) -> None:
-        """Close the record of the run, which ended as `status`."""
+        """Close the record of the run with its final `status`."""
 
 
 class Follower(threading.Thread):
-    """Reads `metrics.jsonl` behind the training and delivers it to one sink."""
+    """Tails `metrics.jsonl` and delivers new lines to one sink."""
 
     def __init__(
-        self, run_dir: Path, sink: Sink, longest_delay_seconds: float = LONGEST_DELAY_SECONDS
+        self, run_dir: Path, sink: Sink, max_delay_seconds: float = MAX_DELAY_SECONDS
     ) -> None:
         super().__init__(name=f"follower of {sink.name}", daemon=True)
         self._path = run_dir / "metrics.jsonl"
         self._sink = sink
-        self._longest_delay = longest_delay_seconds
+        self._max_delay = max_delay_seconds
         self._offset = 0
         self._warned = False
         self._ending = threading.Event()
@@ -57,17 +58,17 @@ class Follower(threading.Thread):
         self.done = False
 
     def end(self, status: Status, deadline: float) -> None:
-        """Have it deliver the rest and finish, or give up at `deadline` (of time.monotonic)."""
+        """Ask it to deliver the rest and finish by `deadline` (on time.monotonic's clock)."""
         self._status, self._deadline = status, deadline
         self._ending.set()
 
     def run(self) -> None:
-        """Deliver until ended; a failing sink is tried again after longer and longer delays."""
+        """Deliver until ended, retrying a failing sink with exponential backoff."""
         delay, failed = 0.0, False
         while time.monotonic() < self._deadline:
             if self._ending.wait(delay) and failed:
                 time.sleep(POLL_SECONDS)
-            # Asked before reading: what is written before the end is set is then delivered.
+            # Checked before reading, so that everything written before the end is delivered.
             ending = self._ending.is_set()
             try:
                 self._deliver_new()
@@ -79,9 +80,9 @@ class Follower(threading.Thread):
             except Exception as error:  # noqa: BLE001 - no sink may harm the training
                 self._warn(error)
                 if ending and failed:
-                    # It was down before the end already: nobody is kept waiting for it.
+                    # It was already down before the end, so do not wait for it.
                     return
-                delay, failed = min(self._longest_delay, max(2 * delay, POLL_SECONDS)), True
+                delay, failed = min(self._max_delay, max(2 * delay, POLL_SECONDS)), True
 
     def _deliver_new(self) -> None:
         with self._path.open("rb") as file:
@@ -94,15 +95,15 @@ class Follower(threading.Thread):
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             log.warning(
-                "%s does not accept metrics (%s); training continues, and they are sent later",
+                "cannot send metrics to %s (%s); training continues, they will be sent later",
                 self._sink.name,
-                brief(error),
+                error_summary(error),
             )
         self._warned = True
 
 
 class TensorBoardSink:
-    """Writes event files that are made anew from the first line at each start, hence complete."""
+    """Writes event files, rebuilt from the first line at each start and so always complete."""
 
     name = "TensorBoard"
 
@@ -117,20 +118,20 @@ class TensorBoardSink:
 
             for old in self._folder.glob("events.out.tfevents.*"):
                 old.unlink()
-            # A TensorBoard that has read the old files forgets them from step 0 on.
+            # Tells a running TensorBoard to discard what it read from the old files.
             self._writer = SummaryWriter(str(self._folder), purge_step=0)
         for line in lines:
             for name, value in metrics_of(line):
                 self._writer.add_scalar(name, value, int(line["step"]), walltime=line["time"])
         self._writer.flush()
 
-    def finish(self, status: Status) -> None:  # noqa: ARG002 - it has no place for it
+    def finish(self, status: Status) -> None:  # noqa: ARG002 - TensorBoard has no status
         """Close the event file."""
         self._writer.close()
 
 
 class Sinks:
-    """The sinks of a run, at work until `close`."""
+    """The sinks of a run, active until `close`."""
 
     def __init__(
         self,
@@ -138,9 +139,9 @@ class Sinks:
         config: Config,
         dataset: Mapping[str, str],
         *,
-        longest_delay_seconds: float = LONGEST_DELAY_SECONDS,
+        max_delay_seconds: float = MAX_DELAY_SECONDS,
     ) -> None:
-        """`dataset` is its `name`, `key` and `path`."""
+        """`dataset` holds the dataset's `name`, `key` and `path`."""
         sinks: list[Sink] = []
         if config.tracking.tensorboard:
             base = config.logging.tensorboard_dir
@@ -148,19 +149,19 @@ class Sinks:
             sinks.append(TensorBoardSink(folder))
         if config.tracking.mlflow:
             sinks.append(MlflowSink(run_dir, config, dataset))
-        self._followers = [Follower(run_dir, sink, longest_delay_seconds) for sink in sinks]
+        self._followers = [Follower(run_dir, sink, max_delay_seconds) for sink in sinks]
         for follower in self._followers:
             follower.start()
 
-    def close(self, status: Status, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Wait at most so long until the sinks have everything."""
-        deadline = time.monotonic() + patience_seconds
+    def close(self, status: Status, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        """Wait at most `timeout_seconds` for the sinks to receive everything."""
+        deadline = time.monotonic() + timeout_seconds
         for follower in self._followers:
             follower.end(status, deadline)
         for follower in self._followers:
             follower.join(max(0.0, deadline - time.monotonic()) + POLL_SECONDS)
             if not follower.done:
                 log.warning(
-                    "%s is missing metrics; they are sent when the run is resumed or evaluated",
+                    "%s is missing metrics; they will be sent when the run is resumed or evaluated",
                     follower.sink_name,
                 )

@@ -1,8 +1,8 @@
-"""Loss spikes: losses far above those before them, reported with the text that was read.
+"""Loss spikes: losses far above the preceding ones, reported with the text of the batch.
 
-The limit follows from the median of the last losses and their median deviation from it, which a few
-outliers do not move. A falling curve, as at the start, has a large deviation, so that less counts
-as a spike there.
+The threshold is based on the median of the last losses and their median absolute deviation (MAD),
+which are robust to a few outliers. A falling curve, as at the start, has a large deviation, so
+fewer losses count as spikes there.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from infini_model.training.callbacks.diagnostics import REMEDIES
 from infini_model.training.parallel.distributed import World
 from infini_model.training.provenance import Attribution, WindowRead, describe_windows
 
-# Losses that are looked back at, and how many there must be.
+# Number of past losses considered, and the minimum number needed.
 WINDOW = 64
-FEWEST = 16
-# How many deviations above the median a spike begins. Noise with heavy tails (Laplace) comes so far
-# in one of 60,000 steps.
+MIN_LOSSES = 16
+# Deviations above the median at which a spike begins. Heavy-tailed (Laplace) noise gets there in
+# one of 60,000 steps.
 DEVIATIONS = 12.0
-# The deviation is taken to be this share of the median at least: a curve may be very quiet.
-LEAST_DEVIATION = 0.005
-# The median deviation of normal noise is its standard deviation over this.
-NORMAL = 1.4826
+# Minimum deviation as a share of the median, for curves with very little noise.
+MIN_DEVIATION = 0.005
+# Standard deviation of normal noise over its MAD.
+MAD_TO_STD = 1.4826
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss above `limit`, where the `steps` before it have a median and a deviation."""
+    """A loss above `limit`, which follows from the median and deviation of the last `steps`."""
 
     loss: float
     limit: float
@@ -51,21 +51,21 @@ class Spike:
 
 
 class SpikeDetector:
-    """Watches the losses of a training; equal losses give equal answers on every rank."""
+    """Detects spikes in a sequence of losses; equal losses give equal results on every rank."""
 
     def __init__(self, past: Iterable[float] = ()) -> None:
-        """`past` are losses that were watched before, as many as there are."""
+        """`past` holds the losses before the first one watched, if any."""
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._spiking = False
-        # A spike raises the deviation, so that its own losses soon look ordinary: it is over when
-        # they are below the limit that it began with, or when all that is looked back at is it.
+        # A spike raises the deviation, so its own losses soon look normal: it lasts until a loss is
+        # below the limit at which it began, or until it fills the whole window.
         self._limit, self._left = math.inf, 0
         for loss in past:
             self.watch(loss)
 
     def watch(self, loss: float) -> Spike | None:
-        """Take in the next loss; the spike that begins with it, or None where none does."""
-        spike = self._judge(loss) if len(self._losses) >= FEWEST else None
+        """Add the next loss; returns the spike that begins with it, or None."""
+        spike = self._check(loss) if len(self._losses) >= MIN_LOSSES else None
         self._losses.append(loss)
         lasts = self._left > 0 and loss > self._limit
         self._left -= 1
@@ -75,10 +75,10 @@ class SpikeDetector:
             self._limit, self._left = began.limit, WINDOW
         return began
 
-    def _judge(self, loss: float) -> Spike | None:
+    def _check(self, loss: float) -> Spike | None:
         median = statistics.median(self._losses)
-        apart = statistics.median(abs(each - median) for each in self._losses)
-        deviation = max(NORMAL * apart, LEAST_DEVIATION * abs(median))
+        mad = statistics.median(abs(each - median) for each in self._losses)
+        deviation = max(MAD_TO_STD * mad, MIN_DEVIATION * abs(median))
         limit = median + DEVIATIONS * deviation
         if loss <= limit:
             return None
@@ -86,7 +86,7 @@ class SpikeDetector:
 
 
 def past_losses(run_dir: Path, step: int, world: World) -> list[float]:
-    """The last losses of the run up to `step`, as rank 0 reads them, on every rank."""
+    """The last losses of the run up to `step`, read by rank 0 and shared with every rank."""
     values = torch.zeros(WINDOW, dtype=torch.float64, device=world.device)
     if world.is_main:
         lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
@@ -96,7 +96,7 @@ def past_losses(run_dir: Path, step: int, world: World) -> list[float]:
 
 
 class SpikeReports(Callback):
-    """Warns when a spike begins, with the windows that were read, all of them in `<run>/debug`."""
+    """Warns when a spike begins and saves the windows of the step in `<run>/debug`."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class SpikeReports(Callback):
         attribution: Attribution,
         before_pause: Callable[[], None],
     ) -> None:
-        """`past` are the losses before; `before_pause` is called before windows are read back."""
+        """`past` holds the last losses; `before_pause` is called before windows are read back."""
         self._run_dir, self._rank = run_dir, rank
         self._detector = SpikeDetector(past)
         self._attribution, self._before_pause = attribution, before_pause
 
     def after_backward(self, step: Step) -> None:
-        """Look at the loss; the weights are still those that it is of."""
+        """Check the loss, while the weights are still those that produced it."""
         if spike := self._detector.watch(step.loss):
             self._before_pause()
             self._report(step.number, spike, self._attribution.read_back(step.batches))
@@ -120,9 +120,9 @@ class SpikeReports(Callback):
     def _report(self, step: int, spike: Spike, reads: Sequence[WindowRead]) -> None:
         path = self._run_dir / "debug" / f"spike-{step}" / f"rank-{self._rank}.json"
         lines = [
-            f"Loss spike at step {step}: {spike.loss:.4f} is above {spike.limit:.4f}, the limit "
-            f"that follows from the {spike.steps} steps before (median {spike.median:.4f}).",
-            f"Windows of this process, the largest loss first (all {len(reads)} in {path}):",
+            f"Loss spike at step {step}: {spike.loss:.4f} is above the limit {spike.limit:.4f}, "
+            f"based on the last {spike.steps} steps (median {spike.median:.4f}).",
+            f"Windows of this process, largest loss first (all {len(reads)} in {path}):",
             *describe_windows(reads),
             REMEDIES,
         ]
@@ -131,4 +131,4 @@ class SpikeReports(Callback):
         try:
             write_json(path, tree)
         except UserError as error:
-            log.warning("the windows of the spike could not be saved: %s", error)
+            log.warning("cannot save the windows of the spike: %s", error)

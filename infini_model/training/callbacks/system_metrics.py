@@ -1,7 +1,7 @@
-"""How busy and how full the machine of rank 0 is, measured beside the training.
+"""System metrics of rank 0's machine, sampled during training.
 
-A thread of its own asks, so that a slow driver keeps no step waiting. The names are those of
-MLflow's system metrics, whose page shows them as such; `process` is rank 0 alone.
+A separate thread samples them, so a slow driver never delays a step. The names are those of
+MLflow's system metrics, so its UI shows them as such; `process` is rank 0 only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from infini_model.training.callbacks.mlflow_record import Status
 from infini_model.training.launch.devices import list_gpus
 
 SAMPLE_SECONDS = 5.0
-# Over which the first share of the processors' time is taken.
+# Interval over which the first CPU utilization is measured.
 FIRST_SECONDS = 0.1
 MEGABYTE = 1e6
 
 
 class SystemMetrics(Callback):
-    """Records the newest sample with every step that is logged."""
+    """Records the latest sample at every logged step."""
 
     def __init__(self) -> None:
         self._ending = threading.Event()
@@ -32,16 +32,16 @@ class SystemMetrics(Callback):
             self._latest = {**_host(None), **_gpus()}
 
     def metrics(self, step: Step, seconds: float) -> dict[str, float]:  # noqa: ARG002
-        """The newest sample."""
+        """The latest sample."""
         return self._latest if step.logged else {}
 
     def on_end(self, status: Status) -> None:  # noqa: ARG002
-        """Have the thread end; it is not waited for."""
+        """Tell the thread to stop, without waiting for it."""
         self._ending.set()
 
 
 def _host(seconds: float | None) -> dict[str, float]:
-    """Processors and memory, over `seconds` from now or since the last call, if psutil is there."""
+    """CPU and memory use, over the next `seconds` or since the last call; empty without psutil."""
     try:
         import psutil
     except ImportError:
@@ -56,7 +56,7 @@ def _host(seconds: float | None) -> dict[str, float]:
 
 
 def _gpus() -> dict[str, float]:
-    """Every GPU that CUDA may use, numbered as CUDA does; empty where they cannot be asked."""
+    """Use of every GPU visible to CUDA, by CUDA index; empty if they cannot be queried."""
     try:
         found = list_gpus()
     except DeviceError:

@@ -1,1 +1,1 @@
-"""Checkpoints: their files, and the thread that writes them."""
+"""Checkpoints: their files, and the thread that writes them in the background."""

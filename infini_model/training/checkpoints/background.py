@@ -1,7 +1,7 @@
-"""Checkpoints that are written while the training goes on.
+"""Background writing of checkpoints.
 
-The training stands still only while its tensors are copied to the host; one thread turns the copy
-into files. There is one copy, and at most one checkpoint in the making: the next waits for it.
+Training pauses only while tensors are copied to host memory; a thread writes the copy to disk.
+There is one copy and at most one checkpoint in progress: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ log = logging.getLogger(__name__)
 
 
 class Writer:
-    """One thread for one job at a time; what went wrong in it is raised to who asks next."""
+    """A thread that runs one job at a time; a job's exception is raised by the next call."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._job: Future[None] | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run `job` in the thread, after the one before it. Raises what that one raised."""
+        """Run `job` in the thread, after the previous one. Re-raises the previous job's error."""
         self.wait()
         self._job = self._thread.submit(job)
 
     def check(self) -> None:
-        """Raise what a finished job raised, without waiting for one that is not."""
+        """Re-raise the error of a finished job, without waiting for a running one."""
         if self._job is not None and self._job.done():
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is left to do. Raises what the last job raised, once."""
+        """Wait for the job, if any. Re-raises its error, once."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
     def close(self) -> None:
-        """Wait for the job and end the thread; an error that nobody asked for is logged."""
+        """Wait for the job and stop the thread; an error not yet raised is logged."""
         self._thread.shutdown(wait=True)
         try:
             self.wait()
-        except Exception as error:  # noqa: BLE001 - another error is on its way to the caller
+        except Exception as error:  # noqa: BLE001 - must not mask the error being raised
             log.warning("%s", error)
 
 
 class HostCopy:
-    """Takes snapshots into the same room on the host each time: page-locked where CUDA is used.
+    """Takes snapshots into reusable host buffers, page-locked for CUDA tensors.
 
     A snapshot is valid until the next one is taken.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._room: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-    def make_room(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> None:
-        """Get the memory of a snapshot ahead of the first one, which would stand still for it."""
+    def preallocate(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> None:
+        """Allocate the buffers in advance, so that the first snapshot does not stall on it."""
         if self._world.is_main:
             for name, tensor in _tensors(model, optimizer):
-                self._room_for(name, tensor).zero_()
+                self._buffer_for(name, tensor).zero_()
 
     def take(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Snapshot:
-        """Copy what a checkpoint holds. Call it on all ranks; rank 0 alone gets the tensors."""
-        copies = {name: self._copied(name, tensor) for name, tensor in _tensors(model, optimizer)}
+        """Copy the state of a checkpoint. Call it on all ranks; only rank 0 gets the tensors."""
+        copies = {name: self._copy(name, tensor) for name, tensor in _tensors(model, optimizer)}
         names = dict(model.named_parameters())
         parameters = {name: copy for name, copy in copies.items() if name in names}
         moments = {name: copy for name, copy in copies.items() if name not in names}
@@ -83,24 +83,24 @@ class HostCopy:
             torch.cuda.synchronize(self._world.device)
         return Snapshot(model.config, parameters, moments, generators)
 
-    def _copied(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor` in this process's room for `name`; not before CUDA has been waited for."""
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Copy `tensor` to the buffer of `name`; complete once CUDA has been synchronized."""
         tensor = gathered(tensor.detach())
         if not self._world.is_main:
             return torch.empty(0)
-        return self._room_for(name, tensor).copy_(tensor, non_blocking=True)
+        return self._buffer_for(name, tensor).copy_(tensor, non_blocking=True)
 
-    def _room_for(self, name: str, tensor: Tensor) -> Tensor:
-        """The room for `tensor`, which may be one rank's part of it: its shape is of the whole."""
-        if name not in self._room:
-            self._room[name] = torch.empty(
+    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
+        """The buffer for `tensor`; a sharded tensor has the shape of the whole."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(
                 tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        return self._room[name]
+        return self._buffers[name]
 
 
 def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds: the parameters, then AdamW's moments of each, by name."""
+    """The tensors of a checkpoint by name: the parameters, then AdamW's moments of each."""
     yield from model.named_parameters()
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -108,7 +108,7 @@ def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[t
 
 
 def _generator_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's own generators that this process draws from, uint8."""
+    """The states of torch's default generators that this process uses, uint8."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -116,11 +116,11 @@ def _generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_generator_states(generators: dict[str, Tensor], world: World) -> None:
-    """Give this rank the random states it had; a rank that was not there keeps its own."""
+    """Restore this rank's random states; a rank without saved states keeps its own."""
     for name, states in generators.items():
         if world.rank >= len(states):
             continue
-        # A copy: torch crashes on a view that begins inside its storage.
+        # A copy: torch crashes on a view with a storage offset.
         state = states[world.rank].clone()
         if name == "cpu":
             torch.set_rng_state(state)

@@ -1,10 +1,10 @@
-"""A training's position on disk, complete or absent, and checked before it is believed.
+"""Checkpoints on disk: written atomically, and verified before they are loaded.
 
 `<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
 from_pretrained` and, without memory, `transformers` open), `optimizer.safetensors` (AdamW's moments
-by parameter name), `generators.safetensors` (random states, a row for each rank), `state.json`
-(`Position`) and `manifest.json`, the SHA-256 of all these files. Tensors are whole, however the
-ranks had shared them out. Nothing in it is pickled.
+by parameter name), `generators.safetensors` (random states, a row per rank), `state.json`
+(`Position`) and `manifest.json` (the SHA-256 of all these files). Tensors are stored whole, however
+they were sharded. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Position:
-    """Where a training stands, besides its tensors: a few numbers, and what they refer to.
+    """The state of a training besides its tensors.
 
     Attributes:
         step: Optimizer steps taken.
-        consumed: Windows of the training split read, by all ranks together.
-        seed: Of the first weights and of the windows' order; nothing else is random.
-        world_size: Ranks that trained it.
+        consumed: Windows of the training split read, over all ranks.
+        seed: Seed of the initial weights and of the order of windows; nothing else is random.
+        world_size: Number of ranks.
         dataset_key: Content key of the dataset.
-        mlflow_run_id: The run's record, or None if it had none yet.
+        mlflow_run_id: The run's MLflow id, or None if it had none yet.
         config: The whole configuration.
-        precision: Type of the matrix products; empty where an older checkpoint does not say.
-        global_batch: Windows of one step; None where an older checkpoint does not say.
-        scaler: State of fp16's loss scale; None in another precision.
+        precision: Precision of matrix products; empty in older checkpoints.
+        global_batch: Windows per step; None in older checkpoints.
+        scaler: State of fp16's loss scale; None in other precisions.
     """
 
     step: int
@@ -78,17 +78,17 @@ class Position:
     global_batch: int | None = None
     scaler: dict[str, Any] | None = None
 
-    def last_step(self, asked: Config) -> int:
-        """Optimizer steps in all: those that are asked for, or what the epochs came to."""
-        return asked.training.max_steps or int(self.config["training"]["max_steps"])
+    def last_step(self, config: Config) -> int:
+        """Total optimizer steps: those set in `config`, or those computed from the epochs."""
+        return config.training.max_steps or int(self.config["training"]["max_steps"])
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tensors of a training at one moment, on the CPU; nobody changes them meanwhile.
+    """The tensors of a training at one step, on the CPU; they must not change while in use.
 
     Attributes:
-        config: The model's shape.
+        config: The model's configuration.
         parameters: By name, without the output layer if it is tied.
         moments: AdamW's state as `parameter name/exp_avg` and so on.
         generators: Random states as `cpu` and `cuda`, [ranks, bytes] uint8.
@@ -106,7 +106,7 @@ def _versions() -> dict[str, str]:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            # The library also runs from a plain checkout.
+            # The library also runs from a source checkout.
             found[package] = "not installed"
     return found
 
@@ -124,8 +124,8 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 def save_checkpoint(run_dir: Path, snapshot: Snapshot, position: Position, keep: int) -> Path:
     """Write `checkpoints/step-N`, then delete those that `prune_checkpoints` does not keep.
 
-    Raises `UserError` that names the checkpoint if the disk is full or the folder cannot be
-    written; what stood there stays.
+    Raises `UserError` that names the checkpoint if the disk is full or the folder is not writable;
+    an existing checkpoint there is kept.
     """
     target = checkpoint_path(run_dir, position.step)
     with atomic_folder(target) as folder:
@@ -142,7 +142,7 @@ def save_checkpoint(run_dir: Path, snapshot: Snapshot, position: Position, keep:
 
 
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Delete all but the `keep` newest and the best: that of the lowest validation loss."""
+    """Delete all checkpoints but the `keep` newest and the one with the lowest validation loss."""
     listed = _listed(run_dir)
     losses = read_validation_losses(run_dir)
     best = min((step for step, _ in listed if step in losses), key=losses.__getitem__, default=None)
@@ -152,18 +152,18 @@ def prune_checkpoints(run_dir: Path, keep: int) -> None:
 
 
 def export_model(checkpoint: Path, target: Path) -> None:
-    """Copy the model of `checkpoint` to `target`, complete or not at all.
+    """Copy the model of `checkpoint` to `target` atomically.
 
-    Raises `UserError` if the disk is full or the folder cannot be written.
+    Raises `UserError` if the disk is full or the folder is not writable.
     """
     with atomic_folder(target) as folder:
         shutil.copytree(checkpoint / MODEL, folder, dirs_exist_ok=True)
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give `optimizer`, made for `model`, the state it had when `checkpoint` was written.
+    """Restore the state of `optimizer`, made for `model`, from `checkpoint`.
 
-    Call it on all ranks; of a sharded model each gets its part, and rank 0 alone reads.
+    Call it on all ranks; if the model is sharded, rank 0 reads and each rank gets its shards.
 
     Raises `CheckpointError` if the file is missing, broken, or of another model.
     """
@@ -175,7 +175,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
             for full_name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 name, _, key = full_name.rpartition(SEPARATOR)
                 if name not in parameters:
-                    raise CheckpointError(f"{path}: holds {name}, which the model does not have")
+                    raise CheckpointError(f"{path}: the model has no parameter {name}")
                 read = partial(file.get_tensor, full_name)
                 is_number = not file.get_slice(full_name).get_shape()
                 value = read() if is_number else own_shard(read, parameters[name])
@@ -184,14 +184,14 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    # Through the optimizer's own loader, which puts each tensor on its parameter's device.
+    # The optimizer's own loader moves each tensor to its parameter's device.
     state = {i: states[names[p]] for i, p in enumerate(ordered) if names[p] in states}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def load_generators(checkpoint: Path) -> dict[str, Tensor]:
-    """The random states of all ranks; empty where an older checkpoint has none.
+    """The random states of all ranks; empty for older checkpoints.
 
     Raises `CheckpointError` if the file is broken.
     """
@@ -205,16 +205,16 @@ def load_generators(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def read_position(checkpoint: Path) -> Position:
-    """The `Position` in a checkpoint that has been verified."""
+    """The `Position` of a verified checkpoint."""
     tree = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     known = {name: tree[name] for name in Position.__dataclass_fields__ if name in tree}
     return Position(**known)
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Check every file against the manifest. Raises `CheckpointError` that names the first bad one.
+    """Verify every file against the manifest, reading the whole checkpoint.
 
-    Reads the whole checkpoint once.
+    Raises `CheckpointError` that names the first file that is missing or damaged.
     """
     manifest = checkpoint / MANIFEST
     try:
@@ -226,7 +226,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing")
         if sha256(path) != expected:
-            raise CheckpointError(f"{path}: is damaged: its bytes are not those that were written")
+            raise CheckpointError(f"{path}: is damaged: its checksum does not match the manifest")
 
 
 def _listed(run_dir: Path) -> list[tuple[int, Path]]:
@@ -240,25 +240,25 @@ def _listed(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run whose files are what was written, or None.
+    """The newest checkpoint of a run that passes verification, or None.
 
-    A damaged one is named in a warning, and the one before it is tried. Nothing is changed.
+    Warns about a damaged one and falls back to the one before it. Changes nothing on disk.
     """
     for _, path in _listed(run_dir):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
-            log.warning("%s; the checkpoint before it is tried", error)
+            log.warning("%s; falling back to the previous checkpoint", error)
         else:
             return path
     return None
 
 
 def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
-    """Set aside what is newer than `checkpoint`, hence damaged; drop what killed writers left.
+    """Rename checkpoints newer than `checkpoint`, which are damaged; delete temporary files.
 
-    Call it where no other process writes in the run. A damaged `step-N` becomes `damaged-step-N`:
-    it no longer counts among those to keep, and can still be looked at.
+    Call it only while no other process writes to the run. A damaged `step-N` becomes
+    `damaged-step-N`, which pruning ignores and which can still be inspected.
     """
     folder = checkpoints_dir(run_dir)
     for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").glob("*")):
@@ -266,14 +266,14 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
     for _, path in _listed(run_dir):
         if path == checkpoint:
             break
-        aside = folder / f"damaged-{path.name}"
-        if aside.exists():
-            _remove(aside)
-        os.rename(path, aside)
+        damaged = folder / f"damaged-{path.name}"
+        if damaged.exists():
+            _remove(damaged)
+        os.rename(path, damaged)
 
 
 def _remove(folder: Path) -> None:
-    """Delete so that a kill half-way leaves no folder of a checkpoint's name."""
+    """Delete a checkpoint; rename it first, so that a kill cannot leave a partial one."""
     retired = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
     os.rename(folder, retired / "retired")
     shutil.rmtree(retired, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""When a training is saved: the copy, the writing in the background, and the export at the end."""
+"""Saving a training: the copy, the background write, and the export at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves a training. All methods are called on all ranks; rank 0, which has `record`, writes."""
+    """Saves a training. Call all methods on all ranks; rank 0, which has `record`, writes."""
 
     def __init__(
         self,
@@ -40,24 +40,24 @@ class Checkpointer:
         keep: int,
         saved_step: int | None,
     ) -> None:
-        """`keep` newest checkpoints are kept; that of `saved_step` is there already."""
+        """Keeps the `keep` newest checkpoints; the one of `saved_step` already exists."""
         self._run_dir, self._model, self._optimizer = run_dir, model, optimizer
         self._world, self._record, self._keep = world, record, keep
         self._saved_step = saved_step
         self._copy, self._writer = HostCopy(world), Writer()
 
     def check(self) -> None:
-        """Raise what writing a checkpoint raised, without waiting for one in progress."""
+        """Re-raise the error of a finished write, without waiting for one in progress."""
         self._writer.check()
 
-    def make_room(self) -> None:
-        """Get the memory of a copy in the background, once the optimizer has its moments."""
-        self._writer.start(partial(self._copy.make_room, self._model, self._optimizer))
+    def preallocate(self) -> None:
+        """Allocate the host buffers in the background, once the optimizer has its moments."""
+        self._writer.start(partial(self._copy.preallocate, self._model, self._optimizer))
 
     def save(self, position: Position) -> float | None:
-        """Copy what a checkpoint holds; a thread writes it. Raises what the last one raised.
+        """Copy the state and write it in the background. Re-raises the last write's error.
 
-        Returns the seconds that this took, or None if the step was saved already.
+        Returns the seconds that the training was stalled, or None if the step is already saved.
         """
         if self._saved_step == position.step:
             return None
@@ -74,10 +74,10 @@ class Checkpointer:
         path = save_checkpoint(self._run_dir, snapshot, position, self._keep)
         log.info("Checkpoint saved: %s", path)
 
-    def save_apart(self, folder: Path, position: Position) -> None:
-        """Write `position` as a run of its own in `folder`; all ranks wait for it.
+    def save_to(self, folder: Path, position: Position) -> None:
+        """Write a checkpoint at `position` as a separate run in `folder`; all ranks wait for it.
 
-        That the disk is full is logged: something else has gone wrong before.
+        A full disk is only logged, so that it does not mask the error being handled.
         """
         self._writer.wait()
         snapshot = self._copy.take(self._model, self._optimizer)
@@ -85,19 +85,19 @@ class Checkpointer:
             try:
                 log.error("Checkpoint saved: %s", save_checkpoint(folder, snapshot, position, 1))
             except UserError as error:
-                log.error("the checkpoint could not be saved: %s", error)  # noqa: TRY400
+                log.error("cannot save the checkpoint: %s", error)  # noqa: TRY400
         self._world.from_main(position.step)
 
     def wait(self) -> None:
-        """Return when all is on the disk. Raises what writing it raised."""
+        """Wait until everything is on disk. Re-raises the last write's error."""
         self._writer.wait()
 
     def export(self, step: int) -> None:
-        """Copy the model of a step's checkpoint to `<run>/model`; rank 0 does it."""
+        """Copy the model of a step's checkpoint to `<run>/model`, on rank 0."""
         if self._record is not None:
             prune_checkpoints(self._run_dir, self._keep)
             export_model(checkpoint_path(self._run_dir, step), self._run_dir / "model")
 
     def close(self) -> None:
-        """End the thread once its job is done."""
+        """Stop the thread once its job is done."""
         self._writer.close()

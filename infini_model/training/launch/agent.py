@@ -24,7 +24,7 @@ def main() -> int:
     os.environ[AGENT] = str(os.getpid())
     install(Path(sys.argv[1]))
     try:
-        # torchrun's handlers would raise at whatever line they interrupt; nobody sends SIGQUIT.
+        # torchrun's handlers would raise at whatever line they interrupt; SIGQUIT is not used.
         options = ["--signals-to-handle=SIGQUIT", *sys.argv[2:]]
         run(parse_args(options))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""Start a training in processes of its own and raise how it failed as one typed exception.
+"""Start a training in separate processes and raise its failure as one typed exception.
 
 A single process runs plain `python -m infini_model.training`; several run under torchrun. Every
 line they print goes to the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect. No

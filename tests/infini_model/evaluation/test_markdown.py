@@ -1,4 +1,4 @@
-"""Text of a model is text of a stranger: it must not get out of its block."""
+"""Generated text is untrusted: it must not break out of its code block."""
 
 import re
 
@@ -20,11 +20,11 @@ def test_nothing_closes_the_block(text):
 
 
 @given(ANY)
-def test_no_control_character_passes(text):
+def test_control_characters_are_replaced(text):
     assert all(c.isprintable() or c in "\n\t" for c in fenced(text))
 
 
-def test_plain_text_is_left_alone():
+def test_plain_text_is_unchanged():
     assert fenced("a\n\tb ``` c") == "````text\na\n\tb ``` c\n````"
 
 

@@ -1,4 +1,4 @@
-"""Text as it is drawn: whole characters, in pieces that are the text together."""
+"""Streaming text: complete characters, in pieces that join to the text."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ PAIRS = train_tokenizer([["über die Größe der Erde ", "the stone under the ri
 
 
 @given(st.sampled_from([BYTES, PAIRS]), st.text(), st.text())
-def test_pieces_are_the_text(tokenizer, prompt, text):
+def test_pieces_join_to_the_text(tokenizer, prompt, text):
     before, new = (tokenizer.encode_batch([t]).ids.tolist() for t in (prompt, text))
     pieces = list(decode_pieces(tokenizer, before, new))
     assert "".join(pieces) == text.rstrip("\ufffd")
@@ -20,7 +20,7 @@ def test_pieces_are_the_text(tokenizer, prompt, text):
         piece.encode()
 
 
-def test_a_character_comes_when_it_is_whole():
+def test_a_character_is_emitted_once_complete():
     new = BYTES.encode_batch(["aé€𝄞b"]).ids.tolist()
     taken = []
     pieces = decode_pieces(BYTES, [], (taken.append(token) or token for token in new))
@@ -29,12 +29,12 @@ def test_a_character_comes_when_it_is_whole():
 
 
 @given(st.lists(st.integers(0, 254)))
-def test_what_is_no_text_is_marked_as_it_would_be_at_once(octets):
+def test_invalid_utf8_is_replaced_as_in_whole_text(octets):
     pieces = "".join(decode_pieces(BYTES, [], octets))
     assert pieces == BYTES.decode(octets).rstrip("\ufffd")
 
 
-def test_a_token_costs_the_same_however_long_the_text():
+def test_the_cost_of_a_token_does_not_depend_on_the_text_length():
     class Counting(ByteTokenizer):
         longest = 0
 

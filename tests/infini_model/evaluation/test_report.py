@@ -30,13 +30,13 @@ from infini_model.training.checkpoints.checkpoint import (
 )
 from infini_model.training.loop import train
 
-# What no task writes.
+# The plots that do not come from a task.
 OTHER_TITLES = ["Speed", "Curves", "Reproduce"]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(root, config, dataset folder, run folder), not to be changed by a test."""
+    """(root, config, dataset folder, run folder), not to be modified by tests."""
     root = tmp_path_factory.mktemp("evaluation")
     config = settings(root)
     dataset = make_dataset(root, config)
@@ -93,13 +93,13 @@ def test_without_memory_only_the_first_segment_is_the_same(result):
     assert result.metrics["evaluation/validation_loss_without_memory"] == emptied_loss
 
 
-def test_the_report_tells_it(made, result):
+def test_the_report_shows_scores_dataset_and_plots(made, result):
     _, _, _, run_dir = made
     text = result.report.read_text()
     assert f"{score_of(result, 'test')['loss']:.4f}" in text
     assert "40 of 40" in text
     assert "2,560" in text  # tokens read: 80 windows of 32
-    assert "trained on another, key `kkkkkkkkkkkkkkkk`" in text
+    assert "trained on a different one, key `kkkkkkkkkkkkkkkk`" in text
     assert f"infini run --config {run_dir}/config.yaml run.name=first-again" in text
     pictures = re.findall(r"\]\((plots/[a-z_]+\.png)\)", text)
     assert sorted(run_dir / name for name in pictures) == sorted(result.plots)
@@ -116,7 +116,7 @@ def test_the_report_tells_it(made, result):
         assert min(struct.unpack(">II", head[16:])) > 400
 
 
-def test_the_sample_goes_on_where_the_prompt_ends(result):
+def test_the_sample_starts_where_the_prompt_ends(result):
     sample = result.tasks["sample"].details
     assert sample["split"] == "test"
     assert len(sample["prompt"]) == sample["prompt_tokens"] == 20
@@ -125,17 +125,17 @@ def test_the_sample_goes_on_where_the_prompt_ends(result):
     assert sample["prompt"] in result.report.read_text()
 
 
-def test_waiting_for_data_is_told_and_what_to_do_about_it(result):
+def test_waiting_for_data_is_reported_with_a_remedy(result):
     report = result.report.read_text()
-    assert "9,020 tokens a second; 2.00% of the steps' time was waiting for data." in report
-    assert "over 1%: put the dataset folder on a disk of this machine" in report
+    assert "9,020 tokens per second; 2.00% of step time was spent waiting for data." in report
+    assert "over 1%: put the dataset folder on a local disk" in report
     fast = {"train/step_seconds": 1.0, "train/data_wait_seconds": 0.009}
-    told = speed_section([{"step": 1, "train/tokens_per_second": 5.0, **fast}])
-    assert told == "5 tokens a second; 0.90% of the steps' time was waiting for data."
-    assert speed_section([{"step": 1, "validation/loss": 5.0}]) == "No step was timed."
+    section = speed_section([{"step": 1, "train/tokens_per_second": 5.0, **fast}])
+    assert section == "5 tokens per second; 0.90% of step time was spent waiting for data."
+    assert speed_section([{"step": 1, "validation/loss": 5.0}]) == "No steps were timed."
 
 
-def test_the_result_is_json_and_the_same_again(made, result):
+def test_the_result_is_json_and_reproducible(made, result):
     _, config, dataset, run_dir = made
     tree = json.loads(json.dumps(result.model_dump(mode="json")))
     assert tree["report"] == str(run_dir / "report.md")
@@ -171,7 +171,7 @@ def test_empty_splits_are_stated(tmp_path):
     assert result.tasks["sample"].details == {}
     assert result.metrics == {}
     text = result.report.read_text()
-    assert "The test split has no whole window" in text
+    assert "The test split is too small for one window" in text
     assert "no held-out document" in text
 
 
@@ -192,18 +192,18 @@ def test_without_memory_there_is_nothing_to_empty(made, tmp_path):
     assert "emptied" not in result.report.read_text()
 
 
-def test_what_is_missing_is_named(made, tmp_path):
+def test_missing_inputs_are_named(made, tmp_path):
     root, config, dataset, run_dir = made
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: there are no metrics"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: no metrics found"):
         evaluate_run(tmp_path, dataset, config)
     shutil.copy(run_dir / "metrics.jsonl", tmp_path)
-    with pytest.raises(CheckpointError, match="checkpoints: there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="checkpoints: no checkpoint found"):
         evaluate_run(tmp_path, dataset, config)
     with pytest.raises(DataError, match="does not exist"):
         evaluate_run(run_dir, tmp_path / "nothing", config)
     small = settings(root, **{"model.vocab_size": 90})
     make_run(tmp_path / "small", small)
-    with pytest.raises(CheckpointError, match="has 90 entries in its vocabulary, the dataset"):
+    with pytest.raises(CheckpointError, match="vocabulary size is 90, the dataset"):
         evaluate_run(tmp_path / "small", dataset, small)
 
 
@@ -215,12 +215,12 @@ def test_a_broken_model_is_named(made, tmp_path):
     position = Position(5, 5, 0, 1, "k", None, {})
     snapshot = HostCopy(WORLD).take(model, torch.optim.AdamW(model.parameters()))
     save_checkpoint(tmp_path, snapshot, position, keep=1)
-    with pytest.raises(CheckpointError, match="step-5: its loss on validation is nan"):
+    with pytest.raises(CheckpointError, match="step-5: the validation loss is nan"):
         evaluate_run(tmp_path, dataset, config)
     assert not (tmp_path / "report.md").exists()
 
 
-def test_only_the_tasks_that_are_named_are_run_in_their_order(made):
+def test_only_the_configured_tasks_run_in_order(made):
     root, _, dataset, run_dir = made
     for names in (["sample"], ["loss_by_segment", "loss"]):
         config = settings(root, **{"evaluation.tasks": names})
@@ -230,7 +230,7 @@ def test_only_the_tasks_that_are_named_are_run_in_their_order(made):
         assert titles == [*(load_task(name).title for name in names), *OTHER_TITLES]
 
 
-def test_every_module_of_a_task_is_named_in_the_settings():
+def test_every_task_module_is_listed_in_the_settings():
     folder = Path(load_task("loss").__class__.run.__code__.co_filename).parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "task"}
     assert modules == set(get_args(EvaluationTaskName))
@@ -240,7 +240,7 @@ def test_every_module_of_a_task_is_named_in_the_settings():
 def test_the_report_has_the_loss_that_the_training_logged(
     dataset, make_config, tmp_path, precision
 ):
-    """The same windows in the same precision, however many are scored at once."""
+    """The same windows in the same precision, at any batch size."""
     config = make_config(
         training={"precision": precision, "max_steps": 4, "batch_size": 5},
         evaluation={"max_windows": 7, "batch_size": 2, "tasks": ["loss"]},

@@ -1,4 +1,4 @@
-"""What an evaluation leaves in MLflow: the truth about the run, and a model that can be loaded."""
+"""The results of an evaluation in MLflow: the run's status, and a loadable model."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 SCORE = "evaluation/test_loss"
 PROMPT = "the memory of a "
 DRAW = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 30, "top_p": 0.9, "seed": 5}
-# Loads models as somebody would who has nothing of the project, far from its sources.
+# Loads models like a user without the project, outside its source folder.
 LOAD = """
 import json, os, sys
 os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
@@ -57,7 +57,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def again(made, tmp_path):
-    """Evaluates the run under another name, which MLflow does not know, as it was at `step`."""
+    """Evaluates the run at `step`, under another name that is not in MLflow."""
     config, dataset, run_dir, result = made
 
     def evaluate(name="run", step=40, loss=None, **tracking):
@@ -96,7 +96,7 @@ def models_of(run_dir):
 
 
 def load(uri, *models, cwd):
-    """Where the library was loaded from, and what each model adds to the prompt."""
+    """Where the library was loaded from, and each model's continuation of the prompt."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", LOAD, uri, PROMPT, json.dumps(DRAW), *models],
@@ -111,7 +111,7 @@ def load(uri, *models, cwd):
 
 
 def generated(config, run_dir):
-    """What `infini generate` adds to the prompt."""
+    """The continuation of the prompt by `infini generate`."""
     draw = {name: value for name, value in DRAW.items() if name != "seed"}
     sample = config.evaluation.sample.model_copy(update=draw)
     config = config.model_copy(
@@ -152,7 +152,7 @@ def test_a_logged_model_generates_what_the_command_does(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.story
-def test_a_server_stores_and_gives_back_a_model_of_bytes(made, again, tmp_path):
+def test_a_server_stores_and_returns_a_byte_model(made, again, tmp_path):
     config, _, first, _ = made
     home = tmp_path / "server"
     home.mkdir()
@@ -196,11 +196,11 @@ def test_the_version_with_the_lowest_loss_is_the_best(made, again):
     for name, loss in (("a", 2.0), ("b", 3.0), ("c", 1.5), ("a", 1.0)):
         again(name, loss=loss, registered_model="ranked")
         best.append(client(config).get_model_version_by_alias("ranked", "best").version)
-    # The last one was registered before, with the loss that it had then.
+    # The last one was registered earlier, with the loss that it had then.
     assert best == [1, 1, 3, 3]
 
 
-def test_a_model_is_neither_logged_nor_registered_where_nobody_asks_for_it(made, again):
+def test_a_model_is_not_logged_or_registered_unless_configured(made, again):
     run_dir = again(log_model=False)
     assert models_of(run_dir) == []
     assert in_mlflow(run_dir).info.status == "FINISHED"
@@ -209,7 +209,7 @@ def test_a_model_is_neither_logged_nor_registered_where_nobody_asks_for_it(made,
 
 
 def start(made, run_dir):
-    """The record of a training, which nobody has closed."""
+    """The record of a training that has not been closed."""
     config = made[0]
     metrics = Record(run_dir, config, DATASET)
     metrics.append(1, {"train/loss": 1.0})
@@ -217,24 +217,24 @@ def start(made, run_dir):
 
 
 @pytest.mark.parametrize("end", ["KILLED", "FAILED"])
-def test_an_evaluation_leaves_an_interrupted_run_as_it_ended(made, again, tmp_path, end):
+def test_an_evaluation_keeps_the_status_of_an_interrupted_run(made, again, tmp_path, end):
     start(made, tmp_path / "run").close(end)
     run_dir = again(step=20)
     assert in_mlflow(run_dir).info.status == end
     assert models_of(run_dir) == []
-    # The scores are those of the checkpoint, not of the last step that was recorded.
+    # The scores are those of the checkpoint, not of the last recorded step.
     history = client(made[0]).get_metric_history(in_mlflow(run_dir).info.run_id, SCORE)
     assert [metric.step for metric in history] == [20]
 
 
-def test_an_evaluation_finds_that_a_run_was_killed(again):
+def test_an_evaluation_marks_a_killed_run(again):
     # MLflow was down while it trained; an evaluation creates the record.
     run_dir = again(step=20)
     assert in_mlflow(run_dir).info.status == "KILLED"
     assert not end_record(run_dir, "FAILED")
 
 
-def test_an_evaluation_leaves_a_training_that_goes_on_running(made, again, tmp_path):
+def test_an_evaluation_leaves_a_running_training_running(made, again, tmp_path):
     metrics = start(made, tmp_path / "run")
     with lock(tmp_path / "run" / "checkpoints" / ".lock"):
         run_dir = again(step=20)
@@ -242,7 +242,7 @@ def test_an_evaluation_leaves_a_training_that_goes_on_running(made, again, tmp_p
     metrics.close("KILLED")
 
 
-def test_a_finished_run_stays_finished_however_often_it_is_evaluated(made, again, tmp_path):
+def test_a_finished_run_stays_finished_when_evaluated_again(made, again, tmp_path):
     start(made, tmp_path / "run").close("FINISHED")
     ended = in_mlflow(tmp_path / "run").info.end_time
     run_dir = again(log_model=False)
@@ -250,16 +250,16 @@ def test_a_finished_run_stays_finished_however_often_it_is_evaluated(made, again
     assert in_mlflow(run_dir).info.end_time == ended
 
 
-def test_results_are_kept_where_mlflow_is_down(made, caplog):
+def test_results_are_kept_when_mlflow_is_down(made, caplog):
     config, dataset, run_dir, result = made
-    # Port 9 (discard) of this machine: nobody listens there.
+    # Nothing listens on port 9 (discard) of this machine.
     tracking = config.tracking.model_copy(update={"tracking_uri": "http://127.0.0.1:9"})
     with caplog.at_level(logging.WARNING):
         down = config.model_copy(update={"tracking": tracking})
         assert not log_evaluation(run_dir, dataset, down, result)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(run_dir) in caplog.text
-    # It follows with the next evaluation.
+    # The next evaluation delivers it.
     assert log_evaluation(run_dir, dataset, config, result)
     assert in_mlflow(run_dir).data.metrics[SCORE] == result.metrics[SCORE]
     run_id = in_mlflow(run_dir).info.run_id

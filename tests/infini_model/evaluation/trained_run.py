@@ -1,4 +1,4 @@
-"""A small run, trained in name only: dataset, checkpoints and metrics by the project's own code."""
+"""A small fake run: dataset, checkpoints and metrics written by the project's own code."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Causal language modelling: the loss of each next token, summed without whole logits."""
+"""Causal language modelling: next-token losses, summed without materializing all logits."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ VOCABULARY, SEGMENT = 17, 4
 
 
 def make_batch(rows=2, valid=((4, 2), (4, 4))):
-    """Two windows of two rows of a segment each; the second window begins with a document."""
+    """Two windows of two one-segment rows; the second window starts with a document."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (2, rows, SEGMENT + 1), generator=generator)
     reset = torch.tensor([[True, False], [True, True]])
@@ -76,7 +76,7 @@ def test_scores_are_sums_and_counts_by_segment(module):
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_an_emptied_memory_changes_what_comes_after_the_first_segment(module):
+def test_an_emptied_memory_changes_all_segments_but_the_first(module):
     scorer = Scorer(module, PRECISIONS["fp32"], torch.device("cpu"))
     batch = make_batch()._replace(reset=None)
     (kept, _), (emptied, _) = scorer.score(batch), scorer.score(batch, empty_memory=True)

@@ -1,4 +1,4 @@
-"""An objective of somebody else's, with randomness of its own, trains and resumes like ours."""
+"""A third-party objective with its own randomness trains and resumes like the built-in one."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ HIDDEN = 0
 
 
 class Cloze:
-    """Predict the next token where some inputs are hidden, drawn by (seed, key of the window)."""
+    """Next-token prediction with masked inputs, drawn from (seed, key of the window)."""
 
     def __init__(self, seed):
         self.seed, self.causal = seed, CausalLM()
@@ -52,7 +52,7 @@ def test_a_random_objective_resumes_to_the_same_bits(dataset, make_config, tmp_p
     train(config, dataset, tmp_path / "parts")
     assert repeatable(tmp_path / "parts") == repeatable(tmp_path / "whole")
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
-    # The masks follow the windows, however many are read at once.
+    # The masks depend on the windows, not on the batch size.
     smaller = make_config(training={"batch_size": 2, "gradient_accumulation_steps": 4})
     train(smaller, dataset, tmp_path / "smaller")
     for name in ("train/loss", "validation/loss"):

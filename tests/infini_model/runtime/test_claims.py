@@ -138,7 +138,7 @@ def test_concurrent_claims_never_share_a_folder(tmp_path: Path) -> None:
         assert one != two
 
 
-def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
+def test_a_killed_lock_holder_blocks_no_other_command(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; "
         "from infini_model.config import load_config\n"

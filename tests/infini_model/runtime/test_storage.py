@@ -102,7 +102,7 @@ def test_a_path_that_is_not_a_folder_is_named(tmp_path):
         storage.make_folder(tmp_path / "file" / "below")
 
 
-def test_a_killed_holder_blocks_nobody(tmp_path):
+def test_a_killed_lock_holder_blocks_no_other_command(tmp_path):
     script = """
 import os, signal, sys
 from pathlib import Path

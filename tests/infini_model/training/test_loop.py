@@ -1,4 +1,4 @@
-"""Trainings in this process, and pairs of processes that are compared with them."""
+"""The training loop in this process, compared with trainings on two processes."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ def test_a_training_learns_and_records_every_step_once(dataset, make_config, tmp
     for name in ("learning_rate", "grad_norm", "step_seconds", "tokens_per_second"):
         assert line[f"train/{name}"] > 0
     assert line["train/data_wait_seconds"] >= 0
-    # The training stood still before the steps that follow a checkpoint.
+    # The steps after a checkpoint record its stall.
     assert list(curve(run_dir, "checkpoint/stall_seconds")) == [5, 9]
     assert 0 < line["memory/layer_1/gate_mean"] < 1
     assert [p.name for p in sorted((run_dir / "checkpoints").glob("step-*"))] == [
@@ -80,7 +80,7 @@ def test_the_export_is_the_last_model_and_opens_by_itself(dataset, make_config, 
         assert all(torch.equal(exported[name], tensor) for name, tensor in trained.items())
 
 
-def test_the_log_line_is_the_one_of_the_contract(dataset, make_config, tmp_path, caplog):
+def test_the_log_line_has_the_documented_form(dataset, make_config, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         train(make_config(), dataset, tmp_path / "run")
     lines = [r.getMessage() for r in caplog.records if "Loss:" in r.getMessage()]
@@ -93,20 +93,20 @@ def test_the_log_line_is_the_one_of_the_contract(dataset, make_config, tmp_path,
         assert re.fullmatch(pattern, line)
 
 
-def test_epochs_are_the_steps_that_so_many_passes_take(dataset, make_config, tmp_path):
-    """Interrupted and resumed too, and to the bit what the number of steps itself gives."""
+def test_epochs_are_converted_to_steps(dataset, make_config, tmp_path):
+    """Also when interrupted and resumed, bit for bit as with the number of steps."""
     asked = make_config(training={"max_steps": None, "epochs": 0.3})
     windows = open_windows(dataset, "train", asked.packing, asked.model.segment_length)
     steps = math.ceil(0.3 * len(windows) / asked.training.batch_size)
     assert steps > 4
-    told = make_config(training={"max_steps": steps})
-    train(told, dataset, tmp_path / "told")
+    explicit = make_config(training={"max_steps": steps})
+    train(explicit, dataset, tmp_path / "explicit")
     with claim_run(asked, "key", dataset) as run_dir:
         assert (last_step(run_dir), is_finished(run_dir)) == (None, False)
         assert train(asked, dataset, run_dir, [StopAfter(2)]).stopped_by == signal.SIGTERM
         train(asked, dataset, run_dir)
-    assert repeatable(run_dir) == repeatable(tmp_path / "told")
-    assert weights(run_dir) == weights(tmp_path / "told")
+    assert repeatable(run_dir) == repeatable(tmp_path / "explicit")
+    assert weights(run_dir) == weights(tmp_path / "explicit")
     assert last_step(run_dir) == read_status(run_dir).total == steps
     assert read_position(newest_checkpoint(run_dir)).last_step(asked) == steps
     record_evaluation(run_dir, steps, "key", {})
@@ -133,7 +133,7 @@ def test_accumulated_micro_batches_are_one_batch(dataset, make_config, tmp_path,
     )
 
 
-def test_layers_that_are_computed_again_train_to_the_same_bits(dataset, make_config, tmp_path):
+def test_activation_checkpointing_trains_to_the_same_bits(dataset, make_config, tmp_path):
     calls = []
 
     def count(module, *_):
@@ -156,8 +156,8 @@ def test_layers_that_are_computed_again_train_to_the_same_bits(dataset, make_con
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
-    """In every packing mode, with masked labels, and where the gates stay without gradient."""
+def test_two_processes_match_the_curve_of_one(dataset, make_config, tmp_path):
+    """In every packing mode, with masked labels, and when the gates get no gradient."""
     cases = {
         "packed": {"packing": {"mode": "packed"}},
         "document": {"packing": {"mode": "document", "remainder": "pad"}},
@@ -184,8 +184,8 @@ def test_two_processes_give_the_curve_of_one(dataset, make_config, tmp_path):
             assert two == pytest.approx(one, abs=5e-5), (name, metric)
 
 
-def test_a_run_keeps_its_global_batches_where_less_is_read_at_once(dataset, make_config, tmp_path):
-    """As after running out of memory; and its validation is over as many windows."""
+def test_a_run_keeps_its_global_batches_with_smaller_micro_batches(dataset, make_config, tmp_path):
+    """As after running out of memory; validation covers the same number of windows."""
     settings, short = {"batch_size": 4, "gradient_accumulation_steps": 2}, {"max_windows": 6}
     train(make_config(training=settings, evaluation=short), dataset, tmp_path / "whole")
     for batch_size in (3, 1):
@@ -202,12 +202,12 @@ def test_a_run_keeps_its_global_batches_where_less_is_read_at_once(dataset, make
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_training_goes_on_to_the_same_bits(dataset, make_config, tmp_path, number):
+def test_a_stopped_training_resumes_to_the_same_bits(dataset, make_config, tmp_path, number):
     config = make_config()
     train(config, dataset, tmp_path / "whole")
     run_dir = tmp_path / "parts"
     outcome = train(config, dataset, run_dir, [StopAfter(6, number)])
-    # The signal came when step 6 was done; it is heard in the next one.
+    # The signal came after step 6 and is acted on in the next step.
     assert (outcome.stopped_by, outcome.step) == (number, 7)
     assert newest_checkpoint(run_dir).name == "step-7"
     assert train(config, dataset, run_dir).stopped_by is None
@@ -215,7 +215,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(dataset, make_config, tmp_p
     assert weights(run_dir) == weights(tmp_path / "whole")
 
 
-def test_a_stop_before_the_first_step_leaves_a_checkpoint_of_it(dataset, make_config, tmp_path):
+def test_a_stop_before_the_first_step_saves_a_checkpoint(dataset, make_config, tmp_path):
     config = make_config()
     run_dir = tmp_path / "run"
     outcome = train(config, dataset, run_dir, [StopAfter(0)])
@@ -223,7 +223,7 @@ def test_a_stop_before_the_first_step_leaves_a_checkpoint_of_it(dataset, make_co
     assert newest_checkpoint(run_dir).name == f"step-{outcome.step}"
 
 
-def test_a_finished_training_is_left_as_it_is(dataset, make_config, tmp_path):
+def test_a_finished_training_is_left_unchanged(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"
     train(make_config(), dataset, run_dir)
     before = (repeatable(run_dir), weights(run_dir))
@@ -231,7 +231,7 @@ def test_a_finished_training_is_left_as_it_is(dataset, make_config, tmp_path):
     assert (repeatable(run_dir), weights(run_dir)) == before
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on_to_the_same_bits(
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one_and_the_same_bits(
     dataset, make_config, tmp_path, caplog
 ):
     run_dir = tmp_path / "run"
@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on_to_the_same_bi
     assert (repeatable(run_dir), weights(run_dir)) == before
 
 
-def test_numbers_that_are_not_finite_end_it_before_the_step(dataset, make_config, tmp_path):
+def test_non_finite_numbers_end_the_training_before_the_step(dataset, make_config, tmp_path):
     run_dir = tmp_path / "run"
     config = make_config(
         training={"learning_rate": 1e30}, checkpoint={"save_steps": 1}, logging={"debug": True}
@@ -283,8 +283,8 @@ def test_bf16_learns_as_well_and_keeps_its_weights_in_float32(dataset, make_conf
         assert {t.dtype for t in load_file(checkpoint / name).values()} == {torch.float32}
 
 
-def begin_with_scale(run_dir, step, scale):
-    """Cut a run in fp16 off after the checkpoint of `step`, and give it another loss scale."""
+def truncate_with_scale(run_dir, step, scale):
+    """Truncate an fp16 run after the checkpoint of `step` and change its loss scale."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
@@ -297,7 +297,7 @@ def begin_with_scale(run_dir, step, scale):
     write_json(checkpoint / "manifest.json", manifest)
 
 
-def test_fp16_skips_what_overflows_halves_its_scale_and_resumes_to_the_same_bits(
+def test_fp16_skips_overflows_halves_its_scale_and_resumes_to_the_same_bits(
     dataset, make_config, tmp_path
 ):
     config = make_config(
@@ -312,7 +312,7 @@ def test_fp16_skips_what_overflows_halves_its_scale_and_resumes_to_the_same_bits
 
     large = tmp_path / "large"
     shutil.copytree(tmp_path / "fp16", large)
-    begin_with_scale(large, 4, 2.0**22)
+    truncate_with_scale(large, 4, 2.0**22)
     train(config, dataset, large)
     skipped = list(curve(large, "train/skipped_steps"))
     assert skipped == list(range(5, 5 + len(skipped)))
@@ -327,14 +327,14 @@ def test_fp16_skips_what_overflows_halves_its_scale_and_resumes_to_the_same_bits
 
     again = tmp_path / "again"
     shutil.copytree(large, again)
-    begin_with_scale(again, skipped[1], None)
+    truncate_with_scale(again, skipped[1], None)
     train(config, dataset, again)
     assert repeatable(again) == repeatable(large)
     assert weights(again) == weights(large)
 
 
 def tensors(run_dir, step):
-    """The files of a checkpoint that hold weights and moments, as bytes."""
+    """The weights and moments of a checkpoint, as bytes."""
     folder = run_dir / "checkpoints" / f"step-{step}"
     return [(folder / n).read_bytes() for n in ("model/model.safetensors", "optimizer.safetensors")]
 

@@ -14,14 +14,14 @@ def settings(batch_size, accumulation):
 
 
 @given(small, small, small)
-def test_the_first_start_divides_as_the_settings_say_and_so_does_the_next(batch, steps, processes):
+def test_the_first_start_and_a_resume_divide_the_batch_alike(batch, steps, processes):
     first = divide(settings(batch, steps), processes, None)
     assert first == Division(processes, steps, batch)
     assert divide(settings(batch, steps), processes, first.global_batch) == first
 
 
 @given(st.integers(1, 96), small, small, small)
-def test_any_number_of_processes_reads_the_same_windows_in_parts_no_larger_than_allowed(
+def test_any_number_of_processes_reads_the_same_windows_within_the_batch_size(
     global_batch, batch, steps, processes
 ):
     if global_batch % processes:

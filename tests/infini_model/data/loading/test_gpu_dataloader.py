@@ -1,4 +1,4 @@
-"""The guide's names give what the data path gives, on any device."""
+"""The former GPU data loader's functions match the data pipeline, on any device."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 
 
-def test_windows_are_cut_from_the_closed_documents():
+def test_windows_are_cut_from_documents_with_end_of_text():
     windows = gpu_clm_process(["abc", "", "defgh"], ByteTokenizer(), 4, "cpu")
     assert windows.dtype == torch.int64
     stream = [*b"abc", 255, 255, *b"defgh", 255]
@@ -27,7 +27,7 @@ def test_windows_are_cut_from_the_closed_documents():
     assert gpu_clm_process(["a"], ByteTokenizer(), 4, "cpu").shape == (0, 5)
 
 
-def test_the_loader_is_the_loader(byte_dataset):
+def test_the_gpu_dataloader_is_a_loader(byte_dataset):
     packing = PackingConfig(context_length=64)
     options = {"batch_size": 3, "seed": 2, "consumed": 6}
     with (
@@ -42,7 +42,7 @@ def test_the_loader_is_the_loader(byte_dataset):
 
 @pytest.mark.parametrize("mode", ["packed", "document", "aligned"])
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_windows_of_texts_are_those_of_their_dataset(texts, mode, remainder):
+def test_windows_of_texts_match_those_of_their_dataset(texts, mode, remainder):
     host = train_tokenizer([texts], 300)
     packing = PackingConfig(mode=mode, context_length=32, remainder=remainder)
     ids, offsets = host.encode_batch(texts)
@@ -61,7 +61,7 @@ def test_windows_of_texts_are_those_of_their_dataset(texts, mode, remainder):
             assert torch.equal(windows, expected.tokens.squeeze(1))
 
 
-def test_no_text_has_no_windows():
+def test_empty_text_gives_no_windows():
     for mode in ("packed", "document", "aligned"):
         packing = PackingConfig(mode=mode, context_length=32)
         batch = gpu_clm_windows([], ByteTokenizer(), packing, 8, "cpu")

@@ -1,4 +1,4 @@
-"""The order of the windows is two integers, and the same for any number of processes."""
+"""The order of windows depends on two integers, not on the number of processes."""
 
 from itertools import islice
 
@@ -47,7 +47,7 @@ def test_epochs_and_seeds_differ_and_windows_are_mixed():
 
 
 def test_the_order_never_changes():
-    # A checkpoint of today must go on with the same windows tomorrow.
+    # Old checkpoints must resume with the same windows in later versions.
     order = permute(np.arange(10), 10, 7, np.zeros(10, np.int64))
     assert order.tolist() == [9, 3, 2, 8, 4, 6, 7, 1, 5, 0]
 
@@ -114,7 +114,7 @@ def test_any_number_of_processes_sees_the_same_global_batches(
         assert torch.equal(together, whole[step])
 
 
-def test_consumed_counts_what_was_handed_over_not_what_was_gathered(windows):
+def test_consumed_counts_returned_batches_not_prefetched_ones(windows):
     loader = Loader(windows, batch_size=2)
     assert loader.consumed == 0
     next(loader)
@@ -125,7 +125,7 @@ def test_consumed_counts_what_was_handed_over_not_what_was_gathered(windows):
     assert loader.consumed == 2
 
 
-def test_too_few_tokens_for_one_batch_is_one_line(windows):
+def test_too_few_tokens_for_one_batch_is_an_error_in_one_line(windows):
     with pytest.raises(
         DataError, match=r"too few tokens for one batch: .*split train has"
     ) as caught:
@@ -141,10 +141,10 @@ def test_batches_are_int64(windows):
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(0, 40))
-def test_keys_are_the_places_in_the_order_of_training(
+def test_keys_are_positions_in_the_training_order(
     windows, batch_size, accumulation, world_size, start
 ):
-    """Each window of a training has a key of its own, in all epochs and at any process count."""
+    """Each window of a training has a unique key, in all epochs and at any process count."""
     options = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     together = batch_size * accumulation * world_size
     keys = []
@@ -178,7 +178,7 @@ def test_validation_covers_each_window_once_at_any_world_size(
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000))
-def test_the_sample_is_spread_over_the_split_and_grows_by_its_end(count, size, more):
+def test_the_sample_is_spread_over_the_split_and_larger_samples_extend_it(count, size, more):
     sample = sample_windows(count, size)
     assert len(set(sample.tolist())) == len(sample) == min(count, size)
     assert sorted(sample_windows(count, None).tolist()) == list(range(count))
@@ -188,7 +188,7 @@ def test_the_sample_is_spread_over_the_split_and_grows_by_its_end(count, size, m
         assert abs(sample.mean() / count - 0.5) < 0.15
 
 
-def test_a_folder_that_is_no_dataset_is_named(tmp_path, byte_dataset):
+def test_a_folder_that_is_not_a_dataset_is_named(tmp_path, byte_dataset):
     with pytest.raises(DataError, match="gone: is not a dataset folder"):
         open_windows(tmp_path / "gone", "train", PACKING, 16)
     (tmp_path / "other").mkdir()

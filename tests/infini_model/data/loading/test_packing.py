@@ -1,4 +1,4 @@
-"""Windows are arithmetic: each token predicted once, no document spanned, no reset crossed."""
+"""Packing: each token is predicted once, and rows respect documents and resets."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ from infini_model.objectives.causal import CausalLM
 EOS = 0
 SEGMENT = 3
 
-# Documents by length, two tokens at least (one and the end of text), in shards of any size.
+# Documents by length, at least two tokens (one and end-of-text), in shards of any size.
 shapes = st.lists(st.lists(st.integers(2, 40), max_size=6), min_size=1, max_size=4)
 
 
 def make_windows(shape, mode, context_length=6, remainder="drop"):
-    """Windows over documents whose tokens are all different, so that each can be recognised."""
+    """Windows over documents whose tokens are all distinct, so each can be identified."""
     values, offsets, first = [], [], 1
     for lengths in shape:
         shard = np.arange(first, first + sum(lengths), dtype=np.int32)
@@ -39,7 +39,7 @@ def gather_all(windows):
 
 
 def read(batch):
-    """What causal language modelling makes of windows: inputs, labels, resets."""
+    """The causal LM inputs of windows: inputs, labels, resets."""
     inputs = CausalLM().inputs(batch)
     return inputs.input_ids.numpy(), inputs.labels.numpy(), inputs.reset
 
@@ -100,7 +100,7 @@ def test_aligned_documents_start_on_segments_and_reset_there(shape):
 
 @settings(max_examples=50)
 @given(shapes, st.sampled_from(["packed", "document", "aligned"]), st.data())
-def test_any_windows_in_any_order_are_those_of_the_whole(shape, mode, data):
+def test_gathering_any_windows_in_any_order_matches_gathering_all(shape, mode, data):
     windows = make_windows(shape, mode)
     inputs, labels, reset = gather_all(windows)
     if not len(windows):
@@ -116,7 +116,7 @@ def test_any_windows_in_any_order_are_those_of_the_whole(shape, mode, data):
         assert np.array_equal(batch.reset.numpy(), reset.numpy()[indices])
 
 
-def test_a_window_that_is_not_there_is_refused():
+def test_a_window_number_out_of_range_is_refused():
     windows = make_windows([[20]], "packed")
     for index in (-1, len(windows)):
         with pytest.raises(IndexError):

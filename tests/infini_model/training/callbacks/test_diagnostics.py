@@ -1,4 +1,4 @@
-"""A document that poisons a training is named, with its text, and so is what it did."""
+"""Diagnostics name a document that causes non-finite values, its text and its effect."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from infini_model.training.callbacks.diagnostics import find_faults
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
 
-# The byte that no other document has.
+# A byte that only one document contains.
 POISON = "@"
 CONTEXT = 64
 NUMBERS = Path(__file__).parents[4] / "docs" / "numbers.md"
@@ -39,7 +39,7 @@ NUMBERS = Path(__file__).parents[4] / "docs" / "numbers.md"
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-    """60 documents, one of which has the byte, four times and far apart."""
+    """60 documents, one of which contains the byte, four times and far apart."""
     folder = tmp_path_factory.mktemp("corpus")
     chance = random.Random(11)
     for number in range(60):
@@ -70,7 +70,7 @@ def settings(make_config, mode="packed", save_steps=4, **training):
 
 
 def poison(checkpoint):
-    """Make infinite what the embedding gives for the byte, as if the training had come to it."""
+    """Make the embedding of the byte infinite, as if training had produced that."""
     path = checkpoint / "model" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][ord(POISON)] = torch.inf
@@ -82,7 +82,7 @@ def poison(checkpoint):
 
 
 def tokens_of(dataset, passage):
-    """The tokens that a passage tells of, read from the shard by themselves."""
+    """The tokens of a passage, read from the shard independently."""
     values, offsets = map_shard(dataset / passage["shard"])
     first = offsets[passage["row"]] + passage["first_token"]
     assert first + passage["tokens"] <= offsets[passage["row"] + 1]
@@ -108,13 +108,13 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
     saved = load_file(report / "tensors.safetensors")
     assert len(windows) == 8
     for window in windows:
-        # What is told is what the model was given, and the text is the text of that.
+        # The report shows the inputs that the model got, and their text.
         inputs = saved[f"batch/{window['micro_batch']}/input_ids"][window["row"]]
         labels = saved[f"batch/{window['micro_batch']}/labels"][window["row"]]
-        told = [tokens_of(poisoned, passage) for passage in window["passages"]]
+        tokens_read = [tokens_of(poisoned, passage) for passage in window["passages"]]
         given_ = set(inputs[labels >= 0].tolist()) | set(labels[labels >= 0].tolist())
-        assert set(np.concatenate(told).tolist()) == given_
-        for passage, tokens in zip(window["passages"], told, strict=True):
+        assert set(np.concatenate(tokens_read).tolist()) == given_
+        for passage, tokens in zip(window["passages"], tokens_read, strict=True):
             whole = tokens[:-1] if tokens[-1] == 255 else tokens
             assert passage["text"] == whole.tobytes().decode("utf-8", "replace")
         read = (inputs[labels >= 0] == ord(POISON)).any()
@@ -125,7 +125,7 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
     assert f"{culprit['shard']}, row {culprit['row']}" in text
     assert repr(culprit["text"][:20])[1:-1] in text
     assert text.strip() in caplog.text
-    # The document is the one that `load_from_disk` gives under that number.
+    # The number is that of the document in `load_from_disk`.
     shards = read_manifest(poisoned).splits["train"].shards
     before = 0
     for shard in shards:
@@ -134,7 +134,7 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
         before += shard.documents
 
 
-def test_the_report_is_that_of_the_guide_and_its_checkpoint_stands_before_the_step(
+def test_the_report_has_the_documented_form_and_its_checkpoint_precedes_the_step(
     poisoned, make_config, tmp_path, caplog
 ):
     run_dir = tmp_path / "run"
@@ -167,7 +167,7 @@ def test_the_report_is_that_of_the_guide_and_its_checkpoint_stands_before_the_st
     assert set(saved) - {"batch/0/input_ids", "batch/0/labels"} == {
         f"{fault['kind']}/{fault['name']}" for fault in tree["faults"]
     }
-    # The folder goes on as a run of its own: at the same step, into the same trouble.
+    # The folder resumes as a separate run and fails at the same step.
     checkpoint = newest_checkpoint(folder)
     assert f"Checkpoint saved: {checkpoint}" in caplog.text
     position = read_position(checkpoint)
@@ -178,8 +178,8 @@ def test_the_report_is_that_of_the_guide_and_its_checkpoint_stands_before_the_st
     assert again == tree
 
 
-def test_a_spike_is_warned_of_once_with_what_was_read(poisoned, make_config, tmp_path, caplog):
-    """One document whose bytes the model comes to know least: it is made to lose much on them."""
+def test_a_spike_is_reported_once_with_its_windows(poisoned, make_config, tmp_path, caplog):
+    """A document of rare bytes, on which the model is made to have a large loss."""
     run_dir = tmp_path / "run"
     config = settings(make_config, max_steps=40, learning_rate=1e-5)
     train(settings(make_config, max_steps=20, learning_rate=1e-5), poisoned, run_dir)
@@ -234,7 +234,7 @@ def test_faults_are_counted_and_located(places):
 
 
 def _rank(rank, port, tree, dataset, run_dir):
-    """Train until it goes wrong; then look for faults in a layer that both ranks share."""
+    """Train until it fails, then search for faults in a layer that both ranks hold."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -270,18 +270,18 @@ def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
     step = int(folder.name.removeprefix("step-"))
     logs = [Path(f"{run_dir}-{rank}.log").read_text() for rank in range(2)]
     shares = []
-    for rank, told in enumerate(logs):
+    for rank, output in enumerate(logs):
         report = folder / f"rank-{rank}"
         windows = json.loads((report / "windows.json").read_text())
         shares.append({window["window"] for window in windows})
         assert len(windows) == 4
         read = (load_file(report / "tensors.safetensors")["batch/0/input_ids"] == ord(POISON)).any()
         assert isinstance(windows[0]["loss"], str) == bool(read)
-        # The process that read the poison speaks, and each tells where its report is.
-        assert (f"NaN LOSS DETECTED [GPU {rank}]" in told) == bool(read)
-        assert str(report) in told
+        # The process that read the document prints its report; each logs where its report is.
+        assert (f"NaN LOSS DETECTED [GPU {rank}]" in output) == bool(read)
+        assert str(report) in output
     assert not shares[0] & shares[1]
-    assert any("LOSS DETECTED" in told for told in logs)
+    assert any("LOSS DETECTED" in output for output in logs)
     assert newest_checkpoint(folder).name == f"step-{step - 1}"
 
     faults = [json.loads(Path(f"{run_dir}-{rank}.json").read_text()) for rank in range(2)]
@@ -291,7 +291,7 @@ def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
     assert (fault["first"], fault["nan"], fault["size"]) == ([0, 1], 1, 6)
 
 
-def test_the_metrics_that_the_guide_names_are_there(dataset, make_config, tmp_path):
+def test_the_documented_metrics_are_recorded(dataset, make_config, tmp_path):
     rows = re.findall(r"^\| `(.+?)` \|.*\| (.+) \|$", NUMBERS.read_text(), re.MULTILINE)
     elsewhere = ("on GPUs", "such a step")
     here = {name.replace("N", "1") for name, when in rows if not any(e in when for e in elsewhere)}

@@ -1,4 +1,4 @@
-"""What is counted is what runs."""
+"""The FLOPs counted are those executed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = tiny_config(segment_length=LENGTH)
 
 
 def matrix_flops(model: InfiniLlama, tokens: torch.Tensor) -> int:
-    """Of the products of activations with parameters, as PyTorch counts them while they run.
+    """FLOPs of the products of activations with parameters, as counted by PyTorch at run time.
 
     It does not see into the operator that computes the loss, whose products are those of logits.
     """
@@ -25,20 +25,20 @@ def matrix_flops(model: InfiniLlama, tokens: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_flops_of_the_matrices_are_those_that_run(tied: bool) -> None:
+def test_matrix_flops_match_those_executed(tied: bool) -> None:
     config = CONFIG.model_copy(update={"memory": "none", "tie_word_embeddings": tied})
     model, tokens = InfiniLlama(config), torch.zeros(3, 2 * LENGTH, dtype=torch.int64)
-    # A query sees LENGTH / 2 keys in the mean, in scores and in values, three times with backward.
+    # A query attends to LENGTH / 2 keys on average, in scores and values; times 3 with backward.
     local = 3 * 2 * 2 * config.hidden_size * (LENGTH / 2) * config.num_hidden_layers
     expected = (flops_per_token(model, 2 * LENGTH) - local) * tokens.numel()
     assert matrix_flops(model, tokens) == expected
 
 
-def test_the_flops_of_the_memory_are_those_of_all_segments_but_one() -> None:
+def test_memory_flops_count_all_segments_but_one() -> None:
     with_memory = InfiniLlama(CONFIG)
     without = InfiniLlama(CONFIG.model_copy(update={"memory": "none"}))
     head_dim = CONFIG.hidden_size // 4
-    # Four heads read, two are written; a multiplication and an addition; three times with backward.
+    # Four heads read, two are written; a multiplication and an addition; times 3 with backward.
     a_token = 3 * 2 * head_dim * head_dim * (4 + 2) * CONFIG.num_hidden_layers
     for segments in (1, 2, 5):
         length = segments * LENGTH

@@ -21,13 +21,13 @@ def write(run_dir, steps, resumed_step=None):
     file.close()
 
 
-def test_lines_after_the_checkpoint_are_cut_and_each_step_is_there_once(tmp_path):
+def test_lines_after_the_checkpoint_are_cut_and_each_step_appears_once(tmp_path):
     write(tmp_path, range(1, 8))
     write(tmp_path, range(5, 10), resumed_step=4)
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 10))
 
 
-def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path):
+def test_a_line_truncated_by_a_kill_is_dropped(tmp_path):
     write(tmp_path, range(1, 4))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/lo')
@@ -36,13 +36,13 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_training_from_the_start_begins_the_file_anew(tmp_path):
+def test_a_training_from_scratch_truncates_the_file(tmp_path):
     write(tmp_path, [0, 1, 2])
     write(tmp_path, [0])
     assert [line["step"] for line in read_metrics(tmp_path)] == [0]
 
 
-def test_what_was_recorded_at_this_step_is_known_after_a_restart(tmp_path):
+def test_metrics_recorded_at_this_step_are_known_after_a_restart(tmp_path):
     file = MetricsFile(tmp_path, None)
     file.append(5, {"train/loss": 1.0})
     file.append(5, {"validation/loss": 2.0})
@@ -79,7 +79,7 @@ class Unreliable:
         self.tried.set()
         if self.failures > 0:
             self.failures -= 1
-            raise ConnectionError("nobody is there")
+            raise ConnectionError("connection refused")
         self.taken += [line["step"] for line in lines]
 
     def finish(self, status):
@@ -96,7 +96,7 @@ def follow(run_dir, sink, patience):
     return follower
 
 
-def test_a_sink_that_comes_back_gets_what_it_missed_once(tmp_path):
+def test_a_recovered_sink_gets_what_it_missed_once(tmp_path):
     write(tmp_path, range(1, 6))
     sink = Unreliable(failures=1)
     assert follow(tmp_path, sink, patience=10).done
@@ -104,7 +104,7 @@ def test_a_sink_that_comes_back_gets_what_it_missed_once(tmp_path):
     assert sink.status == "FINISHED"
 
 
-def test_a_sink_that_stays_down_is_warned_of_once_and_given_up_at_the_end(tmp_path, caplog):
+def test_a_sink_that_stays_down_warns_once_and_is_abandoned_at_the_end(tmp_path, caplog):
     write(tmp_path, range(1, 6))
     sink = Unreliable(failures=10**9)
     began = time.monotonic()
@@ -132,7 +132,7 @@ def test_tensorboard_has_each_step_once_across_a_resume(tmp_path):
 
 
 def history(run_dir, name):
-    """(step, value) of a metric, as MLflow's database has it."""
+    """(step, value) of a metric in MLflow's database."""
     record = read_mlflow_record(run_dir)
     database = sqlite3.connect(record["tracking_uri"].removeprefix("sqlite:///"))
     rows = database.execute(
@@ -154,7 +154,7 @@ def test_mlflow_has_each_step_once_across_a_resume_and_a_lost_cursor(tmp_path, m
         metrics.close("FINISHED" if resumed_step else "KILLED")
         record = read_mlflow_record(run_dir)
         assert record["delivered_step"] == steps[-1]
-        # As after a kill between MLflow's taking them and our noting it.
+        # As after a kill between the delivery to MLflow and recording it.
         (run_dir / "logs" / "mlflow.json").write_text(json.dumps(record | {"delivered_step": 0}))
     assert history(run_dir, "train/loss") == [(step, 10.0 - step) for step in range(1, 10)]
 

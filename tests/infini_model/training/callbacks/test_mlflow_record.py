@@ -1,4 +1,4 @@
-"""What MLflow says of a run: how it ended, whoever reported it, and where it comes from."""
+"""The record of a run in MLflow: its final status and its origin."""
 
 import os
 import signal
@@ -17,19 +17,19 @@ from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.mlflow_record import (
     NOTE,
     end_record,
-    open_tracking,
     read_mlflow_record,
     run_url,
 )
 from infini_model.training.launch.failures import Crashed
 from infini_model.training.launch.launcher import launch
+from infini_model.training.tracking import open_tracking
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    """An output folder that all runs share: making MLflow's tables takes seconds."""
+    """An output folder shared by all runs, as creating MLflow's tables takes seconds."""
     return tmp_path_factory.mktemp("output")
 
 
@@ -42,7 +42,7 @@ def config(make_config, output):
 
 
 def in_mlflow(run_dir):
-    """The run as anybody sees it in MLflow."""
+    """The run in MLflow."""
     from mlflow import MlflowClient
 
     record = read_mlflow_record(run_dir)
@@ -54,7 +54,7 @@ def status(run_dir):
 
 
 def begin(run_dir, config, resumed_step=None):
-    """The record of a training that has taken a step, as MLflow has it already."""
+    """The record of a training that has taken a step, delivered to MLflow."""
     metrics = Record(run_dir, config, DATASET, resumed_step)
     metrics.append((resumed_step or 0) + 1, {"train/loss": 1.0})
     eventually(lambda: delivered(run_dir) == (resumed_step or 0) + 1, "the metrics", seconds=120)
@@ -78,7 +78,7 @@ def test_the_status_follows_a_run_through_stop_resume_and_end(tmp_path, config):
     assert status(tmp_path) == "FINISHED"
 
 
-def test_an_end_that_the_training_could_not_report_is_reported_once(tmp_path, config):
+def test_an_unreported_end_is_reported_once(tmp_path, config):
     begin(tmp_path, config)
     assert end_record(tmp_path, "FAILED")
     assert status(tmp_path) == "FAILED"
@@ -86,23 +86,23 @@ def test_an_end_that_the_training_could_not_report_is_reported_once(tmp_path, co
     assert status(tmp_path) == "FAILED"
 
 
-def test_what_mlflow_knows_better_stays(tmp_path, config):
+def test_a_status_that_mlflow_already_has_is_kept(tmp_path, config):
     metrics = begin(tmp_path, config)
     record = read_mlflow_record(tmp_path)
     metrics.close("FINISHED")
-    # As if the training had been killed between telling MLflow and noting it.
+    # As if the training had been killed between reporting to MLflow and recording it.
     write_json(tmp_path / "logs" / "mlflow.json", record)
     assert not end_record(tmp_path, "FAILED")
     assert status(tmp_path) == "FINISHED"
 
 
-def test_an_end_without_a_record_is_nobodys(tmp_path):
+def test_an_end_without_a_record_is_ignored(tmp_path):
     assert not end_record(tmp_path, "FAILED")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("listens", [True, False], ids=["hangs", "down"])
-def test_a_server_that_does_not_answer_keeps_no_end_waiting(tmp_path, listens):
+def test_an_unresponsive_server_does_not_block_end_record(tmp_path, listens):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         if not listens:
@@ -142,7 +142,7 @@ def test_a_killed_trainer_is_failed_in_mlflow_before_the_launcher_returns(
     assert status(run_dir) == "FAILED"
 
 
-def test_a_run_says_where_it_comes_from(tmp_path, config):
+def test_a_run_is_tagged_with_its_origin(tmp_path, config):
     flow_run = {"id": "0198c0de", "url": "http://127.0.0.1:4200/runs/flow-run/0198c0de"}
     write_json(tmp_path / "run.json", {"owner": flow_run})
     begin(tmp_path, config).close("KILLED")
@@ -161,7 +161,7 @@ def test_a_run_says_where_it_comes_from(tmp_path, config):
     assert str(tmp_path) in tags[NOTE]
 
 
-def test_the_links_follow_a_resume_and_a_persons_description_stays(tmp_path, config):
+def test_the_links_follow_a_resume_and_an_edited_description_is_kept(tmp_path, config):
     from mlflow import MlflowClient
 
     urls = [f"http://127.0.0.1:4200/runs/flow-run/{number}" for number in range(3)]
@@ -191,17 +191,17 @@ def test_the_page_of_a_run_and_of_its_experiment(tmp_path, config):
     assert run_url("http://127.0.0.1:5000/", tmp_path) == page
 
 
-def test_a_kill_while_the_tables_are_made_does_no_lasting_harm(make_config):
+def test_a_kill_while_the_tables_are_created_is_recovered_from(make_config):
     config = make_config()
     folder = config.run.output_dir / "mlflow"
     program = """
 import json, sys
 from infini_model.config import validate
-from infini_model.training.callbacks.mlflow_record import open_tracking
+from infini_model.training.tracking import open_tracking
 open_tracking(validate(json.loads(sys.argv[1])))
 """
     process = subprocess.Popen([sys.executable, "-c", program, config.model_dump_json()])
-    # Some of the tables are there, not all of them.
+    # Some of the tables exist, but not all.
     eventually(
         lambda: any(path.stat().st_size > 50_000 for path in folder.glob(".tmp-*[!l]")),
         "the tables",

@@ -1,6 +1,6 @@
-"""An MLflow server that is slow, down, or dies: the training goes on, and each point arrives once.
+"""An MLflow server that is slow, down, or dies: training continues, each point arrives once.
 
-The server is a real one, behind a door that can be closed or made to wait.
+The server is real, behind a proxy that can be closed or delayed.
 """
 
 import http.client
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 NAMES = ("train/loss", "train/grad_norm", *(f"memory/layer_{i}/gate_mean" for i in range(10)))
 
-# A step that takes as long has waited for a request: the door waits longer, and on a machine with
-# other work a line of metrics.jsonl takes a moment, too.
+# A step this slow has waited for a request: the proxy's delay is longer. The margin is for busy
+# machines, where writing a line of metrics.jsonl takes a moment, too.
 BLOCKED = 0.45
 
 
@@ -39,8 +39,8 @@ def server(mlflow):
     return mlflow.port
 
 
-class Door:
-    """Hands requests on to the server: after `delay` seconds; without an answer if `dumb`."""
+class Proxy:
+    """A proxy that forwards requests after `delay` seconds, without a response if `dumb`."""
 
     def __init__(self, server_port):
         self.delay, self.dumb, self.requests = 0.0, False, 0
@@ -49,7 +49,7 @@ class Door:
         self._listener = None
 
     def open(self):
-        door = self
+        proxy = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -57,27 +57,27 @@ class Door:
             def log_message(self, *_):
                 pass
 
-            def hand_on(self):
-                door.requests += 1
-                time.sleep(door.delay)
+            def forward(self):
+                proxy.requests += 1
+                time.sleep(proxy.delay)
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                inner = http.client.HTTPConnection("127.0.0.1", door._server_port, timeout=60)
+                inner = http.client.HTTPConnection("127.0.0.1", proxy._server_port, timeout=60)
                 inner.request(self.command, self.path, body, dict(self.headers))
                 answer = inner.getresponse()
-                told = answer.read()
+                reply = answer.read()
                 inner.close()
                 self.close_connection = True
-                if door.dumb or door._listener is None:
-                    # It did what was asked, and nobody learns of it.
+                if proxy.dumb or proxy._listener is None:
+                    # The server handled the request, but the client gets no response.
                     self.connection.close()
                     return
                 self.send_response(answer.status)
                 self.send_header("Content-Type", answer.headers["Content-Type"])
-                self.send_header("Content-Length", str(len(told)))
+                self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
-                self.wfile.write(told)
+                self.wfile.write(reply)
 
-            do_GET = do_POST = do_PATCH = hand_on  # noqa: N815
+            do_GET = do_POST = do_PATCH = forward  # noqa: N815
 
         self._listener = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._listener.daemon_threads = True
@@ -92,22 +92,22 @@ class Door:
 
 
 @pytest.fixture
-def door(server):
-    door = Door(server)
-    yield door
-    door.close()
+def proxy(server):
+    proxy = Proxy(server)
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture
-def record(door, make_config, tmp_path):
-    """Starts the record of a run in tmp_path/run, tracked behind the door."""
-    uri = f"http://127.0.0.1:{door.port}"
+def record(proxy, make_config, tmp_path):
+    """Starts the record of a run in tmp_path/run, tracked through the proxy."""
+    uri = f"http://127.0.0.1:{proxy.port}"
     config = make_config(tracking={"mlflow": True, "tensorboard": False, "tracking_uri": uri})
     return lambda resumed_step=None: Record(tmp_path / "run", config, DATASET, resumed_step)
 
 
 def take_steps(metrics, steps, pause=0.0):
-    """Record steps, and return the seconds of the longest one without its pause."""
+    """Record steps; returns the seconds of the slowest one without its pause."""
     longest = 0.0
     for step in steps:
         began = time.monotonic()
@@ -118,7 +118,7 @@ def take_steps(metrics, steps, pause=0.0):
 
 
 def histories(server, run_dir):
-    """Steps of each metric, as the server tells them to anyone."""
+    """Steps of each metric, according to the server."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"http://127.0.0.1:{server}")
@@ -138,85 +138,81 @@ def until_delivered(run_dir, step):
     eventually(delivered, f"MLflow has step {step}", seconds=120)
 
 
-def test_a_slow_server_keeps_no_step_waiting(door, record, server, tmp_path):
-    door.delay = 0.5
-    door.open()
+def test_a_slow_server_does_not_delay_steps(proxy, record, server, tmp_path):
+    proxy.delay = 0.5
+    proxy.open()
     metrics = record()
     assert take_steps(metrics, range(1, 301), pause=0.005) < BLOCKED
     metrics.close("FINISHED")
     assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 301)))
 
 
-def test_a_server_that_never_answers_keeps_no_training_from_its_end(door, record, server, tmp_path):
-    door.delay = 3600.0
-    door.open()
+def test_an_unresponsive_server_does_not_block_the_end_of_training(proxy, record, server, tmp_path):
+    proxy.delay = 3600.0
+    proxy.open()
     metrics = record()
     assert take_steps(metrics, range(1, 51), pause=0.005) < BLOCKED
-    eventually(lambda: door.requests > 0, "the server is asked", seconds=120)
+    eventually(lambda: proxy.requests > 0, "a request arrives", seconds=120)
     began = time.monotonic()
-    metrics.close("FINISHED", patience_seconds=2.0)
+    metrics.close("FINISHED", timeout_seconds=2.0)
     assert time.monotonic() - began < 5.0
-    door.delay = 0.0
+    proxy.delay = 0.0
     again = record(resumed_step=50)
     again.close("FINISHED")
     assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 51)))
 
 
-def test_a_server_that_is_down_from_the_start_gets_all_when_it_comes(
-    door, record, server, tmp_path
+def test_a_server_that_is_down_from_the_start_gets_everything_once_it_is_up(
+    proxy, record, server, tmp_path
 ):
     metrics = record()
     assert take_steps(metrics, range(1, 51), pause=0.02) < BLOCKED
-    door.open()
+    proxy.open()
     metrics.close("FINISHED")
     assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 51)))
 
 
-def test_a_server_that_dies_half_way_gets_each_point_once_when_it_is_back(
-    door, record, server, tmp_path
-):
-    door.open()
+def test_a_server_that_dies_half_way_gets_each_point_once(proxy, record, server, tmp_path):
+    proxy.open()
     metrics = record()
     take_steps(metrics, range(1, 101))
     until_delivered(tmp_path / "run", 100)
-    # First it takes what it is sent and does not say so, then it is gone, then it is back.
-    door.dumb, asked = True, door.requests
+    # First it accepts data without responding, then it is down, then it is back.
+    proxy.dumb, asked = True, proxy.requests
     assert take_steps(metrics, range(101, 201)) < BLOCKED
-    eventually(lambda: door.requests > asked, "the server is asked", seconds=120)
-    door.close()
+    eventually(lambda: proxy.requests > asked, "a request arrives", seconds=120)
+    proxy.close()
     assert take_steps(metrics, range(201, 301), pause=0.01) < BLOCKED
-    door.dumb = False
-    door.open()
+    proxy.dumb = False
+    proxy.open()
     assert take_steps(metrics, range(301, 401)) < BLOCKED
     metrics.close("FINISHED")
     assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 401)))
 
 
-def test_a_server_that_is_killed_and_started_again_gets_each_point_once(
-    mlflow, door, record, server, tmp_path
+def test_a_killed_and_restarted_server_gets_each_point_once(
+    mlflow, proxy, record, server, tmp_path
 ):
-    door.open()
+    proxy.open()
     metrics = record()
     take_steps(metrics, range(1, 101))
     until_delivered(tmp_path / "run", 100)
     mlflow.kill()
-    asked = door.requests
+    asked = proxy.requests
     assert take_steps(metrics, range(101, 201), pause=0.01) < BLOCKED
-    eventually(lambda: door.requests > asked, "the server is asked", seconds=120)
+    eventually(lambda: proxy.requests > asked, "a request arrives", seconds=120)
     mlflow.start()
     assert take_steps(metrics, range(201, 301)) < BLOCKED
     metrics.close("FINISHED")
     assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 301)))
 
 
-def test_a_record_that_a_kill_left_running_is_put_right_by_the_resume(
-    door, record, server, tmp_path
-):
-    door.open()
+def test_a_record_left_running_by_a_kill_is_corrected_on_resume(proxy, record, server, tmp_path):
+    proxy.open()
     metrics = record()
     take_steps(metrics, range(1, 51))
     until_delivered(tmp_path / "run", 50)
-    # Nobody closes it: as after SIGKILL. The steps after the checkpoint are taken again.
+    # It is not closed, as after SIGKILL. The steps after the checkpoint are repeated.
     assert histories(server, tmp_path / "run")[0] == "RUNNING"
     again = record(resumed_step=40)
     take_steps(again, range(41, 81))

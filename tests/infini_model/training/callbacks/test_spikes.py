@@ -1,4 +1,4 @@
-"""A leap of the loss is told once, and noise is none."""
+"""A loss spike is reported once, and noise is not a spike."""
 
 import random
 
@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.training.callbacks.spikes import FEWEST, WINDOW, SpikeDetector, past_losses
+from infini_model.training.callbacks.spikes import MIN_LOSSES, WINDOW, SpikeDetector, past_losses
 from infini_model.training.parallel.distributed import World
 
 NOISES = {
@@ -44,15 +44,15 @@ def test_a_long_noisy_curve_has_no_spike(noise, width):
     drop=st.floats(0.0, 10.0),
     pace=st.floats(5.0, 1000.0),
     seed=st.integers(0, 2**32),
-    step=st.integers(FEWEST, 590),
+    step=st.integers(MIN_LOSSES, 590),
     length=st.integers(1, 20),
 )
-# In the midst of so long a spike its losses are ordinary for a step, and then no more.
+# Within a spike this long, its losses look normal for one step and then not any more.
 @example(noise="uniform", width=0.15625, drop=3.0, pace=467.0, seed=11675, step=16, length=8)
-def test_a_spike_is_told_once_at_its_first_step(noise, width, drop, pace, seed, step, length):
+def test_a_spike_is_reported_once_at_its_first_step(noise, width, drop, pace, seed, step, length):
     losses = curve(600, noise, width, seed, drop, pace)
     assert spikes_of(losses) == {}
-    # As much as 20 deviations of what is there to be seen, the fall itself included.
+    # 20 deviations of the visible losses, including the fall itself.
     seen = losses[max(0, step - WINDOW) : step]
     height = 20 * 1.4826 * np.median(np.abs(np.array(seen) - np.median(seen))) + 1.0
     top = np.median(seen) + height
@@ -64,20 +64,20 @@ def test_a_spike_is_told_once_at_its_first_step(noise, width, drop, pace, seed, 
     assert found[step].steps == min(WINDOW, step)
 
 
-def test_the_next_spike_is_told_again():
+def test_the_next_spike_is_reported_again():
     losses = curve(400, "normal", 0.05, seed=2, drop=0.0)
     for place in (100, 101, 250):
         losses[place] += 3.0
     assert list(spikes_of(losses)) == [100, 250]
 
 
-def test_a_new_level_is_told_once_and_becomes_the_ordinary_one():
+def test_a_new_level_is_reported_once_and_becomes_normal():
     losses = curve(400, "normal", 0.05, seed=3, drop=0.0)
     losses[200:] = [loss + 2.0 for loss in losses[200:]]
     assert list(spikes_of(losses)) == [200]
 
 
-def test_what_was_before_an_interruption_is_known_after_it(tmp_path):
+def test_past_losses_are_restored_after_an_interruption(tmp_path):
     chance = random.Random(4)
     losses = [2.0 + chance.gauss(0, 0.05) for _ in range(150)]
     file = MetricsFile(tmp_path, None)

@@ -1,4 +1,4 @@
-"""Checkpoints in the background: what is written is what was, whatever happens meanwhile."""
+"""Background checkpoints: what is written is the snapshot, whatever happens meanwhile."""
 
 import contextlib
 import resource
@@ -48,7 +48,7 @@ def writer():
     writer.close()
 
 
-def test_the_caller_goes_on_while_a_job_runs_and_the_next_job_waits_for_it(writer):
+def test_a_job_does_not_block_the_caller_but_the_next_job_waits(writer):
     may_end, done = threading.Event(), []
 
     def job():
@@ -65,7 +65,7 @@ def test_the_caller_goes_on_while_a_job_runs_and_the_next_job_waits_for_it(write
     assert done == ["first", "second"]
 
 
-def test_an_error_is_raised_once_to_who_asks_next(writer):
+def test_an_error_is_raised_once_by_the_next_call(writer):
     failed = threading.Event()
 
     def fail():
@@ -81,7 +81,7 @@ def test_an_error_is_raised_once_to_who_asks_next(writer):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_snapshot_is_of_its_moment(ahead):
+def test_a_snapshot_does_not_change_with_the_training(ahead):
     torch.manual_seed(0)
     model = InfiniLlama(ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2))
     optimizer = make_optimizer(model, TrainingConfig())
@@ -94,7 +94,7 @@ def test_a_snapshot_is_of_its_moment(ahead):
     step()
     copy = HostCopy(World(0, 1, torch.device("cpu")))
     if ahead:
-        copy.make_room(model, optimizer)
+        copy.preallocate(model, optimizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     snapshot = copy.take(model, optimizer)
     step()
@@ -105,8 +105,8 @@ def test_a_snapshot_is_of_its_moment(ahead):
 
 
 @contextlib.contextmanager
-def files_of_at_most(size, step):
-    """A callback: after `step` this process can write no longer files, as on a full disk."""
+def limit_file_size(size, step):
+    """A callback that limits the size of files after `step`, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     class Fill(Callback):
@@ -120,14 +120,14 @@ def files_of_at_most(size, step):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_names_the_checkpoint_and_the_one_before_goes_on_to_the_same_bits(
+def test_a_full_disk_names_the_checkpoint_and_the_previous_one_resumes_to_the_same_bits(
     dataset, make_config, tmp_path
 ):
     train(make_config(), dataset, tmp_path / "whole")
     run_dir = tmp_path / "run"
     with (
         pytest.raises(UserError, match="step-8: cannot be written: File too large") as caught,
-        files_of_at_most(1 << 16, step=6) as fill,
+        limit_file_size(1 << 16, step=6) as fill,
     ):
         train(make_config(), dataset, run_dir, [fill])
     assert ".tmp-" not in str(caught.value)
@@ -138,12 +138,12 @@ def test_a_full_disk_names_the_checkpoint_and_the_one_before_goes_on_to_the_same
     assert weights(run_dir) == weights(tmp_path / "whole")
 
 
-def test_a_kill_in_the_middle_of_a_write_leaves_complete_checkpoints_alone(tmp_path):
+def test_a_kill_during_a_write_leaves_only_complete_checkpoints(tmp_path):
     folder = tmp_path / "checkpoints"
     process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(tmp_path)])
     try:
         deadline = time.monotonic() + 60
-        # The third one, so that an old one is being deleted as well at times.
+        # The third one, so that sometimes an old one is being deleted as well.
         while not ((folder / "step-2").exists() and list(folder.glob(".tmp-step-*/model/*"))):
             assert process.poll() is None
             assert time.monotonic() < deadline

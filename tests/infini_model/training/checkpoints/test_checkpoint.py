@@ -48,7 +48,7 @@ def save(run_dir, trained, *steps, keep=9):
     return [save_checkpoint(run_dir, snapshot, position(step), keep) for step in steps]
 
 
-def test_weights_moments_and_position_come_back_to_the_bit(tmp_path, trained):
+def test_weights_moments_and_position_are_restored_bit_for_bit(tmp_path, trained):
     model, optimizer = trained
     (path,) = save(tmp_path, trained, 7)
     assert newest_checkpoint(tmp_path) == path
@@ -67,18 +67,18 @@ def test_weights_moments_and_position_come_back_to_the_bit(tmp_path, trained):
     assert torch.equal(load_generators(path)["cpu"][0], torch.get_rng_state())
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path, trained):
+def test_a_checkpoint_contains_no_pickle(tmp_path, trained):
     (path,) = save(tmp_path, trained, 1)
     suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert suffixes == {".json", ".safetensors"}
 
 
-def test_only_the_newest_are_kept(tmp_path, trained):
+def test_only_the_newest_checkpoints_are_kept(tmp_path, trained):
     save(tmp_path, trained, 2, 10, 9, keep=2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-9"]
 
 
-def test_the_best_is_kept_besides_the_newest_as_long_as_it_is_the_best(tmp_path, trained):
+def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, trained):
     metrics = MetricsFile(tmp_path, None)
     losses = {1: 4.0, 2: 2.0, 3: 3.0, 4: 2.5, 5: 1.0}
     kept = {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 4], 5: [2, 5]}
@@ -86,14 +86,16 @@ def test_the_best_is_kept_besides_the_newest_as_long_as_it_is_the_best(tmp_path,
         save(tmp_path, trained, step, keep=1)
         names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
         assert names == [f"step-{number}" for number in kept[step]]
-        # It is known only later how good the model of this step is.
+        # The validation loss of this step is recorded only later.
         metrics.append(step, {"train/loss": loss, "validation/loss": loss})
     prune_checkpoints(tmp_path, 1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_flipped_byte_is_found_and_the_one_before_is_used(tmp_path, trained, name, caplog):
+def test_a_flipped_byte_is_detected_and_the_previous_checkpoint_is_used(
+    tmp_path, trained, name, caplog
+):
     older, newer = save(tmp_path, trained, 4, 8)
     file = newer / name
     data = bytearray(file.read_bytes())
@@ -118,7 +120,7 @@ def test_a_missing_file_is_named(tmp_path, trained, name):
 @pytest.mark.parametrize(
     "half", ["checkpoints/.tmp-step-8-abc", ".tmp-model-abc", "debug/step-4/.tmp-gpu-0-abc"]
 )
-def test_what_a_killed_writer_left_is_cleared_and_never_read(tmp_path, trained, half):
+def test_leftovers_of_a_killed_writer_are_removed_and_never_read(tmp_path, trained, half):
     (path,) = save(tmp_path, trained, 4)
     (tmp_path / half).mkdir(parents=True)
     (tmp_path / half / "state.json").write_text("{")
@@ -128,7 +130,7 @@ def test_what_a_killed_writer_left_is_cleared_and_never_read(tmp_path, trained, 
     assert [p.name for p in path.parent.iterdir()] == ["step-4"]
 
 
-def test_half_written_files_are_cleared(tmp_path, trained):
+def test_partially_written_files_are_removed(tmp_path, trained):
     (path,) = save(tmp_path, trained, 4)
     halves = [tmp_path / ".tmp-metrics.jsonl-abc", tmp_path / "logs" / ".tmp-mlflow.json-abc"]
     for half in halves:

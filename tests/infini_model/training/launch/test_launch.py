@@ -386,9 +386,9 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
 ):
     config = make_config(launch={"skip_non_finite": True})
     consumed = 6 * 8
-    told = {"attempts": [], "micro_batch_divisor": 1, "skipped": [consumed]}
-    write_json(tmp_path / "told" / "recovery.json", told)
-    train(config, dataset, tmp_path / "told")
+    expected = {"attempts": [], "micro_batch_divisor": 1, "skipped": [consumed]}
+    write_json(tmp_path / "expected" / "recovery.json", expected)
+    train(config, dataset, tmp_path / "expected")
     culprit = sum_of_ids(config, dataset, consumed)
     faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
@@ -397,8 +397,8 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     assert caught.value.consumed == consumed
     assert not caught.value.is_final
     launch(config, dataset, run_dir, on_line=lambda _: None)
-    assert repeatable(run_dir) == repeatable(tmp_path / "told")
-    assert weights(run_dir) == weights(tmp_path / "told")
+    assert repeatable(run_dir) == repeatable(tmp_path / "expected")
+    assert weights(run_dir) == weights(tmp_path / "expected")
     assert read_position(newest_checkpoint(run_dir)).consumed == (12 + 1) * 8
 
 

@@ -42,9 +42,9 @@ def reserved(tmp_path):
     """Reserve devices that are free now; otherwise `WaitedError` holds the line about waiting."""
 
     def take(config, name):
-        told = []
-        stop = lambda: WaitedError(*told) if told else None  # noqa: E731
-        return reserve(config, tmp_path / "runs" / name, on_line=told.append, stop=stop)
+        lines = []
+        stop = lambda: WaitedError(*lines) if lines else None  # noqa: E731
+        return reserve(config, tmp_path / "runs" / name, on_line=lines.append, stop=stop)
 
     return take
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from infini_model.objectives.objective import Inputs
-from infini_model.runtime.errors import UserError
+from infini_model.runtime.errors import NonFiniteError, UserError
 from infini_model.runtime.storage import atomic_folder
 from infini_model.training.callbacks.callback import Callback, Step
 from infini_model.training.parallel.distributed import World
@@ -183,6 +183,22 @@ def describe(event: NonFiniteStep, faults: Sequence[Fault], reads: Sequence[Wind
     return "\n".join([*lines, *describe_windows(reads), NARROW, REMEDIES])
 
 
+def non_finite_error(step: Step, run_dir: Path, *, reported: bool) -> NonFiniteError:
+    """The error that ends a training at `step`; `reported` says whether there is a report."""
+    advice = "set logging.debug=true to list the affected tensors"
+    if reported:
+        advice = f"the report is in {_report_dir(run_dir, step)}"
+    message = (
+        f"step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; "
+        f"the step was not taken. {REMEDIES}; {advice}"
+    )
+    return NonFiniteError(message, step.first_window)
+
+
+def _report_dir(run_dir: Path, step: Step) -> Path:
+    return run_dir / "debug" / f"step-{step.number}"
+
+
 class NonFiniteReports(Callback):
     """Reports a non-finite step in `<run>/debug/step-N`, with a checkpoint from before it."""
 
@@ -203,7 +219,7 @@ class NonFiniteReports(Callback):
     def on_non_finite(self, step: Step) -> None:
         """Save the report of this rank, and print it if this rank is the one to."""
         self._before_pause()
-        folder = self._run_dir / "debug" / f"step-{step.number}"
+        folder = _report_dir(self._run_dir, step)
         rank = self._world.rank
         gpu = rank if self._world.gpu is None else self._world.gpu
         event = NonFiniteStep(step.number, rank, gpu, step.loss, step.rank_loss, step.grad_norm)

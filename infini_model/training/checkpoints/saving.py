@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +14,13 @@ import torch
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.runtime.storage import lock
 from infini_model.training.checkpoints.background import HostCopy, Writer
 from infini_model.training.checkpoints.checkpoint import (
     Position,
     Snapshot,
     checkpoint_path,
+    checkpoints_dir,
     export_model,
     prune_checkpoints,
     save_checkpoint,
@@ -101,3 +105,19 @@ class Checkpointer:
     def close(self) -> None:
         """Stop the thread once its job is done."""
         self._writer.close()
+
+
+@contextlib.contextmanager
+def only_writer(run_dir: Path, world: World) -> Iterator[None]:
+    """Hold the run folder's lock, waiting for any other training in it to end."""
+    if not world.is_main:
+        yield
+        return
+    path = checkpoints_dir(run_dir) / ".lock"
+    with lock(path, wait=False) as free:
+        if free:
+            yield
+            return
+    log.warning("waiting for another process that is training in %s", run_dir)
+    with lock(path):
+        yield

@@ -8,7 +8,7 @@ import torch
 from curves import curve, repeatable, weights
 
 from infini_model.objectives.causal import CausalLM
-from infini_model.training import loop
+from infini_model.training import parts
 from infini_model.training.callbacks.callback import Callback
 from infini_model.training.loop import train
 
@@ -45,7 +45,7 @@ class StopAfter(Callback):
 
 
 def test_a_random_objective_resumes_to_the_same_bits(dataset, make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "make_objective", lambda config: Cloze(config.run.seed))
+    monkeypatch.setattr(parts, "make_objective", lambda config: Cloze(config.run.seed))
     config = make_config()
     train(config, dataset, tmp_path / "whole")
     assert train(config, dataset, tmp_path / "parts", [StopAfter(6)]).stopped_by

@@ -114,7 +114,7 @@ TRIALS = {
 }
 
 
-class Batch(NamedTuple):
+class Questions(NamedTuple):
     """Sequences of one length.
 
     Attributes:
@@ -128,7 +128,7 @@ class Batch(NamedTuple):
     written: Tensor
 
 
-def draw(rows: int, segments: int, writings: int, generator: torch.Generator) -> Batch:
+def draw(rows: int, segments: int, writings: int, generator: torch.Generator) -> Questions:
     """Sequences whose last segment asks for `PAIRS` keys, each written in `writings` segments.
 
     They are drawn uniformly from all but the last, so there must be more than `writings` segments.
@@ -154,7 +154,7 @@ def draw(rows: int, segments: int, writings: int, generator: torch.Generator) ->
     labels, written = torch.full(shape, -100), torch.full(shape, -100)
     labels[row, question] = values[..., -1]
     written[row, question] = segment[..., -1]
-    return Batch(input_ids, labels, written)
+    return Questions(input_ids, labels, written)
 
 
 def lengths_at(trial: Trial, step: int, steps: int) -> range:

@@ -236,6 +236,20 @@ def test_the_sources_keep_the_rule(check) -> None:
     assert check(ROOT) == []
 
 
+def test_no_test_module_imports_another() -> None:
+    """What tests share is in modules of its own, so that each can be run and moved by itself."""
+    files = list((ROOT / "tests").rglob("*.py"))
+    names = {path.stem for path in files if path.stem.startswith("test_")}
+    found = [
+        str(each)
+        for path in files
+        for each in imports(path.stem, ast.parse(path.read_text("utf-8")), is_package=False)
+        if each.name.split(".")[-1] in names
+    ]
+    assert len(names) > 50
+    assert found == []
+
+
 def test_deployments_open_no_port_to_everyone() -> None:
     files = [path for path in (ROOT / "deployments").rglob("*") if path.is_file()]
     texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix != ".pyc"}

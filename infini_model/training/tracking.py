@@ -14,10 +14,8 @@ SQLITE = "sqlite:///"
 
 
 def quiet_mlflow() -> None:
-    """Turn off MLflow's telemetry and console output, and shorten its timeouts and retries."""
+    """Turn off MLflow's console output, and shorten its timeouts and retries."""
     for name, value in {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",

@@ -17,8 +17,8 @@ from benchmarks.recall import (
     SEGMENT,
     TRIALS,
     VALUES,
-    Batch,
     Need,
+    Questions,
     ask,
     compare_rules,
     draw,
@@ -35,7 +35,7 @@ ROWS = 64
 TASKS = [(2, 1), (8, 1), (3, 2), (8, 2)]
 
 
-def drawn(segments: int, writings: int, seed: int = 0) -> Batch:
+def drawn(segments: int, writings: int, seed: int = 0) -> Questions:
     return draw(ROWS, segments, writings, torch.Generator().manual_seed(seed))
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import re
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trainings import on_two_ranks
 
 from infini_model.config import validate
 from infini_model.data.manifest import read_manifest
@@ -233,21 +233,13 @@ def test_faults_are_counted_and_located(places):
         assert len(fault.values) == min(5, 12 - min(final))
 
 
-def _rank(rank, port, tree, dataset, run_dir):
+def _train_and_search(config, dataset, run_dir):
     """Train until it fails, then search for faults in a layer that both ranks hold."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    rank = os.environ["RANK"]
     log = logging.getLogger("infini_model")
     log.addHandler(logging.FileHandler(f"{run_dir}-{rank}.log"))
     with pytest.raises(NonFiniteError):
-        train(validate(tree), dataset, run_dir)
+        train(config, dataset, run_dir)
     model = nn.Linear(3, 4, bias=False)
     nn.init.ones_(model.weight)
     with torch.no_grad():
@@ -262,10 +254,7 @@ def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
     run_dir = tmp_path / "run"
     train(settings(make_config, max_steps=1), poisoned, run_dir)
     poison(newest_checkpoint(run_dir))
-    tree = settings(make_config, batch_size=4).model_dump(mode="json")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, args=(port, tree, poisoned, run_dir), nprocs=2)
+    on_two_ranks(_train_and_search, settings(make_config, batch_size=4), poisoned, run_dir)
     (folder,) = (run_dir / "debug").glob("step-*")
     step = int(folder.name.removeprefix("step-"))
     logs = [Path(f"{run_dir}-{rank}.log").read_text() for rank in range(2)]

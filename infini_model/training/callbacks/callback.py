@@ -62,7 +62,7 @@ class Callback:
         """A step starts."""
 
     def after_backward(self, step: Step) -> None:
-        """All gradients are computed and finite; the weights have not changed yet."""
+        """All gradients are there, finite unless `step.overflowed`; no weight has changed yet."""
 
     def on_non_finite(self, step: Step) -> None:
         """The loss or a gradient is NaN or infinite; the training ends after this hook."""

@@ -1,0 +1,84 @@
+"""What a callback of somebody else's sees of a training, and what it cannot change."""
+
+import os
+import signal
+
+import pytest
+from curves import curve, weights
+
+from infini_model.training.callbacks.callback import Callback
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
+from infini_model.training.loop import train
+
+
+class Witness(Callback):
+    """Notes the hooks; does something at the end of a step, if told to."""
+
+    def __init__(self, at=None, act=None):
+        self.events, self.pauses, self.at, self.act = [], 0, at, act
+
+    def on_start(self, step):
+        self.events.append(("start", step))
+
+    def before_step(self):
+        self.events.append(("before step",))
+
+    def after_backward(self, step):
+        assert step.is_finite
+        self.events.append(("backward", step.number))
+
+    def metrics(self, step, seconds):
+        assert seconds > 0
+        return {"mine/double": 2.0 * step.number}
+
+    def after_step(self, step, metrics):
+        assert metrics["mine/double"] == 2.0 * step.number
+        assert metrics["train/loss"] == step.loss
+        self.events.append(("step", step.number))
+        if step.number == self.at:
+            self.act()
+
+    def before_pause(self):
+        self.pauses += 1
+
+    def after_evaluation(self, step, split, loss):
+        assert loss > 0
+        self.events.append((split, step))
+
+    def after_checkpoint(self, step, seconds):
+        self.events.append(("checkpoint", step))
+
+    def on_end(self, status):
+        self.events.append(("end", status))
+
+
+def test_the_hooks_tell_the_story_of_the_training(dataset, make_config, tmp_path):
+    witness = Witness()
+    train(make_config(), dataset, tmp_path / "run", [witness])
+    expected = [("start", 0), ("validation", 0)]
+    for step in range(1, 13):
+        expected += [("before step",), ("backward", step), ("step", step)]
+        expected += [("checkpoint", step)] if step % 4 == 0 else []
+        expected += [("validation", step)] if step in (5, 10, 12) else []
+    assert witness.events == [*expected, ("test", 12), ("end", "FINISHED")]
+    assert witness.pauses > 0
+    assert curve(tmp_path / "run", "mine/double") == {step: 2.0 * step for step in range(1, 13)}
+
+
+def test_it_changes_no_bit_of_the_training(dataset, make_config, tmp_path):
+    train(make_config(), dataset, tmp_path / "alone")
+    train(make_config(), dataset, tmp_path / "watched", [Witness()])
+    assert weights(tmp_path / "watched") == weights(tmp_path / "alone")
+
+
+def test_it_hears_how_the_training_ended(dataset, make_config, tmp_path):
+    stop = Witness(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    train(make_config(), dataset, tmp_path / "stopped", [stop])
+    assert stop.events[-1] == ("end", "KILLED")
+    # The signal is shared with the next step, which is saved.
+    assert newest_checkpoint(tmp_path / "stopped").name == "step-4"
+
+    broken = Witness(3, lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        train(make_config(), dataset, tmp_path / "broken", [broken])
+    assert broken.events[-1] == ("end", "FAILED")

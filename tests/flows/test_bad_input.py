@@ -133,7 +133,7 @@ def test_a_device_to_tokenise_on_that_does_not_exist_is_named(
     refused: Refused, settings: Path
 ) -> None:
     message = refused("preprocess", "--config", settings, "--gpu-device", "cuda:97")
-    assert "data.device: got 'cuda:97': there are 0 GPUs" in message
+    assert "data.device: got 'cuda:97': this machine has 0 GPUs" in message
 
 
 @pytest.mark.parametrize("option", ["--port", "--mlflow-port"])

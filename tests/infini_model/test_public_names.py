@@ -10,15 +10,28 @@ import infini_model
 
 def test_each_name_is_there():
     from infini_model import (
+        GPUDataCollatorForCLM,
         InfiniLlama,
         Memory,
         generate,
+        get_gpu_train_dataloader,
+        gpu_clm_process,
         infini_attention,
         load_config,
         load_tokenizer,
     )
 
-    names = (InfiniLlama, Memory, generate, infini_attention, load_config, load_tokenizer)
+    names = (
+        GPUDataCollatorForCLM,
+        InfiniLlama,
+        Memory,
+        generate,
+        get_gpu_train_dataloader,
+        gpu_clm_process,
+        infini_attention,
+        load_config,
+        load_tokenizer,
+    )
     assert [name.__name__ for name in names] == infini_model.__all__
     assert set(infini_model.__all__) <= set(dir(infini_model))
 

@@ -20,8 +20,6 @@ from infini_model.data.manifest import (
     FORMAT_VERSION,
     Corpus,
     Manifest,
-    latest_dataset,
-    read_manifest,
     verify_dataset,
 )
 from infini_model.data.shards.folder import Ingredients, make_manifest, write_folder
@@ -31,7 +29,6 @@ from infini_model.data.shards.partitions import (
     find_partition,
     partition_key,
 )
-from infini_model.data.shards.stream import TokenStream, open_split
 from infini_model.data.shards.workers import make_partitions, worker_devices
 from infini_model.data.sources.corpus import drop_spill
 from infini_model.data.sources.documents import Progress, parts_of
@@ -42,17 +39,6 @@ from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.tokenizers.vocabulary import corpus_tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
-
-__all__ = [
-    "TokenStream",
-    "build_dataset",
-    "corpus_tokenizer",
-    "dataset_key",
-    "latest_dataset",
-    "open_split",
-    "read_manifest",
-    "verify_dataset",
-]
 
 log = logging.getLogger(__name__)
 

@@ -192,7 +192,7 @@ class _Encoded:
     def take(self, rows: np.ndarray) -> Ragged:
         """The documents `rows` in this order, the end-of-text token after each.
 
-        They are taken as binary rows, which Arrow copies whole; lists it copies number by number.
+        Taken as binary rows, since Arrow copies these whole but lists number by number.
         """
         end_of_text = len(self.offsets) - 2
         chosen = np.full(2 * len(rows), end_of_text)

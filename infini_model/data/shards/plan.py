@@ -12,9 +12,10 @@ from infini_model.data.manifest import (
     latest_dataset,
     verify_dataset,
 )
-from infini_model.data.shards.dataset import corpus_tokenizer, dataset_key
+from infini_model.data.shards.dataset import dataset_key
 from infini_model.data.sources.corpus import drop_spill
 from infini_model.data.sources.download import spill_folder
+from infini_model.data.tokenizers.vocabulary import corpus_tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 

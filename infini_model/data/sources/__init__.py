@@ -1,1 +1,1 @@
-"""From `data.source` to documents on disk, known by their content."""
+"""From `data.source` to documents on disk, identified by content."""

@@ -21,16 +21,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.config import SplitsConfig, TokenizerConfig
-from infini_model.data.manifest import SPLITS, Bucket, Corpus, RawFile
-from infini_model.data.shards.dataset import (
-    build_dataset,
-    dataset_key,
+from infini_model.data.manifest import (
+    SPLITS,
+    Bucket,
+    Corpus,
+    RawFile,
     latest_dataset,
-    open_split,
     read_manifest,
     verify_dataset,
 )
+from infini_model.data.shards.dataset import build_dataset, dataset_key
 from infini_model.data.shards.partitions import _batches, _Encoded, partition_key
+from infini_model.data.shards.stream import open_split
 from infini_model.data.sources.corpus import spill_folder as spill_path
 from infini_model.data.sources.download import download, spill_folder
 from infini_model.data.sources.formats import Reading

@@ -83,7 +83,7 @@ def common(
         bool,
         typer.Option(
             "--debug",
-            help="Debug logs and checks; the default preset is then debug.",
+            help="Enable debug logs and checks; the default preset is then debug.",
         ),
     ] = False,
 ) -> None:
@@ -202,12 +202,29 @@ def read(given: Mapping[str, Any], command: str) -> Config:
 def notes(given: Mapping[str, Any], command: str, config: Config) -> list[str]:
     """One line for each given option that has no effect, with the reason."""
     options = [name for name, value in given.items() if value is not None and value is not False]
-    reasons = {option: _why_unused(option, command, config) for option in options}
+    reasons = {
+        option: _overridden_by(option, given) or _why_unused(option, command, config)
+        for option in options
+    }
     return [
         f"--{option.replace('_', '-')} has no effect: {why}"
         for option, why in reasons.items()
         if why
     ]
+
+
+def _overridden_by(option: str, given: Mapping[str, Any]) -> str:
+    """Which other option chooses the devices instead of this one; empty if none does."""
+    stronger = {
+        "gpus": ("no_gpu", "gpu"),
+        "gpu": ("no_gpu",),
+        "gpu_device": ("no_gpu",),
+        "distributed": ("no_gpu", "gpu", "gpus"),
+    }
+    for other in stronger.get(option, ()):
+        if given[other] not in (None, False):
+            return f"--{other.replace('_', '-')} chooses the devices"
+    return ""
 
 
 def _why_unused(option: str, command: str, config: Config) -> str:

@@ -203,7 +203,7 @@ def _tree(config: Config) -> Tree:
 
 
 def _difference(base: Tree, tree: Tree) -> Tree:
-    """The smallest tree that `merge` turns `base` into `tree` with."""
+    """The smallest tree that, merged into `base`, gives `tree`."""
     change: Tree = {}
     for key, value in tree.items():
         below: Any = base.get(key)

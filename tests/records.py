@@ -11,6 +11,7 @@ class Record:
         self.file = MetricsFile(run_dir, resumed_step)
         # Retry soon after a server comes back.
         self.sinks = Sinks(run_dir, config, dataset, max_delay_seconds=1.0)
+        self.sinks.start()
         self.append = self.file.append
 
     def close(self, status, timeout_seconds=120.0):

@@ -25,7 +25,8 @@ from flows.serving.engine import is_alive
 from infini_model.config import Config
 from infini_model.runtime.holders import holder_of
 from infini_model.runtime.runs import find_run, run_holder
-from infini_model.training.callbacks.mlflow_record import Status, end_record, read_mlflow_record
+from infini_model.training.callbacks.callback import Status
+from infini_model.training.callbacks.mlflow_record import end_record, read_mlflow_record
 
 
 def _runs(client: SyncPrefectClient, *types: StateType, pool: str | None = None) -> list[FlowRun]:

@@ -17,7 +17,7 @@ class SampleConfig(Section):
     prompt_tokens: PositiveInt = Field(
         256, description="Length of the prompt of the report's sample, in tokens."
     )
-    max_new_tokens: PositiveInt = Field(200, description="Most tokens to generate.")
+    max_new_tokens: PositiveInt = Field(200, description="Maximum number of tokens to generate.")
     temperature: NonNegativeFloat = Field(
         0.8, description="Sampling temperature; 0 always takes the most likely token."
     )

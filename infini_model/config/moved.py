@@ -44,7 +44,10 @@ def with_keys_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Copy of `tree`, which an earlier version may have written, with moved keys renamed."""
     sections: dict[str, Any] = _copied(tree)
     for key in REMOVED:
-        _take(sections, key)
+        batches = _take(sections, key)
+        if key.endswith("eval_batches") and batches and batches[0] is not None:
+            windows = batches[0] * _windows_at_once(sections)
+            sections.setdefault("evaluation", {}).setdefault("max_windows", windows)
     for old, new in MOVED.items():
         found = _take(sections, old)
         if found:
@@ -54,6 +57,13 @@ def with_keys_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
                 section = section.setdefault(part, {})
             section[name] = found[0]
     return sections
+
+
+def _windows_at_once(sections: Mapping[str, Any]) -> int:
+    """How many windows all processes of a run validated in one batch."""
+    training, launch = sections.get("training", {}), sections.get("launch", {})
+    processes = launch.get("processes") or training.get("processes") or 1
+    return int(training.get("batch_size", 8)) * int(processes)
 
 
 def _copied(tree: Any) -> Any:

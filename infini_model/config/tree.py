@@ -106,7 +106,9 @@ class RunConfig(Section):
         None, description="Folder for datasets; null (default) is datasets/ in output_dir."
     )
     seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = Field(
-        0, description="Seed of the initial weights, the window order and sampling."
+        0,
+        description="Seed of the initial weights, the window order, what an objective draws, and "
+        "samples.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest severity of messages to print."

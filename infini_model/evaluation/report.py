@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config
 from infini_model.evaluation import markdown, plots
-from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.subject import Pass, Subject
 from infini_model.evaluation.tasks.task import EvaluationTask, Picture, TaskResult, load_task
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import Line, read_metrics
@@ -100,12 +100,13 @@ def _report_progress(
     subject: Subject, tasks: Iterable[EvaluationTask], progress: Callable[[int, int], None]
 ) -> None:
     """Report the windows that `subject` scores to `progress`."""
-    total, done = sum(task.windows(subject) for task in tasks), 0
+    passes = set[Pass]().union(*(task.scores(subject) for task in tasks))
+    total, done = sum(subject.sample_size(each.split) for each in passes), 0
 
     def advance(windows: int) -> None:
         nonlocal done
         done += windows
-        progress(done, max(total, done))
+        progress(done, total)
 
     subject.on_windows = advance
 

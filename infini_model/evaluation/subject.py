@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,13 @@ from infini_model.training.launch.devices import first_device
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
 
 log = logging.getLogger(__name__)
+
+
+class Pass(NamedTuple):
+    """A pass over the sample of a split; `empty_memory` empties it before every segment."""
+
+    split: Split
+    empty_memory: bool = False
 
 
 class Subject:
@@ -69,7 +77,7 @@ class Subject:
             for split in HELD_OUT
             if self.manifest.splits[split].tokens
         }
-        self._scores: dict[tuple[Split, bool], Score] = {}
+        self._scores: dict[Pass, Score] = {}
         self.on_windows: Callable[[int], None] = lambda windows: None  # noqa: ARG005
 
     def sample_size(self, split: Split) -> int:
@@ -89,7 +97,7 @@ class Subject:
                 "%s: split %s is too small for one window; not scored", self.dataset_dir, split
             )
             return EMPTY
-        key = split, empty_memory
+        key = Pass(split, empty_memory)
         if key not in self._scores:
             self._scores[key] = self._compute(split, empty_memory=empty_memory)
         return self._scores[key]

@@ -9,6 +9,7 @@ rank exits before the last one is on disk.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -24,10 +25,9 @@ from infini_model.config import Config
 from infini_model.data.loading.windows import Batch
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.training.banner import log_banner
-from infini_model.training.callbacks.callback import Callback, Callbacks, Step
+from infini_model.training.callbacks.callback import Callback, Callbacks, Status, Step
 from infini_model.training.callbacks.defaults import default_callbacks
 from infini_model.training.callbacks.diagnostics import REMEDIES, non_finite_error
-from infini_model.training.callbacks.mlflow_record import Status
 from infini_model.training.checkpoints.saving import only_writer
 from infini_model.training.launch.recovery import read_recovery
 from infini_model.training.optimizer import set_learning_rate
@@ -136,7 +136,8 @@ class Trainer:
         overflowed = self.replica.unscale(self.optimizer)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = gathered(get_total_norm(gradients))
-        loss_sum = self._sum_and_sync_stop(rank_loss.clone())[0]
+        self._callbacks.after_gradients()
+        loss_sum = self._sum_and_sync_stop(rank_loss)[0]
         step = Step(
             number=self.step + 1,
             total=self.config.training.total_steps,
@@ -161,7 +162,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self._callbacks.after_step(step, time.perf_counter() - began)
+        self._callbacks.finish_step(step, time.perf_counter() - began)
 
     def _next_batches(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch not marked to be skipped."""
@@ -240,8 +241,9 @@ class Trainer:
 
     def close(self, status: Status) -> None:
         """Stop the threads; the sinks get a bounded time to flush."""
-        self._callbacks.before_pause()
-        self.loader.close()
-        self.checkpointer.close()
-        self.replica.close()
-        self._callbacks.on_end(status)
+        with contextlib.ExitStack() as closing:  # the last one first, each whatever others raise
+            closing.callback(self._callbacks.on_end, status)
+            closing.callback(self.replica.close)
+            closing.callback(self.checkpointer.close)
+            closing.callback(self.loader.close)
+            self._callbacks.before_pause()

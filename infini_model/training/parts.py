@@ -27,9 +27,9 @@ from infini_model.training.replica import Replica
 from infini_model.training.setup import (
     Division,
     Start,
+    build_module,
     divide,
     find_start,
-    place_model,
     record_settings,
     with_steps,
     with_vocabulary,
@@ -145,7 +145,7 @@ def _model_and_optimizer(
     config: Config, start: Start, world: World
 ) -> tuple[LossModule, torch.optim.Optimizer]:
     """The model with its loss and the optimizer, with the state of the checkpoint if any."""
-    module = place_model(config, make_objective(config), start.checkpoint, world)
+    module = build_module(config, make_objective(config), start.checkpoint, world)
     optimizer = make_optimizer(module.model, config.training)
     if start.checkpoint is not None:
         load_optimizer(start.checkpoint, module.model, optimizer)

@@ -161,7 +161,7 @@ def _choose_checkpoint(run_dir: Path, world: World) -> Path | None:
     return path
 
 
-def place_model(
+def build_module(
     config: Config, objective: Objective, checkpoint: Path | None, world: World
 ) -> LossModule:
     """The model from `checkpoint`, or initialized from the seed, with its loss, on the device.

@@ -32,4 +32,4 @@ def test_one_changed_field_gives_a_training_with_live_progress_and_a_report(
     expect(prefect.page.get_by_role("heading", name="Scores").first).to_be_visible()
     prefect.keep("report")
     (report,) = serving.output.glob("runs/*-1/report.md")
-    assert "after 80 steps" in report.read_text()
+    assert "trained for 80 steps" in report.read_text()

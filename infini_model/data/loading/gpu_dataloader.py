@@ -68,9 +68,9 @@ def pack_tokens(
     # Row starts are computed on the CPU from the offsets; the tokens stay on the device.
     numbers = np.arange(packing.windows)
     rows = packing.locate(numbers)
-    behind = int(rows.starts.max(initial=0)) + length + 1 - len(ids)
-    if behind > 0:
-        ids = torch.cat([ids, ids.new_full((behind,), eos_token_id)])
+    missing = int(rows.starts.max(initial=0)) + length + 1 - len(ids)
+    if missing > 0:
+        ids = torch.cat([ids, ids.new_full((missing,), eos_token_id)])
     starts, valid, first = (torch.from_numpy(part).to(ids.device) for part in rows)
     found = ids.unfold(0, length + 1, 1)[starts].long()
     short = torch.nonzero(valid < length).squeeze(1)

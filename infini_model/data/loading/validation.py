@@ -21,7 +21,9 @@ def sample_windows(count: int, max_windows: int | None) -> np.ndarray:
     """
     size = count if max_windows is None else min(count, max_windows)
     positions = np.arange(size)
-    return permute(positions, count, SAMPLE_SEED, np.zeros_like(positions))
+    if size == count:
+        return positions
+    return np.sort(permute(positions, count, SAMPLE_SEED, np.zeros_like(positions)))
 
 
 def validation_batches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from infini_model.data.manifest import Split
 from infini_model.evaluation.plots import plot_segments
 from infini_model.evaluation.score import Score
-from infini_model.evaluation.subject import HELD_OUT, Subject
+from infini_model.evaluation.subject import HELD_OUT, Pass, Subject
 from infini_model.evaluation.tasks.task import Picture, TaskResult
 
 
@@ -14,10 +14,11 @@ class Task:
 
     title = "Loss by segment"
 
-    def windows(self, subject: Subject) -> int:
-        """The windows that are scored with an empty memory; `loss` scores the others."""
+    def scores(self, subject: Subject) -> set[Pass]:
+        """Both splits, and one of them again with an empty memory."""
         split = _compared(subject)
-        return subject.sample_size(split) if split else 0
+        again = {Pass(split, empty_memory=True)} if split else set()
+        return {Pass(each) for each in HELD_OUT} | again
 
     def run(self, subject: Subject) -> TaskResult:
         """Score the splits, then one of them again with an empty memory."""
@@ -37,8 +38,10 @@ class Task:
         )
         metrics, section = {}, "The model has no memory, or the window has only one segment."
         for split, without in emptied.items():
-            metrics[f"evaluation/{split}_loss_without_memory"] = without.loss or 0.0
-            section = _memory_note(curves[split], without)
+            if (loss := curves[split].loss) is None or without.loss is None:
+                continue
+            metrics[f"evaluation/{split}_loss_without_memory"] = without.loss
+            section = _memory_note(loss, without.loss)
         return TaskResult(
             metrics=metrics,
             section=section,
@@ -58,11 +61,11 @@ def _compared(subject: Subject) -> Split | None:
     return next((split for split in HELD_OUT if subject.sample_size(split)), None)
 
 
-def _memory_note(score: Score, without: Score) -> str:
-    difference = (without.loss or 0.0) - (score.loss or 0.0)
+def _memory_note(loss: float, without: float) -> str:
+    difference = without - loss
     word = "lower" if difference >= 0 else "higher"
     return (
         f"With the memory the loss is {abs(difference):.4f} {word} than with the memory emptied "
-        f"before every segment ({without.loss:.4f}), with the same weights. The first segment has "
+        f"before every segment ({without:.4f}), with the same weights. The first segment has "
         "no memory to read; the plot shows the effect on the later ones."
     )

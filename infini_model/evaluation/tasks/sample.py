@@ -12,7 +12,7 @@ from infini_model.data.manifest import Manifest
 from infini_model.data.shards.stream import open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.markdown import fenced
-from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.subject import Pass, Subject
 from infini_model.evaluation.tasks.task import TaskResult
 from infini_model.model.generation import generate
 from infini_model.model.llama import InfiniLlama
@@ -23,9 +23,9 @@ class Task:
 
     title = "A sample"
 
-    def windows(self, subject: Subject) -> int:  # noqa: ARG002 - it scores none
-        """0: it scores no windows."""
-        return 0
+    def scores(self, subject: Subject) -> set[Pass]:  # noqa: ARG002 - it scores none
+        """None."""
+        return set()
 
     def run(self, subject: Subject) -> TaskResult:
         """Generate with the settings in `evaluation.sample` and the run's seed."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel, ConfigDict
 
 from infini_model.config.evaluation import EvaluationTaskName
-from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.subject import Pass, Subject
 
 
 class Picture(BaseModel):
@@ -44,8 +44,8 @@ class EvaluationTask(Protocol):
 
     title: str
 
-    def windows(self, subject: Subject) -> int:
-        """Number of windows it scores that previous tasks have not scored."""
+    def scores(self, subject: Subject) -> set[Pass]:
+        """The passes over a split that it takes the scores of."""
 
     def run(self, subject: Subject) -> TaskResult:
         """Run the measurement with the settings in `subject.config.evaluation`."""

@@ -7,15 +7,19 @@ operations, and in the order of that list.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from infini_model.training.callbacks.mlflow_record import Status
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from infini_model.data.loading.windows import Batch
+
+# How a training ended, in MLflow's words.
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class Callback:
     def before_step(self) -> None:
         """A step starts."""
 
+    def after_gradients(self) -> None:
+        """This rank's gradients are computed; it has not waited for the other ranks yet."""
+
     def after_backward(self, step: Step) -> None:
         """All gradients are there, finite unless `step.overflowed`; no weight has changed yet."""
 
@@ -103,6 +110,11 @@ class Callbacks:
         for member in self._members:
             member.before_step()
 
+    def after_gradients(self) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.after_gradients()
+
     def after_backward(self, step: Step) -> None:
         """Call this hook of all members."""
         for member in self._members:
@@ -113,8 +125,8 @@ class Callbacks:
         for member in self._members:
             member.on_non_finite(step)
 
-    def after_step(self, step: Step, seconds: float) -> None:
-        """Collect the metrics of all members and pass them to each."""
+    def finish_step(self, step: Step, seconds: float) -> None:
+        """Collect the metrics of all members, then call `after_step` of each with all of them."""
         metrics: dict[str, float] = {}
         for member in self._members:
             metrics |= member.metrics(step, seconds)
@@ -137,6 +149,9 @@ class Callbacks:
             member.after_checkpoint(step, seconds)
 
     def on_end(self, status: Status) -> None:
-        """Call this hook of all members."""
+        """Call this hook of all members; an error in one is logged and keeps none from ending."""
         for member in self._members:
-            member.on_end(status)
+            try:
+                member.on_end(status)
+            except Exception:
+                log.exception("%s failed at the end of the training", type(member).__name__)

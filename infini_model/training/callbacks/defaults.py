@@ -31,7 +31,14 @@ def default_callbacks(
     run_dir, world, model, config = parts.run_dir, parts.world, parts.model, parts.config
     attribution = Attribution(parts.dataset_dir, parts.loader, parts.replica)
     past = past_losses(run_dir, parts.start.step, world)
-    callbacks: list[Callback] = [
+    callbacks: list[Callback] = []
+    if parts.record is not None:
+        sinks = Sinks(run_dir, config, parts.dataset)
+        callbacks.append(
+            Recorder(parts.record, sinks, parts.loader, parts.replica, parts.step_tokens)
+        )
+        callbacks.append(SystemMetrics())
+    callbacks += [
         SpikeReports(run_dir, world.rank, past, attribution, before_pause),
         GateStatistics(model),
         Utilization(
@@ -47,10 +54,4 @@ def default_callbacks(
     if config.logging.debug:
         reports = NonFiniteReports(run_dir, world, model, attribution, before_pause, save_before)
         callbacks.append(reports)
-    if parts.record is not None:
-        sinks = Sinks(run_dir, config, parts.dataset)
-        callbacks.append(SystemMetrics())
-        callbacks.append(
-            Recorder(parts.record, sinks, parts.loader, parts.replica, parts.step_tokens)
-        )
     return callbacks

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infini_model.runtime.storage import make_folder, named_os_errors
-from infini_model.training.callbacks.callback import Callback, Step
+from infini_model.training.callbacks.callback import Callback
 from infini_model.training.launch.failures import Hung
 
 # Limit for loading, validating, saving and sending records.
@@ -76,7 +76,7 @@ class Heartbeat(Callback):
         self._stepped: float | None = None
         self._write(PAUSE_LIMIT_SECONDS)
 
-    def after_backward(self, step: Step) -> None:  # noqa: ARG002 - only the time matters
+    def after_gradients(self) -> None:
         """Write a heartbeat that allows for one more step."""
         now = time.monotonic()
         if self._stepped is not None:

@@ -13,11 +13,12 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of
 from infini_model.runtime.storage import write_json
+from infini_model.training.callbacks.callback import Status
 from infini_model.training.tracking import error_summary, open_tracking, quiet_mlflow
 
 # MLflow's limits per request.
@@ -29,8 +30,6 @@ END_SECONDS = 5.0
 PAGE = "INFINI_MLFLOW_PAGE"
 SOURCE = "infini_model.training"
 NOTE = "mlflow.note.content"
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 log = logging.getLogger(__name__)
 

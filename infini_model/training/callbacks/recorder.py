@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from infini_model.data.loading.loader import Loader
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.training.callbacks.callback import Callback, Step
-from infini_model.training.callbacks.mlflow_record import Status
+from infini_model.training.callbacks.callback import Callback, Status, Step
 from infini_model.training.callbacks.sinks import Sinks
 from infini_model.training.replica import Replica
 
@@ -23,6 +22,10 @@ class Recorder(Callback):
         self._file, self._sinks, self._loader, self._replica = file, sinks, loader, replica
         self._step_tokens = step_tokens
         self._stall_seconds: float | None = None
+
+    def on_start(self, step: int) -> None:  # noqa: ARG002
+        """Start the sinks."""
+        self._sinks.start()
 
     def metrics(self, step: Step, seconds: float) -> dict[str, float]:
         """The metrics of a step."""

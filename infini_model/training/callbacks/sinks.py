@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
-from infini_model.training.callbacks.mlflow_record import MlflowSink, Status
+from infini_model.training.callbacks.callback import Status
+from infini_model.training.callbacks.mlflow_record import MlflowSink
 from infini_model.training.tracking import error_summary
 
 POLL_SECONDS = 0.5
@@ -131,7 +132,7 @@ class TensorBoardSink:
 
 
 class Sinks:
-    """The sinks of a run, active until `close`."""
+    """The sinks of a run, active from `start` to `close`."""
 
     def __init__(
         self,
@@ -150,15 +151,19 @@ class Sinks:
         if config.tracking.mlflow:
             sinks.append(MlflowSink(run_dir, config, dataset))
         self._followers = [Follower(run_dir, sink, max_delay_seconds) for sink in sinks]
+
+    def start(self) -> None:
+        """Start delivering."""
         for follower in self._followers:
             follower.start()
 
     def close(self, status: Status, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """Wait at most `timeout_seconds` for the sinks to receive everything."""
         deadline = time.monotonic() + timeout_seconds
-        for follower in self._followers:
+        started = [follower for follower in self._followers if follower.ident is not None]
+        for follower in started:
             follower.end(status, deadline)
-        for follower in self._followers:
+        for follower in started:
             follower.join(max(0.0, deadline - time.monotonic()) + POLL_SECONDS)
             if not follower.done:
                 log.warning(

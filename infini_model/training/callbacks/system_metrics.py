@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 
 from infini_model.runtime.errors import DeviceError
-from infini_model.training.callbacks.callback import Callback, Step
-from infini_model.training.callbacks.mlflow_record import Status
+from infini_model.training.callbacks.callback import Callback, Status, Step
 from infini_model.training.launch.devices import list_gpus
 
 SAMPLE_SECONDS = 5.0
@@ -25,6 +24,9 @@ class SystemMetrics(Callback):
     def __init__(self) -> None:
         self._ending = threading.Event()
         self._latest = {**_host(FIRST_SECONDS), **_gpus()}
+
+    def on_start(self, step: int) -> None:  # noqa: ARG002
+        """Start sampling in a thread."""
         threading.Thread(target=self._run, name="system metrics", daemon=True).start()
 
     def _run(self) -> None:

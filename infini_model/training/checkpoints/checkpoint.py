@@ -57,7 +57,7 @@ class Position:
     Attributes:
         step: Optimizer steps taken.
         consumed: Windows of the training split read, over all ranks.
-        seed: Seed of the initial weights and of the order of windows; nothing else is random.
+        seed: Seed of the initial weights, the order of windows and what the objective draws.
         world_size: Number of ranks.
         dataset_key: Content key of the dataset.
         mlflow_run_id: The run's MLflow id, or None if it had none yet.

@@ -218,6 +218,8 @@ def number_visible_gpus(gpus: str) -> None:
     """
     if GPU_NUMBERS in os.environ:
         return
+    # NVML counts in PCI order, CUDA by default the fastest first.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     visible: list[Gpu] = []
     # The numbers only serve messages; CUDA reports a device that does not exist.
     with contextlib.suppress(DeviceError):

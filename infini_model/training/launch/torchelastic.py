@@ -1,4 +1,4 @@
-"""All private names of torchelastic that this project overrides or reads.
+"""All names of torchelastic that this project overrides or reads.
 
 torchrun always starts ranks through `torch.distributed.elastic.multiprocessing.SubprocessContext`,
 so `install` replaces that class by `Ranks`, which overrides

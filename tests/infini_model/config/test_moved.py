@@ -1,7 +1,9 @@
 """Settings that an earlier version recorded are read under their new keys."""
 
+import copy
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,10 +17,16 @@ def test_a_moved_key_exists_in_its_new_place_only() -> None:
     assert not {*MOVED, *REMOVED} & set(all_keys())
 
 
-def test_settings_without_a_successor_are_left_out() -> None:
-    tree = {"logging": {"eval_batches": 2, "debug": True}, "evaluation": {"max_batches": None}}
-    assert with_keys_moved(tree) == {"logging": {"debug": True}, "evaluation": {}}
-    assert tree["logging"] == {"eval_batches": 2, "debug": True}
+@pytest.mark.parametrize("section", ["logging", "training"])
+def test_a_limit_that_was_counted_in_batches_is_counted_in_windows(section: str) -> None:
+    tree: dict[str, Any] = {"evaluation": {"max_batches": 9}, "training": {"batch_size": 4}}
+    tree = merge(tree, {section: {"eval_batches": 3}, "launch": {"processes": 2}})
+    before = copy.deepcopy(tree)
+    moved = with_keys_moved(tree)
+    assert moved["evaluation"] == {"max_windows": 24}
+    assert "eval_batches" not in moved.get(section, {})
+    assert tree == before
+    assert with_keys_moved({"evaluation": {"max_batches": None}}) == {"evaluation": {}}
 
 
 @given(st.sets(st.sampled_from(sorted(MOVED))))

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import struct
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -220,12 +221,19 @@ def test_a_broken_model_is_named(made, tmp_path):
     assert not (tmp_path / "report.md").exists()
 
 
+def _note(seen, done, total):
+    seen.append((done, total))
+
+
 def test_only_the_configured_tasks_run_in_order(made):
     root, _, dataset, run_dir = made
-    for names in (["sample"], ["loss_by_segment", "loss"]):
+    for names in (["sample"], ["loss_by_segment"], ["loss"], ["loss_by_segment", "loss"]):
         config = settings(root, **{"evaluation.tasks": names})
-        result = evaluate_run(run_dir, dataset, config)
+        seen = []
+        result = evaluate_run(run_dir, dataset, config, progress=partial(_note, seen))
         assert list(result.tasks) == names
+        assert [total for _, total in seen] == [total for _, total in seen[-1:]] * len(seen)
+        assert all(done == total for done, total in seen[-1:])
         titles = re.findall(r"^## (.+)$", result.report.read_text(), re.MULTILINE)
         assert titles == [*(load_task(name).title for name in names), *OTHER_TITLES]
 

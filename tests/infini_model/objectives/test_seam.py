@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from curves import curve, repeatable, weights
+from trainings import on_two_ranks
 
 from infini_model.objectives.causal import CausalLM
 from infini_model.training import parts
@@ -44,6 +45,11 @@ class StopAfter(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _train_cloze(config, dataset, run_dir):
+    parts.make_objective = lambda config: Cloze(config.run.seed)
+    train(config, dataset, run_dir)
+
+
 def test_a_random_objective_resumes_to_the_same_bits(dataset, make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "make_objective", lambda config: Cloze(config.run.seed))
     config = make_config()
@@ -55,6 +61,9 @@ def test_a_random_objective_resumes_to_the_same_bits(dataset, make_config, tmp_p
     # The masks depend on the windows, not on the batch size.
     smaller = make_config(training={"batch_size": 2, "gradient_accumulation_steps": 4})
     train(smaller, dataset, tmp_path / "smaller")
+    pair = make_config(training={"batch_size": 4})
+    on_two_ranks(_train_cloze, pair, dataset, tmp_path / "pair")
     for name in ("train/loss", "validation/loss"):
-        whole, smaller = (curve(tmp_path / run, name) for run in ("whole", "smaller"))
-        assert smaller == pytest.approx(whole, abs=2e-5)
+        whole, *others = (curve(tmp_path / run, name) for run in ("whole", "smaller", "pair"))
+        for other in others:
+            assert other == pytest.approx(whole, abs=2e-5)

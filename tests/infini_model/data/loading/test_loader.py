@@ -181,9 +181,8 @@ def test_validation_covers_each_window_once_at_any_world_size(
 def test_the_sample_is_spread_over_the_split_and_larger_samples_extend_it(count, size, more):
     sample = sample_windows(count, size)
     assert len(set(sample.tolist())) == len(sample) == min(count, size)
-    assert sorted(sample_windows(count, None).tolist()) == list(range(count))
-    larger = sample_windows(count, size + more)
-    assert larger[: len(sample)].tolist() == sample.tolist()
+    assert sample_windows(count, None).tolist() == list(range(count))
+    assert set(sample.tolist()) <= set(sample_windows(count, size + more).tolist())
     if size >= 200 and count >= 2 * size:
         assert abs(sample.mean() / count - 0.5) < 0.15
 

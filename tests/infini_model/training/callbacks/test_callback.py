@@ -2,10 +2,12 @@
 
 import os
 import signal
+import threading
 
 import pytest
 from curves import curve, weights
 
+from infini_model.runtime.errors import NonFiniteError
 from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.loop import train
@@ -23,9 +25,16 @@ class Witness(Callback):
     def before_step(self):
         self.events.append(("before step",))
 
+    def after_gradients(self):
+        self.events.append(("gradients",))
+
     def after_backward(self, step):
         assert step.is_finite
         self.events.append(("backward", step.number))
+
+    def on_non_finite(self, step):
+        assert not step.is_finite
+        self.events.append(("not finite", step.number))
 
     def metrics(self, step, seconds):
         assert seconds > 0
@@ -57,7 +66,7 @@ def test_the_hooks_tell_the_story_of_the_training(dataset, make_config, tmp_path
     train(make_config(), dataset, tmp_path / "run", [witness])
     expected = [("start", 0), ("validation", 0)]
     for step in range(1, 13):
-        expected += [("before step",), ("backward", step), ("step", step)]
+        expected += [("before step",), ("gradients",), ("backward", step), ("step", step)]
         expected += [("checkpoint", step)] if step % 4 == 0 else []
         expected += [("validation", step)] if step in (5, 10, 12) else []
     assert witness.events == [*expected, ("test", 12), ("end", "FINISHED")]
@@ -82,3 +91,39 @@ def test_it_hears_how_the_training_ended(dataset, make_config, tmp_path):
     with pytest.raises(ZeroDivisionError):
         train(make_config(), dataset, tmp_path / "broken", [broken])
     assert broken.events[-1] == ("end", "FAILED")
+
+
+def test_a_step_that_is_not_finite_ends_it_before_the_weights_change(
+    dataset, make_config, tmp_path
+):
+    witness = Witness()
+    config = make_config(training={"learning_rate": 1e30})
+    with pytest.raises(NonFiniteError):
+        train(config, dataset, tmp_path / "run", [witness])
+    step = witness.events.count(("before step",))
+    assert witness.events[-3:] == [("gradients",), ("not finite", step), ("end", "FAILED")]
+
+
+def test_one_that_fails_at_the_end_keeps_no_other_from_ending(
+    dataset, make_config, tmp_path, caplog
+):
+    class Failing(Callback):
+        def before_pause(self):
+            if self.ending:
+                raise OSError("no heartbeat")
+
+        def after_evaluation(self, step, split, loss):
+            self.ending = split == "test"
+
+        def on_end(self, status):
+            raise OSError("no end")
+
+        ending = False
+
+    witness = Witness()
+    with pytest.raises(OSError, match="no heartbeat"):
+        train(make_config(), dataset, tmp_path / "run", [Failing(), witness])
+    assert witness.events[-1] == ("end", "FAILED")
+    assert "Failing failed at the end of the training" in caplog.text
+    threads = {thread.name for thread in threading.enumerate()}
+    assert not {name for name in threads if name.startswith(("loader", "checkpoint"))}

@@ -64,7 +64,7 @@ def steps(clock, hearts, count, seconds):
     for _ in range(count):
         clock.now += seconds
         for heart in hearts:
-            heart.after_backward(None)
+            heart.after_gradients()
 
 
 def test_the_limit_of_a_step_follows_the_median_step(clock, hearts, silence):
@@ -83,7 +83,7 @@ def test_short_steps_get_a_minute_and_a_timeout_overrides_it(clock, hearts, sile
     assert hung.rank is None
     watch, ranks = hearts(timeout=5.0)
     steps(clock, ranks, 10, seconds=0.01)
-    ranks[0].after_backward(None)
+    ranks[0].after_gradients()
     took, hung = silence(watch, 1000.0)
     assert 5.0 < took < 7.0
     assert hung.rank == 1

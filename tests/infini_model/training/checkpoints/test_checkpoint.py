@@ -118,7 +118,7 @@ def test_a_missing_file_is_named(tmp_path, trained, name):
 
 
 @pytest.mark.parametrize(
-    "half", ["checkpoints/.tmp-step-8-abc", ".tmp-model-abc", "debug/step-4/.tmp-gpu-0-abc"]
+    "half", ["checkpoints/.tmp-step-8-abc", ".tmp-model-abc", "debug/step-4/.tmp-rank-0-abc"]
 )
 def test_leftovers_of_a_killed_writer_are_removed_and_never_read(tmp_path, trained, half):
     (path,) = save(tmp_path, trained, 4)

@@ -17,7 +17,7 @@ from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read
 from infini_model.training.loop import train
 from infini_model.training.parallel.distributed import World, join_world
 from infini_model.training.replica import Replica
-from infini_model.training.setup import place_model
+from infini_model.training.setup import build_module
 
 # 70 MB of parameters: far more than all else that a process allocates to make a model.
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "vocab_size": 256}
@@ -99,14 +99,14 @@ def _sums(replica: Replica, batches: list[Batch]) -> int:
 
 def _measure(config: Config, world: World) -> dict[str, int]:
     objective = make_objective(config)
-    replica = Replica(place_model(config, objective, None, world), config, world)
+    replica = Replica(build_module(config, objective, None, world), config, world)
     tokens = torch.arange(65).reshape(1, 1, 65)
     batch = Batch(tokens, torch.tensor([[64]]), None, torch.tensor([0]))
     replica.backward([batch])
     found = {f"sums of {n}": _sums(replica, [batch] * n) for n in (1, 3)}
     model = config.model.model_copy(update=LARGE)
     before = _peak_bytes(forget=True)
-    large = place_model(config.model_copy(update={"model": model}), objective, None, world)
+    large = build_module(config.model_copy(update={"model": model}), objective, None, world)
     found["grown"] = _peak_bytes() - before
     found["model"] = sum(p.numel() * p.element_size() for p in large.parameters())
     return found

@@ -11,6 +11,7 @@ from infini_model.runtime.errors import NonFiniteError
 from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.loop import train
+from infini_model.training.parallel.distributed import World
 
 
 class Witness(Callback):
@@ -127,3 +128,26 @@ def test_one_that_fails_at_the_end_keeps_no_other_from_ending(
     assert "Failing failed at the end of the training" in caplog.text
     threads = {thread.name for thread in threading.enumerate()}
     assert not {name for name in threads if name.startswith(("loader", "checkpoint"))}
+
+
+def test_gradients_are_announced_before_a_rank_waits_for_the_loss_of_the_others(
+    dataset, make_config, tmp_path, monkeypatch
+):
+    """So that the heartbeats tell which rank of a hang is behind."""
+    witness, add_up = Witness(), World.sum
+
+    def spy(world, values):
+        witness.events.append(("sum",))
+        return add_up(world, values)
+
+    monkeypatch.setattr(World, "sum", spy)
+    train(make_config(), dataset, tmp_path / "run", [witness])
+    first = witness.events.index(("before step",))
+    # First the number of targets, by which gradients are scaled.
+    assert witness.events[first : first + 5] == [
+        ("before step",),
+        ("sum",),
+        ("gradients",),
+        ("sum",),
+        ("backward", 1),
+    ]

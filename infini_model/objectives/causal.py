@@ -22,9 +22,11 @@ class CausalLM:
         """Tokens 0 … L - 1 of each row as inputs, 1 … L as labels."""
         tokens, valid, reset, _ = batch
         length = tokens.size(2) - 1
-        beyond = torch.arange(length, device=tokens.device) >= valid.unsqueeze(2)
-        labels = tokens[:, :, 1:].masked_fill(beyond, IGNORED)
-        return Inputs(tokens[:, :, :-1].flatten(1), labels.flatten(1), reset)
+        labels = tokens.narrow(2, 1, length)
+        if valid is not None:
+            positions = torch.arange(length, device=tokens.device)
+            labels = labels.masked_fill(positions >= valid.unsqueeze(2), IGNORED)
+        return Inputs(tokens.narrow(2, 0, length).flatten(1), labels.flatten(1), reset)
 
     def counted(self, inputs: Inputs) -> Tensor:
         """Every position that has a target."""

@@ -153,6 +153,5 @@ class Replica:
         """
         width = min(config.packing.context_length, 2 * config.model.segment_length)
         tokens = torch.zeros(1, 1, width + 1, dtype=torch.int64, device=self._world.device)
-        valid = torch.full_like(tokens[:, :, 0], width)
-        self.backward([Batch(tokens, valid, None, valid[:, 0])])
+        self.backward([Batch(tokens, None, None, tokens[:, 0, 0])])
         self._module.zero_grad(set_to_none=True)

@@ -79,7 +79,7 @@ def pack_tokens(
     shape = (packing.windows, packing.rows_per_window)
     return Batch(
         found.reshape(*shape, length + 1),
-        valid.reshape(shape),
+        valid.reshape(shape) if len(short) else None,
         first.reshape(shape) if config.mode == "aligned" else None,
         torch.from_numpy(numbers).to(ids.device),
     )

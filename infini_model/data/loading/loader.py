@@ -124,9 +124,10 @@ class Loader:
                 # PyTorch's pinned allocator keeps the pinned copy alive until the transfer is done.
                 together = together.pinned().to(self._device, non_blocking=True)
             self._stream.synchronize()
-        _, micro_batches, size = numbers.shape
-        places = np.arange(0, numbers.size, size).reshape(-1, micro_batches).tolist()
-        return [[together.rows(first, first + size) for first in row] for row in places]
+        count, micro_batches, _ = numbers.shape
+        batches = together.chunk(count * micro_batches)
+        places = range(0, len(batches), micro_batches)
+        return [batches[first : first + micro_batches] for first in places]
 
     def _record_stream(self, batches: list[Batch]) -> None:
         """Tell the allocator that the caller's stream uses tensors of the loader's stream."""

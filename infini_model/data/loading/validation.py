@@ -47,4 +47,5 @@ def validation_batches(
             yield windows.gather(mine)
         else:
             spare = windows.gather(numbers[start : start + 1])
-            yield spare._replace(valid=torch.zeros_like(spare.valid))
+            none = torch.zeros(spare.tokens.shape[:2], dtype=torch.int64)
+            yield spare._replace(valid=none)

@@ -25,14 +25,15 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: int64 [B, R, L + 1], a row and the token after it; end-of-text past the document.
-        valid: int64 [B, R], number of positions whose next token is in the row's own document.
+        valid: int64 [B, R], number of positions whose next token is in the row's own document; None
+            if that is all L everywhere.
         reset: bool [B, T / segment_length], true where a segment starts a new document, or None.
         keys: int64 [B], key of an objective's randomness, besides the seed: the window's position
             in the endless training order, or its number in the split.
     """
 
     tokens: Tensor
-    valid: Tensor
+    valid: Tensor | None
     reset: Tensor | None
     keys: Tensor
 
@@ -44,6 +45,19 @@ class Batch(NamedTuple):
         """The windows `first` to `last` - 1, as views."""
         return self._map(lambda tensor: tensor[first:last])
 
+    def chunk(self, count: int) -> list[Batch]:
+        """`count` batches of equal size, as views: one operation a tensor, not one a batch."""
+        nothing = (None,) * count
+        return list(
+            map(
+                Batch,
+                self.tokens.chunk(count),
+                nothing if self.valid is None else self.valid.chunk(count),
+                nothing if self.reset is None else self.reset.chunk(count),
+                self.keys.chunk(count),
+            )
+        )
+
     def pinned(self) -> Batch:
         """The batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._map(Tensor.pin_memory)
@@ -51,7 +65,10 @@ class Batch(NamedTuple):
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         tokens, valid, reset, keys = self
         return Batch(
-            change(tokens), change(valid), None if reset is None else change(reset), change(keys)
+            change(tokens),
+            None if valid is None else change(valid),
+            None if reset is None else change(reset),
+            change(keys),
         )
 
 
@@ -89,7 +106,7 @@ class Windows:
         shape = (len(numbers), self.packing.rows_per_window)
         return Batch(
             torch.from_numpy(tokens.reshape(*shape, length + 1)),
-            torch.from_numpy(rows.valid.reshape(shape)),
+            torch.from_numpy(rows.valid.reshape(shape)) if len(short) else None,
             torch.from_numpy(rows.first.reshape(shape)) if self.aligned else None,
             torch.from_numpy(numbers if keys is None else keys),
         )

@@ -48,7 +48,7 @@ OPTIONAL = (
 # The client, the record of a run, the results of an evaluation, and the code stored with a model.
 MAY_IMPORT_MLFLOW = (
     "flows.serving.guard",  # stands in front of MLflow's own server
-    *_rooms("training.tracking training.callbacks.mlflow_record"),
+    *_rooms("training.mlflow_client training.callbacks.mlflow_record"),
     *_rooms("evaluation.tracking evaluation.mlflow_model evaluation.pyfunc"),
 )
 # Run by MLflow as a file, when a logged model is loaded; nothing imports it.

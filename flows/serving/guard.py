@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
 from infini_model.config import load_config
-from infini_model.training.tracking import open_tracking
+from infini_model.training.mlflow_client import open_tracking
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

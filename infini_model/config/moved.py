@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from infini_model.config.training import TrainingConfig
+
 # From the old key to the new one.
 MOVED: dict[str, str] = {
     "evaluation.max_new_tokens": "evaluation.sample.max_new_tokens",
@@ -63,7 +65,9 @@ def _windows_at_once(sections: Mapping[str, Any]) -> int:
     """How many windows all processes of a run validated in one batch."""
     training, launch = sections.get("training", {}), sections.get("launch", {})
     processes = launch.get("processes") or training.get("processes") or 1
-    return int(training.get("batch_size", 8)) * int(processes)
+    return int(training.get("batch_size", TrainingConfig.model_fields["batch_size"].default)) * int(
+        processes
+    )
 
 
 def _copied(tree: Any) -> Any:

@@ -14,7 +14,7 @@ from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import lock
 from infini_model.training.callbacks.mlflow_record import MlflowSink
 from infini_model.training.checkpoints.checkpoint import checkpoints_dir
-from infini_model.training.tracking import error_summary
+from infini_model.training.mlflow_client import error_summary
 
 log = logging.getLogger(__name__)
 

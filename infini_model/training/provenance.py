@@ -113,8 +113,8 @@ class Attribution:
 
     def _losses(self, batch: Batch) -> list[float]:
         """The mean loss of each window of `batch`."""
-        rows = (batch.rows(index, index + 1) for index in range(len(batch.tokens)))
-        scores = [self._replica.score(row).sum(1).tolist() for row in rows]
+        windows = batch.chunk(len(batch.tokens))
+        scores = [self._replica.score(window).sum(1).tolist() for window in windows]
         return [total / max(1.0, targets) for total, targets in scores]
 
     def _tokenizer(self) -> Tokenizer | None:

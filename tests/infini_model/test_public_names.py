@@ -9,30 +9,9 @@ import infini_model
 
 
 def test_each_name_is_there():
-    from infini_model import (
-        GPUDataCollatorForCLM,
-        InfiniLlama,
-        Memory,
-        generate,
-        get_gpu_train_dataloader,
-        gpu_clm_process,
-        infini_attention,
-        load_config,
-        load_tokenizer,
-    )
-
-    names = (
-        GPUDataCollatorForCLM,
-        InfiniLlama,
-        Memory,
-        generate,
-        get_gpu_train_dataloader,
-        gpu_clm_process,
-        infini_attention,
-        load_config,
-        load_tokenizer,
-    )
-    assert [name.__name__ for name in names] == infini_model.__all__
+    assert "InfiniLlama" in infini_model.__all__
+    for name in infini_model.__all__:
+        assert getattr(infini_model, name).__name__ == name
     assert set(infini_model.__all__) <= set(dir(infini_model))
 
 

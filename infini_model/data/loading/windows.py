@@ -41,10 +41,6 @@ class Batch(NamedTuple):
         """The batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def rows(self, first: int, last: int) -> Batch:
-        """The windows `first` to `last` - 1, as views."""
-        return self._map(lambda tensor: tensor[first:last])
-
     def chunk(self, count: int) -> list[Batch]:
         """`count` batches of equal size, as views: one operation a tensor, not one a batch."""
         nothing = (None,) * count

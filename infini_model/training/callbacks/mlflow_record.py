@@ -19,7 +19,7 @@ from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.callback import Status
-from infini_model.training.tracking import error_summary, open_tracking, quiet_mlflow
+from infini_model.training.mlflow_client import error_summary, open_tracking, quiet_mlflow
 
 # MLflow's limits per request.
 METRICS_AT_ONCE = 1000

@@ -17,7 +17,7 @@ from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
 from infini_model.training.callbacks.callback import Status
 from infini_model.training.callbacks.mlflow_record import MlflowSink
-from infini_model.training.tracking import error_summary
+from infini_model.training.mlflow_client import error_summary
 
 POLL_SECONDS = 0.5
 # Retries of a failing sink back off exponentially up to this delay.

@@ -22,7 +22,7 @@ from infini_model.training.callbacks.mlflow_record import (
 )
 from infini_model.training.launch.failures import Crashed
 from infini_model.training.launch.launcher import launch
-from infini_model.training.tracking import open_tracking
+from infini_model.training.mlflow_client import open_tracking
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 
@@ -197,7 +197,7 @@ def test_a_kill_while_the_tables_are_created_is_recovered_from(make_config):
     program = """
 import json, sys
 from infini_model.config import validate
-from infini_model.training.tracking import open_tracking
+from infini_model.training.mlflow_client import open_tracking
 open_tracking(validate(json.loads(sys.argv[1])))
 """
     process = subprocess.Popen([sys.executable, "-c", program, config.model_dump_json()])

@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make run` and `make test`. Each installs what it needs first.
 PYTHON ?= python3
 ARGS ?=
-BENCHMARKS ?= attention model train_step tokenize tokenize_device loader
+BENCHMARKS ?= attention model step loss generate train_step memory_estimate tokenize incremental engines scale requests loader stored_loader
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -9,16 +9,18 @@ CHROMIUM ?= chromium
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export CHROMIUM
 
-.PHONY: help install run test chromium e2e faults lint serve bench clean lock
+.PHONY: help install run test chromium e2e faults fuzz lint serve bench gpu clean lock
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
 	@echo "make test     run the tests, but for those that take longest: make e2e, make faults"
 	@echo "make e2e      kill, stop and resume whole programs; use the pages of Prefect and MLflow in a browser"
 	@echo "make faults   kill, stop and starve small trainings at every step and see that all survive"
+	@echo "make fuzz     compare the GPU tokenizer with tokenizers on far more text, in Triton's interpreter"
 	@echo "make lint     formatting, linting and types, as in CI"
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
 	@echo "make bench    run the benchmarks, or some of them: make bench BENCHMARKS=loader"
+	@echo "make gpu      test and measure on this machine's GPU, with its own Python; REHEARSE=1 needs none"
 	@echo "make install  make $(VENV) from requirements.lock (the others do it by themselves)"
 	@echo "make clean    remove $(VENV) and caches; outputs/ stays"
 	@echo "Options go into ARGS: make run ARGS='--preset debug training.max_steps=20'"
@@ -48,10 +50,14 @@ chromium:
 	@command -v "$(CHROMIUM)" >/dev/null || { echo "$(CHROMIUM) is missing: sudo apt-get install chromium, or make e2e CHROMIUM=PROGRAM" >&2; exit 1; }
 
 e2e: install chromium
+	@command -v slurmctld >/dev/null || echo "skipping the tests of slurm.sh; they need: sudo apt-get install slurm-wlm munge"
 	$(BIN)/python -m pytest $(WORKERS) --every-story -m story $(ARGS)
 
 faults: install
 	$(BIN)/python -m pytest --numprocesses 2 --every-fault --every-story tests/faults $(ARGS)
+
+fuzz: install
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --every-story -m "cuda and story" tests/infini_model/data/tokenizers/gpu $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -63,6 +69,10 @@ serve: install
 
 bench: install
 	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+# Installs nothing: a GPU machine may have no network, and its own torch.
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(if $(REHEARSE),--rehearse) $(ARGS)
 
 # Write requirements.lock anew from an environment that satisfies the requirements files.
 lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from typer.exceptions import TyperException
 from flows.options import configured
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.runs import latest_run
 
 app = typer.Typer(
     name="infini",
@@ -34,19 +36,28 @@ def _run_flow(name: str, config: Config) -> Any:
     return run_flow(name, config)
 
 
+def _show_report(result: Mapping[str, Any]) -> None:
+    typer.echo(f"Report: {result['report']}")
+    typer.echo(f"Report for a browser: {result['html']}")
+
+
 @app.command()
 @configured
 def run(config: Config) -> None:
     """Download, shard, train and evaluate; finished stages are reused."""
-    report = _run_flow("pipeline", config)
-    typer.echo(f"Report: {report['report']}")
+    _show_report(_run_flow("pipeline", config))
 
 
 @app.command()
 @configured
 def preprocess(config: Config) -> None:
     """Download the documents and build the dataset folder, or reuse an existing one."""
-    typer.echo(f"Dataset: {_run_flow('preprocess', config)['folder']}")
+    dataset = _run_flow("preprocess", config)
+    if dataset["missing"]:
+        count = f"{dataset['missing']:,} partitions of other shares are missing"
+        typer.echo(f"Share {config.data.share} is done; {count}")
+        return
+    typer.echo(f"Dataset: {dataset['address'] or dataset['folder']}")
 
 
 @app.command()
@@ -60,20 +71,42 @@ def train(config: Config) -> None:
 @configured
 def evaluate(config: Config) -> None:
     """Evaluate a run (run.name=NAME, or the newest) and write its report."""
-    report = _run_flow("evaluate", config)
-    typer.echo(f"Report: {report['report']}")
+    _show_report(_run_flow("evaluate", config))
+
+
+@app.command()
+@configured
+def compare(config: Config) -> None:
+    """Compare runs: settings, results and curves, as Markdown and HTML; --sweep runs them first."""
+    from flows import manage
+
+    named = manage.named_runs(config)  # Tells a mistake before anything slow is imported.
+    if config.comparison.sweep:
+        _run_flow("compare", config)
+        return
+    from flows.comparing import compare_existing
+
+    compare_existing(config, named)
 
 
 OutputDir = Annotated[
-    Path | None, typer.Option(help="Folder for datasets, runs and records (default: outputs).")
+    str | None,
+    typer.Option(help="Folder for datasets, runs and records (default: outputs), or an address."),
+]
+DataDir = Annotated[
+    str | None,
+    typer.Option(
+        "--data-dir", "-d", help="Folder or address of datasets (default: in the output folder)."
+    ),
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
 
 
-def _places(output_dir: Path | None) -> Config:
-    """The configuration of a command that only needs the output folder."""
-    places = {} if output_dir is None else {"run": {"output_dir": str(output_dir)}}
-    return load_config(overrides=[places])
+def _places(output_dir: str | None, data_dir: str | None = None) -> Config:
+    """The configuration of a command that only needs the output folder, or that of datasets."""
+    given = {"output_dir": output_dir, "data_dir": data_dir}
+    places = {key: folder for key, folder in given.items() if folder is not None}
+    return load_config(overrides=[{"run": places}])
 
 
 @app.command()
@@ -99,13 +132,12 @@ def resume(
     """Resume an interrupted run with its own settings, however it was started; then evaluate it."""
     from flows import manage
 
-    run_dir, config = manage.to_resume(_places(output_dir).run.output_dir, arguments or [])
+    run_dir, config = manage.to_resume(_places(output_dir).run, arguments or [])
     if config is None:
         typer.echo(f"{run_dir} is already finished; nothing to do")
         return
     typer.echo(f"Resuming {run_dir}")
-    report = _run_flow("pipeline", config)
-    typer.echo(f"Report: {report['report']}")
+    _show_report(_run_flow("pipeline", config))
 
 
 @app.command()
@@ -113,7 +145,7 @@ def cancel(run: RunArgument, output_dir: OutputDir = None) -> None:
     """Stop a run, however it was started, after it saves a checkpoint (see infini resume)."""
     from flows import manage
 
-    run_dir = manage.find_run_folder(_places(output_dir).run.output_dir, run)
+    run_dir = manage.find_run_folder(_places(output_dir).run, run)
     typer.echo(f"Cancelled {run_dir.name}; {manage.cancel(run_dir)}")
 
 
@@ -130,13 +162,74 @@ def logs(
 ) -> None:
     """Print the logs of a run's processes."""
     from flows import manage
+    from infini_model.runtime.stored.working_copy import refresh_logs
 
-    run_dir = manage.find_run_folder(_places(output_dir).run.output_dir, run)
+    places = _places(output_dir).run
+    run_dir = manage.find_run_folder(places, run)
+    refresh_logs(run_dir, places.store)
     try:
         manage.print_logs(run_dir, follow=follow)
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe: discard what Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@app.command()
+def export(
+    to: Annotated[
+        str, typer.Option("--to", metavar="FOLDER", help="Folder to write; an export is replaced.")
+    ],
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="Name or folder of a run (default: the newest)."),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="Merge the adapters of a LoRA run into its initial weights."),
+    ] = False,
+    output_dir: OutputDir = None,
+) -> None:
+    """Write the newest checkpoint of a run, with its tokenizer, as a Hugging Face folder."""
+    from flows.export import export_run
+
+    for line in export_run(_places(output_dir).run, run, to, merge=merge):
+        typer.echo(line)
+
+
+@app.command()
+def verify(
+    dataset: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DATASET",
+            help="Name, folder or address of a dataset (default: the newest).",
+        ),
+    ] = None,
+    output_dir: OutputDir = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Compare every checksum of a dataset; exits with status 2 if a file is missing or damaged."""
+    from flows import upkeep
+
+    upkeep.verify(_places(output_dir, data_dir), dataset)
+
+
+@app.command()
+def clean(
+    keep: Annotated[
+        int, typer.Option(help="Datasets of each name to keep, those used last.", min=1)
+    ] = 2,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
+    ] = False,
+    output_dir: OutputDir = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Remove datasets, downloads and checkpoints of finished runs that nothing refers to."""
+    from flows import upkeep
+
+    config = _places(output_dir, data_dir)
+    upkeep.clean(config, keep, dry_run=dry_run)
 
 
 @app.command()
@@ -203,10 +296,11 @@ def generate(
 ) -> None:
     """Continue a prompt of any length, printing the text as it is generated."""
     text = _read_prompt(prompt, prompt_file)
+    folder = checkpoint or latest_run(config)
 
     from infini_model.evaluation.prompt import continue_text
 
-    pieces = continue_text(config, checkpoint, text)
+    pieces = continue_text(config, folder, text)
     typer.echo(prompt or "", nl=False)
     for piece in pieces:
         typer.echo(piece, nl=False)

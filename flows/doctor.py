@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import resource
@@ -20,8 +19,11 @@ from flows.serving.services import HOST, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DeviceError, UserError
+from infini_model.runtime.main_memory import available_memory
 from infini_model.runtime.storage import atomic_file, make_folder
-from infini_model.training.launch.devices import find_driver, list_gpus, torch_cuda
+from infini_model.training.launch.devices import find_driver, list_gpus, nvml_error, torch_cuda
+from infini_model.training.sizing.fitting import Machine, Need, remedy, shortage
+from infini_model.training.sizing.shape import UnknownShapeError, known_shape
 
 GIB = 1 << 30
 NEEDED_DISK_GIB = 5
@@ -63,20 +65,25 @@ def _devices() -> Iterator[Finding]:
     for gpu in gpus:
         memory = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
         yield Finding(f"GPU {gpu.identifier}", f"{gpu.name}, {memory}, {gpu.busy_percent}% busy")
+    if (failure := nvml_error()) is not None:
+        remedy = "nvidia-smi should work: in a container allow the driver capability utility, "
+        yield Finding("NVML", failure, remedy + "otherwise restart after an update of the driver")
     if not gpus:
         yield Finding("GPU", "none; training runs on the CPU")
         return
     yield _driver()
-    yield _flash_attn()
+    yield _flash_attn(min(gpu.capability or (0, 0) for gpu in gpus))
+    yield _triton()
+    yield _compiler()
 
 
 def _memory() -> Finding:
     """The machine's main memory; training a small model takes about 1 GiB per process."""
     import psutil
 
-    memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
-    scarce = memory.available < NEEDED_MEMORY_GIB * GIB
+    free = available_memory()
+    found = f"{free / GIB:.1f} of {psutil.virtual_memory().total / GIB:.1f} GiB free"
+    scarce = free < NEEDED_MEMORY_GIB * GIB
     return Finding(
         "memory", found, "close other programs, or processes may be killed" if scarce else ""
     )
@@ -97,11 +104,65 @@ def _driver() -> Finding:
     return Finding("driver", found, f"update the driver to support CUDA {built[0]}" if old else "")
 
 
-def _flash_attn() -> Finding:
-    for distribution in ("flash-attn-4", "flash-attn"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return Finding(distribution, importlib.metadata.version(distribution))
-    return Finding("flash-attn", "not installed", "pip install -r requirements-gpu.txt")
+def _flash_attn(capability: tuple[int, int]) -> Finding:
+    """Which flash-attn a training uses on GPUs of this compute capability, with heads of 128."""
+    from infini_model.model.kernels.local_attention import flash_attn_package
+
+    package = flash_attn_package(capability, 128)
+    if package is not None:
+        return Finding(package, importlib.metadata.version(package))
+    if 9 <= capability[0] <= 11:
+        return Finding("flash-attn-4", "not installed", "pip install -r requirements-gpu.txt")
+    version = ".".join(map(str, capability))
+    return Finding("flash-attn", f"none for compute capability {version}; PyTorch's own is used")
+
+
+def _triton() -> Finding:
+    """Triton compiles the kernels of the memory; PyTorch with CUDA brings it."""
+    try:
+        return Finding("triton", importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "install torch with CUDA: pip install --force-reinstall torch"
+        return Finding("triton", "missing", remedy)
+
+
+def _compiler() -> Finding:
+    """The C compiler and the headers with which Triton builds its launcher, once per machine."""
+    from infini_model.model.kernels.compiled import c_compiler, has_python_headers
+
+    compiler = c_compiler()
+    if compiler is None:
+        return Finding("C compiler", "missing", "apt-get install gcc libc6-dev, or set CC")
+    if not has_python_headers():
+        return Finding("C compiler", f"{compiler}, but no Python.h", "apt-get install python3-dev")
+    return Finding("C compiler", compiler)
+
+
+def _training(config: Config) -> Finding:
+    """What the training of this configuration needs, and the settings with which it fits."""
+    subject = "training memory"
+    try:
+        shaped = known_shape(config)
+        try:
+            machine = Machine.of(config)
+        except DeviceError as error:
+            return Finding(subject, f"{error}; {_on_gpus(shaped)}", "run it where there are GPUs")
+    except UnknownShapeError as unknown:
+        return Finding(subject, str(unknown))
+    except UserError as error:
+        return Finding(subject, str(error), "correct the setting")
+    need = Need.of(shaped, machine)
+    if need.exceeds(machine):
+        return Finding(subject, shortage(need, machine), remedy(shaped, machine))
+    return Finding(subject, str(need))
+
+
+def _on_gpus(config: Config) -> str:
+    """What the training would need on GPUs that are not in this machine."""
+    processes = (config.launch.processes or 1) * config.launch.num_nodes
+    machine = Machine("cuda", processes, config.launch.processes or 1, True, 0, 0)
+    gpus = "1 GPU (launch.processes)" if processes == 1 else f"{processes} GPUs"
+    return f"on {gpus} it needs {Need.of(config, machine)}"
 
 
 def _limits() -> Iterator[Finding]:
@@ -186,4 +247,11 @@ def _servers(config: Config) -> Iterator[Finding]:
 
 def examine(config: Config) -> list[Finding]:
     """Check versions, devices, limits, disk, ports and servers, without changing anything."""
-    return [*_versions(), *_devices(), *_limits(), *_folder(config), *_servers(config)]
+    return [
+        *_versions(),
+        *_devices(),
+        _training(config),
+        *_limits(),
+        *_folder(config),
+        *_servers(config),
+    ]

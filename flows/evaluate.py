@@ -9,10 +9,13 @@ from prefect import flow
 
 from flows.form import form, settings
 from infini_model.config import Config
-from infini_model.runtime.runs import dataset_of, latest_run, read_run_config
+from infini_model.config.places import folder_here
+from infini_model.runtime.holders import Holder
+from infini_model.runtime.runs import dataset_here, latest_run, read_run_config
+from infini_model.runtime.stored.working_copy import refresh_runs, visited
 from tasks.evaluate import evaluate_model
 from tasks.failures import concluded
-from tasks.flow_run import FLOW, name_flow_run
+from tasks.flow_run import FLOW, current_owner, name_flow_run
 from tasks.shard import plan_dataset
 from tasks.stage import perform
 
@@ -27,8 +30,9 @@ def evaluate_run(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, 
 def _as_trained(config: Config, run_dir: Path) -> Config:
     """The run's own settings, with evaluation, dataset folder, devices and stages of `config`."""
     trained = read_run_config(run_dir)
-    folder = config.data.folder or dataset_of(run_dir)
-    places = {"output_dir": config.run.output_dir, "log_level": config.run.log_level}
+    folder = config.data.folder or dataset_here(run_dir)
+    places = {name: getattr(config.run, name) for name in ("output_dir", "store", "log_level")}
+    places["data_dir"] = folder_here(trained.run.data_dir, trained.run.data_store)
     changes = {
         "run": trained.run.model_copy(update=places),
         "data": config.data.model_copy(update={"folder": folder}),
@@ -48,8 +52,11 @@ def evaluate(config: Config) -> dict[str, Any]:
 
     Returns the report's path with the losses and perplexities of the splits.
     """
+    refresh_runs(config.run.runs_dir, config.run.store)
     run_dir = latest_run(config)
     config = _as_trained(config, run_dir)
     name_flow_run(run_dir.name, f"run:{run_dir.name}")
     dataset = perform(plan_dataset, config.stages.shard, config, None)
-    return evaluate_run(config, Path(dataset["folder"]), run_dir)
+    holder, keep = Holder.current(run_dir, current_owner()[0]), config.checkpoint.save_total_limit
+    with visited(run_dir, holder, config.run.store, keep):
+        return evaluate_run(config, Path(dataset["folder"]), run_dir)

@@ -1,6 +1,7 @@
-"""Commands on existing runs, however they were started: list, resume, cancel, print logs.
+"""Commands on existing runs, however they were started: list, name, resume, cancel, print logs.
 
-They read the run folder and its lock, so that none of them needs a server.
+They read the run folder and its lock, so that none of them needs a server. What a store has of runs
+on other machines they bring here first.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from uuid import UUID
 from flows.serving.connection import configured_url, served_mlflow, served_url
 from flows.serving.polling import poll
 from flows.serving.services import prefect_environment
+from flows.sweep import runs_of
 from infini_model.config import Config, load_config
+from infini_model.config.tree import RunConfig
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.holders import Holder
-from infini_model.runtime.runs import is_finished, run_holder
+from infini_model.runtime.runs import is_finished, read_run_config, run_holder
+from infini_model.runtime.stored.working_copy import refresh_runs, visited
 from infini_model.training.callbacks.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
@@ -31,15 +35,34 @@ PIPE_WIDTH = 10_000
 END_SECONDS = 120.0
 
 
-def find_run_folder(output_dir: Path, name: str | None) -> Path:
+def find_run_folder(places: RunConfig, name: str | None) -> Path:
     """The folder of a run, by its name or path; of the newest run if `name` is None.
 
     Raises `UserError` if there is none.
     """
-    run_dir = Path(name) if name and os.sep in name else output_dir / "runs" / (name or "latest")
+    refresh_runs(places.runs_dir, places.store)
+    run_dir = Path(name) if name and os.sep in name else places.runs_dir / (name or "latest")
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: there is no such run; infini runs lists them")
     return run_dir.resolve()
+
+
+def named_runs(config: Config) -> list[Path]:
+    """The folders of `comparison.runs`.
+
+    Raises `UserError` if one does not exist, or if there is nothing to compare; `ConfigError` if
+    a setting of the sweep is wrong.
+    """
+    sweep, named = runs_of(config), config.comparison.runs
+    found = [find_run_folder(config.run, name) for name in named]
+    if len(set(found)) < len(found):
+        raise UserError("comparison.runs: names a run twice")
+    if len(found) + len(sweep) < 2:
+        raise UserError(
+            "name two runs or more to compare (infini runs lists them), or give settings to vary: "
+            "--sweep model.memory=linear,none"
+        )
+    return found
 
 
 def show_runs(config: Config) -> None:
@@ -54,6 +77,7 @@ def show_runs(config: Config) -> None:
     for title in ("Run", "Step", "State", "Loss", "Validation", "Updated", "Flow run", "MLflow"):
         table.add_column(title, overflow="fold")
     page = served_mlflow(config)
+    refresh_runs(config.run.runs_dir, config.run.store)
     for run in list_runs(config.run.runs_dir):
         links = [_link(url, short=is_terminal) for url in _urls(run, page)]
         table.add_row(*_cells(run), *links)
@@ -85,7 +109,7 @@ def _link(url: str, *, short: bool) -> str:
     return f"[link={url}]open[/link]" if url and short else url
 
 
-def to_resume(output_dir: Path, arguments: Sequence[str]) -> tuple[Path, Config | None]:
+def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Config | None]:
     """The run of `[RUN] [KEY=VALUE]...` and the settings to resume it with; None if finished.
 
     Without RUN, it is the most recently updated run that was interrupted or failed.
@@ -95,19 +119,24 @@ def to_resume(output_dir: Path, arguments: Sequence[str]) -> tuple[Path, Config 
     name, overrides = None, list(arguments)
     if overrides and "=" not in overrides[0]:
         name = overrides.pop(0)
-    run_dir = _newest_resumable(output_dir) if name is None else find_run_folder(output_dir, name)
+    run_dir = _newest_resumable(places) if name is None else find_run_folder(places, name)
     if holder := run_holder(run_dir):
         raise UserError(f"{run_dir} is in use by {holder}")
     if is_finished(run_dir):
-        return run_dir, None
-    return run_dir, resume_config(run_dir, overrides)
+        # Whatever of it is not in the store yet is copied on this occasion.
+        keep = read_run_config(run_dir).checkpoint.save_total_limit
+        with visited(run_dir, Holder.current(run_dir, None), places.store, keep):
+            return run_dir, None
+    stored = {} if places.store is None else {"run": {"store": places.store}}
+    return run_dir, resume_config(run_dir, [stored, *overrides])
 
 
-def _newest_resumable(output_dir: Path) -> Path:
-    for run in list_runs(output_dir / "runs"):
+def _newest_resumable(places: RunConfig) -> Path:
+    refresh_runs(places.runs_dir, places.store)
+    for run in list_runs(places.runs_dir):
         if run.state in RESUMABLE:
             return run.run_dir.resolve()
-    raise UserError(f"{output_dir / 'runs'}: there is no interrupted run to resume")
+    raise UserError(f"{places.runs_dir}: there is no interrupted run to resume")
 
 
 def cancel(run_dir: Path) -> str:
@@ -154,7 +183,9 @@ def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
     number = UUID(holder.flow_run)
     try:
         with get_client(sync_client=True) as client:
-            if client.read_flow_run(number).deployment_id is None:
+            found = client.read_flow_run(number)
+            # A part of another one ends it as well.
+            if found.deployment_id is None and found.parent_task_run_id is None:
                 return False
             client.set_flow_run_state(number, Cancelling())
     except (httpx.HTTPError, ObjectNotFound):

@@ -15,7 +15,9 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 import typer
 
 from flows.presets import DEFAULT_PRESET, configure
+from flows.sweep import values_of
 from infini_model.config import Config, merge, parse_override
+from infini_model.runtime.errors import UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,11 +43,16 @@ def common(
         typer.Option("--config", "--config-file", "-c", help="YAML or JSON file to start from."),
     ] = None,
     output_dir: Annotated[
-        Path | None, typer.Option(help="Folder for datasets, runs and records (default: outputs).")
+        str | None,
+        typer.Option(
+            help="Folder for datasets, runs and records (default: outputs), or an address."
+        ),
     ] = None,
     data_dir: Annotated[
-        Path | None,
-        typer.Option("--data-dir", "-d", help="Folder of datasets, or one finished dataset."),
+        str | None,
+        typer.Option(
+            "--data-dir", "-d", help="Folder or address of datasets, or of one finished dataset."
+        ),
     ] = None,
     gpus: Annotated[
         str | None, typer.Option(help="GPUs to use: auto, all, cpu, or numbers such as 0,3.")
@@ -66,10 +73,10 @@ def common(
         str | None, typer.Option(help="Device for tokenization, such as cuda:0.")
     ] = None,
     disable_flash_attn: Annotated[
-        bool, typer.Option("--disable-flash-attn", help="Use PyTorch's math attention.")
+        bool, typer.Option("--disable-flash-attn", help="Use PyTorch's memory-efficient attention.")
     ] = False,
     tensorboard_dir: Annotated[
-        Path | None, typer.Option("--tensorboard-dir", "-t", help="Folder for TensorBoard logs.")
+        str | None, typer.Option("--tensorboard-dir", "-t", help="Folder for TensorBoard logs.")
     ] = None,
     skip_preprocessing: Annotated[
         bool, typer.Option("--skip-preprocessing", help="Use the newest finished dataset.")
@@ -79,6 +86,14 @@ def common(
     ] = False,
     num_nodes: Annotated[int | None, typer.Option(help="Number of machines to train on.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Total optimizer steps.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="What to measure, separated by commas, such as loss,sample."),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Train even if the memory estimate says it cannot fit."),
+    ] = False,
     debug: Annotated[
         bool,
         typer.Option(
@@ -110,7 +125,45 @@ def sampling(
     """Hold the signature of `generate`'s additional options; never called."""
 
 
-_TRAIN = ("run", "train")
+def comparing(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN or KEY=VALUE",
+            help="Names or folders of runs to compare, and any settings. With --sweep, a setting "
+            "with several values, such as model.memory=linear,none, is one to vary.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep", help="First run all combinations of the settings with several values."
+        ),
+    ] = False,
+) -> None:
+    """Hold the signature of `compare`'s own arguments; never called."""
+
+
+def sharing(
+    share: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Make the I-th of N shares of the partitions, on one of N machines or jobs; the "
+            "last one puts the dataset together.",
+        ),
+    ] = None,
+) -> None:
+    """Hold the signature of `preprocess`'s own option; never called."""
+
+
+# What a command takes besides the options that all commands share, or instead of them.
+OWN: dict[str, Callable[..., None]] = {
+    "generate": sampling,
+    "compare": comparing,
+    "preprocess": sharing,
+}
+_TRAIN = ("run", "train", "compare")
 _MODEL = (*_TRAIN, "evaluate", "generate")
 _FLOWS = (*_TRAIN, "preprocess", "evaluate")
 # The commands that use an option; one that is not listed is used by all.
@@ -120,13 +173,15 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "gpu": (*_MODEL, "preprocess"),
     "no_gpu": (*_MODEL, "preprocess"),
     "batch_size": (*_TRAIN, "preprocess"),
-    "gpu_device": ("run", "preprocess"),
+    "gpu_device": ("run", "compare", "preprocess"),
     "disable_flash_attn": _MODEL,
     "tensorboard_dir": _TRAIN,
     "skip_preprocessing": _FLOWS,
     "distributed": _TRAIN,
     "num_nodes": _TRAIN,
     "max_steps": _TRAIN,
+    "tasks": ("run", "evaluate"),
+    "force": _TRAIN,
     "debug": (*_FLOWS, "generate"),
 }
 
@@ -148,12 +203,12 @@ def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:
 
 
 def _data(given: Mapping[str, Any], command: str) -> dict[str, Any]:
-    folder: Path | None = given["data_dir"]
+    folder: str | None = given["data_dir"]
     if folder is None:
         return {}
     if command in ("train", "evaluate") or given["skip_preprocessing"]:
-        return {"data": {"folder": str(folder)}}
-    return {"run": {"data_dir": str(folder)}}
+        return {"data": {"folder": folder}}
+    return {"run": {"data_dir": folder}}
 
 
 def _single_keys(given: Mapping[str, Any], command: str) -> dict[str, Any]:
@@ -170,6 +225,7 @@ def _single_keys(given: Mapping[str, Any], command: str) -> dict[str, Any]:
         "top_k": "evaluation.sample.top_k",
         "top_p": "evaluation.sample.top_p",
         "seed": "run.seed",
+        "share": "data.share",
     }
     change: dict[str, Any] = {}
     for option, key in keys.items():
@@ -178,8 +234,13 @@ def _single_keys(given: Mapping[str, Any], command: str) -> dict[str, Any]:
             for part in reversed(key.split(".")):
                 tree = {part: tree}
             change = merge(change, tree)
+    if given.get("tasks") is not None:
+        tasks = [name.strip() for name in given["tasks"].split(",")]
+        change = merge(change, {"evaluation": {"tasks": tasks}})
     if given["disable_flash_attn"]:
-        change = merge(change, {"launch": {"attention_backend": "math"}})
+        change = merge(change, {"launch": {"attention_backend": "efficient"}})
+    if given["force"]:
+        change = merge(change, {"launch": {"force": True}})
     if given["debug"]:
         change = merge(change, {"logging": {"debug": True}, "run": {"log_level": "debug"}})
     return change
@@ -191,12 +252,29 @@ def read(given: Mapping[str, Any], command: str) -> Config:
     if not presets and given["config"] is None:
         presets = ["debug" if given["debug"] else DEFAULT_PRESET]
     changes = [make(given, command) for make in (_single_keys, _devices, _data)]
-    overrides = [parse_override(text) for text in given["overrides"] or ()]
+    words = list(given["overrides"] or ())
+    if command == "compare":
+        words, comparison = _comparison(words, sweep=given["sweep"])
+        changes.append(comparison)
+    overrides = [parse_override(text) for text in words]
     config = configure(presets, given["config"], [*changes, *overrides])
     if given["skip_preprocessing"] and config.data.folder is None:
-        data = config.data.model_copy(update={"folder": config.run.datasets_dir})
+        data = config.data.model_copy(
+            update={"folder": config.run.datasets_store or config.run.datasets_dir}
+        )
         config = config.model_copy(update={"data": data})
     return config
+
+
+def _comparison(words: list[str], *, sweep: bool) -> tuple[list[str], dict[str, Any]]:
+    """The overrides among the arguments of `compare`, and what the others ask for."""
+    runs = [word for word in words if "=" not in word]
+    swept = [word for word in words if sweep and len(values_of(word)) > 1]
+    if sweep and not swept:
+        raise UserError("--sweep: no setting has several values, as model.memory=linear,none has")
+    overrides = [word for word in words if word not in (*runs, *swept)]
+    asked = {"runs": runs, "sweep": swept}
+    return overrides, {"comparison": {name: given for name, given in asked.items() if given}}
 
 
 def notes(given: Mapping[str, Any], command: str, config: Config) -> list[str]:
@@ -246,10 +324,11 @@ def _why_unused(option: str, command: str, config: Config) -> str:
 def configured(command: Callable[Concatenate[Config, P], R]) -> Callable[..., R]:
     """Give `command`, which takes a `Config`, the options that all commands share.
 
-    `generate` also gets the sampling options. Options that have no effect are reported on stderr.
+    Some also get options of their own. Options that have no effect are reported on stderr.
     """
-    sources = (common, sampling) if command.__name__ == "generate" else (common,)
-    shared = [p for f in sources for p in inspect.signature(f, eval_str=True).parameters.values()]
+    sources = [common, *(own for name, own in OWN.items() if name == command.__name__)]
+    signatures = [inspect.signature(source, eval_str=True).parameters for source in sources]
+    shared = list({name: p for each in signatures for name, p in each.items()}.values())
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)

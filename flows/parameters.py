@@ -15,10 +15,11 @@ from typing import Any
 
 from prefect.flows import Flow
 
-from flows.presets import DEFAULT_PRESET, configure, is_preset
+from flows.presets import DEFAULT_PRESET, configure, is_preset, template
 from infini_model.config import Config, load_config
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.stored.working_copy import refresh_runs
 
 Tree = dict[str, Any]
 
@@ -42,6 +43,7 @@ class Setting:
 
 PREPROCESS, EVALUATE = ("preprocess",), ("evaluate",)
 TRAINING = ("pipeline", "train")
+COMPARE = ("compare",)
 # In the order of the form.
 SETTINGS = {
     "run": Setting(
@@ -49,6 +51,19 @@ SETTINGS = {
         EVALUATE,
         "Run",
         "Name of the run folder to evaluate; the newest run if empty.",
+    ),
+    "sweep": Setting(
+        "comparison.sweep",
+        COMPARE,
+        "Sweep",
+        "Settings to vary, each as KEY=VALUE,VALUE such as `model.memory=linear,none`. All "
+        "combinations are run first, one after another; finished ones are reused.",
+    ),
+    "runs": Setting(
+        "comparison.runs",
+        COMPARE,
+        "Runs",
+        "Names of finished runs to compare, beside those of the sweep if there is one.",
     ),
     "documents": Setting(
         "data.source.paths",
@@ -60,9 +75,16 @@ SETTINGS = {
     ),
     "dataset": Setting(
         "data.folder",
-        (*TRAINING, *EVALUATE),
+        (*TRAINING, *COMPARE, *EVALUATE),
         "Dataset",
-        "Folder of a finished dataset, such as outputs/datasets/NAME-KEY.",
+        "Folder or address of a finished dataset, such as outputs/datasets/NAME-KEY.",
+    ),
+    "initial_weights": Setting(
+        "model.initial_weights",
+        ("pipeline", "preprocess", "train"),
+        "Initial weights",
+        "Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub such as "
+        "meta-llama/Llama-3.2-1B. The presets uptrain and fine-tune need it.",
     ),
     "dataset_name": Setting(
         "data.name", PREPROCESS, "Dataset name", "First part of the dataset folder's name."
@@ -71,10 +93,20 @@ SETTINGS = {
         "data.tokenizer.spec",
         PREPROCESS,
         "Tokenizer",
-        "bytes, train (a byte-level BPE trained on the documents), the path of a tokenizer.json, "
-        "or the name of a tokenizer on the Hugging Face Hub.",
+        "bytes, train (a byte-level BPE trained on the documents), model (that of "
+        "model.initial_weights), the path of a tokenizer.json, or the name of a tokenizer on the "
+        "Hugging Face Hub.",
     ),
-    "steps": Setting("training.max_steps", TRAINING, "Steps", "Total optimizer steps."),
+    "keep": Setting(
+        "data.keep",
+        PREPROCESS,
+        "Keep",
+        "Datasets of this name to keep, those used last. Older ones that no run refers to are "
+        "removed at the end; all are kept if empty.",
+    ),
+    "steps": Setting(
+        "training.max_steps", (*TRAINING, *COMPARE), "Steps", "Total optimizer steps."
+    ),
     "learning_rate": Setting(
         "training.learning_rate",
         TRAINING,
@@ -82,13 +114,22 @@ SETTINGS = {
         "Peak of the learning rate schedule, such as 3e-4.",
     ),
     "batch_size": Setting(
-        "training.batch_size", TRAINING, "Batch size", "Windows per process and micro-batch."
+        "training.batch_size",
+        (*TRAINING, *COMPARE),
+        "Batch size",
+        "Windows per process and micro-batch.",
     ),
     "context_length": Setting(
         "packing.context_length",
         TRAINING,
         "Context length",
         "Tokens per window; a multiple of the model's segment_length.",
+    ),
+    "tasks": Setting(
+        "evaluation.tasks",
+        EVALUATE,
+        "Tasks",
+        "What to measure, in the order of the report; those of the preset if empty.",
     ),
     "windows": Setting(
         "evaluation.max_windows",
@@ -98,7 +139,7 @@ SETTINGS = {
     ),
     "devices": Setting(
         "launch.gpus",
-        (*TRAINING, *EVALUATE),
+        (*TRAINING, *COMPARE, *EVALUATE),
         "Devices",
         "auto (GPUs with the most free memory first, or the CPU), all, GPU numbers such as 0,3, or "
         "cpu.",
@@ -115,6 +156,12 @@ SETTINGS = {
         TRAINING,
         "Name",
         "Name of the run folder; if empty, the preset's name and a number.",
+    ),
+    "force": Setting(
+        "launch.force",
+        (*TRAINING, *COMPARE),
+        "Force",
+        "Train even if the memory estimate says that it cannot fit.",
     ),
     "seed": Setting(
         "run.seed", TRAINING, "Seed", "Seed of the weights, of the order of windows and of samples."
@@ -166,10 +213,13 @@ def _resumed(changes: list[Mapping[str, Any]]) -> Config:
     """The settings of the run that `changes` name, with `changes` applied over them."""
     asked = load_config(overrides=[{"run": change["run"]} for change in changes if "run" in change])
     # `latest` is a link to the run.
+    refresh_runs(asked.run.runs_dir, asked.run.store)
     run_dir = (asked.run.runs_dir / str(asked.run.name)).resolve()
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"resume: there is no run {run_dir}")
     itself = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
+    if asked.run.store is not None:
+        itself["store"] = asked.run.store
     return resume_config(run_dir, [*changes, {"run": itself}])
 
 
@@ -179,7 +229,12 @@ def parameters_of(config: Config, flow: Flow[..., Any]) -> Tree:
     Settings that the flow has a name for are named; all others are in `advanced`.
     """
     preset = config.run.preset if is_preset(config.run.preset) else None
-    change = _difference(_tree(resolve(preset)), _tree(config))
+    tree = _tree(config)
+    base = Config() if preset is None else template(preset)
+    change = _difference(_tree(base), tree)
+    if config.model.initial_weights is not None:
+        # What is set beside it counts even where it is the default.
+        change["model"] = tree["model"]
     named: Tree = {}
     for name in inspect.signature(flow.fn).parameters.keys() & NAMED_IN_COMMANDS:
         *sections, leaf = SETTINGS[name].key.split(".")

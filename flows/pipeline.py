@@ -10,12 +10,12 @@ from prefect import flow, get_run_logger
 from flows.evaluate import evaluate_run
 from flows.form import form, settings
 from flows.preprocess import prepare_dataset
-from flows.train import train_run
+from flows.train import prepare_weights, trained_run
 from infini_model.config import Config
-from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.holders import Owner
-from infini_model.runtime.runs import dataset_of, find_run
+from infini_model.runtime.runs import REPORT, REPORT_PAGE, dataset_here, find_run
+from infini_model.runtime.stored.working_copy import refresh_runs
 from tasks.failures import concluded
 from tasks.flow_run import FLOW, current_owner
 
@@ -30,14 +30,21 @@ def pipeline(config: Config) -> dict[str, Any]:
     Returns the report's path with the losses and perplexities of the splits. With several machines,
     only the first one writes the report.
     """
+    return complete_run(config)
+
+
+def complete_run(config: Config) -> dict[str, Any]:
+    """All stages of the pipeline, within a flow; returns what `pipeline` does."""
     owner, adopt = current_owner()
-    dataset = _own_dataset(config, owner) or prepare_dataset(config)
-    folder = Path(dataset["folder"])
-    with claim_run(config, dataset["key"], folder, owner=owner, adopt=adopt) as run_dir:
-        train_run(config, folder, run_dir)
+    # First of all: a store that refuses access is found out before any work is done.
+    refresh_runs(config.run.runs_dir, config.run.store)
+    weights = prepare_weights(config, owner, adopt=adopt)
+    pinned = config if weights is None else weights.pinned_in(config)
+    dataset = _own_dataset(config, owner) or prepare_dataset(pinned)
+    with trained_run(config, dataset, weights, owner, adopt=adopt) as run_dir:
         if config.launch.node_rank > 0:
-            return {"report": str(run_dir / "report.md")}
-        return evaluate_run(config, folder, run_dir)
+            return {"report": str(run_dir / REPORT), "html": str(run_dir / REPORT_PAGE)}
+        return evaluate_run(config, Path(dataset["folder"]), run_dir)
 
 
 def _own_dataset(config: Config, owner: Owner | None) -> dict[str, Any] | None:
@@ -48,7 +55,7 @@ def _own_dataset(config: Config, owner: Owner | None) -> dict[str, Any] | None:
     run_dir = None if owner is None else find_run(config.run.runs_dir, owner.id)
     if run_dir is None:
         return None
-    data = config.data.model_copy(update={"folder": dataset_of(run_dir)})
+    data = config.data.model_copy(update={"folder": dataset_here(run_dir)})
     try:
         return prepare_dataset(config.model_copy(update={"data": data}))
     except DataError as error:

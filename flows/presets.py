@@ -2,18 +2,20 @@
 
 A preset is a file in `deployments/presets`. One without data is a remedy, such as `stable`: alone
 it applies over the default preset, with others or with a file over those. The presets that a
-configuration started from are written `arxiv+stable`, in `run.preset` as in the form.
+configuration started from are written `arxiv+stable`, in `run.preset` as in the form. `???` stands
+for what only the user can name.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config, load_config, read_tree
+from infini_model.config import Config, load_config, merge, read_tree
 from infini_model.runtime.errors import ConfigError
 
 DEFAULT_PRESET = "quickstart"
@@ -56,10 +58,21 @@ def configure(
     Without presets or a file, the library's defaults.
 
     Raises `ConfigError` in one line for an unknown preset, for a complete preset together with a
-    file, and for whatever `load_config` rejects.
+    file, for what a preset leaves to the user and nobody gave, and for whatever `load_config`
+    rejects.
     """
+    return load_config(overrides=[_layered(presets, file), *overrides])
+
+
+def template(preset: str) -> Config:
+    """The settings of a preset as it stands, with `???` for what it leaves to the user."""
+    return Config.model_validate(_layered([preset], None))
+
+
+def _layered(presets: Iterable[str], file: Path | None) -> dict[str, Any]:
+    """The tree of the file, or else of the presets, with the remedies over it and its origin."""
     names = [name for preset in presets for name in preset.split(JOIN)]
-    layers = [_read(name) for name in names]
+    trees = [_read(name) for name in names]
     whole = [name for name in names if name not in remedy_names()]
     if whole and file is not None:
         remedies = ", ".join(remedy_names())
@@ -69,13 +82,43 @@ def configure(
         )
     if names and not whole and file is None:
         names.insert(0, DEFAULT_PRESET)
-        layers.insert(0, _read(DEFAULT_PRESET))
-    if file is not None:
-        tree = read_tree(file)
-        layers.insert(0, tree)
-        names = [*_recorded(tree), *names]
-    origin = [{"run": {"preset": JOIN.join(names)}}] if names else []
-    return load_config(overrides=[*layers, *origin, *overrides])
+        trees.insert(0, _read(DEFAULT_PRESET))
+    tree: dict[str, Any] = {} if file is None else read_tree(file)
+    names = [*_recorded(tree), *names]
+    for change in trees:
+        tree = _over(tree, change)
+    return merge(tree, {"run": {"preset": JOIN.join(names)}}) if names else tree
+
+
+def _over(tree: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
+    """A preset over a tree, whose pretrained weights keep their own shape."""
+    below = _section(tree, "model").get("initial_weights")
+    laid = merge(tree, preset if "data" in preset else _only_lower(tree, preset))
+    return laid if below is None else merge(laid, {"model": {"initial_weights": below}})
+
+
+def _only_lower(tree: dict[str, Any], remedy: dict[str, Any]) -> dict[str, Any]:
+    """The remedy without the learning rates that are lower in the tree already."""
+    below = _section(tree, "training")
+    training = {
+        name: value
+        for name, value in _section(remedy, "training").items()
+        if not (name.endswith("learning_rate") and _number(below.get(name)) < value)
+    }
+    return remedy | {"training": training}
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _number(value: Any) -> float:
+    """`value` as a number; infinity if it is none, which `load_config` will say."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.inf
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -86,6 +129,5 @@ def _read(name: str) -> dict[str, Any]:
 
 def _recorded(tree: Mapping[str, Any]) -> list[str]:
     """The presets that a file records as its origin, if any."""
-    run = tree.get("run")
-    preset = run.get("preset") if isinstance(run, Mapping) else None
+    preset = _section(tree, "run").get("preset")
     return [str(preset)] if preset else []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from infini_model.data.loading.gpu_dataloader import get_gpu_train_dataloader, gpu_clm_process
     from infini_model.data.tokenizers.load import load_tokenizer
     from infini_model.model.attention import infini_attention
-    from infini_model.model.generation import generate
+    from infini_model.model.generation.causal import generate
     from infini_model.model.llama import InfiniLlama
     from infini_model.model.memory import Memory
     from infini_model.objectives.causal import GPUDataCollatorForCLM
@@ -40,7 +40,7 @@ _MODULES = {
     "GPUDataCollatorForCLM": "objectives.causal",
     "InfiniLlama": "model.llama",
     "Memory": "model.memory",
-    "generate": "model.generation",
+    "generate": "model.generation.causal",
     "get_gpu_train_dataloader": "data.loading.gpu_dataloader",
     "gpu_clm_process": "data.loading.gpu_dataloader",
     "infini_attention": "model.attention",
@@ -51,9 +51,11 @@ _MODULES = {
 for _variable, _value in {
     "DO_NOT_TRACK": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "OMP_WAIT_POLICY": "PASSIVE",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
     "THP_MEM_ALLOC_ENABLE": "1",
 }.items():
     os.environ.setdefault(_variable, _value)

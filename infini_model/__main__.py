@@ -1,13 +1,15 @@
 """The stages without Prefect: `python -m infini_model STAGE --config FILE …`.
 
-STAGE is download, plan, shard or evaluate (training is `python -m infini_model.training`). It
-reports progress and the result on stdout (see `infini_model.runtime.stage_protocol`). Exit status:
-0 on success, 2 after an error that the user can fix, 1 with a traceback after any other.
+STAGE is weights, download, plan, shard, clean or evaluate (training is
+`python -m infini_model.training`). It reports progress and the result on stdout (see
+`infini_model.runtime.stage_protocol`). Exit status: 0 on success, 2 after an error that the user
+can fix, 1 after any other, with a traceback unless a retry may help.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -15,59 +17,108 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, load_config
-from infini_model.runtime.errors import UserError
+from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.stage_protocol import ERROR, RESULT, write_message, write_progress
 
 
-def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.manifest import write_record
-    from infini_model.data.sources.download import download
+def _weights(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
+    from infini_model.training.initial_weights import find_initial_weights, record_initial_weights
 
-    corpus = download(config.data, config.run.output_dir, progress=write_progress)
-    path = config.run.datasets_dir / ".corpora" / f"corpus-{corpus.fingerprint[:16]}.json"
-    write_record(path, corpus)
-    counts = corpus.model_dump(include={"documents", "bytes", "skipped", "fingerprint"})
-    return {"corpus": str(path), "files": len(corpus.files), **counts}
+    weights = find_initial_weights(config, write_progress)
+    if arguments.run_dir is not None:
+        record_initial_weights(arguments.run_dir, weights)
+    return weights.model_dump(mode="json")
+
+
+def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
+    from infini_model.data.builds import listing_file
+    from infini_model.data.manifest import write_record
+    from infini_model.data.sources.download import download, using_raw_files
+
+    datasets_dir, output_dir = config.run.datasets_dir, config.run.output_dir
+    # Until the listing names them, nothing else protects the files from being cleaned up.
+    with using_raw_files(output_dir):
+        listing = download(
+            config.data, output_dir, datasets_dir=datasets_dir, progress=write_progress
+        )
+        path = datasets_dir / ".listings" / listing_file(listing, config.data.name)
+        write_record(path, listing)
+    size = sum(part.file.bytes for part in listing.ranges)
+    return {"listing": str(path), "files": len(listing.ranges), "bytes": size}
 
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.manifest import Corpus, read_record
+    from infini_model.data.manifest import read_record
     from infini_model.data.shards.plan import finished_dataset, plan_dataset
+    from infini_model.data.sources.files import Listing
 
-    if arguments.corpus is None:
+    if arguments.listing is None:
         return finished_dataset(config).model_dump(mode="json")
-    return plan_dataset(read_record(arguments.corpus, Corpus), config).model_dump(mode="json")
+    listing = read_record(arguments.listing, Listing)
+    return plan_dataset(listing, config).model_dump(mode="json")
 
 
 def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.manifest import Corpus, read_record
-    from infini_model.data.shards.dataset import build_dataset
+    from infini_model.data.manifest import read_record
+    from infini_model.data.shards.dataset import build_dataset, make_share
+    from infini_model.data.sources.files import Listing
 
-    corpus = read_record(arguments.corpus, Corpus)
+    listing, data = read_record(arguments.listing, Listing), config.data_to_tokenize
+    datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
+    if data.share is not None:
+        missing = make_share(listing, data, datasets_dir, store=store, progress=write_progress)
+        if missing:
+            return {"missing": missing}
     manifest = build_dataset(
-        corpus,
-        config.data,
+        listing,
+        data,
         config.run.output_dir,
-        datasets_dir=config.run.datasets_dir,
+        datasets_dir=datasets_dir,
+        store=store,
         progress=write_progress,
     )
-    folder = (config.run.datasets_dir / manifest.folder_name).resolve()
-    return {"folder": str(folder), "key": manifest.key}
+    name = manifest.folder_name
+    folder = (datasets_dir / name).resolve()
+    address = None if store is None else f"{store}/{name}"
+    return {"folder": str(folder), "key": manifest.key, "address": address, "missing": 0}
+
+
+def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
+    from infini_model.cleaning.clean import clean, find_unneeded
+    from infini_model.cleaning.unneeded import Scope
+
+    run, keep = config.run, config.data.keep
+    if keep is None:
+        raise UserError("data.keep: is null, so nothing is to be removed")
+    scope = Scope(run.output_dir.resolve(), run.datasets_dir.resolve(), keep, config.data.name)
+    cleaned = clean(scope, find_unneeded(scope))
+    return {
+        "bytes": cleaned.bytes,
+        "counts": dict(cleaned.counts),
+        "problems": [*cleaned.notes, *cleaned.failures],
+    }
 
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.evaluation.report import evaluate_run
+    from infini_model.data.keeping.staging import staged_dataset
+    from infini_model.evaluation.reporting.report import evaluate_run
     from infini_model.evaluation.tracking import log_evaluation
 
-    result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)
+    with staged_dataset(arguments.dataset, config.data.cache_dir, config.data.cache_gigabytes):
+        result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)
     log_evaluation(arguments.run_dir, arguments.dataset, config, result)
     return result.model_dump(mode="json")
 
 
+# Records of 100,000 partitions are millions of objects, none of them garbage; to look for some
+# after every 700, as Python does, takes longer than to read them.
+OBJECTS_BETWEEN_COLLECTIONS = 5_000_000
 STAGES: dict[str, Callable[[Config, argparse.Namespace], dict[str, Any]]] = {
+    "weights": _weights,
     "download": _download,
     "plan": _plan,
     "shard": _shard,
+    "clean": _clean,
     "evaluate": _evaluate,
 }
 
@@ -77,10 +128,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m infini_model", description=__doc__)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--config", type=Path, required=True, help="YAML or JSON configuration")
-    parser.add_argument("--corpus", type=Path, help="plan, shard: file written by download")
+    parser.add_argument("--listing", type=Path, help="plan, shard: file written by download")
     parser.add_argument("--dataset", type=Path, help="evaluate: dataset folder")
-    parser.add_argument("--run-dir", type=Path, help="evaluate: run folder")
+    parser.add_argument("--run-dir", type=Path, help="evaluate, weights: run folder")
     arguments = parser.parse_args()
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     try:
         config = load_config(file=arguments.config)
         logging.basicConfig(format="%(message)s", stream=sys.stdout)
@@ -93,6 +145,9 @@ def main() -> int:
     except ConnectionError as error:
         write_message(ERROR, {"kind": "network", "message": str(error)})
         return 2
+    except StageError as error:
+        write_message(ERROR, {"kind": "stage", "message": str(error)})
+        return 1
     write_message(RESULT, result)
     return 0
 

@@ -5,14 +5,16 @@ None of them may harm a stage: an error or a timeout of Prefect's server is only
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import contextvars
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID
 
-from prefect.artifacts import Artifact, LinkArtifact
+from prefect.artifacts import Artifact, ImageArtifact, LinkArtifact, MarkdownArtifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.filters import (
@@ -27,6 +29,8 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 PATIENCE_SECONDS = 3.0
 # After a failed update, the delay of the next one is multiplied by this.
 BACKOFF = 10
+# A picture in Markdown, on lines of its own.
+PICTURE = re.compile(r"^!\[.*\]\(.*\)\n+", re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -76,6 +80,18 @@ def show(key: str, artifact: Artifact) -> None:
     """Show an artifact under a key, replacing what this flow run showed there before."""
     with harmless(f"artifact {key!r}"):
         LiveArtifact(key).show(artifact)
+
+
+def show_picture(key: str, path: Path) -> None:
+    """Show a PNG image, which becomes part of the artifact."""
+    image = base64.b64encode(path.read_bytes()).decode("ascii")
+    show(key, ImageArtifact(image_url=f"data:image/png;base64,{image}"))
+
+
+def show_report(key: str, path: Path) -> None:
+    """Show a Markdown file, without its pictures: Prefect cannot follow the links to them."""
+    text = PICTURE.sub("", path.read_text(encoding="utf-8"))
+    show(key, MarkdownArtifact(markdown=text))
 
 
 def show_folder(key: str, folder: Path) -> None:

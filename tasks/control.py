@@ -4,14 +4,14 @@ Prefect notifies an engine of a suspension only between tasks, and of a cancella
 the worker that started it. But training is one task of many hours, and outlives its worker. The
 state of the flow run is therefore polled while a stage's child process runs: once it is no longer
 Running, the child gets its grace period, in which it saves a checkpoint, and the engine exits.
+Where the flow run is a part of another one, either of them ends both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from uuid import UUID
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
@@ -20,50 +20,69 @@ from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Running, Suspended
 
+from infini_model.runtime.processes import deferred_signals
+
 POLL_SECONDS = 2.0
 
 Stop = Callable[[], Exception | None]
 
 
 class StateChangedError(Exception):
-    """The flow run is no longer Running; `state` is its new state."""
+    """`flow_run` is no longer Running; `state` is its new state."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, flow_run: FlowRun, state: State) -> None:
         super().__init__(f"the flow run is {state.name}")
-        self.state = state
+        self.flow_run, self.state = flow_run, state
 
 
 class _Poll(threading.Thread):
-    """Reads the flow run's state until it is no longer Running; ignores an API that is down."""
+    """Reads the states of flow runs until one is no longer Running; ignores an API that is down."""
 
-    def __init__(self, flow_run_id: UUID) -> None:
+    def __init__(self, flow_runs: Sequence[FlowRun]) -> None:
         super().__init__(name="flow run state", daemon=True)
-        self._flow_run_id = flow_run_id
+        self._flow_runs = flow_runs
         self._closed = threading.Event()
-        self._found: State | None = None
+        self._found: StateChangedError | None = None
 
     def run(self) -> None:
-        """Poll until the state changes or the stage ends."""
+        """Poll until a state changes or the stage ends."""
         with get_client(sync_client=True) as client:
-            while not self._closed.wait(POLL_SECONDS):
+            while self._found is None and not self._closed.wait(POLL_SECONDS):
                 with contextlib.suppress(Exception):
-                    state = client.read_flow_run(self._flow_run_id).state
-                    if state is None or state.is_running():
-                        continue
-                    if state.is_crashed():
-                        # Wrongly declared dead, such as by an automation after a server outage.
-                        client.set_flow_run_state(self._flow_run_id, Running(), force=True)
-                        continue
-                    self._found = state
-                    return
+                    self._found = _changed(client, self._flow_runs)
 
     def stop(self) -> Exception | None:
         """The reason to end the stage, or None."""
-        return None if self._found is None else StateChangedError(self._found)
+        return self._found
 
     def close(self) -> None:
         """Stop polling; a hanging request stays in its daemon thread."""
         self._closed.set()
+
+
+def _changed(client: SyncPrefectClient, flow_runs: Iterable[FlowRun]) -> StateChangedError | None:
+    """The first flow run that is no longer Running."""
+    for flow_run in flow_runs:
+        state = client.read_flow_run(flow_run.id).state
+        if state is None or state.is_running():
+            continue
+        if state.is_crashed():
+            # Wrongly declared dead, such as by an automation after a server outage.
+            client.set_flow_run_state(flow_run.id, Running(), force=True)
+            continue
+        return StateChangedError(flow_run, state)
+    return None
+
+
+def _with_whole(flow_run: FlowRun) -> list[FlowRun]:
+    """A flow run, after the one that it is a part of if there is one and the API answers."""
+    if flow_run.parent_task_run_id is None:
+        return [flow_run]
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+        whole = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
+        if whole is not None:
+            return [client.read_flow_run(whole), flow_run]
+    return [flow_run]
 
 
 @contextlib.contextmanager
@@ -79,38 +98,46 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
     if context is None or context.flow_run is None:
         yield lambda: None
         return
-    poll = _Poll(context.flow_run.id)
+    flow_runs = _with_whole(context.flow_run)
+    poll = _Poll(flow_runs)
     poll.start()
     try:
         yield poll.stop
     except StateChangedError as change:
-        raise _conclude(context.flow_run, change.state, saved()) from None
+        raise _conclude(flow_runs, change, saved()) from None
     except TerminationSignal:
-        state = _state_of(context.flow_run)
-        if state is None or state.is_running():
+        found = _change_of(flow_runs)
+        if found is None:
             raise
-        raise _conclude(context.flow_run, state, saved()) from None
+        raise _conclude(flow_runs, found, saved()) from None
     finally:
         poll.close()
 
 
-def _state_of(flow_run: FlowRun) -> State | None:
-    """The current state of the flow run; None if the API does not answer."""
+def _change_of(flow_runs: Iterable[FlowRun]) -> StateChangedError | None:
+    """The first flow run that is no longer Running; None as well if the API does not answer."""
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-        return client.read_flow_run(flow_run.id).state
+        return _changed(client, flow_runs)
     return None
 
 
-def _conclude(flow_run: FlowRun, found: State, saved: str) -> BaseException:
-    """Record the end in the states of flow run and task run; returns the signal to raise."""
+def _conclude(flow_runs: Iterable[FlowRun], change: StateChangedError, saved: str) -> BaseException:
+    """Record the end in the states of flow runs and task run; returns the signal to raise."""
     log = get_run_logger()
-    state = found
+    flow_run, state = change.flow_run, change.state
     try:
-        with get_client(sync_client=True) as client:
-            state = _final_state(client, flow_run, saved) or found
+        # The worker's SIGTERM may come only now; the engine is about to exit in any case.
+        with deferred_signals() as received, get_client(sync_client=True) as client:
+            state = _final_state(client, flow_run, saved) or state
             task_run = TaskRunContext.get()
             if task_run is not None and (state.is_paused() or state.is_final()):
                 client.set_task_run_state(task_run.task_run.id, _like(state), force=True)
+            for other in flow_runs:
+                if other.id != flow_run.id:
+                    # Only a whole can be resumed; it begins its part anew.
+                    ended: State = Cancelled(message=f"With {flow_run.name}: {state.message}")
+                    client.set_flow_run_state(other.id, ended, force=True)
+            received.clear()
     except Exception as error:  # noqa: BLE001 - everything is saved; the state is corrected from outside
         log.warning("The state of the flow run could not be updated: %s", error)
     log.info("%s", state.message or f"The flow run is {state.name}")
@@ -135,9 +162,10 @@ def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> St
         message = "; ".join(filter(None, ["Suspended", saved, f"{resume} continues from there"]))
         # The UI suspends for five minutes by default, after which Prefect would fail the run.
         now = client.set_flow_run_state(flow_run.id, Suspended(message=message), force=True).state
-    elif now.is_cancelling():
+    # The worker does not wait longer than 30 seconds for what is being saved.
+    elif now.is_cancelling() or now.is_cancelled():
         message = "; ".join(filter(None, ["Cancelled", saved]))
-        now = client.set_flow_run_state(flow_run.id, Cancelled(message=message)).state
+        now = client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True).state
     return now
 
 

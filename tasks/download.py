@@ -1,4 +1,4 @@
-"""The download stage: fetch the documents and fingerprint them."""
+"""The download stage: list the files of the source, and fetch what cannot be read in place."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tasks.stage import STAGE, run_stage
 @task(name="download", task_run_name="download {config.data.name}", **STAGE)
 @reported
 def download(config: Config) -> dict[str, Any]:
-    """Fetch missing documents and read each one once.
+    """List the source's files by what identifies their content; fetch what is missing.
 
-    Changes are detected by content; the library reuses what it has fetched or read before. Returns
-    the corpus file, its fingerprint, and the numbers of documents and bytes.
+    Returns the listing, and the numbers of files and bytes.
     """
     return run_stage("download", config, config.stages.download)

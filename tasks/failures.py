@@ -23,6 +23,7 @@ from prefect.states import Failed
 
 from infini_model.runtime.errors import StageError, UserError
 from tasks import artifacts
+from tasks.flow_run import library_logged
 
 EXPECTED = (UserError, ConnectionError, StageError, TimeoutError)
 KEY = "failure"
@@ -111,7 +112,8 @@ def concluded(function: Callable[P, R]) -> Callable[P, R]:
         if _is_retried():
             artifacts.remove(KEY)
         try:
-            return function(*args, **kwargs)
+            with library_logged():
+                return function(*args, **kwargs)
         except EXPECTED as error:
             get_run_logger().error(reason(error), extra={"is_reason": True})
             artifacts.show(KEY, _explanation(error))

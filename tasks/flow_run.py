@@ -1,11 +1,15 @@
-"""What all flows share as Prefect flows: options, the names of their runs, and run ownership."""
+"""What all flows share as Prefect flows: options, names, ownership, and the library's messages."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
@@ -51,3 +55,32 @@ def current_owner() -> tuple[Owner | None, bool]:
     current = context.flow_run
     owner = Owner(str(current.id), url_for("flow-run", obj_id=current.id))
     return owner, current.deployment_id is None
+
+
+class _ToFlowRun(logging.Handler):
+    """Passes records on to a flow run's log, from any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log = get_run_logger()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log it again, without what only the library's own loggers know."""
+        self._log.log(record.levelno, "%s", record.getMessage())
+
+
+@contextlib.contextmanager
+def library_logged() -> Iterator[None]:
+    """Show in the flow run's log what the library does in this process: copies, waits, leases.
+
+    The stages run in processes of their own, whose lines are logged as they are. Within a part of
+    another flow run the lines are those of the part alone.
+    """
+    logger = logging.getLogger("infini_model.runtime")
+    before = logger.level, logger.propagate, logger.handlers
+    logger.setLevel(logging.INFO)
+    logger.propagate, logger.handlers = False, [_ToFlowRun()]
+    try:
+        yield
+    finally:
+        logger.level, logger.propagate, logger.handlers = before

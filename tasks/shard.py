@@ -22,61 +22,72 @@ NEW_DATASET = "infini.dataset.ready"
 
 @task(name="plan", task_run_name="plan {config.data.name}", **STAGE)
 @reported
-def plan_dataset(config: Config, corpus: dict[str, Any] | None) -> dict[str, Any]:
-    """Identify the requested dataset by its content key, and check whether it is intact.
+def plan_dataset(config: Config, listing: dict[str, Any] | None) -> dict[str, Any]:
+    """Identify the requested dataset by its content key, and what of it stands.
 
-    Trains the tokenizer if requested and not done yet. Without a corpus, the dataset is the one in
-    `data.folder`, or the newest one. All checksums of an existing folder are verified.
+    Trains the tokenizer if requested and not done yet. Without a listing, the dataset is the one in
+    `data.folder`, or the newest one. An existing folder is checked to be intact.
     """
-    arguments = [] if corpus is None else ["--corpus", corpus["corpus"]]
+    arguments = [] if listing is None else ["--listing", listing["listing"]]
     plan = run_stage("plan", config, config.stages.shard, *arguments)
+    counts = [{"partitions": name, "count": plan[name]} for name in ("new", "reused")]
+    artifacts.show("partitions", TableArtifact(table=counts, description=plan["folder"]))
     if plan["intact"]:
-        _show(Path(plan["folder"]))
+        _show(plan)
     return plan
 
 
 @task(name="shard", task_run_name="shard {config.data.name}-{plan[key]:.16}", **STAGE)
 @reported
 def build_dataset(
-    config: Config, corpus: dict[str, Any], plan: dict[str, Any]
+    config: Config, listing: dict[str, Any], plan: dict[str, Any]
 ) -> dict[str, Any] | State[dict[str, Any]]:
     """Build missing or damaged partitions, and the dataset folder of all partitions.
 
     If the plan found the folder intact, the task ends at once in the state Reused. Concurrent runs
-    with the same key build it only once. Returns the folder and its key.
+    with the same key build it only once. Returns the folder, its key, and how many partitions are
+    `missing`: with `data.share`, those that other shares have yet to make.
     """
+    dataset = {name: plan[name] for name in ("folder", "key", "address")} | {"missing": 0}
     if plan["intact"]:
-        dataset = {"folder": plan["folder"], "key": plan["key"]}
-        message = f"{plan['folder']} is intact"
+        message = f"{place_of(plan)} is intact"
         return Completed(name="Reused", message=message, data=dataset)
-    result = run_stage("shard", config, config.stages.shard, "--corpus", corpus["corpus"])
-    folder = Path(result["folder"])
-    manifest = _show(folder)
+    result = run_stage("shard", config, config.stages.shard, "--listing", listing["listing"])
+    if result["missing"]:
+        return dataset | result
+    manifest = _show(result)
     if plan["fault"] is None:
-        _announce(folder, manifest)
-    return {"folder": result["folder"], "key": result["key"]}
+        _announce(result, manifest)
+    return result
 
 
-def _show(folder: Path) -> Manifest:
-    """Show the size of each split and the folder; returns the folder's manifest."""
+def place_of(dataset: dict[str, Any]) -> str:
+    """Where a dataset is: its address if machines share it, else its folder."""
+    return str(dataset["address"] or dataset["folder"])
+
+
+def _show(dataset: dict[str, Any]) -> Manifest:
+    """Show the size of each split and where the dataset is; returns its manifest."""
+    folder = Path(dataset["folder"])
     manifest = read_manifest(folder)
     rows = [
         {"split": name, **manifest.splits[name].model_dump(include={"documents", "tokens"})}
         for name in SPLITS
     ]
-    artifacts.show("dataset", TableArtifact(table=rows, description=str(folder)))
+    artifacts.show("dataset", TableArtifact(table=rows, description=place_of(dataset)))
     artifacts.show_folder("dataset-folder", folder)
     return manifest
 
 
-def _announce(folder: Path, manifest: Manifest) -> None:
+def _announce(dataset: dict[str, Any], manifest: Manifest) -> None:
     """Emit the event of a new dataset, for Prefect's automations."""
     resource = {
         "prefect.resource.id": f"infini.dataset.{manifest.key}",
-        "prefect.resource.name": folder.name,
+        "prefect.resource.name": manifest.folder_name,
     }
     payload = {
-        "folder": str(folder),
+        "folder": dataset["folder"],
+        "address": dataset["address"],
         "key": manifest.key,
         "documents": manifest.documents,
         "tokens": manifest.tokens,

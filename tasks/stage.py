@@ -74,10 +74,10 @@ def run_stage(
 ) -> dict[str, Any]:
     """Run stage `name` in a child process and return the result that it reports.
 
-    Raises the error that the child reported (`UserError` or `ConnectionError`); `StageError` with
-    its last lines if it ended without reporting one; `ProcessTimeoutError` past the stage's
-    timeout, once all its processes have ended. Ends the child when the flow run is suspended or
-    cancelled.
+    Raises the error that the child reported (`UserError`, `ConnectionError` or `StageError`);
+    `StageError` with its last lines if it ended without reporting one; `ProcessTimeoutError` past
+    the stage's timeout, once all its processes have ended. Ends the child when the flow run is
+    suspended or cancelled.
     """
     reported: dict[str, Any] = {}
     tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -113,8 +113,8 @@ def _outcome(
     name: str, status: int, reported: dict[str, Any], tail: Sequence[str]
 ) -> dict[str, Any]:
     if error := reported.get(ERROR):
-        kind = {"user": UserError, "network": ConnectionError}[error["kind"]]
-        raise kind(error["message"])
+        kinds = {"user": UserError, "network": ConnectionError, "stage": StageError}
+        raise kinds[error["kind"]](error["message"])
     if status != 0 or RESULT not in reported:
         failure = StageError(": ".join([f"{name} ended with status {status}", *tail[-1:]]))
         failure.last_lines = tail

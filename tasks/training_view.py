@@ -23,25 +23,30 @@ TAIL_BYTES = 1 << 17
 Row = dict[str, str]
 
 
+def mlflow_link(run_dir: Path, config: Config) -> LinkArtifact | None:
+    """A link to the page of a run in MLflow; None if it has no page, or no record yet."""
+    # A database address has no page; infini serve may have one.
+    uri = config.tracking_uri
+    page = uri if uri.startswith("http") else os.environ.get(PAGE)
+    url = page and config.tracking.mlflow and run_url(page, run_dir)
+    return LinkArtifact(link=url, link_text="The run in MLflow") if url else None
+
+
 class TrainingView:
     """The artifacts `training` (a table, the newest step first) and `mlflow` (a link) of a run."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        self._run_dir, self._steps = run_dir, config.training.max_steps
-        # A database address has no page; infini serve may have one.
-        uri = config.tracking_uri
-        page = uri if uri.startswith("http") else os.environ.get(PAGE)
-        self._mlflow = page if config.tracking.mlflow else None
+        self._run_dir, self._config, self._steps = run_dir, config, config.training.max_steps
         self._table, self._link = LiveArtifact("training"), LiveArtifact("mlflow")
         self._shown: list[Row] = []
         self._linked: str | None = None
 
     def update(self) -> None:
         """Show what has changed. Raises what Prefect's client raises."""
-        url = self._mlflow and run_url(self._mlflow, self._run_dir)
-        if url and url != self._linked:
-            self._link.show(LinkArtifact(link=url, link_text="The run in MLflow"))
-            self._linked = url
+        link = mlflow_link(self._run_dir, self._config)
+        if link and link.link != self._linked:
+            self._link.show(link)
+            self._linked = link.link
         lines = _newest_lines(self._run_dir)
         if lines and self._steps is None:
             self._steps = last_step(self._run_dir)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import json
+import logging
 import os
 import random
 import signal
@@ -10,17 +14,20 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import yaml
+from words import WORDS
 
+from flows import cli
 from flows.serving.polling import poll
+from infini_model import __main__ as stages
 from infini_model.runtime.stage_protocol import ERROR, RESULT
 
-WORDS = ("river", "stone", "light", "under", "seven", "quiet", "glass", "morning", "copper")
 Environment = dict[str, str]
 
 
@@ -132,6 +139,14 @@ def kill(process: psutil.Process, number: signal.Signals) -> None:
         return
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, perhaps without having been waited for."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def infini(*arguments: str | Path) -> list[str]:
     """The command line of `infini`, through its module."""
     program = "import sys; from flows.cli import main; sys.argv[0] = 'infini'; main()"
@@ -154,12 +169,65 @@ def run(
     )
 
 
+@contextlib.contextmanager
+def _process_kept() -> Iterator[None]:
+    """Undo what a program changes in the process that it runs in."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    thresholds, logger = gc.get_threshold(), logging.getLogger("infini_model")
+    level = logger.level
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        gc.set_threshold(*thresholds)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_here(
+    main: Callable[[], object],
+    *arguments: str | Path,
+    env: Environment | None = None,
+    stdin: bytes = b"",
+) -> subprocess.CompletedProcess[str]:
+    """Run the `main` of a program in this process: most of a short command is its imports."""
+    words, output, errors = ["program", *map(str, arguments)], io.StringIO(), io.StringIO()
+    with (
+        _process_kept(),
+        mock.patch.dict(os.environ, env or {}, clear=env is not None),
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin))),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
+    return subprocess.CompletedProcess(
+        words, int(str(status or 0)), output.getvalue(), errors.getvalue()
+    )
+
+
+def infini_here(
+    *arguments: str | Path, env: Environment, stdin: bytes = b""
+) -> subprocess.CompletedProcess[str]:
+    """Run `infini` in this process; for commands that end before they use Prefect."""
+    return run_here(cli.main, *arguments, env=env, stdin=stdin)
+
+
 def stage(
-    name: str, settings: Path, env: Environment, *arguments: str | Path, **options: Any
+    name: str, settings: Path, *arguments: str | Path, env: Environment | None = None
 ) -> dict[str, Any]:
-    """Run a stage without Prefect; returns its report, with `error` and `kind` if it failed."""
-    command = [sys.executable, "-m", "infini_model", name, "--config", str(settings)]
-    done = run([*command, *map(str, arguments)], env, **options)
+    """Run a stage without Prefect, with `env` in a process of its own.
+
+    Returns its report, with `error` and `kind` if it failed.
+    """
+    words = [name, "--config", settings, *arguments]
+    if env is None:
+        done = run_here(stages.main, *words)
+    else:
+        done = run([sys.executable, "-m", "infini_model", *map(str, words)], env)
     assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     reported = dict(
         line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("::")
@@ -172,10 +240,17 @@ def stage(
     return {"error": error["message"], "kind": error["kind"]}
 
 
-def dataset_of(settings: Path, env: Environment) -> Path:
+def preprocess(settings: Path) -> dict[str, Any]:
+    """Run the stages that build a dataset; returns the last report, or that of a failure."""
+    listed = stage("download", settings)
+    if "error" in listed:
+        return listed
+    return stage("shard", settings, "--listing", listed["listing"])
+
+
+def dataset_of(settings: Path) -> Path:
     """Build the dataset of a configuration, without Prefect."""
-    corpus = stage("download", settings, env)["corpus"]
-    return Path(stage("shard", settings, env, "--corpus", corpus)["folder"])
+    return Path(preprocess(settings)["folder"])
 
 
 def eventually(
@@ -228,7 +303,7 @@ def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:
     request = urllib.request.Request(
         f"{url}/{path}", data, {"Content-Type": "application/json"}, method=method
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 

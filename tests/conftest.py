@@ -1,28 +1,47 @@
-"""Shared fixtures: a Prefect server, environments and a corpus for tests of the command line."""
+"""Shared fixtures: a Prefect server, environments and a corpus for tests of the command line.
+
+Prefect and S3 are imported by the fixtures that use them: `pytest -m cuda` must run on a GPU
+machine that has only what the library needs.
+"""
+
+from __future__ import annotations
 
 import os
 import random
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from commands import WORDS, Environment, answers, eventually, write_texts
+from hypothesis import settings
 from shared import once
+from words import WORDS
 
-from flows.serving.services import free_port, start_prefect
 from infini_model.config import load_config, validate
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.runtime.processes import end_tree
 
+if TYPE_CHECKING:
+    from commands import Environment
+    from s3_server import S3Server
+
 # One thread, here and in every process that a test starts: sums are then bit-identical, and workers
 # that share the cores do not wait for each other's threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# How long an example takes depends on what else the machine does.
+settings.register_profile("any load", deadline=None)
+settings.load_profile("any load")
 WithTables = Callable[[Path], Path]
+# Triton's interpreter runs kernels on the CPU, and with them every test that is for a GPU.
+REHEARSAL = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_GPU = torch.cuda.is_available() and not REHEARSAL
+GPU = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
@@ -31,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
     parser.addoption("--every-story", action="store_true", help="also what takes long")
     parser.addoption("--screenshots", type=Path, metavar="DIR", help="keep those of the browser")
+
+
+def pytest_configure() -> None:
+    """Do not pass on an ignored SIGINT, which shells give to commands in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,6 +71,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: longest.isdisjoint(item.path.parts))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m cuda`, import only files with such tests: others need what a GPU machine lacks."""
+    if config.option.markexpr != "cuda" or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if "mark.cuda" in text or "each_device" in text else True
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none, except in a rehearsal."""
+    if item.get_closest_marker("cuda") and not (HAS_GPU or REHEARSAL):
+        pytest.skip("needs a GPU; TRITON_INTERPRET=1 rehearses it on the CPU")
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def each_device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and the GPU or, in a rehearsal, the CPU again."""
+    return GPU if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def gpu() -> torch.device:
+    """The GPU, or the CPU in a rehearsal, for tests that are marked `cuda`."""
+    return GPU
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Report how many faults were injected and survived."""
     if not terminalreporter.config.getoption("--every-fault"):
@@ -57,6 +108,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @contextmanager
 def prefect_server(output: Path) -> Iterator[str]:
     """Run a Prefect server with its database in an output folder; yields the API's address."""
+    from commands import answers, eventually
+
+    from flows.serving.services import free_port, start_prefect
+
     config = load_config(overrides=[f"run.output_dir={output}"])
     service = start_prefect(config, free_port())
     eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server", seconds=120)
@@ -115,6 +170,8 @@ def connected(alone: Environment, server: str) -> Environment:
 @pytest.fixture(scope="session")
 def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of 40 small text files."""
+    from commands import write_texts
+
     return write_texts(tmp_path_factory.mktemp("texts"), 40)
 
 
@@ -135,3 +192,25 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("output")
     manifest = build_dataset(download(config.data, output), config.data, output)
     return output / "datasets" / manifest.folder_name
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """An S3 server shared by all tests of a worker."""
+    from s3_server import S3Server
+
+    server = S3Server()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a new bucket, which this process can reach."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{s3.make_bucket()}"

@@ -39,5 +39,5 @@ def weights(run_dir: Path) -> tuple[str, list[bytes]]:
     """The name of the newest checkpoint, and its reproducible files as bytes."""
     checkpoint = newest_checkpoint(run_dir)
     assert checkpoint is not None
-    names = ("model/model.safetensors", "model/config.json", "optimizer.safetensors")
-    return checkpoint.name, [(checkpoint / name).read_bytes() for name in names]
+    files = [*sorted((checkpoint / "model").iterdir()), checkpoint / "optimizer.safetensors"]
+    return checkpoint.name, [path.read_bytes() for path in files]

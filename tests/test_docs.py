@@ -24,6 +24,7 @@ README_LINES = 150
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+VARIABLE = re.compile(r"INFINI_[A-Z_]+")
 SETTING = re.compile(rf"(?:{'|'.join(Config.model_fields)})(?:\.\w+)+=\S+")
 
 
@@ -122,6 +123,14 @@ def test_python_compiles_and_imports_from_the_library(page: Path) -> None:
                 assert all(hasattr(module, name.name) for name in node.names)
 
 
+def test_the_environment_variables_of_settings_and_commands_are_in_the_table() -> None:
+    sources = [*(ROOT / "infini_model" / "config").glob("*.py"), ROOT / "flows" / "cli.py"]
+    read = {name for path in sources for name in VARIABLE.findall(path.read_text("utf-8"))}
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `INFINI_")]
+    assert {name for row in rows for name in VARIABLE.findall(row)} == read
+
+
 def _anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     titles = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
@@ -151,4 +160,4 @@ def test_the_readme_is_short_and_lists_every_preset() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= README_LINES
     (table,) = re.findall(r"\| preset \|.*?\n\n", text, re.DOTALL)
-    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(preset_names())
+    assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == set(preset_names())

@@ -6,7 +6,9 @@ Nothing is imported: the sources are parsed, so that an import inside a function
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -39,11 +41,13 @@ FORBIDDEN_IMPORTS: list[tuple[str, tuple[str, ...]]] = [
     ("infini_model.data.tokenizers", _rooms("data.shards data.loading")),
     ("infini_model.data.shards", _rooms("data.loading")),
     ("infini_model.training", _rooms("evaluation")),
+    ("infini_model.cleaning", _rooms("model objectives evaluation")),
+    *((room, _rooms("cleaning")) for room in _rooms("data model objectives training evaluation")),
 ]
 # Optional or slow to import: imported only where they are used.
 OPTIONAL = (
     *("datasets", "mlflow", "tensorboard", "torch.utils.tensorboard", "gigatoken", "flash_attn"),
-    *("matplotlib", "transformers", "prefect"),
+    *("lm_eval", "markdown_it", "matplotlib", "transformers", "prefect", "obstore", "ray"),
 )
 # The client, the record of a run, the results of an evaluation, and the code stored with a model.
 MAY_IMPORT_MLFLOW = (
@@ -85,6 +89,7 @@ def _within(name: str, rooms: tuple[str, ...]) -> bool:
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
+@functools.cache
 def modules(root: Path) -> dict[str, ast.Module]:
     """The parsed sources of the product below `root`, by the name of the module."""
     found = {}
@@ -140,6 +145,7 @@ def _called(node: ast.AST) -> str | None:
     return ast.unparse(node.func) if isinstance(node, ast.Call) else None
 
 
+@functools.cache
 def all_imports(root: Path) -> list[Import]:
     found = modules(root)
     packages = {name.rpartition(".")[0] for name in found} | set(PRODUCT)
@@ -200,6 +206,30 @@ def crowded_folders(root: Path) -> list[str]:
     return [f"{path}: {count} modules" for path, count in counts.items() if count > MAX_MODULES]
 
 
+def constants_said_twice(root: Path) -> list[str]:
+    """Names of files, keys and the like that several modules of the library define alike."""
+    places = defaultdict(list)
+    for module, tree in modules(root).items():
+        if not _within(module, ("infini_model",)):
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.Assign):
+                for constant in _string_constants(node):
+                    places[constant].append(module)
+    return [f"{name}: {found}" for name, found in places.items() if len(found) > 1]
+
+
+def _string_constants(node: ast.Assign) -> Iterator[str]:
+    """What an assignment defines, as in `A = "x"`, or several as in `A, B = "x", "y"`."""
+    target, value = node.targets[0], node.value
+    pairs = [(target, value)]
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        pairs = list(zip(target.elts, value.elts, strict=True))
+    for name, content in pairs:
+        if isinstance(content, ast.Constant) and isinstance(content.value, str):
+            yield f"{ast.unparse(name)} = {content.value!r}"
+
+
 def dangers(root: Path) -> list[str]:
     """Calls that run untrusted code or listen on all networks."""
     found = [str(each) for each in all_imports(root) if each.enters(PICKLES)]
@@ -227,6 +257,7 @@ RULES = (
     mlflow_outside_allowed_modules,
     import_cycles,
     crowded_folders,
+    constants_said_twice,
     dangers,
 )
 
@@ -359,6 +390,13 @@ def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
     assert crowded_folders(tmp_path) == []
     (found,) = crowded_folders(make_tree(tmp_path, infini_model__data__one_more=""))
     assert found.endswith("data: 13 modules")
+
+
+def test_a_constant_that_is_said_twice_is_found(tmp_path: Path) -> None:
+    sources = {"infini_model__a": 'A, B = "a", "b"\n', "infini_model__b": 'A = "other"\n'}
+    assert constants_said_twice(make_tree(tmp_path / "one", **sources)) == []
+    root = make_tree(tmp_path / "two", **sources, infini_model__c='B = "b"\n')
+    assert constants_said_twice(root) == ["B = 'b': ['infini_model.a', 'infini_model.c']"]
 
 
 def test_what_the_rules_allow_is_let_through(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def tiny_config(**overrides: Any) -> ModelConfig:
 
 
 def draw_memory_parameters(model: InfiniLlama) -> None:
-    """Replace the gates and key shifts, which are equal at first, by random ones."""
+    """Replace the gates and shifts, which are equal at first, by random ones."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("gate", "memory_key_shift")):
+        if name.endswith(("gate", "memory_key_shift", "memory_query_shift")):
             torch.nn.init.normal_(parameter)

@@ -84,9 +84,13 @@ def running_engines(folder: Path) -> dict[str, int]:
 
 
 def mark_as_engine(flow_run_id: str | None) -> None:
-    """Mark this process as the engine of a flow run, if it is a command in a terminal."""
+    """Mark this process as the engine of a flow run that no `main` has started.
+
+    That is the one of a command in a terminal, and one that is a part of another.
+    """
     folder = os.environ.get(ENGINES)
-    if flow_run_id is None or folder is None or SERVE in os.environ:
+    is_started_here = flow_run_id == os.environ.get("PREFECT__FLOW_RUN_ID")
+    if flow_run_id is None or folder is None or is_started_here:
         return
     descriptor = _open(_path(make_folder(Path(folder)), flow_run_id))
     # Left open on purpose: the kernel closes it when this process ends. This blocks only while

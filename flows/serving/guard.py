@@ -22,13 +22,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
+from flows.serving.sqlite import collect_garbage_in_a_thread, take_write_locks_at_once
 from infini_model.config import load_config
 from infini_model.training.mlflow_client import open_tracking
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
-    from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Pages may connect only to their own server (Prefect's would report to a telemetry service), and no
@@ -94,29 +92,9 @@ def prefect_app() -> ASGIApp:
     """Prefect's API and UI; its own settings decide whether it requires a password."""
     from prefect.server.api.server import create_app
 
-    _wait_for_sqlite()
+    take_write_locks_at_once()
+    collect_garbage_in_a_thread()
     return _guarded(create_app())
-
-
-def _wait_for_sqlite() -> None:
-    """Make every transaction of Prefect's server that may write take SQLite's write lock at once.
-
-    Prefect begins most of them as readers. If another transaction writes before such a reader does,
-    SQLite fails it immediately, regardless of the timeout: the API answers 503, which Prefect's
-    client retries but its UI does not ("Unknown error" after *Submit*).
-    """
-    from prefect.server.database.configurations import AioSqliteConfiguration
-
-    begin = AioSqliteConfiguration.begin_transaction
-
-    def begin_immediate(
-        self: AioSqliteConfiguration,
-        session: AsyncSession,
-        with_for_update: bool = False,  # noqa: ARG001 - the signature is Prefect's
-    ) -> AbstractAsyncContextManager[AsyncSessionTransaction]:
-        return begin(self, session, with_for_update=True)
-
-    AioSqliteConfiguration.begin_transaction = begin_immediate  # type: ignore[assignment, method-assign]
 
 
 def mlflow_app() -> ASGIApp:

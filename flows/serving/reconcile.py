@@ -7,11 +7,13 @@ Running forever, without Retry, and so would MLflow's run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterEndTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
     WorkPoolFilter,
@@ -24,13 +26,26 @@ from flows.serving.deploy import WORK_POOL
 from flows.serving.engine import is_alive
 from infini_model.config import Config
 from infini_model.runtime.holders import holder_of
-from infini_model.runtime.runs import find_run, run_holder
+from infini_model.runtime.runs import CHECKPOINTS, find_run, run_holder
 from infini_model.training.callbacks.callback import Status
 from infini_model.training.callbacks.mlflow_record import end_record, read_mlflow_record
 
+# What Prefect's worker says of every run that it cancelled.
+WORKER_MESSAGE = "Flow run was cancelled successfully."
+# It kills the engine's parent after 30 seconds at the latest.
+RECENTLY = timedelta(minutes=5)
 
-def _runs(client: SyncPrefectClient, *types: StateType, pool: str | None = None) -> list[FlowRun]:
-    wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*types])))
+
+def _runs(
+    client: SyncPrefectClient,
+    *types: StateType,
+    pool: str | None = None,
+    ended_after: datetime | None = None,
+) -> list[FlowRun]:
+    wanted = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*types])),
+        end_time=None if ended_after is None else FlowRunFilterEndTime(after_=ended_after),
+    )
     pools = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])) if pool else None
     return client.read_flow_runs(flow_run_filter=wanted, work_pool_filter=pools)
 
@@ -79,7 +94,7 @@ def end_dead_records(runs_dir: Path) -> None:
         run_dir = path.parents[1]
         if run_dir.is_symlink() or read_mlflow_record(run_dir).get("status") != "RUNNING":
             continue
-        if run_holder(run_dir) is None and holder_of(run_dir / "checkpoints" / ".lock") is None:
+        if run_holder(run_dir) is None and holder_of(run_dir / CHECKPOINTS / ".lock") is None:
             end_record(run_dir, "FAILED")
 
 
@@ -96,6 +111,34 @@ def keep_suspended_runs(client: SyncPrefectClient, engines: Path) -> None:
         if is_alive(engines, str(flow_run.id)) is False:
             suspended: State = Suspended(message=state.message)
             client.set_flow_run_state(flow_run.id, suspended, force=True)
+
+
+def restore_cancellation_messages(client: SyncPrefectClient, engines: Path) -> None:
+    """Let cancelled flow runs say what was saved, as their engines did.
+
+    The worker sets the state once more, seconds after the engine has set it and ended.
+    """
+    since = datetime.now(UTC) - RECENTLY
+    for flow_run in _runs(client, StateType.CANCELLED, ended_after=since):
+        state = flow_run.state
+        if state is None or state.message != WORKER_MESSAGE:
+            continue
+        if is_alive(engines, str(flow_run.id)) is not False:
+            continue
+        message = _engine_message(client.read_flow_run_states(flow_run.id))
+        if message is not None:
+            client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True)
+
+
+def _engine_message(states: list[State]) -> str | None:
+    """What the engine said when it was last cancelled; None if it was killed before."""
+    message = None
+    for state in sorted(states, key=lambda state: state.timestamp):
+        if not state.is_cancelled():
+            message = None
+        elif state.message != WORKER_MESSAGE:
+            message = state.message
+    return message
 
 
 def reschedule_lost_runs(client: SyncPrefectClient, engines: Path) -> list[FlowRun]:

@@ -42,6 +42,7 @@ from flows.serving.services import (
 )
 from flows.serving.supervise import Supervised
 from infini_model.config import Config
+from infini_model.config.places import output_place
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
@@ -121,7 +122,7 @@ def _environment(config: Config, engines: Path, options: Options, access: Access
         **own_server(f"http://{HOST}:{options.port}"),
         PAGE: f"http://{HOST}:{options.mlflow_port}",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
-        "INFINI_OUTPUT_DIR": str(config.run.output_dir.resolve()),
+        "INFINI_OUTPUT_DIR": output_place(config.run.output_dir, config.run.store),
         engine.ENGINES: str(engines),
         engine.SERVE: engine.serve_process(),
     }
@@ -206,7 +207,12 @@ def _reconcile(config: Config, engines: Path) -> None:
     """Check for dead runs periodically; in a thread, because a dead API blocks."""
     from prefect.client.orchestration import get_client
 
-    from flows.serving.reconcile import end_dead_records, end_dead_runs, keep_suspended_runs
+    from flows.serving.reconcile import (
+        end_dead_records,
+        end_dead_runs,
+        keep_suspended_runs,
+        restore_cancellation_messages,
+    )
 
     with get_client(sync_client=True) as client:
         while True:
@@ -214,6 +220,7 @@ def _reconcile(config: Config, engines: Path) -> None:
                 for flow_run in end_dead_runs(client, engines, config):
                     say(f"Flow run {flow_run.name} has died; Retry resumes it")
                 keep_suspended_runs(client, engines)
+                restore_cancellation_messages(client, engines)
                 end_dead_records(config.run.runs_dir)
             time.sleep(RECONCILE_SECONDS)
 

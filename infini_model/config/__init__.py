@@ -9,7 +9,7 @@ from infini_model.config.data import (
     SplitsConfig,
     TokenizerConfig,
 )
-from infini_model.config.evaluation import EvaluationConfig, SampleConfig
+from infini_model.config.evaluation import EvaluationConfig, SampleConfig, UnmaskingConfig
 from infini_model.config.model import ModelConfig, RopeScaling
 from infini_model.config.reading import (
     dump_config,
@@ -25,6 +25,7 @@ from infini_model.config.training import (
     CheckpointConfig,
     LaunchConfig,
     LoggingConfig,
+    LoraConfig,
     TrainingConfig,
 )
 from infini_model.config.tree import Config, StageConfig
@@ -40,6 +41,7 @@ __all__ = [
     "HubSource",
     "LaunchConfig",
     "LoggingConfig",
+    "LoraConfig",
     "ModelConfig",
     "PackingConfig",
     "RopeScaling",
@@ -49,6 +51,7 @@ __all__ = [
     "StageConfig",
     "TokenizerConfig",
     "TrainingConfig",
+    "UnmaskingConfig",
     "dump_config",
     "load_config",
     "merge",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -13,12 +12,14 @@ from pydantic import (
     Discriminator,
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Tag,
     WithJsonSchema,
     model_validator,
 )
 
+from infini_model.config.places import LocalFolder, Place
 from infini_model.config.section import Fraction, Section
 
 MEBIBYTE = 1 << 20
@@ -33,6 +34,53 @@ def _check_device(value: str) -> str:
 # Pattern for the form. The validator's message is clearer than a failed pattern match.
 DEVICE_SCHEMA = {"type": "string", "pattern": r"^(auto|cpu|cuda(:\d+)?|mixed)$"}
 Device = Annotated[str, AfterValidator(_check_device), WithJsonSchema(DEVICE_SCHEMA)]
+
+
+def _check_cluster(value: str) -> str:
+    if re.fullmatch(r"auto|[^\s/:]+:\d+", value):
+        return value
+    raise ValueError("takes auto or HOST:PORT; this machine must be a node of the cluster")
+
+
+def _check_units(value: float) -> float:
+    if value < 1 or value == int(value):
+        return value
+    raise ValueError("takes a fraction of 1 or a whole number, as Ray does")
+
+
+# CPUs or GPUs of a task.
+Units = Annotated[PositiveFloat, AfterValidator(_check_units)]
+
+
+def _check_share(value: str) -> str:
+    number, _, count = value.partition("/")
+    if re.fullmatch(r"\d+/\d+", value) and 1 <= int(number) <= int(count):
+        return value
+    raise ValueError("takes I/N with 1 <= I <= N, such as 2/4")
+
+
+def _check_template(value: str) -> str:
+    if value.count("{content}") == 1 and "{role}" in value.partition("{content}")[0]:
+        return value
+    raise ValueError("takes text with one {content}, and {role} in front of it")
+
+
+Pairs = Annotated[
+    bool,
+    Field(
+        description="Whether each row is a prompt and its answer, instead of a text: the columns "
+        "prompt and answer (or completion), or messages, a list of objects with role and content."
+    ),
+]
+Template = Annotated[
+    str,
+    AfterValidator(_check_template),
+    Field(
+        description="How a message becomes text, if data.source.pairs; the last message of the "
+        "assistant is the answer, and what precedes its {content} belongs to the prompt."
+    ),
+]
+TEMPLATE = "{role}:\n{content}\n\n"
 
 
 class FilesSource(Section):
@@ -62,6 +110,8 @@ class FilesSource(Section):
     min_characters: NonNegativeInt = Field(
         0, description="Shortest document to keep, in characters; 0 drops empty documents only."
     )
+    pairs: Pairs = False
+    template: Template = TEMPLATE
 
 
 class HubSource(Section):
@@ -85,6 +135,8 @@ class HubSource(Section):
         description="Shortest document to keep, in characters, applied after limit; 0 drops empty "
         "documents only.",
     )
+    pairs: Pairs = False
+    template: Template = TEMPLATE
 
 
 def source_kind(value: Any) -> Any:
@@ -107,10 +159,16 @@ class TokenizerConfig(Section):
         "bytes",
         min_length=1,
         description="bytes (each UTF-8 byte is a token), train (train a byte-level BPE on the "
-        "corpus), a path to a tokenizer.json, or the name of a tokenizer on the Hub.",
+        "corpus), model (that of model.initial_weights), a path to a tokenizer.json, or the name "
+        "of a tokenizer on the Hub, optionally with @revision.",
     )
     vocab_size: Annotated[int, Field(ge=257, le=1 << 24)] = Field(
         4096, description="Vocabulary size of the tokenizer that spec=train trains."
+    )
+    retrain: bool = Field(
+        False,
+        description="Train again on the source as it is now (spec=train); by default datasets of "
+        "the same data.name keep the tokenizer that was trained first.",
     )
 
 
@@ -145,16 +203,57 @@ class DataConfig(Section):
     source: Source = Field(FilesSource(errors="skip"), description="Where the text comes from.")
     tokenizer: TokenizerConfig = TokenizerConfig()
     splits: SplitsConfig = SplitsConfig()
-    folder: Path | None = Field(
+    folder: Place | None = Field(
         None,
-        description="Finished dataset folder to use; null builds the dataset from source, or "
-        "reuses it if it exists.",
+        description="Finished dataset folder to use, or its address (s3://, gs:// or az://); null "
+        "builds the dataset from source, or reuses it if it exists.",
+    )
+    cache_dir: LocalFolder | None = Field(
+        None,
+        description="Folder for the shards that training and evaluation copy from an object "
+        "store; null (default) is the working folder of the store.",
+    )
+    cache_gigabytes: PositiveFloat | None = Field(
+        None,
+        description="Largest size of these copies, in GB. A dataset that fits, beside those in "
+        "use, is copied before training, and what was not used for longest makes room; of a "
+        "larger one nothing is copied. null (default) copies every dataset and removes none.",
+    )
+    keep: PositiveInt | None = Field(
+        None,
+        description="Datasets of this name to keep, those used last; at its end, preprocess "
+        "removes the others that no run refers to, and what only they needed. null (default) "
+        "removes nothing.",
     )
     partition_megabytes: PositiveInt = Field(
         32,
-        description="Largest partition, in MiB of text. A partition is the unit of parallel work "
-        "and of reuse; their number is a power of two, and a small corpus has smaller ones. Each "
-        "thread needs five to ten times this much memory.",
+        description="Size of a partition, in MiB of text. A partition, a range of a large file or "
+        "several small files, is the unit of parallel work and of reuse.",
+    )
+    engine: Literal["local", "ray"] = Field(
+        "local",
+        description="Where partitions are made: local is threads of this machine, ray the nodes of "
+        "a Ray cluster, one task a partition.",
+    )
+    ray_address: Annotated[str, AfterValidator(_check_cluster)] = Field(
+        "auto",
+        description="Ray cluster to join, HOST:PORT of its head; auto is that of RAY_ADDRESS, or "
+        "the one that runs on this machine. This machine must be one of its nodes.",
+    )
+    ray_cpus: Units = Field(1.0, description="CPUs that a task on Ray reserves.")
+    ray_gpus: Units = Field(
+        1.0,
+        description="GPUs that a task on Ray reserves if data.device is cuda; with 0.5, two tasks "
+        "share one.",
+    )
+    ray_memory_gigabytes: PositiveFloat | None = Field(
+        None, description="Memory that a task on Ray reserves, in GB; null (default) is none."
+    )
+    share: Annotated[str, AfterValidator(_check_share)] | None = Field(
+        None,
+        description="Part of the partitions to make, as I/N: the I-th of N shares, each made by a "
+        "command of its own; whichever is done last puts the dataset together. null (default) is "
+        "all of them.",
     )
     workers: NonNegativeInt = Field(
         0,
@@ -168,9 +267,23 @@ class DataConfig(Section):
     )
     batch_size: PositiveInt = Field(
         1 << 16,
-        description="Most documents to tokenise in one batch; a batch also ends at 16 MiB of text, "
+        description="Most documents to tokenise in one batch; a batch also ends at 8 MiB of text, "
         "unless it is a single document.",
     )
+
+    @model_validator(mode="after")
+    def _ray_chooses_the_gpu(self) -> Self:
+        if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device {self.device} needs engine=local; Ray takes cpu or cuda")
+        return self
+
+    @property
+    def share_of(self) -> tuple[int, int] | None:
+        """The two numbers of `share`."""
+        if self.share is None:
+            return None
+        number, _, count = self.share.partition("/")
+        return int(number), int(count)
 
 
 class PackingConfig(Section):

@@ -12,6 +12,12 @@ from pydantic import BaseModel, ValidationError
 from infini_model.config.names import NAMES
 from infini_model.config.tree import Config
 
+# What the user is to give for a key that a preset leaves open.
+WHAT_TO_GIVE = {
+    "model.initial_weights": "a pretrained Llama: model.initial_weights=FOLDER or "
+    "meta-llama/Llama-3.2-1B"
+}
+
 
 def one_line(error: ValidationError) -> str:
     """The first error of a tree that `Config` rejected, as one line."""
@@ -28,6 +34,14 @@ def one_line(error: ValidationError) -> str:
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):
         return f"{key}: {message}" if key else message
     return f"{key}: got {first['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def left_open(key: str, tree: Mapping[str, Any]) -> str:
+    """One line for a key that a tree leaves to the user: what needs it, and what to give."""
+    run = tree.get("run")
+    preset = run.get("preset") if isinstance(run, Mapping) else None
+    needs = "give" if preset is None else f"the preset {preset} needs"
+    return f"{key}: missing; {needs} {WHAT_TO_GIVE.get(key, f'a value: {key}=VALUE')}"
 
 
 @functools.cache

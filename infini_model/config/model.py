@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
@@ -48,15 +49,41 @@ class RopeScaling(Section):
         return self
 
 
+# What may be set beside `initial_weights`; the rest of the shape comes from there.
+BESIDE_INITIAL_WEIGHTS = frozenset(
+    {
+        "initial_weights",
+        "segment_length",
+        "memory",
+        "memory_key_shift",
+        "memory_query_shift",
+        "gate_start",
+        "mask_token_id",
+    }
+)
+
+
 def _default_head_dim(fields: dict[str, Any]) -> int:
     return int(fields["hidden_size"] // fields["num_attention_heads"])
 
 
 class ModelConfig(Section):
-    """Shape of the model."""
+    """Shape of the model, or the pretrained weights that it comes from.
+
+    With `initial_weights`, the fields that do not stand in `BESIDE_INITIAL_WEIGHTS` have no meaning
+    until `infini_model.training.initial_weights` has resolved them, and are not dumped.
+    """
 
     decides_weights = True
 
+    initial_weights: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub, "
+        "such as meta-llama/Llama-3.2-1B, optionally with @revision. The shape comes from there; "
+        "only segment_length, which is then required, memory, memory_key_shift, "
+        "memory_query_shift, gate_start and mask_token_id may be set beside it. null (default) "
+        "draws the weights from run.seed.",
+    )
     vocab_size: PositiveInt | None = Field(
         None, description="Vocabulary size; null (default) uses the tokenizer's."
     )
@@ -87,7 +114,8 @@ class ModelConfig(Section):
     segment_length: PositiveInt = Field(
         128,
         description="Tokens in a segment: attention is exact within it, earlier segments are read "
-        "from the compressive memory.",
+        "from the compressive memory. For masked_diffusion it is the longest window; the default "
+        "is that of initial_weights, or packing.context_length.",
     )
     memory: Literal["linear", "delta", "none"] = Field(
         "linear",
@@ -101,19 +129,61 @@ class ModelConfig(Section):
         "previous token's key, so that it can recall what followed a token; false is the form in "
         "the paper.",
     )
+    memory_query_shift: bool | None = Field(
+        None,
+        description="Whether the memory is read with a learned mix of a token's own and the "
+        "previous token's query, so that a masked token can be asked for by the one before it; "
+        "null (default) is true with training.objective=block_diffusion, false otherwise.",
+    )
+    gate_start: float = Field(
+        -2.0,
+        description="Initial gate of every head; its sigmoid is the share of the memory in the "
+        "head's output, 12% at the default of -2. With training.objective=block_diffusion and new "
+        "weights the default is 0. Weights that have gates keep theirs.",
+    )
+
+    bidirectional: bool = Field(
+        False,
+        description="Whether a position sees its whole segment, not only what precedes it; "
+        "training.objective sets it.",
+    )
+    mask_token_id: NonNegativeInt | None = Field(
+        None,
+        description="Token that stands for a masked one in diffusion; null (default) takes "
+        "that of initial_weights, or adds one to the vocabulary.",
+    )
 
     @property
     def key_value_heads(self) -> int:
         """Key-value heads per layer, with the default resolved."""
         return self.num_key_value_heads or self.num_attention_heads
 
+    @property
+    def beside_initial_weights(self) -> dict[str, Any]:
+        """The fields that were set to change what `initial_weights` has or lacks."""
+        names = BESIDE_INITIAL_WEIGHTS & self.model_fields_set - {"initial_weights"}
+        return {name: getattr(self, name) for name in sorted(names)}
+
     @model_serializer(mode="wrap")
-    def _without_the_default_head_dim(self, serialize: SerializerFunctionWrapHandler) -> Any:
-        """Omit a default `head_dim`: the fields it is computed from may be overridden later."""
+    def _without_derived_fields(self, serialize: SerializerFunctionWrapHandler) -> Any:
+        """Omit a default `head_dim`: the fields it is computed from may be overridden later.
+
+        With `initial_weights`, omit everything that was not set: it comes from there.
+        """
         tree = serialize(self)
+        if self.initial_weights is not None:
+            kept = BESIDE_INITIAL_WEIGHTS & self.model_fields_set
+            return {name: value for name, value in tree.items() if name in kept}
         if "head_dim" not in self.model_fields_set:
             tree.pop("head_dim", None)
         return tree
+
+    @model_validator(mode="after")
+    def _mask_is_a_token(self) -> Self:
+        size, mask = self.vocab_size, self.mask_token_id
+        if size is not None and mask is not None and mask >= size:
+            raise ValueError(f"mask_token_id {mask} is outside the vocabulary of {size} tokens")
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -40,6 +40,8 @@ REMOVED: dict[str, str] = {
     "logging.eval_batches": _COUNTED_IN_BATCHES,
     "training.eval_batches": _COUNTED_IN_BATCHES,
 }
+# Evaluation tasks that have another name now.
+TASKS = {"loss_by_segment": "loss_by_position"}
 
 
 def with_keys_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +60,9 @@ def with_keys_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
             for part in path:
                 section = section.setdefault(part, {})
             section[name] = found[0]
+    tasks = sections.get("evaluation", {}).get("tasks")
+    if tasks:
+        sections["evaluation"]["tasks"] = [TASKS.get(task, task) for task in tasks]
     return sections
 
 

@@ -20,6 +20,8 @@ NAMES: dict[str, str] = {
     "chunk_size": "packing.context_length",
     "save_dir": "run.output_dir",
     "model_name": "the section model sets the shape, data.tokenizer.spec the tokenizer",
+    "model_name_or_path": "model.initial_weights",
+    "pretrained_model_name_or_path": "model.initial_weights",
     "system.device": "use launch.gpus instead: auto, all, cpu, or numbers such as 0,3",
     "system.device_id": "launch.gpus",
     "device_id": "launch.gpus",
@@ -39,6 +41,7 @@ NAMES: dict[str, str] = {
     "max_position_embeddings": "packing.context_length",
     "attn_implementation": "launch.attention_backend",
     "torch_dtype": "training.precision",
+    "torch_compile": "launch.compile",
     "layers": "model.num_hidden_layers",
     "num_layers": "model.num_hidden_layers",
     "n_layers": "model.num_hidden_layers",
@@ -46,6 +49,10 @@ NAMES: dict[str, str] = {
     "max_eval_samples": "evaluation.max_windows",
     "eval_batches": REMOVED["logging.eval_batches"],
     "max_batches": REMOVED["evaluation.max_batches"],
+    # peft
+    "lora_r": "training.lora.r",
+    "lora_rank": "training.lora.r",
+    "lora_dropout": "no layer draws random numbers; training.weight_decay regularises instead",
     # nanotron
     "micro_batch_size": "training.batch_size",
     "batch_accumulation_per_replica": "training.gradient_accumulation_steps",

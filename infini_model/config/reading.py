@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from infini_model.config.data import source_kind
-from infini_model.config.explaining import one_line
+from infini_model.config.explaining import left_open, one_line
+from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
 from infini_model.config.tree import Config
 from infini_model.runtime.errors import ConfigError
 
+# What stands in a preset or a file for a value that has to be given over it, as in OmegaConf.
+LEFT_OPEN = "???"
 # A string, which may contain `//` (a URL), or a comment.
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
@@ -73,7 +76,7 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """Copy of `base` with the leaves of `change` applied.
 
     A source of another kind replaces the one in `base`, since its keys differ. Setting one of
-    `epochs` and `max_steps` removes the other.
+    `epochs` and `max_steps` removes the other; setting `initial_weights` removes the shape.
     """
     if change.get("kind", source_kind(base)) != source_kind(base):
         return dict(change)
@@ -81,6 +84,9 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     for given, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
         if change.get(given) is not None:
             merged.pop(other, None)
+    if change.get("initial_weights") is not None:
+        for name in ModelConfig.model_fields.keys() - BESIDE_INITIAL_WEIGHTS:
+            merged.pop(name, None)
     for key, value in change.items():
         below = merged.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
@@ -112,11 +118,25 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def validate(tree: Mapping[str, Any]) -> Config:
-    """Validate a tree. Raises `ConfigError`: one line that names the first wrong key."""
+    """Validate a tree. Raises `ConfigError`: one line that names the first wrong key.
+
+    A key whose value is `???` is missing: whoever wrote the tree left it to whoever uses it.
+    """
+    for key in _left_open(tree):
+        raise ConfigError(left_open(key, tree))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(one_line(error)) from error
+
+
+def _left_open(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys whose value is `LEFT_OPEN`."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _left_open(value, f"{prefix}{name}.")
+        elif value == LEFT_OPEN:
+            yield f"{prefix}{name}"
 
 
 def load_config(

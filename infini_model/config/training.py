@@ -6,7 +6,6 @@ They are named after Hugging Face's `TrainingArguments`.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -20,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from infini_model.config.places import LocalFolder
 from infini_model.config.section import Fraction, Section
 
 
@@ -32,6 +32,10 @@ def _check_gpus(value: str) -> str:
 # Pattern for the form. The validator's message is clearer than a failed pattern match.
 GPUS_SCHEMA = {"type": "string", "pattern": r"^(auto|all|cpu|\d+(,\d+)*)$"}
 Gpus = Annotated[str, AfterValidator(_check_gpus), WithJsonSchema(GPUS_SCHEMA)]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SavedModule = Literal[
+    "embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"
+]
 AttentionBackend = Literal["auto", "flash_attn", "flash", "cudnn", "efficient", "math", "tiled"]
 
 
@@ -39,11 +43,45 @@ def _default_max_steps(fields: dict[str, Any]) -> int | None:
     return 200 if fields.get("epochs") is None else None
 
 
+class LoraConfig(Section):
+    """Low-rank adaptation (Hu et al., arXiv 2106.09685); the names are those of `peft.LoraConfig`.
+
+    There is no dropout: no layer draws random numbers, so that a resumed run takes the same steps.
+    """
+
+    r: PositiveInt = Field(16, description="Rank of the trained product beside each matrix.")
+    lora_alpha: PositiveInt = Field(
+        32, description="Scale of that product: it is multiplied by lora_alpha / r."
+    )
+    target_modules: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        description="Linear layers of every decoder layer that are adapted.",
+    )
+    modules_to_save: tuple[SavedModule, ...] = Field(
+        (),
+        description="Modules trained whole, and saved with the adapter, by the end of their names: "
+        "norm stands for all norms. Long contexts need [embed_tokens, norm].",
+    )
+
+
 class TrainingConfig(Section):
     """Optimizer, schedule and batches."""
 
     decides_weights = True
 
+    objective: Literal["causal", "masked_diffusion", "block_diffusion"] = Field(
+        "causal",
+        description="What the model learns: causal predicts each next token; masked_diffusion "
+        "(LLaDA) fills in masked tokens and generates in any order; block_diffusion does so in "
+        "each segment, and reads those before it from the memory.",
+    )
+    diffusion_noise: Literal["count", "time"] = Field(
+        "count",
+        description="How masked_diffusion masks a window, and block_diffusion a segment: count "
+        "draws the number of masked tokens, evenly over the windows; time is LLaDA's form, which "
+        "masks each token with a drawn probability. Both bound the same likelihood; count has a "
+        "third of the variance.",
+    )
     epochs: PositiveFloat | None = Field(
         None,
         description="Passes over the training split, such as 3 or 0.5; set this or max_steps. "
@@ -63,7 +101,7 @@ class TrainingConfig(Section):
     )
     learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate of AdamW.")
     gate_learning_rate: PositiveFloat = Field(
-        1e-2, description="Peak learning rate of the memory gates and key shifts."
+        1e-2, description="Peak learning rate of the memory gates and shifts."
     )
     min_learning_rate_ratio: Fraction = Field(
         0.1, description="Final learning rate of the cosine schedule, as a fraction of the peak."
@@ -83,6 +121,11 @@ class TrainingConfig(Section):
         description="Data type of matrix products; auto is bf16 on CUDA and fp32 on the CPU. fp16 "
         "is for GPUs without bf16: it scales the loss and skips steps whose gradients overflow. "
         "Weights and optimizer state stay in float32.",
+    )
+    lora: LoraConfig | None = Field(
+        None,
+        description="Trains low-rank adapters, in peft's format, beside the frozen "
+        "model.initial_weights; null (default) trains all weights.",
     )
 
     @property
@@ -129,7 +172,8 @@ class LaunchConfig(Section):
         "auto",
         description="Kernel for the attention within segments: flash_attn is the package of that "
         "name, tiled is this library's CPU kernel, the others are PyTorch's; auto uses the fastest "
-        "one available.",
+        "one available. On a GPU flash_attn, flash and cudnn need 16-bit precision; where the "
+        "computation is in float32, auto decides. cudnn needs launch.deterministic=false.",
     )
     gradient_checkpointing: bool = Field(
         False,
@@ -138,13 +182,24 @@ class LaunchConfig(Section):
     )
     deterministic: bool = Field(
         True,
-        description="Whether GPUs use deterministic kernels where available, so that a resumed run "
-        "ends bit-identical to an uninterrupted one; false may be faster.",
+        description="Whether GPUs use deterministic kernels only, so that on the same machine a "
+        "resumed run ends bit-identical to an uninterrupted one; an operation without such a "
+        "kernel ends the training. false may be faster, and resumes without that guarantee.",
+    )
+    compile: bool | None = Field(
+        None,
+        description="Whether torch.compile fuses what a layer computes around its matrix products, "
+        "in training steps only. The first step takes longer, results agree up to rounding. null "
+        "(default) is yes on a GPU where Triton and a C compiler are installed, no on the CPU.",
     )
     hang_timeout_seconds: PositiveFloat | None = Field(
         None,
         description="Seconds without a step after which training counts as hung and is killed; "
         "null (default) is 20 times the usual step time, at least 60 s.",
+    )
+    force: bool = Field(
+        False,
+        description="Whether to train even where the memory estimate says that it cannot fit.",
     )
     skip_non_finite: bool = Field(
         False,
@@ -168,7 +223,7 @@ class LoggingConfig(Section):
 
     logging_steps: PositiveInt = Field(10, description="Steps between log lines.")
     eval_steps: PositiveInt = Field(50, description="Steps between validations.")
-    tensorboard_dir: Path | None = Field(
+    tensorboard_dir: LocalFolder | None = Field(
         None,
         description="Folder for TensorBoard files; null (default) is logs/tensorboard in the run "
         "folder.",

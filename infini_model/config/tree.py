@@ -6,7 +6,7 @@ torch, so that a worker or the UI loads the tree quickly.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -20,7 +20,8 @@ from pydantic import (
 
 from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
-from infini_model.config.model import ModelConfig
+from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
+from infini_model.config.places import split_addresses
 from infini_model.config.section import DECIDES_WEIGHTS, Section
 from infini_model.config.training import (
     CheckpointConfig,
@@ -28,6 +29,9 @@ from infini_model.config.training import (
     LoggingConfig,
     TrainingConfig,
 )
+
+# The value of `data.tokenizer.spec` that stands for the tokenizer of `model.initial_weights`.
+MODEL_SPEC = "model"
 
 
 class TrackingConfig(Section):
@@ -76,14 +80,33 @@ class StageConfig(Section):
 
 
 class StagesConfig(Section):
-    """Retries and timeouts of the four stages of the pipeline."""
+    """Retries and timeouts of the stages of the pipeline, and of the cleaning after them."""
 
     decides_weights = False
 
+    weights: StageConfig = StageConfig(retries=4)
     download: StageConfig = StageConfig(retries=4)
     shard: StageConfig = StageConfig()
     train: StageConfig = StageConfig()
     evaluate: StageConfig = StageConfig()
+    clean: StageConfig = StageConfig(retries=0)
+
+
+class ComparisonConfig(Section):
+    """What `infini compare` compares: existing runs, and those of a sweep, which it runs first."""
+
+    decides_weights = False
+
+    runs: list[str] = Field(
+        [],
+        description="Names or folders of runs to compare. The losses of the others are compared "
+        "with those of the first one that is evaluated.",
+    )
+    sweep: list[str] = Field(
+        [],
+        description="Settings whose combinations are run first, one after another, each as "
+        "KEY=VALUE,VALUE such as model.memory=linear,none.",
+    )
 
 
 class RunConfig(Section):
@@ -98,12 +121,23 @@ class RunConfig(Section):
     )
     preset: str | None = Field(None, description="Preset the settings are based on.")
     output_dir: Path = Field(
-        default_factory=lambda: Path(os.environ.get("INFINI_OUTPUT_DIR", "outputs")),
+        Path("outputs"),
         description="Folder for datasets/, runs/ and the tracking records; the default is outputs, "
-        "or the environment variable INFINI_OUTPUT_DIR.",
+        "or the environment variable INFINI_OUTPUT_DIR. An address (s3://, gs:// or az://) sets "
+        "store, and a working folder in ~/.cache/infini-llama.",
     )
     data_dir: Path | None = Field(
-        None, description="Folder for datasets; null (default) is datasets/ in output_dir."
+        None,
+        description="Folder for datasets; null (default) is datasets/ in output_dir. An address "
+        "sets data_store.",
+    )
+    store: str | None = Field(
+        None,
+        description="Address of an object store that keeps datasets and runs for all machines; "
+        "output_dir is then a working copy.",
+    )
+    data_store: str | None = Field(
+        None, description="Address for datasets; null (default) is datasets/ in store."
     )
     seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = Field(
         0,
@@ -114,10 +148,22 @@ class RunConfig(Section):
         "info", description="Lowest severity of messages to print."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_addresses(cls, values: Any) -> Any:
+        return split_addresses(values)
+
     @property
     def datasets_dir(self) -> Path:
         """Folder that contains the dataset folders."""
         return self.data_dir or self.output_dir / "datasets"
+
+    @property
+    def datasets_store(self) -> str | None:
+        """Address that contains the dataset folders of all machines, if there is one."""
+        if self.data_store is None and self.store is not None and self.data_dir is None:
+            return f"{self.store}/datasets"
+        return self.data_store
 
     @property
     def runs_dir(self) -> Path:
@@ -137,11 +183,73 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    comparison: ComparisonConfig = ComparisonConfig()
     tracking: TrackingConfig = TrackingConfig()
     stages: StagesConfig = StagesConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _objectives_have_defaults_of_their_own(cls, values: Any) -> Any:
+        """Those of the model: masked diffusion sees whole windows, without a memory.
+
+        Block diffusion has nothing but the memory to see what lies before a segment, so its gates
+        start open, unless the weights are those of a model without one.
+        """
+        if not isinstance(values, Mapping):
+            return values
+        sections = [values.get(name, {}) for name in ("training", "model", "packing")]
+        if not all(isinstance(section, Mapping) for section in sections):
+            return values
+        training, model, packing = sections
+        is_new = model.get("initial_weights") is None
+        shape: dict[str, Any] = {}
+        if training.get("objective") == "masked_diffusion":
+            shape["memory"] = "none"
+            if is_new:
+                default = PackingConfig.model_fields["context_length"].default
+                shape["segment_length"] = packing.get("context_length", default)
+        elif training.get("objective") == "block_diffusion" and is_new:
+            shape["gate_start"] = 0.0
+        return {**values, "model": shape | dict(model)} if shape else values
+
+    @model_validator(mode="after")
+    def _shape_comes_with_initial_weights(self) -> Self:
+        model = self.model
+        if model.initial_weights is None:
+            return self
+        for name in type(model).model_fields:
+            if name in model.model_fields_set and name not in BESIDE_INITIAL_WEIGHTS:
+                raise ValueError(f"model.{name}: comes from model.initial_weights; leave it out")
+        cuts_windows = self.training.objective != "masked_diffusion"
+        if cuts_windows and "segment_length" not in model.model_fields_set:
+            raise ValueError(
+                "model.segment_length: missing; model.initial_weights does not say where its "
+                "context is to be cut"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tokenizer_of_the_model_has_a_model(self) -> Self:
+        if self.data.tokenizer.spec == MODEL_SPEC and self.model.initial_weights is None:
+            raise ValueError(
+                "data.tokenizer.spec: model is the tokenizer of model.initial_weights, which is "
+                "not set"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lora_has_weights_to_adapt(self) -> Self:
+        if self.training.lora is not None and self.model.initial_weights is None:
+            raise ValueError(
+                "training.lora: adapts model.initial_weights, which is not set; set it, or "
+                "training.lora=null"
+            )
+        return self
+
     @model_validator(mode="after")
     def _segments_fill_the_context(self) -> Self:
+        if self.training.objective == "masked_diffusion":
+            return self
         if self.packing.context_length % self.model.segment_length:
             raise ValueError(
                 f"packing.context_length {self.packing.context_length} is not a multiple of "
@@ -150,10 +258,47 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _model_fits_the_objective(self) -> Self:
+        model, length = self.model, self.packing.context_length
+        if self.training.objective == "causal":
+            if model.bidirectional:
+                raise ValueError(
+                    "model.bidirectional: needs training.objective=masked_diffusion or "
+                    "block_diffusion"
+                )
+            return self
+        if self.training.objective == "block_diffusion":
+            if model.memory == "none":
+                raise ValueError(
+                    "model.memory: none, but block_diffusion reads the segments before from it"
+                )
+            return self
+        if model.memory != "none":
+            raise ValueError(
+                f"model.memory: {model.memory} does not combine with "
+                "training.objective=masked_diffusion; set it to none"
+            )
+        if "segment_length" in model.model_fields_set and model.segment_length < length:
+            raise ValueError(
+                f"model.segment_length: {model.segment_length} is less than "
+                f"packing.context_length {length}; masked_diffusion sees whole windows"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nodes_share_a_run(self) -> Self:
         if self.launch.num_nodes > 1 and self.run.name is None:
             raise ValueError("launch.num_nodes over 1 needs run.name, the same on every machine")
         return self
+
+    @property
+    def data_to_tokenize(self) -> DataConfig:
+        """The section `data`, with the tokenizer that `spec: model` stands for."""
+        tokenizer = self.data.tokenizer
+        if tokenizer.spec != MODEL_SPEC:
+            return self.data
+        named = tokenizer.model_copy(update={"spec": self.model.initial_weights})
+        return self.data.model_copy(update={"tokenizer": named})
 
     @property
     def identity(self) -> dict[str, Any]:

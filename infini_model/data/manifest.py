@@ -1,4 +1,4 @@
-"""Records of a corpus and a dataset folder, and verifying a folder against its manifest.
+"""Records of a dataset folder: its manifest and what that consists of.
 
 The records are frozen models that go to JSON and back without loss, so that the result of a stage
 can be a file that a later process reads.
@@ -6,18 +6,20 @@ can be a file that a later process reads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticSerializationError
 
 from infini_model.runtime import storage
-from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+ORIGIN = "origin.json"
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
@@ -28,46 +30,14 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class RawFile(Record):
-    """A source file."""
-
-    path: Path
-    bytes: int
-    sha256: str
-
-
-class Bucket(Record):
-    """The documents whose content hash begins with the same bits.
-
-    `digest` is the SHA-256 of their sorted hashes: equal digests are equal documents.
-    """
-
-    documents: int
-    bytes: int
-    digest: str
-
-
-class Corpus(Record):
-    """What a source holds, by content, after it was downloaded and read once.
-
-    `fingerprint` depends on the documents alone, as a multiset: not on the names, the order or the
-    format of the files, nor on the number of buckets. `bytes` counts the documents' UTF-8,
-    `skipped` the documents left out because they were empty, too short or not UTF-8.
-    """
-
-    files: list[RawFile]
-    documents: int
-    bytes: int
-    skipped: int
-    fingerprint: str
-    buckets: list[Bucket]
-
-
-class Shard(Record):
-    """An Arrow file of a split; `partition` is the key of the partition it comes from."""
+# Not a `Record`: of a million partitions there are millions, and each would take three times the
+# memory.
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class Shard:
+    """An Arrow file of a split; `path` is where its partition has it: `<partition key>/<name>`."""
 
     file: str
-    partition: str
+    path: str
     documents: int
     tokens: int
     bytes: int
@@ -75,7 +45,7 @@ class Shard(Record):
 
 
 class SplitRecord(Record):
-    """A split: its size and its shards, in the order of the token stream."""
+    """A split: its size and its shards, in the order of the token stream; none if it is empty."""
 
     documents: int
     tokens: int
@@ -83,32 +53,43 @@ class SplitRecord(Record):
 
 
 class TokenizerRecord(Record):
-    """The tokenizer of a dataset; `dtype` is the smallest type that holds its ids."""
+    """The tokenizer of a dataset; `dtype` is the smallest type that holds its ids.
+
+    `bos_token_id` is the token that begins every document, None if nothing does.
+    """
 
     spec: str
     vocab_size: int
     eos_token_id: int
+    bos_token_id: int | None = Field(default=None, exclude_if=lambda token: token is None)
     fingerprint: str
     dtype: Literal["uint8", "uint16", "int32"]
 
 
 class CorpusRecord(Record):
-    """The corpus that a dataset was made from, without its list of files."""
+    """The documents that a dataset was made from; `bytes` counts their UTF-8.
 
-    fingerprint: str
+    `skipped` counts the documents left out because they were empty, too short or not UTF-8.
+    """
+
     documents: int
     bytes: int
     skipped: int
 
 
 class Manifest(Record):
-    """What a dataset folder holds. `key` is the content key of `ingredients`."""
+    """What a dataset folder holds.
+
+    `key` is the content key of `partitions`, the sorted keys of its partitions. With `pairs`,
+    documents are prompts and answers, and shards have a column more: the length of the prompt.
+    """
 
     format_version: int
     name: str
     key: str
-    ingredients: dict[str, str | int | float]
+    partitions: list[str]
     corpus: CorpusRecord
+    pairs: bool = Field(default=False, exclude_if=lambda pairs: not pairs)
     tokenizer: TokenizerRecord
     splits: dict[Split, SplitRecord]
     versions: dict[str, str]
@@ -127,7 +108,7 @@ class Manifest(Record):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all splits, including end-of-text tokens."""
+        """Number of tokens in all splits, including those that begin and end documents."""
         return sum(split.tokens for split in self.splits.values())
 
     def files(self) -> Iterator[tuple[str, Shard]]:
@@ -142,21 +123,40 @@ RecordType = TypeVar("RecordType", bound=Record)
 
 def read_record(path: Path, kind: type[RecordType]) -> RecordType:
     """Read a JSON file as `kind`. Raises `DataError` that names a missing or damaged file."""
+    return parse_record(_read(path), str(path), kind)
+
+
+def parse_record(content: bytes, place: str, kind: type[RecordType]) -> RecordType:
+    """Read JSON as `kind`. Raises `DataError` that names its `place` if it is damaged."""
     try:
-        return kind.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"{path}: is damaged: {where}: {first['msg']}".replace("\n", " ")
+            f"{place}: is damaged: {where}: {first['msg']}".replace("\n", " ")
         ) from error
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def write_record(path: Path, record: Record) -> None:
-    """Write a record as indented JSON, complete or not at all."""
-    storage.write_json(path, record.model_dump(mode="json"))
+    """Write a record as indented JSON, complete or not at all.
+
+    Raises `DataError` for a name that is not UTF-8, which JSON cannot hold.
+    """
+    try:
+        # Not by `json`, whose encoder is several times as slow where it indents.
+        text = record.model_dump_json(indent=2)
+    except PydanticSerializationError as error:
+        raise DataError(f"{path}: cannot be written: {error}") from error
+    with storage.atomic_file(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -166,15 +166,37 @@ def read_manifest(folder: Path) -> Manifest:
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: is not a dataset folder: it does not exist")
-    if not (folder / "manifest.json").is_file():
-        raise DataError(f"{folder}: is not a complete dataset folder: it has no manifest.json")
-    manifest = read_record(folder / "manifest.json", Manifest)
-    if manifest.format_version != FORMAT_VERSION:
-        raise DataError(
-            f"{folder}: has format version {manifest.format_version}, but this program reads "
-            f"version {FORMAT_VERSION}; run the preprocess stage again"
-        )
+    if not (folder / storage.MANIFEST).is_file():
+        raise DataError(f"{folder}: is not a complete dataset folder: it has no {storage.MANIFEST}")
+    return parse_manifest(_read(folder / storage.MANIFEST), str(folder))
+
+
+def parse_manifest(content: bytes, place: str) -> Manifest:
+    """The manifest of the dataset at `place`, a folder or an address. Raises `DataError`."""
+    try:
+        manifest = parse_record(content, f"{place}/{storage.MANIFEST}", Manifest)
+    except DataError:
+        _check_version(place, _stated_version(content))
+        raise
+    _check_version(place, manifest.format_version)
     return manifest
+
+
+def _check_version(place: str, version: int | None) -> None:
+    if version not in (None, FORMAT_VERSION):
+        raise DataError(
+            f"{place}: has format version {version}, but this program reads version "
+            f"{FORMAT_VERSION}; run the preprocess stage again"
+        )
+
+
+def _stated_version(content: bytes) -> int | None:
+    """The format version of a manifest that cannot be read as one of this version."""
+    try:
+        version = json.loads(content)["format_version"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return version if isinstance(version, int) else None
 
 
 def metadata_files(manifest: Manifest) -> Iterator[str]:
@@ -187,46 +209,39 @@ def metadata_files(manifest: Manifest) -> Iterator[str]:
         yield f"{split}/dataset_info.json"
 
 
-def shard_fault(path: Path, size: int, checksum: str) -> str | None:
-    """What is wrong with a shard, or None if it exists with this size and SHA-256."""
-    try:
-        found = path.stat().st_size
-        if found != size:
-            return f"has {found} bytes, the manifest says {size}"
-        if storage.sha256(path) != checksum:
-            return "is damaged: its checksum differs from the manifest"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None
-
-
-def verify_dataset(folder: Path) -> Manifest:
-    """Verify the checksum of every shard of a dataset folder against its manifest.
-
-    Raises `DataError` in one line that names the first shard that is missing or damaged.
-    """
-    manifest = read_manifest(folder)
-    for name in metadata_files(manifest):
-        if not (folder / name).is_file():
-            raise DataError(f"{folder / name}: is missing")
-
-    def fault(entry: tuple[str, Shard]) -> str | None:
-        name, shard = entry
-        wrong = shard_fault(folder / name, shard.bytes, shard.sha256)
-        return wrong and f"{folder / name}: {wrong}"
-
-    with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
-        for wrong in pool.map(fault, manifest.files()):
-            if wrong:
-                raise DataError(wrong)
-    return manifest
-
-
 def latest_dataset(datasets_dir: Path) -> Path:
     """The folder that `<datasets>/latest` points to. Raises `DataError` if there is none."""
     link = datasets_dir / "latest"
     if not link.exists():
         raise DataError(f"{link}: there is no finished dataset yet; run the preprocess stage first")
     return link.resolve()
+
+
+class Origin(Record):
+    """Where the shards of a dataset folder are that the folder itself does not have.
+
+    `partitions` is an address: the shard `shard` is the object `<partitions>/<shard.path>`.
+    """
+
+    partitions: str
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """The origin of a dataset folder's shards; None if they are all in the folder.
+
+    Raises `DataError` if the record is damaged.
+    """
+    path = folder / ORIGIN
+    return read_record(path, Origin) if path.exists() else None
+
+
+def dataset_folder(folder: Path | None, datasets_dir: Path) -> Path:
+    """The dataset meant by `folder`: itself, the `latest` in it, or without one the newest.
+
+    Raises `DataError` if there is no newest.
+    """
+    if folder is None:
+        return latest_dataset(datasets_dir)
+    if not (folder / storage.MANIFEST).is_file() and (folder / "latest").is_dir():
+        return folder / "latest"
+    return folder

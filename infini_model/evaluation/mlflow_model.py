@@ -1,7 +1,8 @@
 """Log a finished run's model to MLflow, with its signature, and register it on request.
 
 `mlflow.pyfunc.load_model("runs:/<run id>/model")` loads it on any machine with the packages in its
-requirements.txt: it includes the weights, the tokenizer and the library's code.
+requirements.txt: it includes the weights, the tokenizer and the library's code. Of a LoRA run it
+includes the adapter, which names the weights that it needs.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 
 from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.evaluation.report import EvaluationResult
-from infini_model.model.hf_checkpoint import CONFIG, INDEX
-from infini_model.runtime.storage import sha256
+from infini_model.evaluation.reporting.report import EvaluationResult
+from infini_model.evaluation.score import VALIDATION_LOSS
+from infini_model.model.hf_checkpoint import ADAPTER_CONFIG, CONFIG, INDEX
+from infini_model.runtime.runs import MODEL
+from infini_model.runtime.storage import MANIFEST, sha256
 from infini_model.training.callbacks.mlflow_record import MlflowSink
-from infini_model.training.checkpoints.checkpoint import MANIFEST, MODEL
 
 ALIAS = "best"
-LOSS = "evaluation/validation_loss"
 # Tag of a logged model: the hash of its checkpoint's manifest.
 CHECKPOINT = "checkpoint.sha256"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -96,7 +97,7 @@ def _save(
 
     folder = temporary / MODEL
     folder.mkdir()
-    for name in (CONFIG, INDEX):
+    for name in (ADAPTER_CONFIG, CONFIG, INDEX):
         if (weights / name).is_file():
             (folder / name).write_bytes((weights / name).read_bytes())
     tokenizer = load_dataset_tokenizer(dataset_dir)
@@ -163,11 +164,17 @@ def register_model(sink: MlflowSink, name: str, model: Any, result: EvaluationRe
             name,
             model.artifact_location,
             sink.run_id,
-            tags={LOSS: str(result.metrics[LOSS])} if LOSS in result.metrics else {},
+            tags={VALIDATION_LOSS: str(result.metrics[VALIDATION_LOSS])}
+            if VALIDATION_LOSS in result.metrics
+            else {},
             model_id=model.model_id,
             await_creation_for=0,
         )
     versions = client.search_model_versions(ours)
-    scored = [(float(v.tags[LOSS]), int(v.version)) for v in versions if LOSS in v.tags]
+    scored = [
+        (float(v.tags[VALIDATION_LOSS]), int(v.version))
+        for v in versions
+        if VALIDATION_LOSS in v.tags
+    ]
     if scored:
         client.set_registered_model_alias(name, ALIAS, str(min(scored)[1]))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from infini_model.config import Config
+import torch
+
+from infini_model.config import Config, UnmaskingConfig
+from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
-from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.model.generation import stream
+from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
+from infini_model.model.generation.causal import stream
+from infini_model.model.generation.unmasking import DEFAULT, unmask
+from infini_model.model.hf_checkpoint import CONFIG, read_tokenizer_name
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import Operands, resolve_precision
 from infini_model.runtime.errors import CheckpointError
-from infini_model.runtime.runs import dataset_of, latest_run
+from infini_model.runtime.runs import CHECKPOINTS, MODEL, dataset_of
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
+from infini_model.training.checkpoints.loading import load_model
 from infini_model.training.launch.devices import first_device
 
 CONTEXT = 8
@@ -22,39 +29,43 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 def _model_dir(checkpoint: Path) -> Path:
     """The model folder of `checkpoint`: a run, one of its checkpoints, or the folder itself."""
-    if (checkpoint / "checkpoints").is_dir():
+    if (checkpoint / CHECKPOINTS).is_dir():
         newest = newest_checkpoint(checkpoint)
         if newest is None:
-            raise CheckpointError(f"{checkpoint / 'checkpoints'}: no checkpoint found")
-        return newest / "model"
-    return checkpoint / "model" if (checkpoint / "model").is_dir() else checkpoint
+            raise CheckpointError(f"{checkpoint / CHECKPOINTS}: no checkpoint found")
+        return newest / MODEL
+    return checkpoint / MODEL if (checkpoint / MODEL).is_dir() else checkpoint
 
 
 def _tokenizer_of(model_dir: Path) -> Tokenizer:
     """The tokenizer beside the model, or the one of its run's dataset."""
-    if (model_dir / "tokenizer.json").is_file():
-        return load_tokenizer(str(model_dir / "tokenizer.json"))
+    if (model_dir / TOKENIZER_FILE).is_file():
+        return load_tokenizer(str(model_dir / TOKENIZER_FILE))
+    if (model_dir / CONFIG).is_file() and read_tokenizer_name(model_dir) == "bytes":
+        return load_tokenizer("bytes")
     for folder in model_dir.resolve().parents:
         if (folder / "run.json").is_file():
             return load_dataset_tokenizer(dataset_of(folder))
     raise CheckpointError(f"{model_dir}: has no tokenizer.json and is not part of a run")
 
 
-def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Iterator[str]:
+def continue_text(config: Config, checkpoint: Path, prompt: str) -> Iterator[str]:
     """Load a model and stream its continuation of `prompt`, in constant memory.
 
-    `checkpoint` is a run folder, a checkpoint or a Hugging Face folder; None is the newest run.
+    `checkpoint` is a run folder, a checkpoint or a Hugging Face folder.
     `config.evaluation.sample` sets the number of tokens and the sampling.
 
-    Raises `CheckpointError` if there is no model or no tokenizer, `UserError` for an empty prompt.
+    Raises `CheckpointError` if there is no model or no tokenizer, `UserError` for an empty prompt
+    if no beginning-of-text token begins it.
     """
-    model_dir = _model_dir(checkpoint or latest_run(config))
+    model_dir = _model_dir(checkpoint)
     tokenizer = _tokenizer_of(model_dir)
-    model = InfiniLlama.from_pretrained(
-        model_dir,
-        device=first_device(config.launch.gpus),
-        attention_backend=config.launch.attention_backend,
-    ).eval()
+    device = torch.device(first_device(config.launch.gpus))
+    model = load_model(model_dir, attention_backend=config.launch.attention_backend)
+    model.precision = resolve_precision(config.training.precision, device)
+    # For good: this model is used for nothing else, so that its device never holds both.
+    Operands(model, model.precision).swap()
+    model.to(device)
     settings = config.evaluation.sample
     return continue_prompt(
         model,
@@ -65,6 +76,7 @@ def continue_text(config: Config, checkpoint: Path | None, prompt: str) -> Itera
         top_k=settings.top_k,
         top_p=settings.top_p,
         seed=config.run.seed,
+        unmasking=settings.unmasking,
     )
 
 
@@ -78,24 +90,69 @@ def continue_prompt(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    unmasking: UnmaskingConfig = DEFAULT,
 ) -> Iterator[str]:
     """Stream the model's continuation of `prompt`, up to its end-of-text token.
 
-    The settings and errors are those of `infini_model.model.generation.generate`.
+    The settings and errors are those of `new_tokens`.
     """
-    ids = tokenizer.encode_batch([prompt]).ids.tolist()
-    steps = stream(
+    ids = prompt_ids(tokenizer, prompt)
+    new = new_tokens(
         model,
-        [ids],
+        ids,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
         eos_token_id=tokenizer.eos_token_id,
+        unmasking=unmasking,
     )
-    new = (token for (token,) in steps if token not in (None, tokenizer.eos_token_id))
     return decode_pieces(tokenizer, ids, new)
+
+
+def new_tokens(
+    model: InfiniLlama,
+    ids: list[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    eos_token_id: int | None,
+    unmasking: UnmaskingConfig,
+) -> Iterator[int]:
+    """Stream the tokens that follow `ids`, without the end of text.
+
+    One by one from a causal model, block by block from one of diffusion. The settings and
+    errors are those of `infini_model.model.generation.causal.generate` and
+    `infini_model.model.generation.unmasking.unmask`.
+    """
+    if model.config.bidirectional:
+        blocks: Iterable[Sequence[int | None]] = unmask(
+            model,
+            ids,
+            max_new_tokens=max_new_tokens,
+            settings=unmasking,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos_token_id=eos_token_id,
+        )
+    else:
+        blocks = stream(
+            model,
+            [ids],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos_token_id=eos_token_id,
+        )
+    return (token for block in blocks for token in block if token not in (None, eos_token_id))
 
 
 def decode_pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:

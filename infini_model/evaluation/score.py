@@ -7,14 +7,17 @@ import math
 from pydantic import BaseModel, ConfigDict, computed_field
 from torch import Tensor
 
+# The metric by which runs are ranked and compared.
+VALIDATION_LOSS = "evaluation/validation_loss"
+
 
 class Score(BaseModel):
     """The losses of the windows of a split.
 
     Attributes:
         windows: Windows scored.
-        tokens: Tokens predicted, without masked ones.
-        loss: Mean loss in nats per token; None without tokens.
+        tokens: Tokens predicted, without masked ones; of prompts and answers, the answers.
+        loss: Mean loss in nats per token, for each of these; None without any.
         loss_by_segment: Mean loss of each segment of the window.
     """
 
@@ -29,7 +32,8 @@ class Score(BaseModel):
     def of_totals(cls, windows: int, totals: Tensor) -> Score:
         """The score from sums and counts by segment, [2, S], see `Scorer.score`."""
         sums, counts = totals.cpu()
-        tokens = int(counts.sum())
+        # Shares of an answer add up to almost 1.
+        tokens = round(float(counts.sum()))
         return cls(
             windows=windows,
             tokens=tokens,

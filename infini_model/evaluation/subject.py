@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from pydantic import BaseModel
+from torch import Tensor
 
 from infini_model.config import Config
 from infini_model.data.loading.validation import sample_windows, validation_batches
-from infini_model.data.loading.windows import Windows, open_windows
+from infini_model.data.loading.windows import Batch, Windows, open_windows
 from infini_model.data.manifest import Manifest, Split, read_manifest
+from infini_model.evaluation.cells import Cells
 from infini_model.evaluation.score import EMPTY, Score
-from infini_model.model.llama import InfiniLlama
+from infini_model.model.inspection.memory_use import MemoryUse
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
 from infini_model.objectives.scoring import Scorer
 from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.runs import MODEL
+from infini_model.runtime.storage import MANIFEST, content_key, sha256
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
+from infini_model.training.checkpoints.loading import load_model
 from infini_model.training.launch.devices import first_device
 
+# To be raised when a task measures differently, so that no older cell is taken for a new one.
+CELLS_VERSION = 1
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
 
 log = logging.getLogger(__name__)
@@ -44,6 +53,7 @@ class Subject:
         position: The training state of the checkpoint.
         model: The model in eval mode, on the device of `launch.gpus`.
         manifest: The dataset's manifest.
+        precision: That of the training, in which losses are computed and texts generated.
         on_windows: Called after each scored batch with its number of windows.
     """
 
@@ -52,6 +62,7 @@ class Subject:
 
         Raises:
             CheckpointError: There is no checkpoint, or its vocabulary is too small.
+            ConfigError: The weights of a LoRA run are gone.
             DataError: The folder is not a dataset, or is damaged.
         """
         checkpoint = newest_checkpoint(run_dir)
@@ -61,14 +72,16 @@ class Subject:
         self.checkpoint, self.position = checkpoint, read_position(checkpoint)
         self.manifest: Manifest = read_manifest(dataset_dir)
         device = first_device(config.launch.gpus)
-        self.model = InfiniLlama.from_pretrained(
-            checkpoint / "model",
+        self.model = load_model(
+            checkpoint / MODEL,
             device=device,
             attention_backend=config.launch.attention_backend,
-        ).eval()
+        )
         self._check_vocabulary()
         precision = resolve_precision(config.training.precision, torch.device(device))
-        module = LossModule(self.model, make_objective(config))
+        trained = config.model_copy(update={"model": self.model.config})
+        module = LossModule(self.model, make_objective(trained))
+        self.precision = self.model.precision = precision
         self._scorer = Scorer(module, precision, torch.device(device))
         self._windows: dict[Split, Windows] = {
             split: open_windows(
@@ -101,6 +114,49 @@ class Subject:
         if key not in self._scores:
             self._scores[key] = self._compute(split, empty_memory=empty_memory)
         return self._scores[key]
+
+    def score_draws(self, split: Split, max_windows: int, draws: int) -> Tensor:
+        """Loss sums and target counts of windows over `draws` draws of the objective's noise.
+
+        The windows are a sample of at most `max_windows` of the split. [windows, 2] float64.
+        """
+        windows, size = self._windows[split], self.config.evaluation.batch_size
+        rows = []
+        for number in sample_windows(len(windows), max_windows):
+            total = torch.zeros(2, dtype=torch.float64)
+            for first in range(0, draws, size):
+                keys = number * draws + np.arange(first, min(first + size, draws))
+                batch = windows.gather(np.full(len(keys), number), keys)
+                total += self._scorer.score(batch).sum(1).cpu()
+            rows.append(total)
+        return torch.stack(rows)
+
+    def losses(self, batch: Batch, *, empty_memory: bool = False) -> tuple[Tensor, Tensor]:
+        """As `Scorer.losses`, for sequences that a task makes itself."""
+        return self._scorer.losses(batch, empty_memory=empty_memory)
+
+    def batches(self, split: Split, max_windows: int) -> Iterator[Batch]:
+        """Batches of the first windows of the sample of a split, at most `max_windows`."""
+        size = self.config.evaluation.batch_size
+        return validation_batches(self._windows[split], size, max_windows=max_windows)
+
+    def losses_and_use(self, batch: Batch) -> tuple[Tensor, Tensor, MemoryUse]:
+        """As `Scorer.losses_and_use`."""
+        return self._scorer.losses_and_use(batch)
+
+    def cells(self, task: str, settings: BaseModel) -> Cells:
+        """Where the finished parts of a task with these settings are kept."""
+        key = content_key(
+            {
+                "checkpoint": sha256(self.checkpoint / MANIFEST),
+                "dataset": self.manifest.key,
+                "packing": self.config.packing.model_dump(mode="json"),
+                "settings": settings.model_dump(mode="json"),
+                "seed": self.config.run.seed,
+                "version": CELLS_VERSION,
+            }
+        )
+        return Cells(self.run_dir / "evaluation" / f"{task}-{key[:16]}")
 
     def _compute(self, split: Split, *, empty_memory: bool) -> Score:
         settings = self.config.evaluation

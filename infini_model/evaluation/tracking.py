@@ -9,11 +9,11 @@ from pathlib import Path
 
 from infini_model.config import Config
 from infini_model.evaluation.mlflow_model import log_model, register_model
-from infini_model.evaluation.report import EvaluationResult
+from infini_model.evaluation.reporting.report import EvaluationResult
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import lock
 from infini_model.training.callbacks.mlflow_record import MlflowSink
-from infini_model.training.checkpoints.checkpoint import checkpoints_dir
+from infini_model.training.checkpoints.folders import checkpoints_dir
 from infini_model.training.mlflow_client import error_summary
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def log_evaluation(
             sink.correct_status("FINISHED")
         elif not _is_training(run_dir):
             sink.correct_status("KILLED")
-        _log_files(sink, run_dir, [result.report, *result.plots])
+        _log_files(sink, run_dir, [result.report, result.html, *result.plots])
         if not (is_finished and config.tracking.log_model):
             _log_scores(sink, result, None)
             return True

@@ -9,7 +9,8 @@ older from a memory (M, z) of constant size. With σ = ELU + 1, a segment of Q, 
     M, z    ← M + σ(K)ᵀ V, z + Σ σ(K)                       then write to it (eq. 8)
 
 or writes by a bounded form of the delta rule (eq. 9). Where the memory is empty, out = A_local.
-`infini_model.model.definition` is the loop over segments in plain PyTorch.
+With `causal=False` each position sees its whole segment, as masked diffusion needs (LLaDA, arXiv
+2502.09992). `infini_model.model.definition` is the loop over segments in plain PyTorch.
 
 A loop over segments keeps a GPU waiting: each step is small and depends on the last. But only the
 memory is sequential, and under the linear rule it is a prefix sum of what the segments write. So
@@ -54,12 +55,19 @@ def infini_attention(
     backend: str = "auto",
     reset: Tensor | None = None,
     memory_keys: Tensor | None = None,
+    memory_values: Tensor | None = None,
+    memory_queries: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Memory]:
     """Infini-attention over all segments at once (arXiv 2404.07143, equations 2 to 10).
 
     Each segment reads the memory of the segments before it, then is written to it. A trailing
     partial segment is not written. Where the memory is empty, the result is exactly the local
     attention.
+
+    Several streams of queries may read one memory: with fewer rows B_m in `memory_keys` and
+    `memory_values` than in `q`, row i of `q` reads the memory of row i mod B_m. Block diffusion
+    (arXiv 2503.09573) reads that of the clean tokens for the masked ones.
 
     Args:
         q: Queries [B, H, T, D]; query head h reads key-value head h // (H / H_kv).
@@ -69,17 +77,23 @@ def infini_attention(
         segment_length: Tokens of a segment, at least 1.
         rope: (cos, sin), each [segment_length, D], by position inside the segment; applied in the
             local attention only.
-        memory: Memory of the preceding tokens, float32 (float64 for float64 inputs); None is empty.
+        memory: Memory of the preceding tokens, of B_m rows, float32 (float64 for float64 inputs);
+            None is empty.
         update: How a segment is written: `linear` adds to the memory, `delta` replaces what the
             memory returns for the same keys; see `infini_model.model.memory`.
         backend: Kernel of the local attention; one of `LaunchConfig.attention_backend`.
-        reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document and
+        reset: [B_m, ceil(T / segment_length)] bool, true where a segment starts a new document and
             the memory is emptied before it.
-        memory_keys: Keys under which values are written, of the shape of `k`; defaults to `k`.
+        memory_keys: Keys under which values are written, [B_m, H_kv, T, D], where B_m divides B;
+            defaults to `k`.
+        memory_values: The values written, of the shape of `memory_keys`; defaults to `v`.
+        memory_queries: Queries that read the memory, of the shape of `q`; defaults to `q`.
+        causal: Whether a position sees only what precedes it in its segment, not all of the
+            segment. The memory is of earlier segments in both cases.
 
     Returns:
-        The attention [B, H, T, D] in the dtype of `q`, and the memory after the last full segment
-        (emptied, if a trailing partial segment is reset).
+        The attention [B, H, T, D] in the dtype of `q`, and the memory of B_m rows after the last
+        full segment (emptied, if a trailing partial segment is reset).
 
     Raises:
         ValueError: A shape, head count, device, `segment_length` or `update` does not fit.
@@ -87,37 +101,88 @@ def infini_attention(
         ConfigError: The backend is unknown, not installed, or does not support this device.
     """
     keys = k if memory_keys is None else memory_keys
-    _check(q, k, v, gate, segment_length, rope, memory, update, reset, keys)
-    tokens = q.size(2)
+    written = v if memory_values is None else memory_values
+    reading = q if memory_queries is None else memory_queries
+    _check_qkv(q, k, v, segment_length)
+    _check_rope(rope, segment_length, q)
+    _check_memory(q, k, gate, segment_length, memory, update, reset, keys, written, reading)
+    rows, tokens = keys.size(0), q.size(2)
     length = min(segment_length, tokens)
     full = tokens // segment_length
     queries, local_keys, values = (_segments(x, length) for x in (q, k, v))
+    reading = queries if memory_queries is None else _segments(reading, length)
+    written = values if memory_values is None else _segments(written, length)
 
     if memory is None:
-        memory = Memory.empty(k.size(0), k.size(1), k.size(3), dtype=k.dtype, device=k.device)
+        memory = Memory.empty(rows, k.size(1), k.size(3), dtype=k.dtype, device=k.device)
     if reset is not None:
         # One column per segment that reads, and one for the memory returned. A trailing partial
         # segment reads the memory that is returned, so they share a column.
         reset = functional.pad(reset, (0, full + 1 - reset.size(1)))
-    states = memory_states(
-        _segments(keys, length)[:, :full], values[:, :full], memory, reset, update
+    before, after = memory_states(
+        _segments(keys, length)[:, :full], written[:, :full], memory, reset, update
     )
-    before = (x[:, : queries.size(1)].flatten(0, 1) for x in states)
+    if full < queries.size(1):
+        before = Memory(
+            *(torch.cat((x, last.unsqueeze(1)), 1) for x, last in zip(before, after, strict=True))
+        )
 
-    local = _local_segments(queries, local_keys, values, rope, backend)
-    out = gated_read(*(x.flatten(0, 1) for x in (queries, local)), gate, *before)
-    out = out.view_as(queries).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
-    return out, Memory(*(x[:, -1] for x in states))
+    local = _local_segments(
+        queries, local_keys, values, rope, backend, tokens=tokens, causal=causal
+    )
+    rows_of_memory = (_by_memory(x, rows) for x in (reading, local))
+    out = gated_read(*rows_of_memory, gate, *(x.flatten(0, 1) for x in before))
+    return _by_stream(out, rows, queries)[:, :, :tokens], after
 
 
-def _local_segments(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None, backend: str) -> Tensor:
+def _by_memory(x: Tensor, rows: int) -> Tensor:
+    """[n · rows, S, H, L, D] as [rows · S, H, n · L, D]: all streams beside the memory they read.
+
+    Otherwise each stream would need its own copy of the memories.
+    """
+    streams = x.reshape(-1, rows, *x.shape[1:])
+    return streams.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).flatten(0, 1)
+
+
+def _by_stream(out: Tensor, rows: int, segments: Tensor) -> Tensor:
+    """The inverse of `_by_memory`, as [n · rows, H, S · L, D] for `segments` [n · rows, S, …]."""
+    _, count, heads, length, width = segments.shape
+    out = out.view(rows, count, heads, -1, length, width)
+    return out.permute(3, 0, 2, 1, 4, 5).flatten(0, 1).flatten(2, 3)
+
+
+def _local_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: Rope | None,
+    backend: str,
+    *,
+    tokens: int,
+    causal: bool,
+) -> Tensor:
+    """Local attention of segments [B, S, H, L, D], padded after the first `tokens` positions."""
+    padding = q.size(1) * q.size(3) - tokens
+    if causal or not padding:
+        return _equal_segments(q, k, v, rope, backend, causal=causal)
+    # Only a causal mask hides the padding: without one, the last segment is attended to by itself.
+    q_full, k_full, v_full = (x[:, :-1] for x in (q, k, v))
+    q_last, k_last, v_last = (x[:, -1:, :, :-padding] for x in (q, k, v))
+    full = _equal_segments(q_full, k_full, v_full, rope, backend, causal=False)
+    last = _equal_segments(q_last, k_last, v_last, rope, backend, causal=False)
+    return torch.cat((full, functional.pad(last, (0, 0, 0, padding))), dim=1)
+
+
+def _equal_segments(
+    q: Tensor, k: Tensor, v: Tensor, rope: Rope | None, backend: str, *, causal: bool
+) -> Tensor:
     """Local attention of segments [B, S, H, L, D], batched over B · S."""
     shape = q.shape
     if rope is not None:
         cos, sin = (table[: q.size(3)] for table in rope)
         rope = cos, sin
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out = local_attention(q, k, v, rope=rope, backend=backend)
+    out = local_attention(q, k, v, rope=rope, backend=backend, causal=causal)
     return out.reshape(shape)
 
 
@@ -129,17 +194,19 @@ def segmented_local_attention(
     segment_length: int,
     rope: Rope | None = None,
     backend: str = "auto",
+    causal: bool = True,
 ) -> Tensor:
     """Attention inside each segment only, for a model without memory.
 
     Arguments, result and errors are those of `infini_attention`.
     """
-    _check_qkv(q, k, v, k, segment_length)
+    _check_qkv(q, k, v, segment_length)
     _check_rope(rope, segment_length, q)
-    length = min(segment_length, q.size(2))
+    tokens = q.size(2)
+    length = min(segment_length, tokens)
     queries, keys, values = (_segments(x, length) for x in (q, k, v))
-    out = _local_segments(queries, keys, values, rope, backend)
-    return out.transpose(1, 2).flatten(2, 3)[:, :, : q.size(2)]
+    out = _local_segments(queries, keys, values, rope, backend, tokens=tokens, causal=causal)
+    return out.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
 
 
 def _expect(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
@@ -155,7 +222,7 @@ def _expect_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: expected dtype {dtype}, got {x.dtype}")
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, segment_length: int) -> None:
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, segment_length: int) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions [B, heads, T, D], got {list(x.shape)}")
@@ -167,7 +234,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, segment_length: in
     kv_heads = k.size(1)
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
-    for name, x in (("k", k), ("v", v), ("memory_keys", keys)):
+    for name, x in (("k", k), ("v", v)):
         _expect(name, x, (batch, kv_heads, tokens, head_dim), q)
         _expect_dtype(name, x, q.dtype)
     if segment_length < 1:
@@ -180,30 +247,40 @@ def _check_rope(rope: Rope | None, segment_length: int, q: Tensor) -> None:
             _expect(name, table, (segment_length, q.size(3)), q)
 
 
-def _check(
+def _check_memory(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     gate: Tensor,
     segment_length: int,
-    rope: Rope | None,
     memory: Memory | None,
     update: Update,
     reset: Tensor | None,
     keys: Tensor,
+    values: Tensor,
+    queries: Tensor,
 ) -> None:
-    """Raise on the first argument of `infini_attention` that is inconsistent with the others."""
-    _check_qkv(q, k, v, keys, segment_length)
-    _check_rope(rope, segment_length, q)
+    """Raise on the first argument of the memory that does not fit `q`, `k` or another one."""
+    rows, (_, heads, tokens, head_dim) = len(keys), k.shape
+    if rows < 1 or len(q) % rows:
+        raise ValueError(
+            f"memory_keys: expected a number of rows that divides {len(q)}, got {rows}"
+        )
+    written = (rows, heads, tokens, head_dim)
+    for name, x, shape in (
+        ("memory_keys", keys, written),
+        ("memory_values", values, written),
+        ("memory_queries", queries, tuple(q.shape)),
+    ):
+        _expect(name, x, shape, q)
+        _expect_dtype(name, x, q.dtype)
     _expect("gate", gate, (q.size(1),), q)
     if update not in get_args(Update):
         raise ValueError(f"update: expected one of {', '.join(get_args(Update))}, got {update!r}")
     if memory is not None:
-        batch, heads, _, head_dim = k.shape
-        _expect("memory.kv", memory.kv, (batch, heads, head_dim, head_dim), q)
-        _expect("memory.norm", memory.norm, (batch, heads, head_dim), q)
+        _expect("memory.kv", memory.kv, (rows, heads, head_dim, head_dim), q)
+        _expect("memory.norm", memory.norm, (rows, heads, head_dim), q)
         for name, x in zip(("memory.kv", "memory.norm"), memory, strict=True):
             _expect_dtype(name, x, memory_dtype(q.dtype))
     if reset is not None:
-        _expect("reset", reset, (q.size(0), -(-q.size(2) // segment_length)), q)
+        _expect("reset", reset, (rows, -(-tokens // segment_length)), q)
         _expect_dtype("reset", reset, torch.bool)

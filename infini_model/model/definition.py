@@ -28,28 +28,35 @@ def attention_by_segment(
     update: Update = "linear",
     reset: Tensor | None = None,
     memory_keys: Tensor | None = None,
+    memory_values: Tensor | None = None,
+    memory_queries: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Memory]:
     """`infini_attention`, segment by segment: same arguments and result, all of one dtype."""
     group = q.size(1) // k.size(1)
+    keys = k if memory_keys is None else memory_keys
+    values = v if memory_values is None else memory_values
+    queries = q if memory_queries is None else memory_queries
+    streams = len(q) // len(keys)
     if memory is None:
-        memory = Memory.empty(k.size(0), k.size(1), k.size(3), dtype=q.dtype, device=q.device)
+        memory = Memory.empty(len(keys), k.size(1), k.size(3), dtype=q.dtype, device=q.device)
     kv, norm, out = memory.kv, memory.norm.unsqueeze(-1), []
     for number, start in enumerate(range(0, q.size(2), segment_length)):
         segment = slice(start, start + segment_length)
         if reset is not None:
             kept = ~reset[:, number].view(-1, 1, 1, 1)
             kv, norm = kv * kept, norm * kept
-        query, value = q[:, :, segment], v[:, :, segment]
-        local = _softmax_attention(query, k[:, :, segment], value, rope)  # equation 2
-        sigma_q = functional.elu(query) + 1
-        mass = sigma_q @ norm.repeat_interleave(group, 1)
+        query, key, value = (x[:, :, segment] for x in (q, k, v))
+        local = _softmax_attention(query, key, value, rope, causal=causal)  # equation 2
+        sigma_q = functional.elu(queries[:, :, segment]) + 1
+        held, total = (x.repeat_interleave(group, 1).repeat(streams, 1, 1, 1) for x in (kv, norm))
+        mass = sigma_q @ total
         nonempty = mass > 0
-        read = sigma_q @ kv.repeat_interleave(group, 1) / mass.where(nonempty, 1)  # equation 7
+        read = sigma_q @ held / mass.where(nonempty, 1)  # equation 7
         share = gate.sigmoid().view(-1, 1, 1)
         out.append(torch.where(nonempty, share * read + (1 - share) * local, local))  # equation 10
         if start + segment_length <= q.size(2):
-            key = (k if memory_keys is None else memory_keys)[:, :, segment]
-            sigma_k = functional.elu(key) + 1
+            value, sigma_k = values[:, :, segment], functional.elu(keys[:, :, segment]) + 1
             added = sigma_k.sum(2).unsqueeze(-1)
             if update == "delta":  # equation 9, with a bounded divisor: see `memory`
                 value = value - sigma_k @ kv / torch.maximum(sigma_k @ norm, sigma_k @ added)
@@ -57,12 +64,16 @@ def attention_by_segment(
     return torch.cat(out, 2), Memory(kv, norm.squeeze(-1))
 
 
-def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, rope: Rope | None) -> Tensor:
-    """Causal attention inside one segment."""
+def _softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, rope: Rope | None, *, causal: bool
+) -> Tensor:
+    """Attention inside one segment, to its preceding positions or to all of them."""
     if rope is not None:
         rope = (rope[0][: query.size(2)], rope[1][: query.size(2)])
         query, key = rotate(query, rope), rotate(key, rope)
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
     scores = query @ key.mT / math.sqrt(query.size(3))
-    future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    return scores.masked_fill(future, -math.inf).softmax(-1) @ value
+    if causal:
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores.softmax(-1) @ value

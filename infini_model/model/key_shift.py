@@ -1,7 +1,11 @@
 """The key shift: a value is written under a mix of its own token's key and the previous token's.
 
+The query shift is the same for the queries that read the memory. A masked token does not know what
+it is to ask for; with the shift, the token before it asks.
+
 A custom operator with its own backward pass: the one that autograd derives makes a dozen passes
-over the sequence, each with a result as large as the keys.
+over the sequence, each with a result as large as the keys. On CUDA forward and backward are one
+Triton kernel each.
 """
 
 from __future__ import annotations
@@ -10,8 +14,62 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from infini_model.model.kernels.tiling import Chunk, for_each_chunk, scratch
+
+
+def with_previous(
+    x: Tensor, share: Tensor, previous: Tensor | None, starts: Tensor | None
+) -> Tensor:
+    """lerp(x_t, x_{t−1}, μ); the first token of a document keeps its own.
+
+    Args:
+        x: Keys or queries [B, H, T, D].
+        share: μ, [H].
+        previous: That of the token before the first, [B, H, D]; None if there is none.
+        starts: [B, T] bool, true where a document starts.
+
+    Returns:
+        [B, H, T, D].
+    """
+    shares = share.to(x.dtype)[:, None].expand(x.shape[:3])
+    if starts is not None:
+        shares = shares.masked_fill(starts[:, None], 0.0)
+    if previous is None:
+        whole: Tensor = shifted_keys(x, functional.pad(shares[:, :, 1:], (1, 0)))
+        return whole
+    x = torch.cat((previous.unsqueeze(2).to(x.dtype), x), dim=2)
+    whole = shifted_keys(x, functional.pad(shares, (1, 0)))
+    return whole[:, :, 1:]
+
+
+def streams_with_previous(x: Tensor, share: Tensor, starts: Tensor, segment_length: int) -> Tensor:
+    """`with_previous` for n streams of the same documents: rows i, B + i, 2B + i, … are of one.
+
+    What precedes a segment is always the first stream's token: the segments of the other streams
+    know nothing of each other.
+
+    Args:
+        x: [n · B, H, T, D]; T is a multiple of `segment_length`.
+        share: μ, [H].
+        starts: [B, T] bool, true where a document starts.
+        segment_length: Tokens of a segment.
+
+    Returns:
+        [n · B, H, T, D].
+    """
+    rows, streams = len(starts), len(x) // len(starts)
+    starts = starts | (torch.arange(starts.size(1), device=starts.device) == 0)
+    segments = x.view(*x.shape[:2], -1, segment_length, x.size(3)).transpose(1, 2)
+    last = segments[:rows, :, :, -1]
+    out = with_previous(
+        segments.flatten(0, 1),
+        share,
+        last.roll(1, dims=1).flatten(0, 1).repeat(streams, 1, 1),
+        starts.reshape(-1, segment_length).repeat(streams, 1),
+    )
+    return out.view_as(segments).transpose(1, 2).flatten(2, 3)
 
 
 @torch.library.custom_op("infini_model::shifted_keys", mutates_args=())
@@ -37,6 +95,13 @@ def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
     return out
 
 
+@shifted_keys.register_kernel("cuda")
+def _(keys: Tensor, share: Tensor) -> Tensor:
+    from infini_model.model.kernels.triton import shift
+
+    return shift.shifted_keys_forward(keys, share)
+
+
 @torch.library.custom_op("infini_model::shifted_keys_backward", mutates_args=())
 def _backward(grad: Tensor, keys: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     dkeys, dshare = torch.empty_like(keys), torch.zeros_like(share)
@@ -56,6 +121,13 @@ def _backward(grad: Tensor, keys: Tensor, share: Tensor) -> tuple[Tensor, Tensor
 
     for_each_chunk(differentiate, current, keys.size(1), _token_size(keys))
     return dkeys, dshare
+
+
+@_backward.register_kernel("cuda")
+def _(grad: Tensor, keys: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    from infini_model.model.kernels.triton import shift
+
+    return shift.shifted_keys_backward(grad, keys, share)
 
 
 def _neighbours(x: Tensor) -> tuple[Tensor, Tensor]:

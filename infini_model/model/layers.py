@@ -9,12 +9,17 @@ from torch.utils.checkpoint import checkpoint
 
 from infini_model.config import AttentionBackend, ModelConfig
 from infini_model.model.attention import infini_attention, segmented_local_attention
+from infini_model.model.kernels.compiled import region
 from infini_model.model.kernels.local_attention import local_attention
 from infini_model.model.kernels.memory_ops import gated_read
-from infini_model.model.key_shift import shifted_keys
+from infini_model.model.key_shift import streams_with_previous, with_previous
 from infini_model.model.memory import Memory, update_memory
+from infini_model.model.precision import product_input
 from infini_model.model.rotary import Rope, rope_tables, rotate
 from infini_model.model.state import CacheUpdate, LayerState, empty_memory
+
+# The last part of the names of the memory's own parameters; all others are Llama's.
+MEMORY_PARAMETERS = ("gate", "memory_key_shift", "memory_query_shift")
 
 
 class Attention(nn.Module):
@@ -31,11 +36,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
         if config.memory != "none":
-            # sigmoid(0) = 1/2, where the gate's gradient is largest. An empty memory is not mixed
-            # in at all, so the first segment is not halved.
-            self.gate = nn.Parameter(torch.zeros(config.num_attention_heads))
+            gates = torch.full((config.num_attention_heads,), config.gate_start)
+            self.gate = nn.Parameter(gates)
         if config.memory != "none" and config.memory_key_shift:
             self.memory_key_shift = nn.Parameter(torch.full((config.key_value_heads,), 0.5))
+        if config.memory != "none" and config.memory_query_shift:
+            queries = torch.full((config.num_attention_heads,), 0.5)
+            self.memory_query_shift = nn.Parameter(queries)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D], keys and values [B, H_kv, T, D] of `x` [B, T, hidden]."""
@@ -45,43 +52,60 @@ class Attention(nn.Module):
         )
         return q, k, v
 
-    def shift(self, k: Tensor, previous: Tensor | None, starts: Tensor | None) -> Tensor:
-        """Memory keys lerp(k_t, k_{t−1}, μ); the first token of a document keeps its own key.
-
-        Args:
-            k: Keys [B, H_kv, T, D].
-            previous: Key of the token before the first, [B, H_kv, D]; None if there is none.
-            starts: [B, T] bool, true where a document starts.
-        """
+    def shift_keys(self, k: Tensor, previous: Tensor | None, starts: Tensor | None) -> Tensor:
+        """Memory keys; the arguments are those of `with_previous`."""
         if self.config.memory == "none" or not self.config.memory_key_shift:
             return k
-        share = self.memory_key_shift.to(k.dtype)[:, None].expand(k.shape[:3])
-        if starts is not None:
-            share = share.masked_fill(starts[:, None], 0.0)
-        if previous is None:
-            shifted: Tensor = shifted_keys(k, functional.pad(share[:, :, 1:], (1, 0)))
-            return shifted
-        k = torch.cat((previous.unsqueeze(2).to(k.dtype), k), dim=2)
-        shifted = shifted_keys(k, functional.pad(share, (1, 0)))
-        return shifted[:, :, 1:]
+        return with_previous(k, self.memory_key_shift, previous, starts)
+
+    def shift_queries(
+        self, q: Tensor, previous: Tensor | None, starts: Tensor | None, streams: int = 1
+    ) -> Tensor:
+        """Memory queries; as `shift_keys`, or as `streams_with_previous` for several streams."""
+        if self.config.memory == "none" or not self.config.memory_query_shift:
+            return q
+        if streams == 1:
+            return with_previous(q, self.memory_query_shift, previous, starts)
+        if starts is None:
+            shape = (len(q) // streams, q.size(2))
+            starts = torch.zeros(shape, dtype=torch.bool, device=q.device)
+        return streams_with_previous(q, self.memory_query_shift, starts, self.config.segment_length)
 
     def forward(
-        self, x: Tensor, rope: Rope, state: LayerState | None, reset: Tensor | None
+        self,
+        x: Tensor,
+        rope: Rope,
+        state: LayerState | None,
+        reset: Tensor | None,
+        streams: int = 1,
     ) -> tuple[Tensor, LayerState]:
-        """Attend to `x` [B, T, hidden], which starts on a segment border, all segments at once."""
+        """Attend to `x` [B, T, hidden], which starts on a segment border, all segments at once.
+
+        With several streams, the first B / streams rows are written to the memory, which all read,
+        and the state is theirs.
+        """
         config, length = self.config, self.config.segment_length
         q, k, v = self.project(x)
+        # Not a chunk of a single stream: its backward pass would copy it.
+        clean, keys, values = (y if streams == 1 else y.chunk(streams)[0] for y in (q, k, v))
         starts = None
         if reset is not None:
             starts = functional.pad(reset.unsqueeze(-1), (0, length - 1)).flatten(1)[:, : k.size(2)]
-        memory_keys = self.shift(k, None if state is None else state.last_key, starts)
+        memory_keys = self.shift_keys(keys, None if state is None else state.last_key, starts)
         memory = None if state is None else state.memory
         if config.memory == "none":
             out = segmented_local_attention(
-                q, k, v, segment_length=length, rope=rope, backend=self.backend
+                q,
+                k,
+                v,
+                segment_length=length,
+                rope=rope,
+                backend=self.backend,
+                causal=not config.bidirectional,
             )
-            memory = empty_memory(config, k) if memory is None else memory
+            memory = empty_memory(config, keys) if memory is None else memory
         else:
+            last_query = None if state is None else state.last_query
             out, memory = infini_attention(
                 q,
                 k,
@@ -94,21 +118,33 @@ class Attention(nn.Module):
                 backend=self.backend,
                 reset=reset,
                 memory_keys=memory_keys,
+                memory_values=values,
+                memory_queries=self.shift_queries(q, last_query, starts, streams),
+                causal=not config.bidirectional,
             )
+        after = self._state_after(clean, keys, values, memory_keys, memory, rope)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), after
+
+    def _state_after(
+        self, q: Tensor, k: Tensor, v: Tensor, memory_keys: Tensor, memory: Memory, rope: Rope
+    ) -> LayerState:
+        """The state after a pass over all segments; `memory` is of the full ones."""
+        config, length = self.config, self.config.segment_length
+        # What follows a bidirectional segment would need it anew.
+        full = k.size(2) if config.bidirectional else k.size(2) // length * length
         # Copies: views would keep the whole sequence and all its memories in the state.
         open_keys, open_values, open_memory_keys = (
-            y[:, :, k.size(2) // length * length :].clone() for y in (k, v, memory_keys)
+            y[:, :, full:].clone() for y in (k, v, memory_keys)
         )
-        memory = Memory(*(x.clone() for x in memory))
         cos, sin = (table[: open_keys.size(2)] for table in rope)
-        after = LayerState(
-            memory,
+        return LayerState(
+            Memory(*(x.clone() for x in memory)),
             rotate(open_keys, (cos, sin)),
             open_values,
             open_memory_keys,
             k[:, :, -1].clone(),
+            q[:, :, -1].clone() if config.memory_query_shift else None,
         )
-        return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     def advance(
         self, x: Tensor, rope: Rope, state: LayerState, update: CacheUpdate
@@ -116,8 +152,9 @@ class Attention(nn.Module):
         """Attend to `x` [B, T, hidden], which lies in the open segment of each row."""
         length = self.config.segment_length
         q, k, v = self.project(x)
-        previous = torch.where(update.starts[:, None, None], k[:, :, 0], state.last_key.to(k.dtype))
-        memory_keys = self.shift(k, previous, None)
+        starts = update.starts[:, None, None]
+        previous = torch.where(starts, k[:, :, 0], state.last_key.to(k.dtype))
+        memory_keys = self.shift_keys(k, previous, None)
         # Padding has no position: it gets some valid angle, and its result is ignored.
         cos, sin = (table[update.slots.clamp(max=length - 1)].unsqueeze(1) for table in rope)
         keys = update.write(state.keys, rotate(k, (cos, sin)), length)
@@ -131,14 +168,17 @@ class Attention(nn.Module):
             backend=self.backend,
             mask=update.mask,
         )
-        memory = state.memory
+        memory, last_query = state.memory, state.last_query
         if self.config.memory != "none":
-            out = gated_read(q, out, self.gate, *memory)
+            memory_queries = q
+            if last_query is not None:
+                before = torch.where(starts, q[:, :, 0], last_query.to(q.dtype))
+                memory_queries = self.shift_queries(q, before, None)
+                last_query = update.newest(q, before)
+            out = gated_read(memory_queries, out, self.gate, *memory)
             memory = self._write_full_segments(memory, open_memory_keys, values, update)
-        index = update.last.clamp(min=0)[:, None, None, None]
-        newest = k.gather(2, index.expand(-1, k.size(1), 1, k.size(3))).squeeze(2)
-        last_key = torch.where(update.last[:, None, None] < 0, previous, newest)
-        after = LayerState(memory, keys, values, open_memory_keys, last_key)
+        last_key = update.newest(k, previous)
+        after = LayerState(memory, keys, values, open_memory_keys, last_key, last_query)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     def _write_full_segments(
@@ -158,25 +198,42 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU feed-forward."""
+    """SwiGLU feed-forward.
+
+    Attributes:
+        compiled: Whether training compiles `gated`; False by default.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.compiled = False
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to the same shape."""
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(self.gated(x))
+        return out
+
+    # Without down_proj: recomputed layers need its input only.
+    @region
+    def gated(self, x: Tensor) -> Tensor:
+        """The input of `down_proj`, [..., intermediate]."""
+        out: Tensor = functional.silu(self.gate_proj(x)) * self.up_proj(x)
         return out
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
+
+    Attributes:
+        compiled: Whether training compiles `attend`; False by default.
+    """
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
         super().__init__()
+        self.compiled = False
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config, backend)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -189,19 +246,35 @@ class DecoderLayer(nn.Module):
         state: LayerState | None,
         reset: Tensor | None,
         update: CacheUpdate | None,
+        streams: int = 1,
     ) -> tuple[Tensor, LayerState]:
         """[B, T, hidden] to the same shape, and the layer's state after it.
 
         With `update` the tokens lie in the open segment of each row; without it they start on a
-        segment border.
+        segment border. `streams` is that of `Attention.forward`.
         """
-        normed = self.input_layernorm(x)
+        x, normed, after = self.attend(x, rope, state, reset, update, streams)
+        return x + self.mlp(normed), after
+
+    # FSDP gathers the feed-forward when it is called, which cannot be compiled.
+    @region
+    def attend(
+        self,
+        x: Tensor,
+        rope: Rope,
+        state: LayerState | None,
+        reset: Tensor | None,
+        update: CacheUpdate | None,
+        streams: int,
+    ) -> tuple[Tensor, Tensor, LayerState]:
+        """The residual stream after the attention, the feed-forward's input, and the state."""
+        normed = product_input(self.input_layernorm(x))
         if update is not None and state is not None:
             attended, after = self.self_attn.advance(normed, rope, state, update)
         else:
-            attended, after = self.self_attn(normed, rope, state, reset)
+            attended, after = self.self_attn(normed, rope, state, reset, streams)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), after
+        return x, product_input(self.post_attention_layernorm(x)), after
 
 
 class Decoder(nn.Module):
@@ -229,19 +302,34 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.gradient_checkpointing = False
 
+    def compile_layers(self, *, attention: bool = True, feed_forward: bool = True) -> None:
+        """Choose which halves of the layers training compiles; at first, none.
+
+        They are compiled when they are first used; see `infini_model.model.kernels.compiled`.
+        """
+        for module in self.modules():
+            if isinstance(module, Mlp):
+                module.compiled = feed_forward
+            elif isinstance(module, DecoderLayer):
+                module.compiled = attention
+
     def forward(
         self,
         input_ids: Tensor,
         states: tuple[LayerState, ...] | None,
         reset: Tensor | None,
         update: CacheUpdate | None,
+        streams: int = 1,
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
-        """[B, T] ids to [B, T, hidden], and the layers' states after them."""
+        """[B, T] ids to [B, T, hidden], and the layers' states after them.
+
+        `streams` is that of `Attention.forward`.
+        """
         x = self.embed_tokens(input_ids)
         rope, after = (self.cos, self.sin), []
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            inputs = (x, rope, None if states is None else states[index], reset, update)
+            inputs = (x, rope, None if states is None else states[index], reset, update, streams)
             # No layer draws random numbers, so there is no generator state to restore.
             x, new = (
                 checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,22 +1,27 @@
 """Infini-Llama: a Llama whose attention carries a compressive memory.
 
 Parameters are named as in Hugging Face's Llama; each attention adds `gate` and, with the key shift,
-`memory_key_shift`. On a single segment the model is exactly Llama.
+`memory_key_shift`, with the query shift `memory_query_shift`. On a single segment the model is
+exactly Llama. With `bidirectional` each position sees its whole segment: without a memory it is
+LLaDA (arXiv 2502.09992), with one it is a model of block diffusion (arXiv 2503.09573) whose past is
+the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from infini_model.config import AttentionBackend, ModelConfig
+from infini_model.config import AttentionBackend, LoraConfig, ModelConfig
 from infini_model.model import hf_checkpoint
-from infini_model.model.layers import Decoder
+from infini_model.model.layers import MEMORY_PARAMETERS, Decoder
+from infini_model.model.lora import add_lora, initial_adapters, is_adapter, merged_tensors
 from infini_model.model.loss import IGNORED, summed_loss
+from infini_model.model.precision import PRECISIONS
 from infini_model.model.state import CacheUpdate, LayerState, State, empty_memory
 from infini_model.runtime.errors import ConfigError
 
@@ -40,12 +45,19 @@ class GateStatistics(NamedTuple):
 class InfiniLlama(nn.Module):
     """A Llama with Infini-attention (arXiv 2404.07143).
 
-    Weights are drawn from torch's global generator. Parameters whose names end in `gate` or
-    `memory_key_shift` belong to the memory; all others are Llama's.
+    Weights are drawn from torch's global generator. Parameters whose names end in `gate`,
+    `memory_key_shift` or `memory_query_shift` belong to the memory; all others are Llama's.
+
+    Attributes:
+        precision: That of the matrix products in generation; by default that of the weights.
     """
 
     def __init__(
-        self, config: ModelConfig, *, attention_backend: AttentionBackend = "auto"
+        self,
+        config: ModelConfig,
+        *,
+        attention_backend: AttentionBackend = "auto",
+        lora: LoraConfig | None = None,
     ) -> None:
         """Build the model and initialise its weights.
 
@@ -53,6 +65,7 @@ class InfiniLlama(nn.Module):
             config: Shape of the model.
             attention_backend: Kernel of the attention inside segments, as in `LaunchConfig`; not
                 saved with the model.
+            lora: Freezes the model but for adapters, which are on `meta` until `assign`.
 
         Raises:
             ConfigError: `config.vocab_size` is None.
@@ -60,7 +73,8 @@ class InfiniLlama(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ConfigError("model.vocab_size: None, but the model needs a number")
-        self.config, self.attention_backend = config, attention_backend
+        self.config, self.attention_backend, self.lora = config, attention_backend, lora
+        self.precision = PRECISIONS["fp32"]
         self.model = Decoder(config, config.vocab_size, attention_backend)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -68,6 +82,8 @@ class InfiniLlama(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=config.initializer_range)
+        if lora is not None:
+            add_lora(self, lora)
 
     def forward(
         self,
@@ -78,12 +94,14 @@ class InfiniLlama(nn.Module):
     ) -> ModelOutput:
         """Logits of the next tokens, or the mean loss against `labels`.
 
+        Those of a bidirectional model are of the tokens at the same positions.
+
         Args:
             input_ids: [B, T] int64.
             state: State after the preceding tokens; None if there are none.
             labels: [B, T] int64, already aligned: labels[:, t] is the token that follows
-                input_ids[:, t]. Unlike Hugging Face's models, this one does not shift them. -100 is
-                ignored.
+                input_ids[:, t], or in a bidirectional model the one at t itself. Unlike Hugging
+                Face's models, this one does not shift them. -100 is ignored.
             reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document.
                 The sequence must then start on a segment border.
 
@@ -93,7 +111,8 @@ class InfiniLlama(nn.Module):
             state after the last token.
 
         Raises:
-            ValueError: A shape does not fit, or `reset` is given inside a segment.
+            ValueError: A shape does not fit, `reset` is given inside a segment, or a bidirectional
+                model is given a state without a memory or inside a segment.
         """
         hidden, after = self.hidden(input_ids, state, reset)
         if labels is None:
@@ -120,6 +139,27 @@ class InfiniLlama(nn.Module):
         position = torch.full((input_ids.size(0),), input_ids.size(1), device="cpu")
         return hidden, State(layers, position)
 
+    def noisy_hidden(
+        self, noisy_ids: Tensor, clean_ids: Tensor, reset: Tensor | None = None
+    ) -> Tensor:
+        """As `hidden`, for segments of `noisy_ids` that read the memory of `clean_ids` before them.
+
+        Both are [B, T], whole segments of the same texts, and pass through the model as two streams
+        of the same weights.
+
+        Raises:
+            ValueError: The shapes differ, or T is not a multiple of the segment length.
+        """
+        batch, tokens = clean_ids.shape
+        if noisy_ids.shape != clean_ids.shape or tokens % self.config.segment_length:
+            raise ValueError(
+                f"noisy_ids: expected whole segments of {self.config.segment_length} as "
+                f"{list(clean_ids.shape)}, got {list(noisy_ids.shape)}"
+            )
+        hidden, _ = self.model(torch.cat((clean_ids, noisy_ids)), None, reset, None, 2)
+        noisy: Tensor = hidden[batch:]
+        return noisy
+
     def extend(
         self, input_ids: Tensor, state: State, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
@@ -130,6 +170,7 @@ class InfiniLlama(nn.Module):
         Returns:
             The inputs of `lm_head`, [B, T, hidden], and the state after the last token.
         """
+        self._refuse_without_state()
         length, parts, start = self.config.segment_length, [], 0
         if len(state.position) != input_ids.size(0):
             raise ValueError(
@@ -187,8 +228,11 @@ class InfiniLlama(nn.Module):
             the chunk.
 
         Raises:
-            ValueError: A row has more tokens than its segment has room for.
+            ValueError: A row has more tokens than its segment has room for, or the model is
+                bidirectional.
         """
+        if self.config.bidirectional:
+            raise ConfigError("model.bidirectional: a bidirectional segment has no state to extend")
         width = input_ids.size(1)
         if counts is None:
             counts = torch.full_like(state.position, width)
@@ -204,15 +248,26 @@ class InfiniLlama(nn.Module):
         return hidden, State(layers, state.position + counts)
 
     def empty_state(self, batch: int) -> State:
-        """The state before the first token of `batch` sequences."""
-        config, weight = self.config, self.lm_head.weight
+        """The state before the first token of `batch` sequences.
+
+        Raises `ValueError` if the model is bidirectional without a memory.
+        """
+        self._refuse_without_state()
+        config, weight = self.config, self.model.norm.weight
         shape = (batch, config.key_value_heads, config.segment_length + 1, config.head_dim)
         layers = []
         for _ in range(config.num_hidden_layers):
             keys, values, memory_keys = (weight.new_zeros(shape) for _ in range(3))
             memory = empty_memory(config, keys)
-            layers.append(LayerState(memory, keys, values, memory_keys, keys[:, :, 0]))
+            last_query = None
+            if config.memory_query_shift:
+                last_query = weight.new_zeros(batch, config.num_attention_heads, config.head_dim)
+            layers.append(LayerState(memory, keys, values, memory_keys, keys[:, :, 0], last_query))
         return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
+
+    def _refuse_without_state(self) -> None:
+        if self.config.bidirectional and self.config.memory == "none":
+            raise ConfigError("model.bidirectional: a bidirectional segment has no state to extend")
 
     def gate_statistics(
         self, gather: Callable[[Tensor], Tensor] = Tensor.detach
@@ -239,41 +294,88 @@ class InfiniLlama(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         attention_backend: AttentionBackend = "auto",
+        lora: LoraConfig | None = None,
+        adapter: str | Path | None = None,
         **overrides: object,
     ) -> Self:
-        """Load a Hugging Face Llama folder, with or without Infini-attention.
+        """Load a Hugging Face Llama folder, with or without Infini-attention, or a LLaDA's.
 
         Args:
             folder: Holds config.json and model.safetensors, or its shards and their index.
-            dtype: Of the loaded weights, whatever the files hold.
+            dtype: Of the loaded weights, whatever the files hold. With LoRA the frozen matrices
+                are bfloat16 and all else is float32.
             device: Device of the loaded weights.
             attention_backend: Kernel of the attention inside segments, as in `LaunchConfig`.
-            **overrides: Fields of `ModelConfig` to change, such as `segment_length=2048`.
+            lora: Freezes the weights, and puts new adapters beside them.
+            adapter: A folder of trained adapters, with settings and shape of its own.
+            **overrides: Fields of `ModelConfig` to change, such as `segment_length=2048`. A larger
+                `vocab_size` appends rows, each the mean of the folder's, to the embedding and the
+                output layer.
 
         Raises:
             CheckpointError: A file or tensor is missing, damaged, unexpected, quantised or of the
                 wrong shape, or the architecture is not supported. The message names the file.
         """
+        if adapter is not None:
+            lora = hf_checkpoint.read_adapter(Path(adapter)).lora
+        config = hf_checkpoint.read_config(Path(adapter or folder), overrides)
+        with torch.device("meta"):
+            model = cls(config, attention_backend=attention_backend, lora=lora)
+        shapes = model._shapes()
+        # An adapter brings the memory that a plain Llama lacks.
+        absent = MEMORY_PARAMETERS if adapter is not None else ()
+        base = {n: s for n, s in shapes.items() if not is_adapter(n) and not n.endswith(absent)}
+        dtypes = {n: p.dtype if lora else dtype for n, p in model.named_parameters()}
+        tensors = hf_checkpoint.read_tensors(Path(folder), base, dtypes, config.gate_start)
+        if adapter is not None:
+            every = model.named_parameters(remove_duplicate=False)
+            trained = {name: tuple(p.shape) for name, p in every if p.requires_grad}
+            tensors |= hf_checkpoint.read_adapter_tensors(Path(adapter), trained)
+        elif lora is not None:
+            tensors |= initial_adapters(model)
+        model.assign(tensors)
+        return model.to(device)
+
+    def assign(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make `tensors`, by the names of `named_parameters`, the parameters, without a copy."""
+        tied = {}
+        if self.config.tie_word_embeddings:
+            tied = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+        self.load_state_dict({**tensors, **tied}, assign=True)
+        if tied:  # load_state_dict has untied them
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def check_pretrained(cls, folder: str | Path, **overrides: object) -> ModelConfig:
+        """Check a folder as `from_pretrained` does, reading only the headers of its files.
+
+        Returns the shape of the model that `from_pretrained` loads. Raises `CheckpointError`.
+        """
         config = hf_checkpoint.read_config(Path(folder), overrides)
         with torch.device("meta"):
-            model = cls(config, attention_backend=attention_backend)
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        tensors = hf_checkpoint.read_tensors(Path(folder), shapes, dtype)
-        if config.tie_word_embeddings:
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-        model.load_state_dict(tensors, assign=True)
-        if config.tie_word_embeddings:  # load_state_dict has untied them
-            model.lm_head.weight = model.model.embed_tokens.weight
-        return model.to(device)
+            model = cls(config)
+        hf_checkpoint.check_tensors(Path(folder), model._shapes())
+        return config
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self.named_parameters()}
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors (sharded if large) atomically.
 
-        `transformers` can load the folder of a model without memory.
+        Adapters are merged into the weights.
+
+        `transformers` can load the folder of a causal model without memory. That of a bidirectional
+        model is a LLaDA's.
 
         Raises:
             CheckpointError: `folder` holds other files, which would be lost.
             UserError: The folder cannot be written.
         """
-        tensors = {name: p.detach() for name, p in self.named_parameters()}
-        hf_checkpoint.write_checkpoint(Path(folder), self.config, tensors)
+        hf_checkpoint.write_checkpoint(Path(folder), self.config, self.whole_tensors())
+
+    def whole_tensors(self) -> Mapping[str, Tensor]:
+        """The parameters by name; with LoRA those of the merged model, in 16 bits."""
+        if self.lora is not None:
+            return merged_tensors(self)
+        return {name: p.detach() for name, p in self.named_parameters()}

@@ -8,30 +8,47 @@ does the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Logits per chunk: 2^26 float32 are 256 MiB. Each chunk adds to the gradient of the whole weight,
-# which is cheap compared to its matrix products if it has 500 rows or more.
+from infini_model.model.precision import as_operand
+
+# Logits per chunk: 2^26 float32 are 256 MiB.
 LOGITS_AT_ONCE = 1 << 26
+# Rows of a chunk come in multiples of this, for the tiles of the matrix products.
+TILE = 128
+# The gradient of the weight in 16 bits is added up in parts of this many numbers: 32 MiB.
+PRODUCTS_AT_ONCE = 1 << 24
 
 IGNORED = -100
 
 
 def summed_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, logits_at_once: int = LOGITS_AT_ONCE
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    row_weights: Tensor | None = None,
+    excluded: int | None = None,
+    logits_at_once: int | None = None,
 ) -> Tensor:
-    """The sum of the losses of all targets, with gradients for `hidden` and `weight`.
+    """The weighted sum of the losses of all targets, with gradients for `hidden` and `weight`.
 
     Args:
         hidden: [N, H], of a floating-point dtype.
         weight: Of the output layer, [V, H]; the logits are hidden · weightᵀ, in the dtype that
-            autocast gives them.
+            autocast gives them, or that of `hidden`.
         targets: [N] int64; -100 is ignored.
-        logits_at_once: Size of the largest chunk of logits, but at least one row.
+        row_weights: [N] float32, the factor of each loss; None is 1.
+        excluded: A token that has no probability and is no target, such as a mask token.
+        logits_at_once: Size of the largest chunk of logits, but at least one row. None is 2^26 or,
+            with gradients, the size of `weight` if that is more: each chunk reads and writes the
+            gradient of the whole weight, which so costs little beside its products.
 
     Returns:
         [], float32 (float64 for float64); the gradients have the dtypes of `hidden` and `weight`.
@@ -40,25 +57,36 @@ def summed_loss(
         RuntimeError, IndexError: A target is outside the vocabulary.
     """
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
-        return token_losses(hidden, weight, targets, logits_at_once=logits_at_once).sum()
-    dtype = functional.linear(hidden[:0], weight[:0]).dtype
-    total: Tensor = _loss_and_gradients(hidden, weight, targets, dtype, logits_at_once)[0]
+        at_once = logits_at_once or LOGITS_AT_ONCE
+        losses = token_losses(hidden, weight, targets, excluded=excluded, logits_at_once=at_once)
+        return losses.sum() if row_weights is None else losses @ row_weights.to(losses.dtype)
+    dtype = functional.linear(hidden[:0], as_operand(weight[:0], hidden)).dtype
+    at_once = logits_at_once or max(LOGITS_AT_ONCE, weight.numel())
+    rows, trained = _rows_at_once(len(hidden), len(weight), at_once), weight.requires_grad
+    total: Tensor = _loss_and_gradients(
+        hidden, weight, targets, row_weights, excluded, dtype, rows, trained
+    )[0]
     return total
 
 
 def token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, logits_at_once: int = LOGITS_AT_ONCE
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    excluded: int | None = None,
+    logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Tensor:
     """The loss of each target, [N], 0 where ignored; arguments are those of `summed_loss`.
 
     Gradients flow to `hidden` and `weight`, but then autograd keeps the logits of all chunks.
     """
-    count = _chunk_count(hidden, weight, logits_at_once)
-    chunks = zip(hidden.chunk(count), targets.chunk(count), strict=True)
-    exact = _exact(hidden)
+    at_once = _rows_at_once(len(hidden), len(weight), logits_at_once)
+    chunks = zip(torch.split(hidden, at_once), torch.split(targets, at_once), strict=True)
+    exact, weight = _exact(hidden), as_operand(weight, hidden)
     losses = [
         functional.cross_entropy(
-            functional.linear(rows, weight).to(exact),
+            _without(functional.linear(rows, weight).to(exact), excluded),
             row_targets,
             ignore_index=IGNORED,
             reduction="none",
@@ -70,44 +98,86 @@ def token_losses(
 
 @torch.library.custom_op("infini_model::loss_and_gradients", mutates_args=())
 def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, logits_at_once: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    row_weights: Tensor | None,
+    excluded: int | None,
+    dtype: torch.dtype,
+    rows_at_once: int,
+    trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients for `hidden` and `weight`; products in `dtype`."""
-    exact, count = _exact(hidden), _chunk_count(hidden, weight, logits_at_once)
+    """The sum of the losses, and its gradients for `hidden` and `weight`; products in `dtype`.
+
+    That of a weight that is not `trained` is empty. Nothing waits for the device.
+    """
+    exact = _exact(hidden)
     table, dhidden = weight.to(dtype), torch.empty_like(hidden)
-    dweight = torch.zeros_like(weight, dtype=exact)
+    dweight = torch.zeros_like(weight if trained else weight[:0], dtype=exact)
     losses = torch.empty_like(targets, dtype=exact)
-    chunks = (x.chunk(count) for x in (hidden, targets, losses, dhidden))
-    buffer = table.new_empty(-(-len(hidden) // count), len(table))
-    for rows, row_targets, loss, drows in zip(*chunks, strict=True):
+    chunks = (torch.split(x, rows_at_once) for x in (hidden, targets, losses, dhidden))
+    factors: Iterable[Tensor | None] = repeat(None)
+    if row_weights is not None:
+        factors = torch.split(row_weights.to(exact), rows_at_once)
+    # All that is as large as the logits, for every chunk: their products and they themselves.
+    products = table.new_empty(min(rows_at_once, len(hidden)), len(table))
+    buffer = products if dtype == exact else torch.empty_like(products, dtype=exact)
+    for rows, row_targets, loss, drows, factor in zip(*chunks, factors, strict=False):
+        narrow, logits = products[: len(rows)], buffer[: len(rows)]
         ignored = row_targets == IGNORED
         index = row_targets.masked_fill(ignored, 0).unsqueeze(1)
-        logits = torch.mm(rows.to(dtype), table.t(), out=buffer[: len(rows)]).to(exact)
-        log_probs = torch.log_softmax(logits, dim=1, out=logits)
+        torch.mm(rows.to(dtype), table.t(), out=narrow)
+        if dtype != exact:
+            logits.copy_(narrow)
+        log_probs = torch.log_softmax(_without(logits, excluded), dim=1, out=logits)
         target_log_probs = log_probs.gather(1, index)
         loss.copy_(target_log_probs.squeeze(1).neg().masked_fill_(ignored, 0.0))
 
         # Softmax minus one at the target. Ignored rows are masked in tensors of width H, which is
-        # cheaper than in the logits.
-        dlogits = log_probs.exp_().scatter_(1, index, target_log_probs.expm1()).to(dtype)
+        # cheaper than in the logits. Deterministic on CUDA, `scatter_` would copy from the host.
+        dlogits = log_probs.exp_()
+        every_row = torch.arange(len(rows), device=rows.device)
+        dlogits[every_row, index.squeeze(1)] = target_log_probs.expm1().squeeze(1)
+        if factor is not None:
+            loss.mul_(factor)
+            dlogits.mul_(factor.unsqueeze(1))
+        if dtype != exact:
+            dlogits = narrow.copy_(dlogits)
         mask = ignored.unsqueeze(1)
         drows.copy_(torch.mm(dlogits, table).masked_fill_(mask, 0.0))
-        kept_rows = rows.to(dtype).masked_fill(mask, 0.0)
-        if dtype == exact:
-            dweight.addmm_(dlogits.t(), kept_rows)
-        else:
-            dweight += torch.mm(dlogits.t(), kept_rows)
+        if trained:
+            _add_product(dweight, dlogits.t(), rows.to(dtype).masked_fill(mask, 0.0))
     return losses.sum(), dhidden, dweight.to(weight.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left · right, in their dtype, to `total`."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+        return
+    # On a CPU `addmm` takes one dtype. The whole product would be half as large as `total`.
+    at_once = max(1, PRODUCTS_AT_ONCE // right.size(1))
+    for part, rows in zip(torch.split(total, at_once), torch.split(left, at_once), strict=True):
+        part += torch.mm(rows, right)
+
+
+def _without(logits: Tensor, excluded: int | None) -> Tensor:
+    """`logits` [N, V] with the column of `excluded` set to minus infinity in place."""
+    if excluded is not None:
+        logits.select(1, excluded).fill_(-torch.inf)
+    return logits
 
 
 def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _chunk_count(hidden: Tensor, weight: Tensor, logits_at_once: int) -> int:
-    """The number of chunks, of about equal size, that the rows are split into."""
-    longest = max(1, logits_at_once // len(weight))
-    return max(1, -(-len(hidden) // longest))
+def _rows_at_once(rows: int, vocabulary: int, logits_at_once: int) -> int:
+    """The rows of a chunk: chunks are about equally large, and whole tiles where they can be."""
+    longest = max(1, logits_at_once // vocabulary)
+    tile = TILE if longest >= TILE else 1
+    count = max(1, -(-rows // (longest // tile * tile)))
+    return max(1, -(-rows // (count * tile)) * tile)
 
 
 @_loss_and_gradients.register_fake
@@ -115,11 +185,14 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,  # noqa: ARG001
+    row_weights: Tensor | None,  # noqa: ARG001
+    excluded: int | None,  # noqa: ARG001
     dtype: torch.dtype,  # noqa: ARG001
-    logits_at_once: int,  # noqa: ARG001
+    rows_at_once: int,  # noqa: ARG001
+    trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = hidden.new_empty((), dtype=_exact(hidden))
-    return total, torch.empty_like(hidden), torch.empty_like(weight)
+    return total, torch.empty_like(hidden), torch.empty_like(weight if trained else weight[:0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG001
@@ -131,7 +204,8 @@ def _scale(ctx: Any, grad: Tensor, *second_order: Tensor | None) -> tuple[Tensor
     if any(x is not None for x in second_order):
         raise RuntimeError("the loss can be differentiated once, not twice")
     dhidden, dweight = ctx.saved_tensors
-    return dhidden * grad, dweight * grad, None, None, None
+    by_weight = dweight * grad if ctx.needs_input_grad[1] else None
+    return dhidden * grad, by_weight, None, None, None, None, None, None
 
 
 _loss_and_gradients.register_autograd(_scale, setup_context=_save)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from infini_model.model.kernels.exclusive_scan import exclusive_scan
 from infini_model.model.kernels.memory_ops import key_value_sums
 from infini_model.model.kernels.numerics import EMPTY_MASS, memory_dtype
 
@@ -57,8 +58,8 @@ def feature_map(x: Tensor) -> Tensor:
 
 def memory_states(
     keys: Tensor, values: Tensor, first: Memory, reset: Tensor | None, update: Update
-) -> Memory:
-    """The memory before each segment, and after the last.
+) -> tuple[Memory, Memory]:
+    """The memory before each segment, and that after the last.
 
     Args:
         keys: Keys of N segments, [B, N, H_kv, L, D].
@@ -68,27 +69,28 @@ def memory_states(
         update: How a segment is written.
 
     Returns:
-        kv [B, N + 1, H_kv, D, D] and norm [B, N + 1, H_kv, D].
+        Before each segment, kv [B, N, H_kv, D, D] and norm [B, N, H_kv, D]; and after the last,
+        kv [B, H_kv, D, D] and norm [B, H_kv, D].
     """
     sums = key_value_sums(keys.flatten(0, 1), values.flatten(0, 1))
     added = Memory(*(x.view(*keys.shape[:2], *x.shape[1:]) for x in sums))
-    kv, norm = (
-        torch.cat((x.unsqueeze(1), new), dim=1) for x, new in zip(first, added, strict=True)
-    )
-    norm = _prefix_sums(norm, reset)
+    norm, last_norm = exclusive_scan(added.norm, first.norm, reset)
     if update == "linear":
-        return Memory(_prefix_sums(kv, reset), norm)
+        kv, last_kv = exclusive_scan(added.kv, first.kv, reset)
+        return Memory(kv, norm), Memory(last_kv, last_norm)
     with torch.autocast(keys.device.type, enabled=False):
-        kept = _retention(feature_map(keys), norm[:, :-1], added.norm)
+        kept = _retention(feature_map(keys), norm, added.norm)
+        written = torch.cat((first.kv.unsqueeze(1), added.kv), dim=1)
         # The first map keeps nothing, so `first` is the first state.
-        kept = torch.cat((torch.zeros_like(kv[:, :1]), kept), dim=1)
-        return Memory(_compose(kept, kv, reset), norm)
+        kept = torch.cat((torch.zeros_like(written[:, :1]), kept), dim=1)
+        states = _compose(kept, written, reset)
+        return Memory(states[:, :-1], norm), Memory(states[:, -1], last_norm)
 
 
 def update_memory(memory: Memory, keys: Tensor, values: Tensor, update: Update) -> Memory:
     """The memory after one more segment of keys and values [B, H_kv, L, D]."""
-    after = memory_states(keys.unsqueeze(1), values.unsqueeze(1), memory, None, update)
-    return Memory(after.kv[:, 1], after.norm[:, 1])
+    _, after = memory_states(keys.unsqueeze(1), values.unsqueeze(1), memory, None, update)
+    return after
 
 
 def _retention(features: Tensor, norm: Tensor, added: Tensor) -> Tensor:
@@ -116,26 +118,6 @@ def _retention(features: Tensor, norm: Tensor, added: Tensor) -> Tensor:
     shares = torch.where(nonempty, features / torch.where(nonempty, mass, 1.0), 0.0)
     identity = torch.eye(features.size(-1), dtype=features.dtype, device=features.device)
     return identity - features.mT @ shares
-
-
-def _prefix_sums(x: Tensor, reset: Tensor | None) -> Tensor:
-    """Inclusive prefix sums of `x` [B, N, ...] over N, zero where `reset` [B, N] is true.
-
-    Sums restart after a reset. They are computed by doubling: sums over 1, 2, 4, … neighbours are
-    joined unless that crosses a reset. Subtracting a prefix instead would leave its rounding error.
-    """
-    if reset is None:
-        return x.cumsum(dim=1)
-    crosses = reset.reshape(*reset.shape, *[1] * (x.dim() - 2))
-    x = x.masked_fill(crosses, 0.0)
-    distance = 1
-    while distance < x.size(1):
-        carried = x[:, :-distance].masked_fill(crosses[:, distance:], 0.0)
-        x = torch.cat((x[:, :distance], x[:, distance:] + carried), dim=1)
-        joined = crosses[:, distance:] | crosses[:, :-distance]
-        crosses = torch.cat((crosses[:, :distance], joined), dim=1)
-        distance *= 2
-    return x
 
 
 def _compose(kept: Tensor, added: Tensor, reset: Tensor | None) -> Tensor:

@@ -1,10 +1,14 @@
-"""Precision of the matrix products. Weights, optimizer state and losses are always float32."""
+"""Precision of matrix products.
+
+Trained weights, optimizer state, losses and the residual stream between layers are always float32.
+"""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 
 class Precision(NamedTuple):
@@ -16,6 +20,57 @@ class Precision(NamedTuple):
     def autocast(self, device: torch.device) -> torch.autocast:
         """The context in which to run a model on `device`."""
         return torch.autocast(device.type, self.products, enabled=self.products is not None)
+
+
+def product_input(x: Tensor) -> Tensor:
+    """`x`, which several products share, in the dtype that autocast would cast it to for each.
+
+    Outside autocast it is `x` itself. The gradients that the products return are then summed in
+    that dtype, and cast back once.
+    """
+    device = x.device.type
+    # Autocast leaves float64 as it is.
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def as_operand(weight: Tensor, x: Tensor) -> Tensor:
+    """`weight` in the dtype of `x`, for their product; under autocast, which casts, as it is."""
+    return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
+
+
+class Operands:
+    """The weights of the linear layers of a model in the dtype of its products, cast once.
+
+    Without gradients autocast casts each weight in each pass, even in that of a single token. In
+    this context, which may be entered many times, the layers hold the copies, and passes under
+    autocast compute the same bits. The copies are two bytes per weight.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        products = precision.products
+        self._others: list[tuple[nn.Linear, nn.Parameter | None]] = [
+            (layer, nn.Parameter(layer.weight.detach().to(products), requires_grad=False))
+            for layer in model.modules()
+            if isinstance(layer, nn.Linear) and products not in (None, layer.weight.dtype)
+            # Autocast leaves these as they are.
+            if layer.weight.dtype != torch.float64
+        ]
+
+    def __enter__(self) -> None:
+        self.swap()
+
+    def __exit__(self, *_: object) -> None:
+        self.swap()
+
+    def swap(self) -> None:
+        """Exchange the weights that the layers hold for those kept here."""
+        # Not as attributes, which `nn.Module` checks at length: this is done for each token.
+        held = [(layer, layer._parameters["weight"]) for layer, _ in self._others]
+        for layer, weight in self._others:
+            layer._parameters["weight"] = weight
+        self._others = held
 
 
 PRECISIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +38,31 @@ def rope_tables(
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding of `x` [..., L, D] by `rope` = (cos, sin), each broadcast to [..., L, D].
 
-    Dimension i is paired with i + D / 2, as in Hugging Face's Llama. The dtype of `x` is kept.
+    Dimension i is paired with i + D / 2, as in Hugging Face's Llama. It is computed in float32
+    (float64 for float64) if the tables are float32, and the dtype of `x` is kept. The tables get
+    no gradient.
     """
-    cos, sin = rope
-    half = x.size(-1) // 2
-    signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-    return torch.addcmul(x * cos, x.roll(half, dims=-1), signed).to(x.dtype)
+    out: Tensor = _Rotation.apply(x, *rope)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rotation(torch.autograd.Function):
+    """The rotation; its gradient is the inverse rotation, computed as precisely in as few passes.
+
+    Autograd would round both terms of the gradient to the dtype of `x` before it adds them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.size(-1) // 2
+        wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+        out = wide * cos
+        out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(wide[..., :half], sin[..., half:])
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(grad, (cos, -sin.roll(sin.size(-1) // 2, dims=-1))), None, None

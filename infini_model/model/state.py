@@ -23,6 +23,7 @@ class LayerState:
         values: Its values, of the same shape.
         memory_keys: The keys under which these values will be written, of the same shape.
         last_key: Key of the last token before the key shift, [B, H_kv, D].
+        last_query: Its query before the query shift, [B, H, D]; None in a model without that shift.
     """
 
     memory: Memory
@@ -30,6 +31,7 @@ class LayerState:
     values: Tensor
     memory_keys: Tensor
     last_key: Tensor
+    last_query: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,28 @@ class State:
 
     layers: tuple[LayerState, ...]
     position: Tensor
+
+    def repeat(self, times: int) -> State:
+        """A state with each row repeated so many times, one after the other."""
+
+        def repeated(tensor: Tensor) -> Tensor:
+            return tensor.repeat_interleave(times, dim=0)
+
+        layers = []
+        for layer in self.layers:
+            memory = Memory(*map(repeated, layer.memory))
+            queries = None if layer.last_query is None else repeated(layer.last_query)
+            layers.append(
+                LayerState(
+                    memory,
+                    repeated(layer.keys),
+                    repeated(layer.values),
+                    repeated(layer.memory_keys),
+                    repeated(layer.last_key),
+                    queries,
+                )
+            )
+        return State(tuple(layers), repeated(self.position))
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,12 @@ class CacheUpdate:
             starts=(position == 0).to(device),
             in_place=in_place,
         )
+
+    def newest(self, new: Tensor, previous: Tensor) -> Tensor:
+        """Each row's last real token of `new` [B, H, T, D], or `previous` [B, H, D] without one."""
+        index = self.last.clamp(min=0)[:, None, None, None]
+        last = new.gather(2, index.expand(-1, new.size(1), 1, new.size(3))).squeeze(2)
+        return torch.where(self.last[:, None, None] < 0, previous, last)
 
     def write(self, cache: Tensor, new: Tensor, segment_length: int) -> Tensor:
         """`cache` [B, H_kv, n, D] with `new` [B, H_kv, T, D] in its slots.

@@ -5,10 +5,25 @@ return it from `make_objective`.
 """
 
 from infini_model.config import Config
+from infini_model.objectives.block_diffusion import BlockDiffusion
 from infini_model.objectives.causal import CausalLM
+from infini_model.objectives.masked_diffusion import MaskedDiffusion
 from infini_model.objectives.objective import Objective
+from infini_model.runtime.errors import ConfigError
 
 
-def make_objective(config: Config) -> Objective:  # noqa: ARG001 - there is only one so far
-    """Create the objective set in `config`, with its settings and seed."""
-    return CausalLM()
+def make_objective(config: Config) -> Objective:
+    """Create the objective set in `config`, with its settings and seed.
+
+    `config.model` is that of the model itself. Raises `ConfigError` if it has no mask token and the
+    objective needs one.
+    """
+    if config.training.objective == "causal":
+        return CausalLM()
+    mask = config.model.mask_token_id
+    if mask is None:
+        raise ConfigError(f"model.mask_token_id: missing; {config.training.objective} needs one")
+    seed, noise = config.run.seed, config.training.diffusion_noise
+    if config.training.objective == "block_diffusion":
+        return BlockDiffusion(seed, mask, config.model.segment_length, noise)
+    return MaskedDiffusion(seed, mask, noise)

@@ -1,4 +1,7 @@
-"""Causal language modelling: each position predicts the next token of its own document."""
+"""Causal language modelling: each position predicts the next token of its own document.
+
+Of a prompt and its answer only the tokens of the answer are predicted, and its end of text.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,44 @@ from torch import Tensor
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED, summed_loss, token_losses
-from infini_model.objectives.objective import Inputs, Reduction
+from infini_model.objectives.objective import Inputs, Reduction, shares
 
 
 class CausalLM:
-    """Next-token prediction; the loss is the mean cross entropy over all targets."""
+    """Next-token prediction; the loss is the mean cross entropy over all targets.
+
+    Of answers it is the mean over the answers of the mean over the targets of each.
+    """
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens 0 … L - 1 of each row as inputs, 1 … L as labels."""
-        tokens, valid, reset, _ = batch
+        tokens, valid, reset, _, prompts = batch
         length = tokens.size(2) - 1
         labels = tokens.narrow(2, 1, length)
+        positions = torch.arange(length, device=tokens.device)
         if valid is not None:
-            positions = torch.arange(length, device=tokens.device)
             labels = labels.masked_fill(positions >= valid.unsqueeze(2), IGNORED)
-        return Inputs(tokens.narrow(2, 0, length).flatten(1), labels.flatten(1), reset)
-
-    def counted(self, inputs: Inputs) -> Tensor:
-        """Every position that has a target."""
-        return inputs.labels != IGNORED
+        if prompts is not None:
+            # Position i predicts token i + 1.
+            labels = labels.masked_fill(positions + 1 < prompts.unsqueeze(2), IGNORED)
+        labels = labels.flatten(1)
+        ids, counted = tokens.narrow(2, 0, length).flatten(1), labels != IGNORED
+        if prompts is None:
+            return Inputs(ids, labels, reset, counted)
+        share = shares(counted)
+        return Inputs(ids, labels, reset, share, share.float())
 
     def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
         """Cross entropy in nats, computed without materializing all logits."""
         hidden, _ = model.hidden(inputs.input_ids, reset=inputs.reset)
         flat, targets = hidden.flatten(0, 1), inputs.labels.flatten()
-        if reduction == "none":
-            return token_losses(flat, model.lm_head.weight, targets).view_as(inputs.labels)
-        return summed_loss(flat, model.lm_head.weight, targets)
+        weights = None if inputs.weights is None else inputs.weights.flatten()
+        if reduction == "sum":
+            return summed_loss(flat, model.lm_head.weight, targets, row_weights=weights)
+        losses = token_losses(flat, model.lm_head.weight, targets)
+        if weights is not None:
+            losses = losses * weights.to(losses.dtype)
+        return losses.view_as(inputs.labels)
 
 
 class GPUDataCollatorForCLM:

@@ -23,11 +23,25 @@ class Inputs(NamedTuple):
         input_ids: int64 [B, T].
         labels: int64 [B, T], the target at each position, or -100 for none.
         reset: bool [B, T / segment_length], true where the memory is emptied first, or None.
+        counted: [B, T], the divisor of the batch's summed loss is the sum of these: bool, 1 at
+            each target; of answers, which count the same however long they are, float64, at each
+            target its share of the answer.
+        weights: float32 [B, T], the factor of each loss in the sum; None is 1.
     """
 
     input_ids: Tensor
     labels: Tensor
     reset: Tensor | None
+    counted: Tensor
+    weights: Tensor | None = None
+
+
+def shares(targets: Tensor) -> Tensor:
+    """What each target is of its row's answer, float64 [B, T], from `targets` bool [B, T].
+
+    The sum is 1 in each row that has targets.
+    """
+    return targets / targets.sum(1, keepdim=True).clamp(min=1).double()
 
 
 class Objective(Protocol):
@@ -35,9 +49,6 @@ class Objective(Protocol):
 
     def inputs(self, batch: Batch) -> Inputs:
         """Inputs and targets of `batch`, on its device."""
-
-    def counted(self, inputs: Inputs) -> Tensor:
-        """bool [B, T], the positions counted in the divisor of the batch's summed loss."""
 
     def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
         """The `sum` of the losses, [], or with `none` each loss, [B, T], 0 without a target.

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from infini_model.data.loading.windows import Batch
+from infini_model.model.inspection.memory_use import MemoryUse, watched
 from infini_model.model.precision import Precision
-from infini_model.objectives.objective import LossModule
+from infini_model.objectives.objective import Inputs, LossModule
 
 
 class Scorer:
@@ -21,13 +22,29 @@ class Scorer:
 
         `empty_memory` empties the memory before every segment, to measure what it contributes.
         """
-        objective, segment_length = self._module.objective, self._module.model.config.segment_length
-        inputs = objective.inputs(batch.to(self._device))
+        both = torch.stack(self.losses(batch, empty_memory=empty_memory))
+        windows, length = both.shape[1:]
+        segment_length = min(self._module.model.config.segment_length, length)
+        return both.reshape(2, windows, -1, segment_length).sum(dim=(1, 3))
+
+    def losses(self, batch: Batch, *, empty_memory: bool = False) -> tuple[Tensor, Tensor]:
+        """The loss and the count of each target, both [B, T] float64 on the device, 0 elsewhere."""
+        inputs = self._module.objective.inputs(batch.to(self._device))
         windows, length = inputs.input_ids.shape
+        segment_length = min(self._module.model.config.segment_length, length)
         if empty_memory:
             reset = torch.ones(windows, length // segment_length, dtype=torch.bool)
             inputs = inputs._replace(reset=reset.to(self._device))
+        return self._losses(inputs), inputs.counted.double()
+
+    def losses_and_use(self, batch: Batch) -> tuple[Tensor, Tensor, MemoryUse]:
+        """As `losses`, and what the memory contributed; `ConfigError` for a model without one."""
+        inputs = self._module.objective.inputs(batch.to(self._device))
+        with watched(self._module.model, inputs.counted > 0) as watch:
+            losses = self._losses(inputs)
+        return losses, inputs.counted.double(), watch.use
+
+    def _losses(self, inputs: Inputs) -> Tensor:
         with torch.no_grad(), self._precision.autocast(self._device):
-            losses = self._module(inputs, "none")
-        both = torch.stack([losses.double(), objective.counted(inputs).double()])
-        return both.reshape(2, windows, -1, segment_length).sum(dim=(1, 3))
+            losses: Tensor = self._module(inputs, "none")
+        return losses.double()

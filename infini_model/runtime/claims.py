@@ -2,12 +2,14 @@
 
 A process locks the folder it works in, and the kernel releases the lock when the process exits. A
 run that is neither finished nor locked was interrupted: the same command resumes it. A flow run
-gets its own folder back unless another owner has resumed it.
+gets its own folder back unless another owner has resumed it. With `run.store` the same holds for
+all machines: a lease in the store accompanies the lock, and the folder is a working copy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -17,20 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, dump_config, load_config
+from infini_model.config.places import folder_here
 from infini_model.runtime.errors import ConfigError, DataError
-from infini_model.runtime.holders import Holder, Owner, hold
+from infini_model.runtime.holders import Holder, Owner
 from infini_model.runtime.runs import (
-    LOCK,
-    dataset_of,
+    dataset_here,
     find_run,
     is_finished,
     is_started,
+    note_run,
     read_record,
     read_run_config,
     recorded_settings,
     run_holder,
+    weights_fingerprint,
 )
 from infini_model.runtime.storage import atomic_file, make_folder, point_latest, write_json
+from infini_model.runtime.stored.working_copy import hold_run, refresh_runs, working_copy
 
 log = logging.getLogger(__name__)
 
@@ -49,33 +54,57 @@ def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = 
     names another run folder, or changes a setting that decides the weights.
     """
     where = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
-    settings = {"run": where, "data": {"folder": str(dataset_of(run_dir))}}
     own = read_run_config(run_dir)
+    data_dir = folder_here(own.run.data_dir, own.run.data_store)
+    settings = {
+        "run": where | ({} if data_dir is None else {"data_dir": str(data_dir)}),
+        "data": {"folder": str(dataset_here(run_dir))},
+    }
     config = load_config(overrides=[recorded_settings(run_dir), settings, *overrides])
     if (config.run.name, str(config.run.output_dir)) != (where["name"], where["output_dir"]):
         raise ConfigError(f"run.name: {run_dir} can only be resumed under its own name and folder")
     if config.identity != own.identity:
-        difference = _difference(config.identity, own.identity)
-        raise ConfigError(f"{run_dir} cannot be resumed with different settings ({difference})")
+        other = difference(config.identity, own.identity)
+        raise ConfigError(f"{run_dir} cannot be resumed with different settings ({other})")
     return config
 
 
-def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    for section in one:
-        for key in {**one[section], **other[section]}:
-            value, recorded = one[section].get(key), other[section].get(key)
-            if value != recorded:
-                return f"{section}.{key} is {recorded!r}, not {value!r}"
+def difference(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> str:
+    """What distinguishes the settings `one` from those recorded, `other`: the first leaf."""
+    for key in {**one, **other}:
+        value, recorded = one.get(key), other.get(key)
+        if value == recorded:
+            continue
+        if isinstance(value, Mapping) and isinstance(recorded, Mapping):
+            return difference(value, recorded, f"{above}{key}.")
+        return f"{above}{key} is {recorded!r}, not {value!r}"
     return "the dataset differs"
 
 
-def _is_same_run(run_dir: Path, config: Config, dataset_key: str) -> bool:
+def _identities(
+    run_dir: Path, config: Config, weights: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The identity of `config` and that of a run, both with the initial weights by their content.
+
+    Their names count only where a fingerprint is not known. Raises `DataError`, `ConfigError`.
+    """
+    asked, recorded = config.identity, read_run_config(run_dir).identity
+    before = weights_fingerprint(run_dir)
+    if weights is not None and before is not None:
+        asked["model"]["initial_weights"] = weights
+        recorded["model"]["initial_weights"] = before
+    return asked, recorded
+
+
+def _is_same_run(
+    run_dir: Path, config: Config, dataset_key: str | None, weights: str | None
+) -> bool:
     try:
         record = read_record(run_dir)
-        recorded = read_run_config(run_dir).identity
+        asked, recorded = _identities(run_dir, config, weights)
     except (DataError, ConfigError):
         return False
-    return record.get("dataset_key") == dataset_key and recorded == config.identity
+    return dataset_key in (None, record.get("dataset_key")) and asked == recorded
 
 
 def _numbered_folders(runs_dir: Path, prefix: str) -> list[Path]:
@@ -100,11 +129,13 @@ def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -
     write_json(run_dir / "run.json", record)
 
 
-def _check_claim(run_dir: Path, config: Config, dataset_key: str, owner: Owner | None) -> None:
+def _check_claim(
+    run_dir: Path, config: Config, dataset_key: str, weights: str | None, owner: Owner | None
+) -> None:
     """Raise `ConfigError` if the folder holds a different run or was taken over from this owner."""
-    if not _is_same_run(run_dir, config, dataset_key):
-        difference = _difference(config.identity, read_run_config(run_dir).identity)
-        raise ConfigError(f"run.name: {run_dir} holds another run ({difference})")
+    if not _is_same_run(run_dir, config, dataset_key, weights):
+        other = difference(*_identities(run_dir, config, weights))
+        raise ConfigError(f"run.name: {run_dir} holds another run ({other})")
     record = read_record(run_dir)
     if owner is not None and owner.id in record.get("former_owners", []):
         now = record["owner"]
@@ -117,8 +148,17 @@ def _check_claim(run_dir: Path, config: Config, dataset_key: str, owner: Owner |
         )
 
 
-def _record_owner(run_dir: Path, owner: Owner | None) -> None:
+def _record_claim(
+    run_dir: Path, owner: Owner | None, dataset_dir: Path, address: str | None
+) -> None:
     record = read_record(run_dir)
+    place = {} if address is None else {"dataset_address": address}
+    if not Path(record["dataset"]).exists():
+        # It was claimed on another machine, which has the same dataset elsewhere.
+        place["dataset"] = str(dataset_dir.resolve())
+    if record != record | place:
+        record |= place
+        write_json(run_dir / "run.json", record)
     before, now = record.get("owner"), None if owner is None else asdict(owner)
     if before == now:
         return
@@ -127,13 +167,32 @@ def _record_owner(run_dir: Path, owner: Owner | None) -> None:
     write_json(run_dir / "run.json", record | {"owner": now})
 
 
-def _candidates(config: Config, dataset_key: str, *, adopt: bool) -> Iterator[Path]:
+def name_prefix(config: Config) -> str:
+    """What the name of a run begins with that the user does not name."""
+    return (config.run.preset or "run").replace("+", "-")  # arxiv+stable: a name has no plus sign
+
+
+def free_name(config: Config, dataset_key: str) -> str:
+    """`run.name`, or that with a number from 2 on: the first that no other run has taken.
+
+    One with the same settings and data is no other run: it is reused or resumed.
+    """
+    for number in itertools.count(1):
+        name = str(config.run.name) if number == 1 else f"{config.run.name}-{number}"
+        run_dir = config.run.runs_dir / name
+        if not is_started(run_dir) or _is_same_run(run_dir, config, dataset_key, None):
+            return name
+    raise AssertionError
+
+
+def _candidates(
+    config: Config, dataset_key: str, weights: str | None, *, adopt: bool
+) -> Iterator[Path]:
     """Folders to try to lock: interrupted runs of this configuration, then new names."""
-    runs_dir = config.run.runs_dir
-    prefix = (config.run.preset or "run").replace("+", "-")  # arxiv+stable: a name has no plus sign
+    runs_dir, prefix = config.run.runs_dir, name_prefix(config)
     existing = _numbered_folders(runs_dir, prefix)
     for run_dir in existing:
-        if _is_available(run_dir, config, dataset_key, adopt=adopt):
+        if _is_available(run_dir, config, dataset_key, weights, adopt=adopt):
             yield run_dir
     number = int(existing[0].name.rpartition("-")[2]) + 1 if existing else 1
     while True:
@@ -141,11 +200,36 @@ def _candidates(config: Config, dataset_key: str, *, adopt: bool) -> Iterator[Pa
         number += 1
 
 
-def _is_available(run_dir: Path, config: Config, dataset_key: str, *, adopt: bool) -> bool:
+def _is_available(
+    run_dir: Path, config: Config, dataset_key: str, weights: str | None, *, adopt: bool
+) -> bool:
     """Whether a run with these settings may start or resume in this folder."""
     if not is_started(run_dir):
         return True
-    return adopt and not is_finished(run_dir) and _is_same_run(run_dir, config, dataset_key)
+    is_same = adopt and not is_finished(run_dir)
+    return is_same and _is_same_run(run_dir, config, dataset_key, weights)
+
+
+def _exact_folder(config: Config, owner: Owner | None) -> Path | None:
+    """The folder that a claim gets or fails: that of `run.name`, or the owner's."""
+    if config.run.name is not None:
+        return config.run.runs_dir / config.run.name
+    return None if owner is None else find_run(config.run.runs_dir, owner.id)
+
+
+def run_to_resume(config: Config, *, owner: Owner | None = None, adopt: bool = True) -> Path | None:
+    """The run that a claim of these settings would resume, if the dataset is still the same.
+
+    None if it would start a new one. Which it gets is decided by `claim_run`, later.
+    """
+    exact = _exact_folder(config, owner)
+    if exact is not None:
+        return exact if _is_same_run(exact, config, None, None) else None
+    for run_dir in _numbered_folders(config.run.runs_dir, name_prefix(config)) if adopt else ():
+        is_free = not is_finished(run_dir) and run_holder(run_dir) is None
+        if is_free and _is_same_run(run_dir, config, None, None):
+            return run_dir
+    return None
 
 
 def _until_released(run_dir: Path, owner: Owner | None, seconds: float) -> Iterator[Path]:
@@ -170,7 +254,7 @@ def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
     """Wait for the first machine to start the run; the other machines write only logs there."""
     run_dir = config.run.runs_dir / str(config.run.name)
     deadline = time.monotonic() + JOIN_SECONDS
-    while not _is_same_run(run_dir, config, dataset_key):
+    while not _is_same_run(run_dir, config, dataset_key, None):
         if time.monotonic() > deadline:
             raise ConfigError(f"run.name: the first machine has not started this run in {run_dir}")
         time.sleep(0.5)
@@ -183,6 +267,8 @@ def claim_run(
     dataset_key: str,
     dataset_dir: Path,
     *,
+    weights: str | None = None,
+    address: str | None = None,
     owner: Owner | None = None,
     adopt: bool = True,
     release_seconds: float = RELEASE_SECONDS,
@@ -196,12 +282,17 @@ def claim_run(
         config: The whole configuration.
         dataset_key: Content key of the dataset.
         dataset_dir: Folder of the dataset.
+        weights: Fingerprint of the initial weights, which then count by their content; without it
+            they count by their name.
+        address: The dataset in an object store, if the folder is a working copy of it.
         owner: Who claims the run; without `run.name` it gets back the folder it claimed before.
         adopt: Whether to resume an interrupted run of the same settings and data that another owner
             started.
         release_seconds: How long to wait for an earlier process of the same owner to exit.
 
     Raises:
+        StoreError, UnreachableError: The store refuses access or cannot be reached.
+        LeaseLostError: At the end of the block: another machine has taken over the run.
         ConfigError: The folder is in use, holds a run with different settings or data, or has been
             resumed by another owner; or the first machine has not started the run in time.
     """
@@ -209,28 +300,31 @@ def claim_run(
         yield _wait_for_first_machine(config, dataset_key)
         return
     runs_dir = config.run.runs_dir
-    if config.run.name is not None:
-        exact: Path | None = runs_dir / config.run.name
-    else:
-        exact = None if owner is None else find_run(runs_dir, owner.id)
+    refresh_runs(runs_dir, config.run.store)
+    exact = _exact_folder(config, owner)
     if exact is not None:
         candidates = _until_released(exact, owner, release_seconds)
     else:
-        candidates = _candidates(config, dataset_key, adopt=adopt)
+        candidates = _candidates(config, dataset_key, weights, adopt=adopt)
     for run_dir in candidates:
         make_folder(run_dir)
         holder = Holder.current(run_dir, owner)
-        with hold(run_dir / LOCK, holder) as held:
-            # Check again: it may have been started or finished just before it was locked.
-            if not held or (
-                exact is None and not _is_available(run_dir, config, dataset_key, adopt=adopt)
+        # Somebody else's run is worth a wait: if its machine has died, it is to be resumed.
+        patiently = exact is None and is_started(run_dir)
+        with hold_run(run_dir, holder, config.run.store, patiently=patiently) as held:
+            # Check again: it may have been started or finished just before it was held.
+            if held is None or (
+                exact is None
+                and not _is_available(run_dir, config, dataset_key, weights, adopt=adopt)
             ):
                 continue
             if is_started(run_dir):
-                _check_claim(run_dir, config, dataset_key, owner)
+                _check_claim(run_dir, config, dataset_key, weights, owner)
             else:
                 _start(run_dir, config, dataset_key, dataset_dir)
-            _record_owner(run_dir, owner)
+            _record_claim(run_dir, owner, dataset_dir, address)
+            note_run(dataset_dir, run_dir)
             point_latest(run_dir)
-            yield run_dir
+            with working_copy(held, config.checkpoint.save_total_limit):
+                yield run_dir
             return

@@ -6,6 +6,9 @@ the command line prints it without a traceback and exits 2, and stages are not r
 
 from collections.abc import Sequence
 
+# HTTP status codes of a busy server: worth a retry.
+BUSY = (408, 425, 429)
+
 
 class UserError(ValueError):
     """Wrong user input; the message is one line that names the key or the file."""
@@ -17,6 +20,26 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A source, a tokenizer or a dataset folder is missing, invalid or damaged."""
+
+
+class StoreError(DataError):
+    """An object store refuses a request for good, or an address is wrong."""
+
+
+class ObjectMissingError(StoreError):
+    """There is no object at an address."""
+
+
+class ObjectDamagedError(StoreError):
+    """An object does not have the checksum that its record names."""
+
+
+class ObjectChangedError(StoreError):
+    """An object was overwritten between two requests that belong together."""
+
+
+class LeaseLostError(UserError):
+    """Another machine has taken over a run whose store this one could not reach."""
 
 
 class CheckpointError(UserError):
@@ -37,6 +60,10 @@ class NonFiniteError(ArithmeticError):
     def __init__(self, message: str, consumed: int | None = None) -> None:
         super().__init__(message)
         self.consumed = consumed
+
+
+class UnreachableError(ConnectionError):
+    """A host or a store does not answer or cuts the connection; a retry may help. One line."""
 
 
 class StageError(RuntimeError):

@@ -7,7 +7,6 @@ whether a lock is held; the text in the file only identifies the process that ac
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infini_model.runtime.storage import lock, named_os_errors
+from infini_model.runtime.storage import is_locked, lock, named_os_errors
 
 # `holder_of` briefly takes a shared lock; whoever collides with it retries.
 TRIES = 3
@@ -115,17 +114,15 @@ def hold(path: Path, holder: Holder) -> Iterator[bool]:
 
 def holder_of(path: Path) -> Holder | None:
     """Current holder of the lock file `path`; None if it is not held."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read(path)
-    finally:
-        os.close(descriptor)
-    return None
+    for _ in range(TRIES):
+        if not is_locked(path):
+            return None
+        holder = _read(path)
+        if holder.pid is not None:
+            break
+        # It has just acquired the lock, or is about to release it.
+        time.sleep(PAUSE_SECONDS)
+    return holder
 
 
 def _read(path: Path) -> Holder:

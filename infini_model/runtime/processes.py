@@ -123,7 +123,7 @@ def oom_kills() -> int:
 
 
 @contextlib.contextmanager
-def _deferred_signals() -> Iterator[list[int]]:
+def deferred_signals() -> Iterator[list[int]]:
     """Collect `STOPS` signals in a list while the block runs; deliver the first one afterwards.
 
     A handler that raises could interrupt any line, such as one that holds the lock of a `Popen`,
@@ -206,7 +206,7 @@ def run(
     Raises:
         ProcessTimeoutError: The deadline has passed.
     """
-    with _deferred_signals() as received, _spawn(command, env, cwd) as (process, pipe):
+    with deferred_signals() as received, _spawn(command, env, cwd) as (process, pipe):
         lines = _Lines(pipe, on_line)
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
 

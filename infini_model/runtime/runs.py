@@ -9,27 +9,46 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infini_model.config import Config, read_tree, validate
 from infini_model.config.moved import with_keys_moved
-from infini_model.runtime.errors import ConfigError, DataError
+from infini_model.runtime.errors import ConfigError, DataError, UserError
 from infini_model.runtime.holders import Holder, Owner, holder_of
 from infini_model.runtime.metrics_file import read_newest
-from infini_model.runtime.storage import write_json
+from infini_model.runtime.storage import MANIFEST, content_key, write_json
+from infini_model.runtime.stored.record import stored_holder
 
 LOCK = ".lock"
 EVALUATION = "evaluation.json"
+REPORT, REPORT_PAGE = "report.md", "report.html"
+INITIAL_WEIGHTS = "initial_weights.json"
+CHECKPOINTS, MODEL = "checkpoints", "model"
+STEP = re.compile(rf"{CHECKPOINTS}/step-(\d+)")
+
+
+def step_key(step: int) -> str:
+    """The folder of a checkpoint, below that of its run."""
+    return f"{CHECKPOINTS}/step-{step}"
 
 
 def record_evaluation(
-    run_dir: Path, step: int, dataset_key: str, metrics: Mapping[str, float]
+    run_dir: Path,
+    step: int,
+    dataset_key: str,
+    metrics: Mapping[str, float],
+    intervals: Mapping[str, tuple[float, float]] | None = None,
 ) -> None:
-    """Record that the checkpoint of `step` has been evaluated; call after writing `report.md`."""
+    """Record that the checkpoint of `step` has been evaluated; call after writing the report.
+
+    `intervals` are those of 95% that some of the metrics have, low and high.
+    """
     record = {"step": step, "dataset_key": dataset_key, "metrics": dict(metrics)}
-    write_json(run_dir / EVALUATION, record)
+    write_json(run_dir / EVALUATION, record | {"intervals": dict(intervals or {})})
 
 
 def is_finished(run_dir: Path) -> bool:
@@ -48,7 +67,7 @@ def _evaluated_step(run_dir: Path) -> int | None:
         return int(record["step"])
     # Older versions wrote only the report. It covers the last step if no later step is recorded.
     with contextlib.suppress(FileNotFoundError):
-        written = (run_dir / "report.md").stat().st_mtime
+        written = (run_dir / REPORT).stat().st_mtime
         newest = read_newest(run_dir, "step", "time")
         if newest and newest["time"] <= written:
             return int(newest["step"])
@@ -111,12 +130,36 @@ def is_started(run_dir: Path) -> bool:
     return (run_dir / "run.json").is_file()
 
 
+def weights_fingerprint(run_dir: Path) -> str | None:
+    """Fingerprint of the pretrained weights that a run began from; None if none are recorded."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((run_dir / INITIAL_WEIGHTS).read_bytes())["fingerprint"])
+    return None
+
+
 def dataset_of(run_dir: Path) -> Path:
     """The dataset folder a run was started with.
 
     Raises `DataError` if `run_dir` is not a run folder.
     """
     return Path(read_record(run_dir)["dataset"])
+
+
+def dataset_here(run_dir: Path) -> Path | str:
+    """The dataset of a run, for this machine: a folder, or an address if no folder is here.
+
+    Of a run that another machine has started, it is the folder of that name in this output folder.
+    A dataset in the run's own store is found there by the name of its folder.
+
+    Raises `DataError` or `ConfigError` if `run_dir` is not a run folder.
+    """
+    record = read_record(run_dir)
+    folder, address = Path(record["dataset"]), record.get("dataset_address")
+    here = run_dir.parent.parent / "datasets" / folder.name
+    if folder.exists() or here.exists():
+        return folder if folder.exists() else here
+    store = read_run_config(run_dir).run.datasets_store
+    return folder if address is None or address == f"{store}/{folder.name}" else str(address)
 
 
 def owner_of(run_dir: Path) -> Owner | None:
@@ -126,8 +169,57 @@ def owner_of(run_dir: Path) -> Owner | None:
 
 
 def run_holder(run_dir: Path) -> Holder | None:
-    """The process that works in a run folder now, if any."""
-    return holder_of(run_dir / LOCK)
+    """The process that works in a run now, if any, perhaps on another machine.
+
+    What other machines do with a stored run is as `refresh_runs` found it last.
+    """
+    return holder_of(run_dir / LOCK) or stored_holder(run_dir)
+
+
+def kept_steps(steps: Iterable[int], losses: Mapping[int, float], keep: int) -> set[int]:
+    """The checkpoints to keep: the `keep` newest and the one with the lowest validation loss."""
+    found = sorted(steps, reverse=True)
+    best = min((step for step in found if step in losses), key=losses.__getitem__, default=None)
+    return {*found[:keep], *([] if best is None else [best])}
+
+
+def note_run(dataset_dir: Path, run_dir: Path) -> None:
+    """Note in the datasets folder that a run of another output folder uses a dataset there.
+
+    Without it nobody who cleans up the datasets could know. A folder that cannot be written is left
+    as it is.
+    """
+    datasets_dir = dataset_dir.resolve().parent
+    run = str(run_dir.resolve())
+    is_known = run_dir.resolve().parent == (datasets_dir.parent / "runs").resolve()
+    if is_known or not (dataset_dir / MANIFEST).is_file():
+        return
+    host = socket.gethostname()
+    record = {"run": run, "host": host, "dataset": dataset_dir.resolve().name}
+    with contextlib.suppress(UserError):
+        write_json(datasets_dir / ".runs" / f"{content_key([host, run])[:32]}.json", record)
+
+
+class RunNote(NamedTuple):
+    """A file that `note_run` wrote: the run, and the name of its dataset.
+
+    `is_gone` means that the run's folder is; one of another machine may only be out of sight.
+    """
+
+    file: Path
+    run_dir: Path
+    dataset: str
+    is_gone: bool
+
+
+def noted_runs(datasets_dir: Path) -> Iterator[RunNote]:
+    """The runs that were noted in a datasets folder."""
+    for path in sorted((datasets_dir / ".runs").glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            run_dir = Path(record["run"])
+            is_gone = record["host"] == socket.gethostname() and not run_dir.is_dir()
+            yield RunNote(path, run_dir, str(record["dataset"]), is_gone)
 
 
 def find_run(runs_dir: Path, owner_id: str) -> Path | None:

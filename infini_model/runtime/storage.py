@@ -14,6 +14,7 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from typing import Any
 from infini_model.runtime.errors import UserError
 
 TEMPORARY = ".tmp-"
+# What a complete folder lists its files in; it is written last, and removed first.
+MANIFEST = "manifest.json"
+_encode_sorted = json.JSONEncoder(sort_keys=True).encode
 SMALL_BYTES = 1 << 17
 UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG}
@@ -97,7 +101,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         try:
             yield temporary
             for entry in [*temporary.rglob("*"), temporary]:
-                _sync(entry)
+                # A hard link is to a file that is on the disk already.
+                if entry.is_dir() or entry.stat().st_nlink == 1:
+                    _sync(entry)
             if path.exists():
                 retired = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
                 os.rename(path, retired / "retired")
@@ -124,6 +130,16 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
             path.unlink(missing_ok=True)
 
 
+def retire(path: Path) -> Path:
+    """Rename what is about to be deleted to a temporary name, so that a kill leaves no half of it.
+
+    Needs no space on a full disk. Raises `OSError`.
+    """
+    retired = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, retired)
+    return retired
+
+
 def dump_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON into a folder under construction. Raises `OSError`."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -136,21 +152,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def point_latest(folder: Path) -> None:
-    """Point the symbolic link `latest` beside `folder` to it, atomically."""
-    descriptor = os.open(folder.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    """Point the symbolic link `latest` beside `folder` to it, atomically. Raises `UserError`."""
+    with lock(folder.parent / ".latest.lock"), named_os_errors(folder.parent / "latest"):
         remove_leftovers(folder.parent, "latest")
         link = folder.parent / f"{TEMPORARY}latest-{os.getpid()}"
         link.symlink_to(folder.name)
         os.replace(link, folder.parent / "latest")
-    finally:
-        os.close(descriptor)
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path | str) -> str:
     """SHA-256 of a file in hexadecimal, as `sha256sum` prints it."""
-    with path.open("rb") as file:
+    with open(path, "rb") as file:  # noqa: PTH123
         # For thousands of small files, allocating a buffer each takes longer than reading them.
         head = file.read(SMALL_BYTES)
         if len(head) < SMALL_BYTES:
@@ -164,25 +176,57 @@ def content_key(tree: Any) -> str:
 
     Equal trees have equal keys on every machine, so that a key can name a file or a folder.
     """
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_encode_sorted(tree).encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
+def lock(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[bool]:
     """Hold an exclusive lock on the file `path`; yields False if `wait` is false and it is held.
 
-    The kernel releases the lock when the process exits, even if it is killed. Child processes do
-    not inherit it.
+    Holders of a `shared` lock exclude those of an exclusive one, but not each other. The kernel
+    releases a lock when the process exits, even if it is killed. Child processes do not inherit it.
+
+    Whoever holds the exclusive lock may delete the file: those who wait for it take a new one.
     """
-    make_folder(path.parent)
-    with named_os_errors(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    while True:
+        make_folder(path.parent)
+        with named_os_errors(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+            held = _flock(descriptor, kind)
+            if not held or _is_at(path, descriptor):
+                yield held
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _flock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has the name `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def is_locked(path: Path, *, shared: bool = False) -> bool:
+    """Whether somebody holds the exclusive lock `path` now, or a `shared` one. Creates nothing."""
+    try:
+        # A network file system gives an exclusive lock only on a file that is open for writing.
+        descriptor = os.open(path, (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        kind = fcntl.LOCK_EX if shared else fcntl.LOCK_SH
+        return not _flock(descriptor, kind | fcntl.LOCK_NB)
     finally:
         os.close(descriptor)

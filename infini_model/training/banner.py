@@ -7,6 +7,7 @@ import logging
 import torch
 
 from infini_model.training.parts import Parts
+from infini_model.training.sizing.estimate import Device, MemoryEstimate, estimate_memory
 
 RULE = "=" * 46
 
@@ -23,6 +24,10 @@ def log_banner(parts: Parts) -> None:
         return
     for line in (RULE, *_lines(parts), RULE):
         log.info("%s", line)
+    for split, windows in parts.windows.items():
+        if windows.pairs is not None and windows.pairs.shortfall:
+            shortfall = windows.pairs.shortfall
+            log.warning("%s: split %s: %s", parts.manifest.folder_name, split, shortfall)
     for split in ("validation", "test"):
         if len(parts.windows[split]) == 0:
             log.warning(
@@ -32,23 +37,51 @@ def log_banner(parts: Parts) -> None:
             )
 
 
+def _beginning(parts: Parts) -> str:
+    """Where the weights come from."""
+    if parts.start.checkpoint is not None:
+        return f"Resuming from: {parts.start.checkpoint}"
+    if (weights := parts.initial_weights) is not None:
+        place = weights.folder if weights.commit is None else f"{weights.name} in {weights.folder}"
+        return f"Initial weights: {place}"
+    return f"Seed: {parts.config.run.seed}"
+
+
+def _parameters(parts: Parts) -> str:
+    """How many there are and, with LoRA, how many of them are trained."""
+    parameters = [*parts.model.parameters()]
+    total = sum(p.numel() for p in parameters)
+    if parts.config.training.lora is None:
+        return f"{total:,}"
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return f"{total:,}, of which {trained:,} are trained ({trained / total:.2%})"
+
+
+def _memory(parts: Parts) -> MemoryEstimate:
+    """What a process needs for its tensors."""
+    device: Device = "cuda" if parts.world.device.type == "cuda" else "cpu"
+    config = parts.division.applied_to(parts.config)
+    return estimate_memory(config, parts.world.size, device)
+
+
 def _lines(parts: Parts) -> list[str]:
     config, division, start = parts.config, parts.division, parts.start
     total, trained = config.training.total_steps, len(parts.windows["train"])
-    parameters = sum(p.numel() for p in parts.model.parameters())
-    resumed = start.checkpoint is not None
     return [
         f"Run: {parts.run_dir}",
         f"Dataset: {parts.manifest.folder_name}",
+        f"Objective: {config.training.objective}",
         f"Device: {parts.world.device.type}, {parts.replica.precision.name}",
         f"Local attention: {parts.replica.attention_backend}",
+        f"torch.compile: {parts.replica.compiled}",
         f"Number of processes: {parts.world.size}, {config.launch.strategy}",
         f"Batch size per process: {division.micro_batch}",
         f"Gradient accumulation: {division.accumulation}",
         f"Total batch size: {division.global_batch} windows, {parts.step_tokens:,} tokens per step",
-        f"Model parameters: {parameters:,}",
+        f"Model parameters: {_parameters(parts)}",
+        f"Memory per process, estimated: {_memory(parts)}",
         f"Vocabulary size: {config.model.vocab_size}",
-        f"Resuming from: {start.checkpoint}" if resumed else f"Seed: {config.run.seed}",
+        _beginning(parts),
         f"Steps: {start.step} of {total} done",
         f"Epochs: {total * division.global_batch / trained:.2f} of {trained:,} windows",
     ]

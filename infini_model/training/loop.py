@@ -23,19 +23,21 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from infini_model.config import Config
 from infini_model.data.loading.windows import Batch
-from infini_model.runtime.errors import NonFiniteError
+from infini_model.runtime.errors import NonFiniteError, UserError
+from infini_model.runtime.runs import MODEL
 from infini_model.training.banner import log_banner
-from infini_model.training.callbacks.callback import Callback, Callbacks, Status, Step
+from infini_model.training.callbacks.callback import Callback, Callbacks, Evaluation, Status, Step
 from infini_model.training.callbacks.defaults import default_callbacks
 from infini_model.training.callbacks.diagnostics import REMEDIES, non_finite_error
 from infini_model.training.checkpoints.saving import only_writer
+from infini_model.training.initial_weights import record_initial_weights
 from infini_model.training.launch.recovery import read_recovery
 from infini_model.training.optimizer import set_learning_rate
 from infini_model.training.parallel.distributed import (
     StopSignals,
+    deterministic_algorithms,
     join_world,
     received_stop,
-    use_deterministic_algorithms,
 )
 from infini_model.training.parallel.sharding import gathered
 from infini_model.training.parts import Parts, build_parts
@@ -66,11 +68,12 @@ def train(
     """
     with (
         StopSignals() as stops,
-        join_world(config.launch.gpus) as world,
+        join_world(config.launch) as world,
         only_writer(run_dir, world),
+        contextlib.ExitStack() as stack,
     ):
         if config.launch.deterministic and world.device.type == "cuda":
-            use_deterministic_algorithms()
+            stack.enter_context(deterministic_algorithms())
         trainer = Trainer(build_parts(config, dataset_dir, run_dir, world), stops, callbacks)
         status: Status = "FAILED"
         try:
@@ -198,7 +201,7 @@ class Trainer:
             return
         self._callbacks.before_pause()
         self.model.eval()
-        loss = validate_split(
+        totals = validate_split(
             self.windows[split],
             self.replica,
             self.world,
@@ -206,12 +209,13 @@ class Trainer:
             max_windows=self.config.evaluation.max_windows,
             is_stopped=self._check_stop_between_batches,
         )
+        if totals is not None:
+            sums, targets = totals
+            loss = float(sums.sum() / targets.sum().clamp(min=1))
+            if not math.isfinite(loss):
+                raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
+            self._callbacks.finish_evaluation(Evaluation(self.step, split, loss, sums, targets))
         self.model.train()
-        if loss is None:
-            return
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
-        self._callbacks.after_evaluation(self.step, split, loss)
 
     def _check_stop_between_batches(self) -> bool:
         self._callbacks.before_pause()
@@ -227,6 +231,10 @@ class Trainer:
 
     def _save_before(self, folder: Path, first_window: int) -> None:
         """Save the state before the failed step under `folder`, as a run that starts there."""
+        if self._parts.initial_weights is not None and self.world.is_main:
+            # A full disk is reported with the checkpoint.
+            with contextlib.suppress(UserError):
+                record_initial_weights(folder, self._parts.initial_weights)
         self.checkpointer.save_to(folder, self._parts.position(self.step, first_window))
 
     def _finish(self, *, is_new: bool) -> None:
@@ -234,7 +242,7 @@ class Trainer:
         self._callbacks.before_pause()
         self.checkpointer.wait()
         is_last = self.step == self.config.training.total_steps
-        if is_last and (is_new or not (self.run_dir / "model").exists()):
+        if is_last and (is_new or not (self.run_dir / MODEL).exists()):
             self.checkpointer.export(self.step)
         # A barrier: torchrun kills the remaining ranks when the first rank of a stopped run exits.
         self.world.from_main(self.step)

@@ -12,18 +12,17 @@ import torch
 from torch import nn
 
 from infini_model.config import TrainingConfig
-
-GATES = ("gate", "memory_key_shift")
+from infini_model.model.layers import MEMORY_PARAMETERS
 
 
 def _group_of(name: str, parameter: nn.Parameter) -> str:
     """The group of a parameter.
 
     Weight decay applies to matrices, but not to norms or embeddings: a rare token's row would
-    shrink between its few gradients. Gates and key shifts are scalars before a sigmoid, which decay
+    shrink between its few gradients. Gates and shifts are scalars before a sigmoid, which decay
     would pull to one half; they have their own learning rate.
     """
-    if name.rsplit(".", 1)[-1] in GATES:
+    if name.rsplit(".", 1)[-1] in MEMORY_PARAMETERS:
         return "gates"
     if parameter.ndim < 2 or "embed_tokens" in name:
         return "no decay"
@@ -31,10 +30,14 @@ def _group_of(name: str, parameter: nn.Parameter) -> str:
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over the groups `decay`, `no decay` and `gates`; each group keeps its `peak` rate."""
+    """AdamW over the groups `decay`, `no decay` and `gates` of the parameters that are trained.
+
+    Each group keeps its `peak` rate.
+    """
     members: dict[str, list[nn.Parameter]] = {"decay": [], "no decay": [], "gates": []}
     for name, parameter in model.named_parameters():
-        members[_group_of(name, parameter)].append(parameter)
+        if parameter.requires_grad:
+            members[_group_of(name, parameter)].append(parameter)
     groups = [
         {
             "name": name,

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from infini_model.config import Config
+from infini_model.config import Config, LoraConfig
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.manifest import Manifest, read_manifest
+from infini_model.model.hf_checkpoint import Adapter
 from infini_model.model.llama import InfiniLlama
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
@@ -21,6 +22,11 @@ from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 from infini_model.training.checkpoints.background import set_generator_states
 from infini_model.training.checkpoints.checkpoint import Position, load_generators, load_optimizer
 from infini_model.training.checkpoints.saving import Checkpointer
+from infini_model.training.initial_weights import (
+    InitialWeights,
+    check_frozen,
+    with_initial_weights,
+)
 from infini_model.training.optimizer import make_optimizer
 from infini_model.training.parallel.distributed import World
 from infini_model.training.replica import Replica
@@ -30,15 +36,21 @@ from infini_model.training.setup import (
     build_module,
     divide,
     find_start,
+    machine_of,
     record_settings,
     with_steps,
-    with_vocabulary,
 )
+from infini_model.training.sizing.fitting import check_memory
+from infini_model.training.sizing.shape import with_objective, with_vocabulary
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a training works with. `windows` are by split; `record` exists on rank 0 only."""
+    """What a training works with.
+
+    `config` has the shape of the `initial_weights`, if the run began from some. `windows` are by
+    split; `record` exists on rank 0 only.
+    """
 
     config: Config
     dataset_dir: Path
@@ -46,6 +58,7 @@ class Parts:
     manifest: Manifest
     world: World
     start: Start
+    initial_weights: InitialWeights | None
     division: Division
     windows: Mapping[str, Windows]
     model: InfiniLlama
@@ -88,7 +101,10 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     Raises `UserError` if settings, dataset and run do not match, or a folder is not writable.
     """
     asked, manifest = config, read_manifest(dataset_dir)
-    config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir)
+    config, weights = with_initial_weights(config, run_dir)
+    key = "model.vocab_size" if weights is None else "vocab_size of model.initial_weights"
+    config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir, key)
+    config = with_objective(config)
     windows = {
         split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)
         for split in ("train", "validation", "test")
@@ -96,7 +112,9 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     start = find_start(run_dir, config, manifest.key, world)
     division = divide(config.training, world.size, start.global_batch)
     config = with_steps(config, len(windows["train"]), division.global_batch)
-    module, optimizer = _model_and_optimizer(config, start, world)
+    if world.is_main:
+        check_memory(division.applied_to(config), machine_of(world))
+    module, optimizer = _model_and_optimizer(config, start, weights, world)
     replica = Replica(module, config, world)
     replica.load_scaler(start.scaler)
     loader = Loader(
@@ -120,6 +138,9 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         optimizer,
         world,
         record,
+        dataset_dir=dataset_dir,
+        tokenizer=manifest.tokenizer,
+        adapter=_adapter(config.training.lora, weights),
         keep=config.checkpoint.save_total_limit,
         saved_step=start.saved_step,
     )
@@ -130,6 +151,7 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         manifest=manifest,
         world=world,
         start=start,
+        initial_weights=weights,
         division=division,
         windows=windows,
         model=module.model,
@@ -141,11 +163,26 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     )
 
 
+def _adapter(lora: LoraConfig | None, weights: InitialWeights | None) -> Adapter | None:
+    """What checkpoints say of the adapters that are trained; None without LoRA."""
+    if lora is None or weights is None:
+        return None
+    return Adapter(lora, weights.public_name, weights.commit)
+
+
 def _model_and_optimizer(
-    config: Config, start: Start, world: World
+    config: Config, start: Start, weights: InitialWeights | None, world: World
 ) -> tuple[LossModule, torch.optim.Optimizer]:
     """The model with its loss and the optimizer, with the state of the checkpoint if any."""
-    module = build_module(config, make_objective(config), start.checkpoint, world)
+    folder, adapter = start.model, None
+    if config.training.lora is not None:
+        folder, adapter = None, start.model
+    if folder is None and weights is not None and world.is_main:
+        # DDP and FSDP give the other ranks what rank 0 has; another machine has no such folder.
+        folder = weights.folder
+        if config.training.lora is not None:
+            check_frozen(weights, config)
+    module = build_module(config, make_objective(config), folder, world, adapter)
     optimizer = make_optimizer(module.model, config.training)
     if start.checkpoint is not None:
         load_optimizer(start.checkpoint, module.model, optimizer)

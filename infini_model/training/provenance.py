@@ -130,14 +130,13 @@ class Attribution:
         stream = self._loader.windows.stream
 
         def passage(span: Span) -> Passage:
-            tokens = stream.values[span.shard][span.first : span.last]
             return Passage(
                 shard=files[span.shard],
                 row=span.row,
                 document=span.document,
-                first_token=span.first - int(stream.offsets[span.shard][span.row]),
+                first_token=span.first - span.start,
                 tokens=span.last - span.first,
-                text="" if tokenizer is None else tokenizer.decode(tokens),
+                text="" if tokenizer is None else tokenizer.decode(stream.tokens_of(span)),
             )
 
         return [passage(span) for span in self._loader.windows.spans(window)]

@@ -7,6 +7,7 @@ by the total number of targets. So each rank first scales its own sums by ranks 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infini_model.config import Config
 from infini_model.data.loading.windows import Batch
-from infini_model.model.kernels.local_attention import describe_backend, resolve_backend
+from infini_model.model.inspection.memory_use import MemoryUse
+from infini_model.model.kernels.compiled import resolve_compile
+from infini_model.model.kernels.local_attention import (
+    can_be_compiled,
+    describe_backend,
+    resolve_backend,
+)
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives.objective import LossModule
 from infini_model.objectives.scoring import Scorer
@@ -26,6 +33,12 @@ from infini_model.training.parallel.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+# DDP need not send the rotary tables with each pass; torch 2.11 has the older name.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_CONSTANT_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False
+}
 
 
 class Replica:
@@ -48,6 +61,7 @@ class Replica:
             self.precision.products or torch.float32,
             config.model.head_dim,
             min(config.model.segment_length, config.packing.context_length),
+            causal=not config.model.bidirectional,
         )
         self.attention_backend = describe_backend(kernel)
         self._sharded: FSDPModule | None = None
@@ -59,12 +73,18 @@ class Replica:
             self._parallel = DistributedDataParallel(
                 module,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
-                forward_sync_buffers=False,
                 gradient_as_bucket_view=True,
                 # With a single segment the memory is never read, so its gates get no gradient.
                 find_unused_parameters=one_segment and config.model.memory != "none",
+                **_CONSTANT_BUFFERS,
             )
             self._rebuild_buckets(config)
+        self.compiled = "off"
+        # The pass that rebuilds the buckets is of another shape.
+        if resolve_compile(config.launch.compile, world.device):
+            attention = can_be_compiled(kernel)
+            module.model.model.compile_layers(attention=attention)
+            self.compiled = "layers" if attention else f"feed-forward only, because of {kernel}"
 
     def backward(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Compute the gradients of the mean loss over the global batch.
@@ -75,13 +95,13 @@ class Replica:
             batches: This rank's micro-batches.
 
         Returns:
-            The sum of this rank's token losses, [1] float64, and the number of targets over all
-            ranks, [] int64.
+            The sum of this rank's token losses, [1] float64, and the divisor over all ranks, []:
+            the number of targets, int64, or of answers, float64.
         """
         micro_batches = [self.objective.inputs(batch) for batch in batches]
-        counts = torch.stack([self.objective.counted(inputs).sum() for inputs in micro_batches])
+        counts = torch.stack([inputs.counted.sum() for inputs in micro_batches])
         targets = self._world.sum(counts.sum())
-        scale = self._world.size / targets.clamp(min=1)
+        scale = (self._world.size / targets.clamp(min=1)).float()
         total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         for index, inputs in enumerate(micro_batches):
             with self._reducing(last=index + 1 == len(micro_batches)):
@@ -130,15 +150,31 @@ class Replica:
     def score(self, batch: Batch) -> Tensor:
         """As `Scorer.score`; under FSDP call it on all ranks."""
         by_segment = self._scorer.score(batch)
-        if self._sharded is not None:
-            # No backward pass follows to free the parameters gathered in forward.
-            self._sharded.reshard()
+        self._free_gathered()
         return by_segment
 
-    def _reducing(self, *, last: bool) -> AbstractContextManager[object]:
-        """Reduce gradients over the ranks only with the last micro-batch."""
+    def score_with_and_without_memory(self, batch: Batch) -> tuple[Tensor, MemoryUse]:
+        """Loss sums with memory and without, and target counts, by window; and the memory's use.
+
+        Without: emptied before every segment. Under FSDP call it on all ranks. Returns [3, B]
+        float64 on the device. Raises `ConfigError` for a model without memory.
+        """
+        losses, targets, use = self._scorer.losses_and_use(batch)
+        self._free_gathered()
+        without, _ = self._scorer.losses(batch, empty_memory=True)
+        self._free_gathered()
+        return torch.stack([each.sum(1) for each in (losses, without, targets)]), use
+
+    def _free_gathered(self) -> None:
+        """Free the parameters gathered in forward, as no backward pass follows to do it."""
         if self._sharded is not None:
-            self._sharded.set_requires_gradient_sync(last)
+            self._sharded.reshard()
+
+    def _reducing(self, *, last: bool) -> AbstractContextManager[object]:
+        """Under DDP, reduce gradients over the ranks only with the last micro-batch.
+
+        FSDP reduces those of each: until then a rank holds them whole, 4 bytes per parameter.
+        """
         if self._parallel is None or last:
             return contextlib.nullcontext()
         no_sync: AbstractContextManager[object] = self._parallel.no_sync()

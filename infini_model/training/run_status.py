@@ -11,6 +11,7 @@ from infini_model.runtime.holders import Owner
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import is_finished, last_step, owner_of, run_holder
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+from infini_model.training.checkpoints.folders import listed
 from infini_model.training.launch.recovery import read_recovery
 from infini_model.training.launch.reservation import waiting_note
 
@@ -106,5 +107,4 @@ def _state(run_dir: Path, recorded: float) -> tuple[State, str]:
 
 def saved_step(run_dir: Path) -> int | None:
     """The step of the newest checkpoint, by its name alone; None if there is none."""
-    steps = (path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*"))
-    return max((int(step) for step in steps if step.isdecimal()), default=None)
+    return max((step for step, _ in listed(run_dir)), default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,21 @@ from infini_model.config import Config, TrainingConfig, dump_config
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives.objective import LossModule, Objective
+from infini_model.runtime.claims import difference
 from infini_model.runtime.errors import CheckpointError, ConfigError
+from infini_model.runtime.main_memory import available_memory
+from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import atomic_file
 from infini_model.training.checkpoints.checkpoint import (
-    MODEL,
     Position,
-    checkpoint_path,
     clear_for_resume,
     newest_checkpoint,
     read_position,
 )
+from infini_model.training.checkpoints.folders import checkpoint_path
 from infini_model.training.parallel.distributed import World
 from infini_model.training.parallel.sharding import is_sharded, shard_model
+from infini_model.training.sizing.fitting import Machine
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class Division:
     def global_batch(self) -> int:
         """Windows per step, over all ranks."""
         return self.processes * self.accumulation * self.micro_batch
+
+    def applied_to(self, config: Config) -> Config:
+        """`config` with the batches that this rank really takes."""
+        training = config.training.model_copy(
+            update={
+                "batch_size": self.micro_batch,
+                "gradient_accumulation_steps": self.accumulation,
+            }
+        )
+        return config.model_copy(update={"training": training})
 
 
 def divide(training: TrainingConfig, processes: int, global_batch: int | None) -> Division:
@@ -68,19 +82,17 @@ def divide(training: TrainingConfig, processes: int, global_batch: int | None) -
     return Division(processes, share // micro_batch, micro_batch)
 
 
-def with_vocabulary(config: Config, dataset_vocabulary: int, dataset_dir: Path) -> Config:
-    """`config` with `model.vocab_size` set, by default to the dataset's vocabulary size.
-
-    Raises `ConfigError` if the model's vocabulary is smaller than the dataset's.
-    """
-    size = config.model.vocab_size
-    if size is not None and size < dataset_vocabulary:
-        raise ConfigError(
-            f"model.vocab_size: {size} is less than the vocabulary size of the dataset "
-            f"{dataset_dir}, {dataset_vocabulary}"
-        )
-    model = config.model.model_copy(update={"vocab_size": size or dataset_vocabulary})
-    return config.model_copy(update={"model": model})
+def machine_of(world: World) -> Machine:
+    """The machine of this rank, all GPUs of which count as large as this rank's."""
+    is_cuda = world.device.type == "cuda"
+    return Machine(
+        device="cuda" if is_cuda else "cpu",
+        processes=world.size,
+        local=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        is_first=world.is_main,
+        gpu_bytes=torch.cuda.mem_get_info(world.device)[1] if is_cuda else 0,
+        main_bytes=available_memory(),
+    )
 
 
 def with_steps(config: Config, windows: int, global_batch: int) -> Config:
@@ -106,6 +118,11 @@ class Start:
 
     checkpoint: Path | None = None
     position: Position | None = None
+
+    @property
+    def model(self) -> Path | None:
+        """Folder of the checkpoint's model."""
+        return self.checkpoint / MODEL if self.checkpoint else None
 
     @property
     def step(self) -> int:
@@ -162,26 +179,43 @@ def _choose_checkpoint(run_dir: Path, world: World) -> Path | None:
 
 
 def build_module(
-    config: Config, objective: Objective, checkpoint: Path | None, world: World
+    config: Config,
+    objective: Objective,
+    folder: Path | None,
+    world: World,
+    adapter: Path | None = None,
 ) -> LossModule:
-    """The model from `checkpoint`, or initialized from the seed, with its loss, on the device.
+    """The model in `folder`, or initialized from the seed, with its loss, on the device.
+
+    With `training.lora`, `folder` holds the weights to freeze, which only rank 0 reads; `adapter`
+    holds the trained ones, None if they are to be drawn from the seed.
 
     With `launch.strategy: fsdp` and several ranks, each rank gets its shards, and only rank 0 ever
     holds the whole model. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
     """
-    sharded = is_sharded(config.launch, world)
+    sharded, lora = is_sharded(config.launch, world), config.training.lora
     device = torch.device("cpu") if sharded else world.device
     backend = config.launch.attention_backend
     torch.manual_seed(config.run.seed)
-    if sharded and not world.is_main:
+    if (sharded or lora is not None) and not world.is_main:
         with torch.device("meta"):
-            model = InfiniLlama(config.model, attention_backend=backend)
-    elif checkpoint is None:
+            model = InfiniLlama(config.model, attention_backend=backend, lora=lora)
+        if not sharded:
+            # DDP copies rank 0's weights to here.
+            empty = {n: torch.empty_like(p, device=device) for n, p in model.named_parameters()}
+            model.assign(empty)
+            model.to(device)
+    elif folder is None:
         model = InfiniLlama(config.model, attention_backend=backend).to(device)
     else:
         settings = config.model.model_dump()
         model = InfiniLlama.from_pretrained(
-            checkpoint / MODEL, device=device, attention_backend=backend, **settings
+            folder,
+            device=device,
+            attention_backend=backend,
+            lora=lora,
+            adapter=adapter,
+            **settings,
         )
     if sharded:
         products = resolve_precision(config.training.precision, world.device).products
@@ -195,9 +229,15 @@ def build_module(
 def _check_same_run(checkpoint: Path, then: Position, now: Config, dataset_key: str) -> None:
     advice = "choose another run.name or folder"
     for name, value in now.model.model_dump(mode="json").items():
-        before = then.config["model"].get(name)
+        # A setting that is newer than the checkpoint says nothing about it.
+        before = then.config["model"].get(name, value)
         if before != value:
             raise CheckpointError(f"{checkpoint}: model.{name} is {before}, not {value}; {advice}")
+    lora = {"lora": now.training.model_dump(mode="json")["lora"]}
+    recorded = {"lora": then.config["training"].get("lora")}
+    if lora != recorded:
+        what = difference(lora, recorded, "training.")
+        raise CheckpointError(f"{checkpoint}: {what}; {advice}")
     if then.dataset_key != dataset_key:
         raise CheckpointError(
             f"{checkpoint}: was trained on dataset {then.dataset_key}, not {dataset_key}; {advice}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -14,36 +15,45 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from benchmarks import attention
+from benchmarks import attention, gpu
 from benchmarks.report import Ratio, publish, speed_ratio, take_turns
 from benchmarks.utilization import Shape, Training, utilization
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = {
-    "attention": [
-        *("--lengths", "64", "128", "--segment", "32", "--heads", "1", "--head-dim", "16"),
-        *("--full-limit", "64", "--turns", "1"),
-    ],
-    "model": [
-        *("--lengths", "32", "64", "--prompts", "20", "40", "--segment", "16", "--turns", "1"),
-        *("--hidden-size", "64", "--layers", "1"),
-    ],
-    "train_step": [
-        *("--steps", "2", "--skip", "1", "--turns", "1", "--processes", "1"),
-        "training.batch_size=1",
-        *("packing.context_length=64", "model.segment_length=32", "model.num_hidden_layers=1"),
-        *("data.source.paths=['{stdlib}/json/*.py']", "data.splits.validation=0"),
-        *("data.splits.train=1", "data.splits.test=0"),
-        *("tracking.mlflow=false", "tracking.tensorboard=false"),
-    ],
+TINY = {each.name: list(each.rehearsal) for each in gpu.BENCHMARKS} | {
+    "memory_estimate": ["--only", "no memory"],
     "tokenize": ["--megabytes", "0.3", "--vocab-size", "300", "--turns", "1"],
-    "tokenize_device": ["--megabytes", "0.3", "--vocab-size", "300", "--turns", "1"],
-    "loader": ["--megabytes", "0.3", "--seconds", "0.01", "--turns", "1"],
+    "incremental": [
+        *("--files", "3", "--megabytes", "0.2", "--small-files", "10", "--partitions", "160"),
+        *("--turns", "1"),
+    ],
+    "engines": ["--partitions", "30", "--turns", "1"],
+    "scale": ["--largest", "10000", "--turns", "1"],
+    "requests": ["--partition-megabytes", "1", "--partitions-per-file", "1"],
+    "loader": ["--megabytes", "1", "--seconds", "0.01", "--turns", "1"],
+    "stored_loader": [
+        *("--shards", "2", "--megabytes", "0.5", "--milliseconds", "1", "--turns", "1"),
+        *("--step-milliseconds", "1", "--steps", "2", "--batches", "2"),
+    ],
 }
 
 
+# Claims about learning take too long for `make bench`.
+LEARNING = {
+    "memory_gain": [
+        *("--seeds", "0", "--only", "no key shift", "--steps", "2", "packing.context_length=160"),
+        *("model.segment_length=16", "model.num_hidden_layers=1", "evaluation.max_windows=2"),
+        *("data.source.paths=['{stdlib}/json/*.py']", "data.splits.train=0.5"),
+        *("data.splits.validation=0.5", "data.splits.test=0"),
+    ],
+}
 # These take the longest.
-LONG = ("tokenize", "model")
+LONG = (
+    *("tokenize", "tokenize_device", "incremental", "engines", "model", "step", "memory_gain"),
+    *("train_step", "scale", "requests"),
+)
+# Without a GPU, only Triton's interpreter runs it, which says nothing about its speed.
+ON_A_GPU = "tokenize_device"
 # Packages missing on a machine with only torch, numpy, pyarrow, pydantic and safetensors.
 ABSENT = (
     *("datasets", "gigatoken", "infini_transformer_pytorch", "mlflow", "prefect", "tokenizers"),
@@ -53,9 +63,9 @@ LENGTH = 8
 CONFIG = tiny_config(segment_length=LENGTH)
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, **variables: str) -> str:
     """The output of a Python process. One thread: more would mostly wait for each other."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, *arguments]
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -82,13 +92,25 @@ def run_bare(name: str) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.story) if n in LONG else n for n in TINY],
+    [pytest.param(n, marks=pytest.mark.story) if n in LONG else n for n in TINY | LEARNING],
 )
-def test_output_ends_with_a_line_of_json(name: str) -> None:
-    # The one for GPU machines must run with minimal packages.
-    summary = last_line(
-        run_bare(name) if name == "model" else run("-m", f"benchmarks.{name}", *TINY[name])
-    )
+def test_output_ends_with_a_line_of_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options = (TINY | LEARNING)[name]
+    if name == "model":
+        # The one for GPU machines must run with minimal packages.
+        printed = run_bare(name)
+    elif name == ON_A_GPU:
+        pytest.importorskip("triton")
+        printed = run("-m", f"benchmarks.{name}", *options, TRITON_INTERPRET="1")
+    elif name in LONG:
+        printed = run("-m", f"benchmarks.{name}", *options)
+    else:
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        importlib.import_module(f"benchmarks.{name}").main()
+        printed = capsys.readouterr().out
+    summary = last_line(printed)
     assert summary["benchmark"] == name
     assert summary["machine"]["cores"] > 0
     assert "torch" in summary["versions"]
@@ -130,13 +152,18 @@ def test_attention_reports_the_ratios_at_16384_tokens(
 def test_a_target_is_met_by_the_median(capsys: pytest.CaptureFixture[str]) -> None:
     ratio = Ratio(2.0, 1.0, 3.0)
     targets = {"fast": 1.9, "slow": 2.1}
-    publish("b", "Heading", [{"": "a row", "ms": None}], dict.fromkeys(targets, ratio), targets)
+    limits = {"small": 2.0, "large": 1.9}
+    ratios = dict.fromkeys([*targets, *limits], ratio)
+    publish("b", "Heading", [{"": "a row", "ms": None}], ratios, targets, limits)
     printed = capsys.readouterr().out
     assert "fast: 2.00 (1.00 to 3.00), at least 1.9: met\n" in printed
     assert "slow: 2.00 (1.00 to 3.00), at least 2.1: missed\n" in printed
+    assert "small: 2.00 (1.00 to 3.00), at most 2: met\n" in printed
+    assert "large: 2.00 (1.00 to 3.00), at most 1.9: missed\n" in printed
     assert "–" in printed
     summary = last_line(printed)
     assert summary["targets"] == targets
+    assert summary["limits"] == limits
     assert summary["table"] == [{"": "a row", "ms": None}]
 
 
@@ -167,9 +194,10 @@ def test_a_batch_that_does_not_fit_is_halved() -> None:
 
 
 def test_make_bench_runs_every_benchmark() -> None:
+    """Those that measure something on any machine."""
     lines = (ROOT / "Makefile").read_text().splitlines()
     names = next(line for line in lines if line.startswith("BENCHMARKS")).partition("=")[2]
-    assert set(names.split()) == set(TINY)
+    assert set(names.split()) == set(TINY) - {ON_A_GPU}
 
 
 def test_peers_take_turns_until_the_time_limit() -> None:

@@ -2,16 +2,19 @@
 
 import json
 
+import pytest
 from playwright.sync_api import expect
 from serving import Serving
 from ui import Prefect
+
+pytestmark = pytest.mark.story
 
 
 def test_the_form_shows_the_common_settings(prefect: Prefect) -> None:
     prefect.open_form("pipeline")
     inputs = "input, textarea, [role=combobox], [role=textbox]"
     visible = prefect.page.locator("form").locator(inputs).filter(visible=True)
-    # Eleven settings, Advanced, the run's own name and the switch of the schema.
+    # Twelve settings, Advanced, the run's own name and the switch of the schema.
     assert 10 <= visible.count() <= 15
     prefect.keep("form")
 
@@ -44,6 +47,20 @@ def test_incompatible_values_fail_the_run_in_one_line(prefect: Prefect, serving:
     # Shown on the page of the run, not only in its state.
     logs = prefect.newest_logs()
     expect(logs.get_by_text("context_length").first).to_be_visible()
+
+
+def test_a_preset_without_the_weights_that_it_needs_says_what_to_give(
+    prefect: Prefect, serving: Serving
+) -> None:
+    prefect.open_form("pipeline")
+    prefect.field("Preset").click()
+    prefect.page.get_by_role("option", name="uptrain", exact=True).click()
+    expect(prefect.field("Initial weights")).to_be_visible()
+    prefect.keep("preset-that-needs-weights")
+    flow_run = prefect.submit()
+    prefect.expect_state("Failed")
+    needs = "model.initial_weights: missing; the preset uptrain needs a pretrained Llama"
+    assert needs in serving.state(flow_run)["message"]
 
 
 def test_a_quick_run_shows_its_parameters(prefect: Prefect, serving: Serving) -> None:

@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 from commands import Environment, run
 
+from flows.presets import configure
 from flows.serving.deploy import HEARTBEAT_TIMEOUT
 from infini_model.config import Config, LaunchConfig
+from infini_model.training.sizing.estimate import GIB
+from infini_model.training.sizing.fitting import Machine, Need
+from infini_model.training.sizing.shape import known_shape
 
 FOLDER = Path(__file__).resolve().parents[2] / "deployments" / "work-pools"
 TYPES = ("process", "docker", "kubernetes")
@@ -80,6 +84,17 @@ def test_kubernetes_asks_for_gpus_and_shared_memory() -> None:
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert set(mounts.values()) == set(volumes)
+
+
+def test_a_kubernetes_pod_has_the_memory_that_production_takes_on_eight_gpus() -> None:
+    defaults = {
+        name: int(variable["default"].removesuffix("Gi")) * GIB
+        for name, variable in load("kubernetes")["variables"]["properties"].items()
+        if name in ("memory", "shared_memory")
+    }
+    machine = Machine("cuda", 8, 8, True, 80 * GIB, 0)
+    needed = Need.of(known_shape(configure(["production"])), machine).main
+    assert needed < defaults["memory"] - defaults["shared_memory"] < 1.2 * needed
 
 
 def test_the_slurm_script_is_one_and_sets_what_the_configuration_knows() -> None:

@@ -11,7 +11,7 @@ from trials import STEPS, Undisturbed
 from infini_model.data.manifest import SPLITS
 from infini_model.runtime.metrics_file import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 def test_a_run_from_scratch_ends_with_a_report_and_leaves_no_process(

@@ -25,9 +25,10 @@ from flows.serving.services import HOST, free_port
 from infini_model.runtime.runs import owner_of
 
 pytestmark = pytest.mark.slow
-DEPLOYMENTS = {"pipeline", "preprocess", "train", "evaluate"}
+DEPLOYMENTS = {"pipeline", "preprocess", "train", "evaluate", "compare"}
 
 
+@pytest.mark.story
 def test_serve_runs_deployments_serves_other_commands_and_stops_all_on_ctrl_c(
     start: Start,
     pipeline: Make,

@@ -53,6 +53,7 @@ def test_a_full_disk_is_named_and_the_run_resumes_once_there_is_space(
     survives(trial, undisturbed(kind))
 
 
+@pytest.mark.story
 def test_a_read_only_folder_is_named_and_the_run_resumes_once_it_is_writable(
     begin: Begin, undisturbed: Undisturbed, kind: Kind
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_read_only_folder_is_named_and_the_run_resumes_once_it_is_writable(
     survives(trial, undisturbed(kind))
 
 
+@pytest.mark.story
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     begin: Begin, undisturbed: Undisturbed, damage: str, file: str
 ) -> None:

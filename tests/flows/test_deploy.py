@@ -322,6 +322,7 @@ def test_a_new_dataset_starts_a_training_once_that_is_enabled(
 
 
 @pytest.mark.slow
+@pytest.mark.story
 def test_a_run_whose_heartbeats_end_becomes_crashed(
     deployed: str, client: SyncPrefectClient
 ) -> None:

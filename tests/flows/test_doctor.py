@@ -1,15 +1,19 @@
 """What `infini doctor` reports about a machine, and the fixes it suggests."""
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flows import doctor
+from flows.presets import configure
 from infini_model.config import Config, load_config
+from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Driver, Gpu
+from infini_model.training.sizing import fitting
 
-H200 = Gpu("0", 0, "NVIDIA H200", 140 << 30, 141 << 30, 3, "GPU-1")
+H200 = Gpu("0", 0, "NVIDIA H200", 140 << 30, 141 << 30, 3, "GPU-1", (9, 0))
 
 
 @pytest.fixture
@@ -61,3 +65,66 @@ def test_limits_and_folders_that_are_wrong_have_a_remedy(
     assert found["memory"].startswith("close other programs")
     assert "--shm-size" in found["shared memory"]
     assert "--output-dir" in found["output folder"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "remedy"),
+    [((9, 0), "pip install -r requirements-gpu.txt"), ((8, 0), ""), ((7, 5), ""), (None, "")],
+)
+def test_flash_attn_is_advised_for_the_gpus_that_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    capability: tuple[int, int] | None,
+    remedy: str,
+) -> None:
+    gpus = [replace(H200, capability=capability)]
+    monkeypatch.setattr(doctor, "list_gpus", lambda: gpus)
+    found = remedies(config)
+    assert found.get("flash-attn-4", found.get("flash-attn")) == remedy
+
+
+def test_triton_needs_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, config: Config, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "list_gpus", lambda: [H200])
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert remedies(config)["C compiler"].startswith("apt-get install gcc")
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    assert not remedies(config)["C compiler"].startswith("apt-get install gcc")
+    monkeypatch.setenv("CC", "none-such")
+    assert remedies(config)["C compiler"].startswith("apt-get install gcc")
+
+
+def test_an_nvml_that_fails_has_a_remedy(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+    monkeypatch.setattr(doctor, "nvml_error", lambda: "Driver/library version mismatch")
+    assert "nvidia-smi" in remedies(config)["NVML"]
+
+
+def test_the_memory_of_a_training_is_told_with_what_would_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def found(*overrides: str, gpus: int = 0) -> doctor.Finding:
+        monkeypatch.setattr(devices, "list_gpus", lambda: [H200] * gpus)
+        monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
+        monkeypatch.setattr(fitting, "available_memory", lambda: 200 << 30)
+        config = configure(["production"], overrides=[f"run.output_dir={tmp_path}", *overrides])
+        (finding,) = [each for each in doctor.examine(config) if each.subject == "training memory"]
+        return finding
+
+    fits = found(gpus=8)
+    assert "(weights 3.7, weight copies " in fits.found
+    assert fits.remedy == ""
+    whole = found("launch.strategy=ddp", gpus=8)
+    assert "needs 156 GiB" in whole.found
+    assert whole.remedy == "launch.strategy=fsdp would fit"
+    elsewhere = found("launch.processes=8")
+    assert elsewhere.found.startswith("launch.gpus=all: no GPU on this machine; on 8 GPUs it needs")
+    assert fits.found in elsewhere.found
+    llama = "model={initial_weights: team/llama, segment_length: 2048}"
+    unknown = configure(["uptrain"], overrides=[llama, f"run.output_dir={tmp_path}"])
+    assert "not known before the weights team/llama have been read" in [
+        each.found for each in doctor.examine(unknown)
+    ]

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Environment, infini
+from commands import Environment, infini, infini_here
 from typer.testing import CliRunner
 
 from flows.cli import app
 from infini_model.config import ModelConfig
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
-from infini_model.model.generation import generate
+from infini_model.model.generation.causal import generate
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import PRECISIONS
 
 PROMPT = "Grüße, 世界! " * 9
 DRAW = {"max_new_tokens": 60, "temperature": 0.7, "top_k": 40, "top_p": 0.95, "seed": 5}
@@ -36,36 +37,37 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def continued(checkpoint: Path) -> str:
+    """What the library makes of it in float32."""
+    return library(checkpoint, "fp32")
+
+
+def library(checkpoint: Path, precision: str) -> str:
     """What the library makes of it, at once; a sequence that the end cuts off is left out."""
     tokenizer = load_tokenizer(str(checkpoint / "tokenizer.json"))
     ids = tokenizer.encode_batch([PROMPT]).ids.tolist()
     model = InfiniLlama.from_pretrained(checkpoint)
+    model.precision = PRECISIONS[precision]
     (new,) = generate(model, [ids], eos_token_id=tokenizer.eos_token_id, **DRAW)
     text = tokenizer.decode(ids + new).removeprefix(PROMPT).rstrip("\ufffd")
     assert len(text) > 20
     return text
 
 
-def said(env: Environment, *arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
-    command = infini("generate", "--no-gpu", *map(str, arguments))
-    done = subprocess.run(
-        command, env=env, input=stdin, capture_output=True, check=False, timeout=120
-    )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
-
-
 def test_a_prompt_from_stdin_is_continued(
     alone: Environment, checkpoint: Path, continued: str
 ) -> None:
-    arguments = ("--checkpoint", checkpoint, *OPTIONS, "--prompt-file", "-")
-    assert said(alone, *arguments, stdin=PROMPT.encode()) == (0, continued + "\n", "")
+    command = infini("generate", "--no-gpu", "--checkpoint", checkpoint, *OPTIONS)
+    done = subprocess.run(
+        [*command, "--prompt-file", "-"], env=alone, input=PROMPT.encode(), capture_output=True
+    )
+    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, continued + "\n", b"")
 
 
 @pytest.mark.parametrize("source", ["option", "file"])
 def test_a_prompt_from_the_command_line_or_a_file_is_continued(
     checkpoint: Path, continued: str, tmp_path: Path, source: str
 ) -> None:
-    """In this process: how a command starts is what the others test."""
+    """In this process: how a command starts is what the test above shows."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(PROMPT.encode())
     given = {"option": ["--prompt", PROMPT], "file": ["--prompt-file", str(file)]}
@@ -73,6 +75,17 @@ def test_a_prompt_from_the_command_line_or_a_file_is_continued(
     done = CliRunner().invoke(app, ["generate", *options], catch_exceptions=False)
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout == (PROMPT if source == "option" else "") + continued + "\n"
+
+
+def test_the_command_computes_in_16_bits_what_the_library_does(
+    checkpoint: Path, continued: str
+) -> None:
+    expected = library(checkpoint, "bf16")
+    assert expected != continued
+    options = ["--no-gpu", "--checkpoint", str(checkpoint), *OPTIONS, "--prompt", PROMPT]
+    arguments = ["generate", *options, "training.precision=bf16"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.stdout == PROMPT + expected + "\n"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +106,9 @@ def test_a_mistake_is_one_line(
     alone: Environment, checkpoint: Path, arguments: list[str | bytes], named: str
 ) -> None:
     given = [a.decode("utf-8", "surrogateescape") if isinstance(a, bytes) else a for a in arguments]
-    status, out, error = said(alone, "--checkpoint", checkpoint, *given, stdin=b"\xff")
-    assert (status, out) == (2, "")
-    (line,) = error.splitlines()
+    options = ("--no-gpu", "--checkpoint", checkpoint)
+    done = infini_here("generate", *options, *given, env=alone, stdin=b"\xff")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert named in line

@@ -24,6 +24,7 @@ from prefect.context import FlowRunContext
 
 from flows import manage
 from flows.presets import configure
+from infini_model.config import load_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_newest
@@ -89,6 +90,7 @@ def process_of(running: Running, module: str) -> psutil.Process:
 
 
 @pytest.mark.slow
+@pytest.mark.story
 def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     start: Started,
     told: Callable[..., tuple[int, str]],
@@ -105,7 +107,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
         checkpoint={"save_steps": 200},
     )
     settings = write_settings(tmp_path / "settings.yaml", tree)
-    dataset_of(settings, connected)
+    dataset_of(settings)
     running = start(*infini("train", "--config", settings))
     run_dir = output / "runs" / "run-1"
     eventually(lambda: read_newest(run_dir, "step").get("step", 0) > 3, "step 3", seconds=90)
@@ -178,19 +180,20 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
 
 
 def test_what_is_not_there_is_named(output: Path) -> None:
+    places = load_config(overrides=[f"run.output_dir={output}"]).run
     for named in ("run-9", None):
         with pytest.raises(UserError, match="there is no such run; infini runs lists them"):
-            manage.find_run_folder(output, named)
+            manage.find_run_folder(places, named)
     config = configure(["debug"], overrides=[f"run.output_dir={output}"])
     with claim_run(config, "k1", Path("data")) as run_dir:
         record_evaluation(run_dir, config.training.max_steps, "k1", {})
-    assert manage.to_resume(output, [run_dir.name]) == (run_dir, None)
+    assert manage.to_resume(places, [run_dir.name]) == (run_dir, None)
     with pytest.raises(UserError, match="there is no interrupted run to resume"):
-        manage.to_resume(output, ["launch.gpus=cpu"])
+        manage.to_resume(places, ["launch.gpus=cpu"])
     with pytest.raises(UserError, match="is not running"):
         manage.cancel(run_dir)
     with pytest.raises(UserError, match="there are no logs yet"):
-        manage.print_logs(manage.find_run_folder(output, None), follow=True)
+        manage.print_logs(manage.find_run_folder(places, None), follow=True)
 
 
 @pytest.mark.parametrize("deployment", [None, UUID(int=3)])

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -13,12 +13,13 @@ from flows.cli import app
 from flows.options import configured
 from flows.presets import configure
 from infini_model.config import Config, load_config
-from infini_model.runtime.errors import ConfigError
+from infini_model.config.evaluation_tasks import EvaluationTaskName
+from infini_model.runtime.errors import ConfigError, UserError
 
 FLOWS = ("run", "preprocess", "train", "evaluate")
-COMMANDS = (*FLOWS, "generate", "serve", "doctor")
+COMMANDS = (*FLOWS, "compare", "generate", "serve", "doctor")
 # They work on existing runs or on a server, and take no settings.
-WITHOUT_SETTINGS = {"runs", "resume", "cancel", "logs", "deploy"}
+WITHOUT_SETTINGS = {"runs", "resume", "cancel", "logs", "deploy", "verify", "clean", "export"}
 GUIDES = {
     "--config",
     "--config-file",
@@ -109,7 +110,8 @@ def test_without_options_a_command_works_with_the_quickstart(command: str) -> No
         (["--output-dir", "there"], {"run.output_dir": Path("there")}),
         (["--max-steps", "7"], {"training.max_steps": 7}),
         (["--use-gpu-dataloader"], {}),
-        (["--disable-flash-attn"], {"launch.attention_backend": "math"}),
+        (["--disable-flash-attn"], {"launch.attention_backend": "efficient"}),
+        (["--force"], {"launch.force": True}),
         (["--tensorboard-dir", "tb"], {"logging.tensorboard_dir": Path("tb")}),
         (["-t", "tb"], {"logging.tensorboard_dir": Path("tb")}),
         (["--gpu-device", "cuda:2"], {"data.device": "cuda:2"}),
@@ -128,6 +130,12 @@ def test_an_option_sets_its_key_and_no_other(
     command: str, arguments: list[str], expected: dict[str, Any]
 ) -> None:
     assert changed(parse(command, *arguments)) == expected
+
+
+def test_a_share_is_an_option_of_preprocess_alone() -> None:
+    assert changed(parse("preprocess", "--share", "2/4")) == {"data.share": "2/4"}
+    with pytest.raises(Exception, match=r"No such option.*--share"):
+        parse("train", "--share", "2/4")
 
 
 BYTES = "the bytes tokenizer runs on the CPU"
@@ -162,6 +170,7 @@ TRAINED = "data.tokenizer.spec=train"
         ("train", ["--gpu-device", "cuda:0"], {"--gpu-device": "infini train does not use it"}),
         ("preprocess", ["--max-steps", "3"], {"--max-steps": "infini preprocess does not use it"}),
         ("evaluate", ["--batch-size", "3"], {"--batch-size": "infini evaluate does not use it"}),
+        ("train", ["--tasks", "loss"], {"--tasks": "infini train does not use it"}),
         (
             "serve",
             ["--gpus", "0", "--debug"],
@@ -183,6 +192,26 @@ def test_an_option_without_effect_is_noted_in_one_line(
         assert line.startswith(f"note: {option} has no effect: {why}")
 
 
+def test_compare_takes_runs_settings_and_with_sweep_what_to_vary() -> None:
+    words = ["first", "out/runs/second", "training.max_steps=5"]
+    assert changed(parse("compare", *words)) == {
+        "comparison.runs": ["first", "out/runs/second"],
+        "training.max_steps": 5,
+    }
+    swept = ["model.memory=linear,none", "run.seed=0,1,2"]
+    for arguments in (["--sweep", *swept, *words], [*words, swept[0], "--sweep", swept[1]]):
+        given = parse("compare", *arguments)
+        assert changed(given) == {
+            "comparison.runs": ["first", "out/runs/second"],
+            "comparison.sweep": swept,
+            "training.max_steps": 5,
+        }
+    with pytest.raises(UserError, match="--sweep: no setting has several values"):
+        parse("compare", "--sweep", "training.max_steps=5")
+    with pytest.raises(ConfigError, match=re.escape("run.seed: got '0,1'")):
+        parse("compare", "run.seed=0,1")
+
+
 @pytest.mark.parametrize(
     ("option", "value", "key"),
     [
@@ -199,6 +228,17 @@ def test_only_generate_has_sampling_options(option: str, value: float, key: str)
         parse("generate", option, "-1")
     with pytest.raises(typer.exceptions.TyperException, match=option):
         parse("train", option, str(value))
+
+
+@pytest.mark.parametrize("command", ["run", "evaluate"])
+def test_tasks_are_separated_by_commas(command: str) -> None:
+    given = parse(command, "--tasks", "sample, loss")
+    assert changed(given) == {"evaluation.tasks": ["sample", "loss"]}
+    with pytest.raises(ConfigError) as error:
+        parse(command, "--tasks", "loss,heat")
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("evaluation.tasks.1: got 'heat': ")
+    assert all(f"'{name}'" in line for name in get_args(EvaluationTaskName))
 
 
 @pytest.mark.parametrize("option", ["--gpu", "--gpu-id", "-g"])

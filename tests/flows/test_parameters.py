@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Environment, api, flow_run, infini, run, tiny, write_settings
+from commands import Environment, api, run
 from prefect.flows import Flow
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
@@ -23,7 +23,7 @@ from infini_model.config import Config, load_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError
 
-FLOWS = ("pipeline", "preprocess", "train", "evaluate")
+FLOWS = ("pipeline", "preprocess", "train", "evaluate", "compare")
 
 
 def flow_called(name: str) -> Flow[..., Any]:
@@ -40,7 +40,7 @@ def schema_of(name: str) -> dict[str, Any]:
 def test_the_form_is_short_and_each_field_says_what_it_takes(name: str) -> None:
     schema = schema_of(name)
     fields = schema["properties"]
-    assert len(fields) <= 12
+    assert len(fields) <= 14
     assert next(iter(fields)) == "preset"
     assert list(fields)[-1] == "advanced"
     assert "required" not in schema
@@ -48,7 +48,7 @@ def test_the_form_is_short_and_each_field_says_what_it_takes(name: str) -> None:
         assert field["title"] == key.replace("_", " ").capitalize()
         assert field["description"].endswith(".")
         # One plain input: neither a choice of types nor a default of null.
-        assert field["type"] in ("string", "integer", "number", "array", "object")
+        assert field["type"] in ("string", "integer", "number", "boolean", "array", "object")
         assert "anyOf" not in field
     assert fields["preset"]["enum"] == preset_choices()
     assert {key: field["default"] for key, field in fields.items() if "default" in field} == {
@@ -110,6 +110,14 @@ def test_prefect_refuses_a_wrong_value_and_names_it(
         assert word in str(caught.value)
 
 
+def test_the_form_of_evaluate_takes_known_tasks_only() -> None:
+    schema = schema_of("evaluate")
+    validate({"tasks": ["sample", "loss"]}, schema, raise_on_error=True)
+    with pytest.raises(ValidationError, match="'heat' is not one of"):
+        validate({"tasks": ["heat"]}, schema, raise_on_error=True)
+    assert resolve(tasks=["sample"]).evaluation.tasks == ["sample"]
+
+
 def test_what_is_not_given_is_the_presets() -> None:
     asked = resolve("shakespeare", {"training": {"warmup_steps": 7}}, steps=10)
     expected = configure(
@@ -153,6 +161,8 @@ def test_documents_take_the_place_of_a_source_of_another_kind() -> None:
         ({"advanced": "training"}, ["advanced", "training"]),
         ({"advanced": {"run": {"preset": "debug"}}}, ["preset"]),
         ({"preset": "quickest"}, ["quickest", "quickstart"]),
+        ({"preset": "uptrain"}, ["model.initial_weights: missing; the preset uptrain needs"]),
+        ({"preset": "uptrain+stable", "steps": 3}, ["model.initial_weights: missing"]),
     ],
 )
 def test_what_does_not_go_together_is_one_line(
@@ -186,13 +196,14 @@ OVERRIDES: tuple[Sequence[str], ...] = (
     (),
     ("training.max_steps=10", "training.learning_rate=3.3e-4", "run.seed=3", "run.name=mine"),
     ("model.hidden_size=256", "model.intermediate_size=512"),
-    ("model.hidden_size=256", "model.head_dim=16", "packing.context_length=10240"),
+    ("model.hidden_size=256", "model.head_dim=16", "packing.context_length=4096"),
     ("data.source={kind: hub, repository: ag_news, column: text, limit: 10000}",),
     ('data.source={kind: files, paths: ["/texts/*.txt"], separator: "\\n\\n"}',),
     ("data.folder=here", "run.output_dir=elsewhere", "logging.tensorboard_dir=/boards"),
     ("evaluation.sample.top_k=null", "evaluation.max_windows=null", "launch.gpus=0"),
     ("training.epochs=2.5",),
     ("run.preset=debug",),
+    ("comparison={runs: [a, b], sweep: ['model.memory=linear,none', 'run.seed=0,1']}",),
     ("run.preset=mine",),
     ("data.tokenizer.spec=train", "data.name=texts", "training.batch_size=3"),
     (
@@ -207,6 +218,9 @@ OVERRIDES: tuple[Sequence[str], ...] = (
 def test_a_flow_resolves_to_what_the_command_line_checked(
     preset: str | None, overrides: Sequence[str]
 ) -> None:
+    if preset is not None and preset.startswith(("uptrain", "fine-tune", "llada")):
+        # Their weights replace the shape: what some of the overrides set has no meaning beside it.
+        overrides = [*overrides, "model.initial_weights=team/llama"]
     config = configure([] if preset is None else [preset], overrides=overrides)
     for name in FLOWS:
         flow = flow_called(name)
@@ -218,6 +232,37 @@ def test_a_flow_resolves_to_what_the_command_line_checked(
         assert resolved.model_dump_json() == config.model_dump_json()
 
 
+@pytest.mark.parametrize("preset", [None, "quickstart", "arxiv", "uptrain"])
+@pytest.mark.parametrize("beside", [[], ["model.memory=linear", "model.gate_start=-2.0"]])
+def test_what_is_set_beside_initial_weights_reaches_the_flow(
+    preset: str | None, beside: list[str]
+) -> None:
+    """Also where it is the default: a Llama's folder may have other values."""
+    weights = ["model.initial_weights=team/llama", "model.segment_length=128", *beside]
+    config = configure([] if preset is None else [preset], overrides=weights)
+    again = resolve(**json.loads(json.dumps(parameters_of(config, flow_called("train")))))
+    assert again == config
+    assert again.model.beside_initial_weights == config.model.beside_initial_weights
+
+
+def test_a_preset_that_needs_weights_takes_them_from_the_form() -> None:
+    asked = resolve("uptrain", initial_weights="team/llama", steps=10)
+    weights = ["model.initial_weights=team/llama", "training.max_steps=10"]
+    assert asked == configure(["uptrain"], overrides=weights)
+    assert parameters_of(asked, flow_called("pipeline")) == {
+        "preset": "uptrain",
+        "initial_weights": "team/llama",
+        "steps": 10,
+        "advanced": {"model": {"segment_length": 2048}},
+    }
+
+
+def test_settings_without_the_weights_that_their_preset_needs_reach_the_flow() -> None:
+    """As those of a file may be that was written after a preset."""
+    config = load_config(overrides=["run.preset=uptrain"])
+    assert resolve(**parameters_of(config, flow_called("train"))) == config
+
+
 def test_parameters_are_what_was_asked_for_and_no_more() -> None:
     overrides = ["training.max_steps=11", "training.warmup_steps=1"]
     config = configure(["debug"], overrides=overrides)
@@ -227,19 +272,6 @@ def test_parameters_are_what_was_asked_for_and_no_more() -> None:
         "advanced": {"training": {"warmup_steps": 1}},
     }
     assert parameters_of(Config(), flow_called("train")) == {"preset": None, "advanced": None}
-
-
-def test_the_server_shows_what_a_command_asked_for(
-    server: str, connected: Environment, tmp_path: Path, text_files: Path
-) -> None:
-    tree = tiny(text_files, tmp_path / "output")
-    settings = write_settings(tmp_path / "settings.yaml", tree)
-    done = run(infini("preprocess", "--config", settings, "data.name=mine"), connected)
-    assert done.returncode == 0, done.stderr
-    shown = flow_run(server, done.stderr)["parameters"]
-    assert shown["dataset_name"] == "mine"
-    assert shown["advanced"]["data"]["splits"] == tree["data"]["splits"]
-    assert shown["preset"] is None
 
 
 def test_a_deployment_refuses_a_wrong_value_and_a_run_says_in_one_line_what_does_not_fit(

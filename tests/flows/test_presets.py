@@ -4,17 +4,33 @@ from pathlib import Path
 
 import pytest
 
-from flows.presets import configure, is_preset, preset_choices, preset_names, remedy_names
+from flows.presets import (
+    configure,
+    is_preset,
+    preset_choices,
+    preset_names,
+    remedy_names,
+    template,
+)
 from infini_model.config import Config, dump_config, load_config
+from infini_model.config.reading import LEFT_OPEN
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError
 
 WHOLE = sorted(set(preset_names()) - set(remedy_names()))
+# They begin from weights that the user names.
+PRETRAINED = ("fine-tune", "uptrain")
+WEIGHTS = "model.initial_weights=team/llama"
+
+
+def complete(*presets: str) -> Config:
+    """The settings of presets, with what they leave to the user."""
+    return configure(presets, overrides=[WEIGHTS] if presets[0].startswith(PRETRAINED) else [])
 
 
 @pytest.mark.parametrize("preset", preset_choices())
 def test_a_preset_survives_a_round_trip_through_yaml(preset: str, tmp_path: Path) -> None:
-    config = configure([preset])
+    config = complete(preset)
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
     assert load_config(file) == configure(file=file) == config
@@ -23,7 +39,9 @@ def test_a_preset_survives_a_round_trip_through_yaml(preset: str, tmp_path: Path
 
 
 def test_the_presets_of_the_guides_are_there() -> None:
-    assert {"arxiv", "debug", "production", "quickstart", "shakespeare"} == set(WHOLE)
+    guides = {"arxiv", "debug", "production", "quickstart", "shakespeare"}
+    diffusion = {"diffusion-quickstart", "llada-shakespeare"}
+    assert guides | diffusion | set(PRETRAINED) == set(WHOLE)
     assert remedy_names() == ("stable",)
     debug, production = configure(["debug"]), configure(["production"])
     assert (debug.model.num_hidden_layers, debug.training.max_steps) == (2, 10)
@@ -38,9 +56,10 @@ def test_the_presets_of_the_guides_are_there() -> None:
 def calmer(config: Config, base: Config) -> bool:
     """Whether every setting that the remedy changes is more careful than it was."""
     now, before = config.training, base.training
+    pretrained = base.model.initial_weights is not None
     return (
-        config.model.initializer_range < base.model.initializer_range
-        and now.learning_rate < before.learning_rate
+        (pretrained or config.model.initializer_range < base.model.initializer_range)
+        and (now.learning_rate < before.learning_rate or before.learning_rate < 1e-4)
         and now.gate_learning_rate < before.gate_learning_rate
         and now.max_grad_norm < before.max_grad_norm
         and now.adam_epsilon > before.adam_epsilon
@@ -50,13 +69,14 @@ def calmer(config: Config, base: Config) -> bool:
 
 @pytest.mark.parametrize("preset", WHOLE)
 def test_the_remedy_calms_any_preset_and_leaves_its_model_data_and_length(preset: str) -> None:
-    base, config = configure([preset]), configure([preset, "stable"])
+    base, config = complete(preset), complete(preset, "stable")
     assert calmer(config, base)
     assert (config.data, config.packing) == (base.data, base.packing)
     shape = {"initializer_range": base.model.initializer_range}
     assert config.model.model_copy(update=shape) == base.model
     assert config.training.max_steps == base.training.max_steps
-    assert config == configure([f"{preset}+stable"])
+    assert config.training.learning_rate <= base.training.learning_rate
+    assert config == complete(f"{preset}+stable")
 
 
 def test_the_remedy_alone_lies_over_the_default_preset() -> None:
@@ -73,6 +93,51 @@ def test_the_remedy_lies_over_a_file_and_overrides_over_both(tmp_path: Path) -> 
     assert config.run.preset == "stable"
     file.write_text(dump_config(configure(["arxiv"])))
     assert configure(["stable"], file) == configure(["arxiv", "stable"])
+
+
+def test_the_remedy_lies_over_a_file_with_pretrained_weights_and_raises_no_rate(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "model: {initial_weights: team/llama, segment_length: 128}\n"
+        "training: {learning_rate: 1e-5, gate_learning_rate: 5.0e-2}"
+    )
+    base, config = load_config(file), configure(["stable"], file)
+    assert config.model == base.model
+    assert config.training.learning_rate == 1e-5
+    assert config.training.gate_learning_rate == 1e-3
+    assert config.training.max_grad_norm == 0.5
+
+
+@pytest.mark.parametrize("preset", PRETRAINED)
+def test_what_a_preset_leaves_to_the_user_is_asked_for_in_one_line(preset: str) -> None:
+    for presets in ([preset], [f"{preset}+stable"], [preset, "debug"]):
+        name = "+".join(presets)
+        with pytest.raises(ConfigError) as caught:
+            configure(presets, overrides=["training.max_steps=3"])
+        assert str(caught.value) == (
+            f"model.initial_weights: missing; the preset {name} needs a pretrained Llama: "
+            "model.initial_weights=FOLDER or meta-llama/Llama-3.2-1B"
+        )
+        model = configure(presets, overrides=[WEIGHTS]).model
+        assert model.initial_weights == "team/llama"
+        assert template(name).model == model.model_copy(update={"initial_weights": LEFT_OPEN})
+
+
+def test_pretrained_weights_begin_at_small_rates_and_the_report_shows_the_memory() -> None:
+    uptrain, fine_tune = complete("uptrain"), complete("fine-tune")
+    assert 1e-5 <= uptrain.training.learning_rate <= 3e-5
+    assert uptrain.training.gate_learning_rate == 1e-2
+    assert uptrain.packing.mode == "aligned"
+    assert uptrain.packing.context_length >= 4 * uptrain.model.segment_length
+    assert "loss_by_position" in uptrain.evaluation.tasks
+    assert fine_tune.training.learning_rate == 1e-5
+    assert fine_tune.packing.context_length == fine_tune.model.segment_length
+    assert fine_tune.model.memory == "none"
+    for config in (uptrain, fine_tune):
+        assert config.data.tokenizer.spec == "model"
+        assert config.training.warmup_steps > 0
 
 
 def test_later_presets_lie_over_earlier_ones() -> None:

@@ -1,11 +1,15 @@
 """A model that learns the dataset of a few documents in seconds."""
 
+import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from infini_model.config import Config, validate
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.sources.download import download
 
 MakeConfig = Callable[..., Config]
 
@@ -39,5 +43,41 @@ def make_config(tmp_path: Path) -> MakeConfig:
         for name, section in sections.items():
             tree[name] = tree.get(name, {}) | section
         return validate(tree)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset folder of sums, half of them as conversations, and of one prompt that is long."""
+    folder = tmp_path_factory.mktemp("pairs")
+    chance = random.Random(5)
+    rows: list[dict[str, object]] = [{"prompt": "x" * 100, "answer": "is too long"}]
+    for number in range(160):
+        first, second = chance.randrange(100), chance.randrange(100)
+        prompt, answer = f"{number}: {first} + {second}?", " ".join([str(first + second)] * 3)
+        said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        rows.append({"prompt": prompt, "answer": answer} if number % 2 else {"messages": said})
+    path = folder / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = {"train": 0.7, "validation": 0.2, "test": 0.1}
+    source = {"paths": [str(path)], "pairs": True}
+    data = validate({"data": {"source": source, "splits": splits}}).data
+    manifest = build_dataset(download(data, folder), data, folder)
+    return folder / "datasets" / manifest.folder_name
+
+
+@pytest.fixture
+def make_pairs_config(make_config: MakeConfig) -> MakeConfig:
+    """A configuration for `pairs` with an objective; keywords are settings of the training."""
+
+    def make(objective: str, **training: object) -> Config:
+        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        shape |= {"intermediate_size": 64, "segment_length": 64 if objective != "causal" else 16}
+        return make_config(
+            model=shape,
+            training={"objective": objective, "max_steps": 12} | training,
+            packing={"mode": "document", "remainder": "pad", "context_length": 64},
+        )
 
     return make

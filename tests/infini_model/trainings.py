@@ -3,7 +3,6 @@
 import os
 import socket
 
-import psutil
 import torch
 
 PRELOADED = ["infini_model.training.loop", "torch.distributed.fsdp"]
@@ -19,6 +18,8 @@ def free_ports(count):
 
 def trainers(run_dir):
     """Every live process with the run folder in its arguments."""
+    import psutil
+
     return [
         process
         for process in psutil.process_iter(["cmdline", "status"])

@@ -7,8 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from commands import Environment, Running, api, eventually, tiny, write_texts
 from engines import FlowRun, create
+
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.training.run_status import saved_step
 
 NO_RETRIES: dict[str, Any] = {"download": {"retries": 0}, "train": {"retries": 0}}
 
@@ -33,6 +37,7 @@ def ready_events(run: FlowRun) -> list[dict[str, Any]]:
     return [event for event in found if event["payload"]["folder"] in str(run.artifacts())]
 
 
+@pytest.mark.story
 def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     server: str, connected: Environment, tmp_path: Path
 ) -> None:
@@ -57,7 +62,7 @@ def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     assert run.read()["name"] == f"preprocess {folder.name}"
     assert f"dataset:{folder.name}" in run.read()["tags"]
     shown = keys(run)
-    assert shown == ["dataset", "dataset-folder", "download-progress", "shard-progress"]
+    assert shown == ["dataset", "dataset-folder", "partitions", "shard-progress"]
     eventually(lambda: bool(ready_events(run)), "the event of the new dataset")
     (event,) = ready_events(run)
     assert event["resource"]["prefect.resource.id"] == f"infini.dataset.{event['payload']['key']}"
@@ -82,6 +87,7 @@ def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     assert len(ready_events(run)) == 1
 
 
+@pytest.mark.story
 def test_a_failed_training_reports_the_cause_and_stores_no_pickle(
     server: str, connected: Environment, text_files: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +113,7 @@ def test_a_failed_training_reports_the_cause_and_stores_no_pickle(
         assert "NonFinite" in json.loads(file.read_text())["__exc_type__"]
 
 
+@pytest.mark.story
 def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_cancelled(
     server: str, connected: Environment, text_files: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +146,64 @@ def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_c
     last = max(int(folder.name.removeprefix("step-")) for folder in checkpoints)
     assert (state["type"], state["message"]) == ("CANCELLED", f"Cancelled; step {last} is saved")
     assert any("Checkpoint saved: " in line and f"step-{last}" in line for line in run.logs())
+
+
+@pytest.mark.story
+@pytest.mark.parametrize(
+    ("asked", "ended"),
+    [("CANCELLING", ("CANCELLED", "Cancelled; ")), ("PAUSED", ("PAUSED", "Suspended; "))],
+)
+def test_a_sweep_that_is_ended_saves_the_run_that_is_its_part_and_a_retry_resumes_it(
+    server: str,
+    connected: Environment,
+    text_files: Path,
+    tmp_path: Path,
+    asked: str,
+    ended: tuple[str, str],
+) -> None:
+    tree = tiny(
+        text_files,
+        tmp_path / "output",
+        training={"max_steps": 300},
+        logging={"eval_steps": 100, "logging_steps": 100},
+        checkpoint={"save_steps": 100_000},
+    )
+    sweep = ["model.memory=linear,none"]
+    run = create(server, "flows/compare.py:compare", sweep=sweep, advanced=tree)
+    running = run.start(connected, tmp_path / "engine.log")
+    run_dir = tmp_path / "output" / "runs" / "quickstart-memory-linear"
+    try:
+        steps = "the first steps"
+        eventually(lambda: bool(read_metrics(run_dir)), steps, seconds=90)
+        run.set_state(asked, {"CANCELLING": "Cancelling", "PAUSED": "Suspended"}[asked])
+        running.wait()
+    finally:
+        running.end()
+    state = run.read()["state"]
+    step = saved_step(run_dir)
+    assert step is not None
+    assert state["type"] == ended[0]
+    assert state["message"].startswith(f"{ended[1]}step {step} is saved")
+    (part,) = parts(run)
+    assert part["state_type"] == "CANCELLED"
+
+    run.retry()
+    run.start(connected, tmp_path / "retry.log").wait(seconds=600)
+    assert run.read()["state"]["type"] == "COMPLETED"
+    states = {each["name"]: [] for each in parts(run)}
+    for each in parts(run):
+        states[each["name"]].append(each["state_type"])
+    assert {name: sorted(found) for name, found in states.items()} == {
+        "swept-run quickstart-memory-linear": ["CANCELLED", "COMPLETED"],
+        "swept-run quickstart-memory-none": ["COMPLETED"],
+    }
+    assert {"comparison", "comparison-folder", "loss"} <= {*keys(run)}
+
+
+def parts(run: FlowRun) -> list[dict[str, Any]]:
+    """The flow runs that are parts of a flow run."""
+    wanted = {"parent_flow_run_id": {"any_": [run.number]}}
+    return list(api(run.server, "flow_runs/filter", flow_runs=wanted))
 
 
 STORY = """

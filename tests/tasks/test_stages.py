@@ -4,6 +4,7 @@ Each test runs the command line against a real server and queries that server.
 """
 
 import json
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -30,8 +31,10 @@ from commands import (
 )
 
 from flows.serving.services import free_port, start_prefect
-from infini_model.config import load_config
+from infini_model.config import ModelConfig, load_config
+from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.processes import end_tree
+from infini_model.training.initial_weights import read_initial_weights
 
 NO_WAIT = ("stages.download.retry_delay_seconds=0", "stages.train.retry_delay_seconds=0")
 
@@ -63,8 +66,36 @@ def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
     assert task_runs(server, output)["download"]["run_count"] == 1
     url = "http://127.0.0.1:9/a.txt"
     output = output_of(connected, *command, f"data.source.paths=['{url}']", status=2)
+    assert f"error: {url}: cannot be reached" in output
     assert task_runs(server, output)["download"]["run_count"] == 3
     assert flow_run(server, output)["state_type"] == "FAILED"
+
+
+@pytest.mark.story
+def test_initial_weights_are_checked_first_and_a_resumed_run_does_without_them(
+    server: str, connected: Environment, text_files: Path, tmp_path: Path
+) -> None:
+    llama, tree = tmp_path / "llama", tiny(text_files, tmp_path / "output")
+    shape = ModelConfig(**tree["model"] | {"vocab_size": 260, "memory": "none"})
+    InfiniLlama(shape).save_pretrained(llama)
+    beside = {"segment_length": shape.segment_length, "memory": "linear"}
+    tree["model"] = {"initial_weights": str(llama)} | beside
+    settings = write_settings(tmp_path / "settings.yaml", tree)
+    hidden = (llama / "config.json").rename(tmp_path / "config.json")
+    output = output_of(connected, "run", "--config", settings, status=2)
+    assert states(server, output) == {"weights": "Failed"}
+    assert f"error: {llama}/config.json: no such file" in output
+    hidden.rename(llama / "config.json")
+    output = output_of(connected, "run", "--config", settings)
+    assert list(states(server, output).values()) == ["Completed"] * 6
+    run_dir = (tmp_path / "output" / "runs" / "latest").resolve()
+    assert read_initial_weights(run_dir) is not None
+    (run_dir / "evaluation.json").unlink()
+    (run_dir / "report.md").unlink()
+    shutil.rmtree(llama)
+    output = output_of(connected, "run", "--config", settings)
+    assert "weights" not in states(server, output)
+    assert (run_dir / "report.md").is_file()
 
 
 @pytest.mark.story
@@ -133,15 +164,22 @@ def test_a_server_that_does_not_answer_is_named(connected: Environment, settings
     assert line.startswith(f"error: PREFECT_API_URL: {url} does not answer")
 
 
-def test_a_run_leaves_a_json_result_and_shows_progress_dataset_report_and_plots(
+def test_a_run_shows_its_settings_progress_dataset_report_and_plots_and_leaves_a_json_result(
     server: str, connected: Environment, settings: Path, tmp_path: Path
 ) -> None:
-    output = output_of(connected, "run", "--config", settings)
+    output = output_of(connected, "run", "--config", settings, "training.max_steps=19")
+    asked = flow_run(server, output)["parameters"]
+    assert (asked["preset"], asked["steps"]) == (None, 19)
+    assert asked["advanced"]["data"]["splits"] == {"train": 0.6, "validation": 0.2, "test": 0.2}
     assert set(states(server, output).values()) == {"Completed"}
     shown = artifacts(server, output)
-    for stage in ("download", "shard", "train", "evaluate"):
+    for stage in ("shard", "train", "evaluate"):
         assert shown[f"{stage}-progress"]["type"] == "progress"
         assert shown[f"{stage}-progress"]["data"] == 100.0
+    assert json.loads(shown["partitions"]["data"]) == [
+        {"partitions": "new", "count": 1},
+        {"partitions": "reused", "count": 0},
+    ]
     rows: list[dict[str, Any]] = json.loads(shown["dataset"]["data"])
     assert [row["split"] for row in rows] == ["train", "validation", "test"]
     assert sum(row["documents"] for row in rows) == 40
@@ -150,7 +188,7 @@ def test_a_run_leaves_a_json_result_and_shows_progress_dataset_report_and_plots(
     lines = [line for line in report.read_text().splitlines() if "](plots/" not in line]
     assert [line for line in shown["report"]["data"].splitlines() if line] == [*filter(None, lines)]
     plots = list(report.parent.glob("plots/*.png"))
-    assert len(plots) == 5
+    assert len(plots) == 6
     for plot in plots:
         image = shown[plot.stem.replace("_", "-")]
         assert image["type"] == "image"
@@ -177,7 +215,7 @@ def test_training_continues_when_the_server_is_gone(
         checkpoint={"save_steps": 100},
         stages={"train": {"retries": 0}},
     )
-    dataset_of(write_settings(settings, tree), connected)
+    dataset_of(write_settings(settings, tree))
     config = load_config(overrides=[f"run.output_dir={with_tables(tmp_path / 'server')}"])
     service = start_prefect(config, free_port())
     try:

@@ -14,13 +14,9 @@ import torch
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.loader import Loader
-from infini_model.data.loading.packing import pack
+from infini_model.data.loading.packing import OffsetsInMemory, pack
 from infini_model.data.loading.windows import Batch, open_windows
-from infini_model.data.tokenizers.gpu.device_tokenizer import (
-    DeviceTokenizer,
-    Tokens,
-    close_documents,
-)
+from infini_model.data.tokenizers.gpu.tokens import EncodesOnDevice, Tokens, close_documents
 from infini_model.data.tokenizers.tokenizer import Texts, Tokenizer
 
 
@@ -30,8 +26,9 @@ def gpu_clm_process(
     sequence_length: int,
     device: torch.device | str = "cuda",
 ) -> torch.Tensor:
-    """Tokenise documents, end each with the end-of-text token, and pack windows on `device`.
+    """Tokenise documents as a dataset has them, and pack windows on `device`.
 
+    Each begins with the beginning-of-text token, if there is one, and ends with end-of-text.
     Returns int64 [windows, sequence_length + 1] with stride `sequence_length`, so each token but
     the first is predicted once; a partial window at the end is dropped.
     """
@@ -48,7 +45,7 @@ def gpu_clm_windows(
     segment_length: int,
     device: torch.device | str = "cuda",
 ) -> Batch:
-    """Tokenise documents, end each with the end-of-text token, and pack them on `device`.
+    """Tokenise documents as a dataset has them, and pack them on `device`.
 
     The windows equal those of a dataset of the documents in any mode, as `Windows.gather` returns
     them.
@@ -62,8 +59,8 @@ def pack_tokens(
 ) -> Batch:
     """Pack documents that end with end-of-text into windows, on the device of their ids."""
     ids = tokens.ids
-    offsets = tokens.offsets.cpu().numpy()
-    packing = pack(len(ids), lambda: offsets, config, segment_length)
+    documents = OffsetsInMemory(tokens.offsets.cpu().numpy())
+    packing = pack(documents, config, segment_length)
     length = packing.row_length
     # Row starts are computed on the CPU from the offsets; the tokens stay on the device.
     numbers = np.arange(packing.windows)
@@ -86,13 +83,13 @@ def pack_tokens(
 
 
 def _closed_stream(texts: Texts, tokenizer: Tokenizer, device: torch.device | str) -> Tokens:
-    if isinstance(tokenizer, DeviceTokenizer):
+    if isinstance(tokenizer, EncodesOnDevice):
         tokens = tokenizer.encode(texts)
     else:
         ids, offsets = tokenizer.encode_batch(texts)
         tokens = Tokens(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(offsets))
     on_device = Tokens(*(part.to(device) for part in tokens))
-    return close_documents(on_device, tokenizer.eos_token_id)
+    return close_documents(on_device, tokenizer.eos_token_id, tokenizer.bos_token_id)
 
 
 def get_gpu_train_dataloader(

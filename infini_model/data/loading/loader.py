@@ -8,8 +8,10 @@ number of processes sees the same global batches.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from infini_model.data.loading.permutation import permute
+from infini_model.data.loading.read_ahead import ReadAhead, Request
 from infini_model.data.loading.windows import Batch, Windows
 from infini_model.runtime.errors import DataError
 
@@ -32,9 +35,11 @@ class Loader:
     `consumed` counts the windows, over all ranks, in the batches returned so far: with it and the
     seed another loader resumes from there. `wait_seconds` is how long the last `next()` waited. A
     thread prefetches batches while the caller works; on CUDA it copies them to the device on a
-    separate stream. `close()` stops the thread.
+    separate stream. Windows that are in a store are read further ahead, by more threads. `close()`
+    stops all of them.
 
-    Raises `DataError` if the split has fewer windows than one global batch.
+    Raises `DataError` if the split has fewer windows than one global batch; `next()` raises what
+    `Windows.gather` does.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Loader:
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._read_ahead = ReadAhead(windows, self._requests())
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ready: deque[list[Batch]] = deque()
         self._prefetched: Future[list[list[Batch]]] | None = None
@@ -79,10 +85,10 @@ class Loader:
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
         if not self._ready:
-            prefetched = self._prefetched or self._thread.submit(self._gather, self.consumed)
-            self._ready.extend(prefetched.result())
-            gathered = self.consumed + len(self._ready) * self.global_batch
-            self._prefetched = self._thread.submit(self._gather, gathered)
+            # Kept until it succeeds: what follows a failed read must not take its place.
+            self._prefetched = self._prefetched or self._thread.submit(self._gather)
+            self._ready.extend(self._prefetched.result())
+            self._prefetched = self._thread.submit(self._gather)
         batches = self._ready.popleft()
         self._record_stream(batches)
         self.wait_seconds = time.perf_counter() - began
@@ -112,20 +118,25 @@ class Loader:
         order = permute(flat % count, count, self._seed, flat // count)
         return order.reshape(positions.shape)
 
-    def _gather(self, consumed: int) -> list[list[Batch]]:
-        """The micro-batches of this global batch and the next few."""
-        steps = range(self._steps_at_once)
-        starts = [consumed + step * self.global_batch for step in steps]
-        numbers = np.stack([self.numbers(start) for start in starts])
-        keys = np.add.outer(np.array(starts), self._share)
-        together = self.windows.gather(numbers.reshape(-1), keys.reshape(-1))
+    def _requests(self) -> Iterator[Request]:
+        """The windows of the next few global batches, and those of the next few, and so on."""
+        steps = self.global_batch * np.arange(self._steps_at_once)
+        for first in itertools.count(self.consumed, self._steps_at_once * self.global_batch):
+            starts = first + steps
+            numbers = np.stack([self.numbers(start) for start in starts.tolist()])
+            keys = np.add.outer(starts, self._share)
+            yield Request(numbers.reshape(-1), keys.reshape(-1))
+
+    def _gather(self) -> list[list[Batch]]:
+        """The micro-batches of the next few global batches."""
+        together = next(self._read_ahead)
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 # PyTorch's pinned allocator keeps the pinned copy alive until the transfer is done.
                 together = together.pinned().to(self._device, non_blocking=True)
             self._stream.synchronize()
-        count, micro_batches, _ = numbers.shape
-        batches = together.chunk(count * micro_batches)
+        micro_batches = len(self._share)
+        batches = together.chunk(self._steps_at_once * micro_batches)
         places = range(0, len(batches), micro_batches)
         return [batches[first : first + micro_batches] for first in places]
 
@@ -140,7 +151,8 @@ class Loader:
                     tensor.record_stream(current)
 
     def close(self) -> None:
-        """Stop the thread and discard prefetched batches."""
+        """Stop all threads and discard prefetched batches."""
+        self._read_ahead.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._ready.clear()
         self._prefetched = None

@@ -8,12 +8,18 @@ row per segment (`aligned`, so that each document starts on a segment boundary).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from infini_model.config import PackingConfig
+
+# Documents whose rows are counted anew for each row that is located in one of them.
+BLOCK = 16
+INSIDE = np.arange(BLOCK + 1)
+# Enough to amortize the overhead of an operation on an array, and little memory.
+LENGTHS_AT_ONCE = 1 << 16
 
 
 class Rows(NamedTuple):
@@ -26,6 +32,47 @@ class Rows(NamedTuple):
     starts: np.ndarray
     valid: np.ndarray
     first: np.ndarray
+
+
+class Documents(Protocol):
+    """Where the documents of a stream start, shard by shard.
+
+    `token_starts` and `document_starts`, int64 [shards + 1], count what is before each shard, and
+    in all.
+    """
+
+    token_starts: np.ndarray
+    document_starts: np.ndarray
+
+    def lengths(self) -> Iterator[np.ndarray]:
+        """The number of tokens of every document, in order, as arrays of part of a shard each.
+
+        Their sizes are multiples of `BLOCK`, but for the last of each shard.
+        """
+
+    def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Where documents start in their shards: integers [N, K].
+
+        `shards` int64 [N], in which to look, in ascending order; `places` int64 [N, K], numbers of
+        documents in these shards. A place past the last document gives the end of the shard.
+        """
+
+
+class OffsetsInMemory:
+    """Documents of a single shard, by their `offsets` int64 [documents + 1]."""
+
+    def __init__(self, offsets: np.ndarray) -> None:
+        self.token_starts = np.array([0, offsets[-1]], np.int64)
+        self.document_starts = np.array([0, len(offsets) - 1], np.int64)
+        self._offsets = offsets
+
+    def lengths(self) -> Iterator[np.ndarray]:
+        """All lengths, as one array."""
+        yield np.diff(self._offsets)
+
+    def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:  # noqa: ARG002
+        """Where documents start; `shards` are all 0."""
+        return self._offsets.take(places, mode="clip")
 
 
 class Packing(Protocol):
@@ -60,55 +107,107 @@ class StreamPacking:
 class DocumentPacking:
     """Windows whose rows never span two documents.
 
-    `document_offsets` int64 [documents + 1]. A document of L tokens has L - 1 positions; a partial
-    last row is dropped, or kept if `pad`.
+    A document of L tokens has L - 1 positions; a partial last row is dropped, or kept if `pad`.
+
+    Rows are numbered through all documents. Only the number of rows before each block of
+    `BLOCK` documents of a shard is kept, half a byte a document; within a block, rows are counted
+    when they are located.
     """
 
     def __init__(
-        self,
-        document_offsets: np.ndarray,
-        row_length: int,
-        *,
-        pad: bool,
-        rows_per_window: int = 1,
+        self, documents: Documents, row_length: int, *, pad: bool, rows_per_window: int = 1
     ) -> None:
         self.row_length = row_length
         self.rows_per_window = rows_per_window
-        self._offsets = document_offsets
-        positions = np.diff(document_offsets) - 1
-        rows = (positions + (row_length - 1 if pad else 0)) // row_length
-        # Cumulative rows at the end of each document, for finding a row's document by bisection.
-        self._row_ends = np.cumsum(rows)
-        total = int(self._row_ends[-1]) if len(rows) else 0
-        self.windows = total // rows_per_window
+        self._documents = documents
+        self._pad = pad
+        blocks = -(-np.diff(documents.document_starts) // BLOCK)
+        self._block_starts = np.concatenate([[0], np.cumsum(blocks)])
+        self._row_starts = self._count_rows()
+        self.windows = int(self._row_starts[-1]) // rows_per_window
 
     def locate(self, windows: np.ndarray) -> Rows:
         """Row k of a document starts k × row_length tokens after the document's start."""
         inner = np.arange(self.rows_per_window)
         rows = (windows.astype(np.int64)[:, None] * self.rows_per_window + inner).reshape(-1)
-        document = np.searchsorted(self._row_ends, rows, side="right")
-        before = np.where(document > 0, self._row_ends[document - 1], 0)
-        place = (rows - before) * self.row_length
-        left = self._offsets[document + 1] - self._offsets[document] - 1 - place
-        return Rows(self._offsets[document] + place, np.minimum(left, self.row_length), place == 0)
+        blocks = np.sort(np.searchsorted(self._row_starts[1:], rows, side="right"))
+        # The rows of a window are consecutive, and often in the same block.
+        blocks = blocks[np.append(True, blocks[1:] != blocks[:-1])[: len(blocks)]]
+        shards = np.searchsorted(self._block_starts, blocks, side="right") - 1
+        places = ((blocks - self._block_starts[shards]) * BLOCK)[:, None] + INSIDE
+        offsets = self._documents.offsets_at(shards, places)
+        lengths = (offsets[:, 1:] - offsets[:, :-1]).reshape(-1)
+        counts = self._rows_of(lengths)
+        # The documents of these blocks are searched as if there were no others: `ends` counts their
+        # rows, and the rows that are skipped before each block.
+        ends = np.cumsum(counts)
+        skipped = self._row_starts[blocks] - (ends - counts)[::BLOCK]
+        ends += np.repeat(skipped, BLOCK)
+        document = np.searchsorted(ends, rows, side="right")
+        block = document // BLOCK
+        place = (rows - ends[document] + counts[document]) * self.row_length
+        start = offsets.reshape(-1)[document + block] + self._documents.token_starts[shards[block]]
+        left = lengths[document] - 1 - place
+        return Rows(start + place, np.minimum(left, self.row_length), place == 0)
+
+    def _rows_of(self, lengths: np.ndarray) -> np.ndarray:
+        """The number of rows of documents of these lengths: int64."""
+        rows = lengths.astype(np.int64)
+        rows += self.row_length - 2 if self._pad else -1
+        rows //= self.row_length
+        # A document has at least its end-of-text token; a place past the last document has none.
+        return np.maximum(rows, 0, out=rows)
+
+    def _count_rows(self) -> np.ndarray:
+        """The number of rows before each block, and in all: int64 [blocks + 1]."""
+        starts = np.zeros(int(self._block_starts[-1]) + 1, np.int64)
+        done = 1
+        for parts in _together(self._documents.lengths()):
+            sizes = np.array([len(part) for part in parts])
+            rows = self._rows_of(np.concatenate(parts))
+            sums = np.add.reduceat(rows, _block_firsts(sizes))
+            starts[done : done + len(sums)] = sums
+            done += len(sums)
+        return np.cumsum(starts, out=starts)
 
 
-def pack(
-    tokens: int,
-    document_offsets: Callable[[], np.ndarray],
-    config: PackingConfig,
-    segment_length: int,
-) -> Packing:
-    """The windows of a stream of `tokens` in the mode set in `config`.
+def _together(arrays: Iterator[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """The arrays in groups of at least `LENGTHS_AT_ONCE` numbers, but for the last.
 
-    `document_offsets` is called only by the modes that need it. In `aligned` mode the segments of
-    all documents are concatenated, and a partial last window is dropped.
+    So small shards are counted many at a time.
+    """
+    group: list[np.ndarray] = []
+    waiting = 0
+    for array in arrays:
+        group.append(array)
+        waiting += len(array)
+        if waiting >= LENGTHS_AT_ONCE:
+            yield group
+            group, waiting = [], 0
+    if group:
+        yield group
+
+
+def _block_firsts(sizes: np.ndarray) -> np.ndarray:
+    """The first documents of the blocks of consecutive arrays of documents of these sizes."""
+    blocks = -(-sizes // BLOCK)
+    block_starts = np.cumsum(blocks) - blocks
+    starts = np.cumsum(sizes) - sizes
+    firsts: np.ndarray = np.repeat(starts - block_starts * BLOCK, blocks)
+    return firsts + np.arange(len(firsts)) * BLOCK
+
+
+def pack(documents: Documents, config: PackingConfig, segment_length: int) -> Packing:
+    """The windows of a stream of documents in the mode set in `config`.
+
+    In `aligned` mode the segments of all documents are concatenated, and a partial last window is
+    dropped.
     """
     length = config.context_length
     if config.mode == "packed":
-        return StreamPacking(tokens, length)
+        return StreamPacking(int(documents.token_starts[-1]), length)
     if config.mode == "document":
-        return DocumentPacking(document_offsets(), length, pad=config.remainder == "pad")
+        return DocumentPacking(documents, length, pad=config.remainder == "pad")
     return DocumentPacking(
-        document_offsets(), segment_length, pad=True, rows_per_window=length // segment_length
+        documents, segment_length, pad=True, rows_per_window=length // segment_length
     )

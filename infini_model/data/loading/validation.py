@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from infini_model.data.loading.permutation import permute
+from infini_model.data.loading.read_ahead import ReadAhead, Request
 from infini_model.data.loading.windows import Batch, Windows
 
 # Not the run's seed, so that runs with different seeds are compared on the same windows.
@@ -41,11 +42,15 @@ def validation_batches(
     """
     numbers = sample_windows(len(windows), max_windows)
     together = batch_size * world_size
-    for start in range(0, len(numbers), together):
-        mine = numbers[start : start + together][rank * batch_size : (rank + 1) * batch_size]
-        if len(mine):
-            yield windows.gather(mine)
-        else:
-            spare = windows.gather(numbers[start : start + 1])
-            none = torch.zeros(spare.tokens.shape[:2], dtype=torch.int64)
-            yield spare._replace(valid=none)
+    steps = [numbers[start : start + together] for start in range(0, len(numbers), together)]
+    shares = [step[rank * batch_size : (rank + 1) * batch_size] for step in steps]
+    requests = [
+        Request(mine if len(mine) else step[:1]) for step, mine in zip(steps, shares, strict=True)
+    ]
+    with ReadAhead(windows, requests) as batches:
+        for mine, batch in zip(shares, batches, strict=True):
+            if len(mine):
+                yield batch
+            else:
+                none = torch.zeros(batch.tokens.shape[:2], dtype=torch.int64)
+                yield batch._replace(valid=none)

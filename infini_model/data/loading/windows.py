@@ -7,7 +7,9 @@ inputs and targets.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading.packing import Packing, pack
+from infini_model.data.loading.packing import Packing, Rows, pack
+from infini_model.data.loading.pairs import PairPacking, check_pair_packing
 from infini_model.data.shards.stream import Span, TokenStream, open_split
 
 
@@ -30,12 +33,15 @@ class Batch(NamedTuple):
         reset: bool [B, T / segment_length], true where a segment starts a new document, or None.
         keys: int64 [B], key of an objective's randomness, besides the seed: the window's position
             in the endless training order, or its number in the split.
+        prompts: int64 [B, 1], number of tokens at the start of the row that are a prompt; None if
+            documents have no prompts.
     """
 
     tokens: Tensor
     valid: Tensor | None
     reset: Tensor | None
     keys: Tensor
+    prompts: Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
@@ -51,6 +57,7 @@ class Batch(NamedTuple):
                 nothing if self.valid is None else self.valid.chunk(count),
                 nothing if self.reset is None else self.reset.chunk(count),
                 self.keys.chunk(count),
+                nothing if self.prompts is None else self.prompts.chunk(count),
             )
         )
 
@@ -59,23 +66,28 @@ class Batch(NamedTuple):
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        tokens, valid, reset, keys = self
+        tokens, valid, reset, keys, prompts = self
         return Batch(
             change(tokens),
             None if valid is None else change(valid),
             None if reset is None else change(reset),
             change(keys),
+            None if prompts is None else change(prompts),
         )
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a split. `name` is for messages."""
+    """The windows of a split. `name` is for messages.
+
+    `pairs` is the packing where documents are prompts and answers, else None.
+    """
 
     stream: TokenStream
     packing: Packing
     aligned: bool
     name: str
+    pairs: PairPacking | None = None
 
     def __len__(self) -> int:
         return self.packing.windows
@@ -89,22 +101,45 @@ class Windows:
 
         Raises:
             IndexError: A number is out of range.
+            DataError: A shard is missing, damaged, or not the one in the manifest.
+            UnreachableError: A store that has shards does not answer.
+        """
+        return self.begin(numbers, keys)()
+
+    def begin(
+        self, numbers: np.ndarray, keys: np.ndarray | None = None, pool: Executor | None = None
+    ) -> Callable[[], Batch]:
+        """Begin what `gather` does; the result finishes it.
+
+        Shards that are elsewhere are read by the threads of `pool`, or before this returns.
         """
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"{self.name}: has {len(self)} windows, asked for {numbers.max()}")
         rows = self.packing.locate(numbers)
+        tokens = self.stream.begin(rows.starts, self.packing.row_length + 1, pool)
+        return partial(self._batch, numbers, numbers if keys is None else keys, rows, tokens)
+
+    def _batch(
+        self,
+        numbers: np.ndarray,
+        keys: np.ndarray,
+        rows: Rows,
+        read_tokens: Callable[[], np.ndarray],
+    ) -> Batch:
         length = self.packing.row_length
-        tokens = self.stream.gather(rows.starts, length + 1).astype(np.int64)
+        tokens = read_tokens().astype(np.int64)
         short = np.flatnonzero(rows.valid < length)
         if len(short):
-            beyond = np.arange(length + 1) > rows.valid[short, None]
-            tokens[short] = np.where(beyond, self.stream.eos_token_id, tokens[short])
+            closed = tokens[short]
+            closed[np.arange(length + 1) > rows.valid[short, None]] = self.stream.eos_token_id
+            tokens[short] = closed
         shape = (len(numbers), self.packing.rows_per_window)
         return Batch(
             torch.from_numpy(tokens.reshape(*shape, length + 1)),
             torch.from_numpy(rows.valid.reshape(shape)) if len(short) else None,
             torch.from_numpy(rows.first.reshape(shape)) if self.aligned else None,
-            torch.from_numpy(numbers if keys is None else keys),
+            torch.from_numpy(keys),
+            None if self.pairs is None else torch.from_numpy(self.pairs.prompts[numbers, None]),
         )
 
     def spans(self, number: int) -> list[Span]:
@@ -125,8 +160,19 @@ def open_windows(
 ) -> Windows:
     """The windows of a split of a dataset folder.
 
-    Raises `DataError` if the folder is not a complete dataset.
+    Raises `DataError` if the folder is not a complete dataset, `ConfigError` if its documents are
+    prompts and answers and `config` has another mode for them, `UnreachableError` if a store that
+    has shards does not answer.
     """
     stream = open_split(dataset_dir, split)
-    packing = pack(stream.tokens, lambda: stream.document_offsets, config, segment_length)
-    return Windows(stream, packing, config.mode == "aligned", f"{dataset_dir}: split {split}")
+    if stream.pairs:
+        check_pair_packing(config, dataset_dir)
+    if config.mode != "packed":
+        # Every window is found by the documents around it.
+        stream.shards.keep_offsets()
+    name = f"{dataset_dir}: split {split}"
+    if stream.pairs:
+        pairs = PairPacking(stream.lengths(), stream.shards.prompts(), config.context_length)
+        return Windows(stream, pairs, aligned=False, name=name, pairs=pairs)
+    packing = pack(stream, config, segment_length)
+    return Windows(stream, packing, config.mode == "aligned", name)

@@ -1,66 +1,161 @@
-"""The plan stage: which dataset folder a configuration asks for, and whether it is intact."""
+"""The plan stage: which dataset folder a configuration asks for, and what of it stands."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from infini_model.config import Config
-from infini_model.data.manifest import (
-    Corpus,
-    Manifest,
-    Record,
-    latest_dataset,
-    verify_dataset,
-)
-from infini_model.data.shards.dataset import dataset_key
-from infini_model.data.sources.corpus import drop_spill
-from infini_model.data.sources.download import spill_folder
-from infini_model.data.tokenizers.vocabulary import corpus_tokenizer
-from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError
+from infini_model.config.places import working_folder
+from infini_model.data.builds import note_build, note_use
+from infini_model.data.keeping.datasets import Datasets, datasets_in
+from infini_model.data.keeping.stored_datasets import StoredDatasets, no_dataset
+from infini_model.data.manifest import Manifest, Record, dataset_folder, read_origin
+from infini_model.data.shards.dataset import requested_dataset
+from infini_model.data.shards.partition_store import PARTITIONS
+from infini_model.data.sources.files import Listing
+from infini_model.data.verification import verify_dataset
+from infini_model.runtime.errors import DataError, StoreError
+from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.storage import MANIFEST
+
+log = logging.getLogger(__name__)
 
 
 class Plan(Record):
     """A dataset by its content key, and the folder where it is or will be.
 
-    `intact` means that the checksum of every shard was verified; `fault` says in one line what is
-    wrong with an existing folder that is not intact.
+    `address` is the dataset in an object store, of which the folder is a working copy. `intact`
+    means that it is complete and undamaged; `fault` says in one line what is wrong with an existing
+    dataset that is not intact. `new` and `reused` count partitions.
     """
 
     key: str
     folder: Path
+    address: str | None = None
     intact: bool
+    new: int = 0
+    reused: int = 0
     fault: str | None = None
 
 
-def plan_dataset(corpus: Corpus, config: Config) -> Plan:
-    """The dataset that a corpus becomes. Trains the tokenizer if the configuration says so.
+def plan_dataset(listing: Listing, config: Config) -> Plan:
+    """The dataset that a source becomes. Trains the tokenizer if the configuration says so.
 
-    Raises `DataError` in one line for a bad tokenizer.
+    Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read.
     """
-    tokenizer = corpus_tokenizer(corpus, config.data, config.run.output_dir)
-    key = dataset_key(corpus, tokenizer, config.data.splits)
-    folder = (config.run.datasets_dir / f"{config.data.name}-{key[:16]}").resolve()
-    if not folder.exists():
-        return Plan(key=key, folder=folder, intact=False)
+    datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
+    wanted = requested_dataset(listing, config.data_to_tokenize, datasets_dir, store)
+    if wanted.pin is not None:
+        log.info(
+            "tokenizer: reusing the one trained for dataset %s on %s; "
+            "data.tokenizer.retrain=true trains another",
+            config.data.name,
+            wanted.pin.trained,
+        )
+    note_build(wanted.folder, wanted.build)
+    datasets, name = datasets_in(datasets_dir, store), wanted.folder.name
+    keys = set(wanted.partition_keys)
+    plan = Plan(
+        key=wanted.key,
+        folder=wanted.folder.resolve(),
+        address=None if store is None else datasets.place_of(name),
+        intact=False,
+        reused=len(keys),
+    )
     try:
-        verify_dataset(folder)
+        intact = datasets.find(name) is not None
+    except StoreError:
+        raise
     except DataError as error:
-        return Plan(key=key, folder=folder, intact=False, fault=str(error))
-    storage.point_latest(folder)
-    drop_spill(spill_folder(corpus, config.data, config.run.output_dir))
-    return Plan(key=key, folder=folder, intact=True)
+        return plan.model_copy(update={"fault": str(error)} | _missing(keys, datasets))
+    if intact:
+        datasets.point_latest(name)
+        plan = plan.model_copy(update={"intact": True})
+    else:
+        plan = plan.model_copy(update=_missing(keys, datasets))
+    log.info("dataset %s: %s", plan.address or plan.folder, partition_counts(plan.new, plan.reused))
+    return plan
+
+
+def _missing(keys: set[str], datasets: Datasets) -> dict[str, int]:
+    """How many of the partitions have to be made, and how many stand."""
+    new = len(keys - datasets.partitions.keys())
+    return {"new": new, "reused": len(keys) - new}
+
+
+def partition_counts(new: int, reused: int) -> str:
+    """How much there is to do, as in `2 partitions new, 1,204 reused`."""
+    return f"{new:,} partition{'' if new == 1 else 's'} new, {reused:,} reused"
 
 
 def finished_dataset(config: Config) -> Plan:
     """The dataset of `data.folder` (a dataset, or a folder with a `latest` link), or the newest.
 
+    One in an object store is described by its local folder from now on.
+
     Raises `DataError` in one line if there is none, or a shard is missing or damaged.
     """
-    folder = config.data.folder
-    if folder is None:
-        folder = latest_dataset(config.run.datasets_dir)
-    elif not (folder / "manifest.json").is_file() and (folder / "latest").is_dir():
-        folder = folder / "latest"
-    manifest: Manifest = verify_dataset(folder)
-    return Plan(key=manifest.key, folder=folder.resolve(), intact=True)
+    folder, store = config.data.folder, config.run.datasets_store
+    if folder is None and store is not None:
+        folder = store
+    if isinstance(folder, str):
+        return _stored(folder, config)
+    folder = dataset_folder(folder, config.run.datasets_dir).resolve()
+    if store is not None and not folder.exists():
+        # The folder of a run that another machine has trained.
+        return _stored(f"{store}/{folder.name}", config)
+    address = _address(folder)
+    note_use(folder)
+    if address is None:
+        return _finished(verify_dataset(folder), folder, None)
+    manifest = _whole(folder)
+    if manifest is None:
+        return _found(StoredDatasets(address, folder.parent), folder.name)
+    return _finished(manifest, folder, f"{address}/{folder.name}")
+
+
+def stored_dataset(address: str, config: Config) -> tuple[StoredDatasets, str]:
+    """The dataset at an address, or the newest one below it: its store, and its name there.
+
+    Raises `DataError` if there is none.
+    """
+    parent, _, name = address.rpartition("/")
+    if ObjectStore(address).find(MANIFEST) is None:
+        parent, name = address, StoredDatasets(address, Path()).newest()
+    own = parent == config.run.datasets_store
+    working_dir = config.run.datasets_dir if own else working_folder(parent)
+    return StoredDatasets(parent, working_dir), name
+
+
+def _stored(address: str, config: Config) -> Plan:
+    datasets, name = stored_dataset(address, config)
+    note_use(datasets.folder_of(name))
+    return _found(datasets, name)
+
+
+def _found(datasets: StoredDatasets, name: str) -> Plan:
+    manifest = datasets.find(name)
+    if manifest is None:
+        raise no_dataset(datasets.place_of(name))
+    return _finished(manifest, datasets.folder_of(name).resolve(), datasets.place_of(name))
+
+
+def _finished(manifest: Manifest, folder: Path, address: str | None) -> Plan:
+    reused = len(set(manifest.partitions))
+    return Plan(key=manifest.key, folder=folder, address=address, intact=True, reused=reused)
+
+
+def _whole(folder: Path) -> Manifest | None:
+    """The manifest of a working copy with all its shards, for which nobody needs the store."""
+    try:
+        manifest = verify_dataset(folder)
+    except DataError:
+        return None
+    return manifest if all((folder / name).exists() for name, _ in manifest.files()) else None
+
+
+def _address(folder: Path) -> str | None:
+    """The address of the datasets that a local folder is a working copy of."""
+    origin = read_origin(folder)
+    return None if origin is None else origin.partitions.removesuffix(f"/{PARTITIONS}")

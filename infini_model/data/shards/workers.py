@@ -1,61 +1,14 @@
-"""The workers that tokenise: one thread per core or GPU, all taking partitions from one queue.
-
-So CPU threads and GPUs share the work according to their speed.
-"""
+"""The devices that tokenise: one worker per core or GPU."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import partial
 
 from infini_model.config import DataConfig
-from infini_model.data.shards.partitions import PartitionRecord, PartitionTask, make_partition
-from infini_model.data.sources.spill import Spill
-from infini_model.data.threads import Advance, Worker, for_each, thread_count
+from infini_model.data.threads import thread_count
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-
-def make_partitions(
-    tasks: Sequence[PartitionTask],
-    spill: Spill,
-    tokenizer: Tokenizer,
-    devices: Sequence[str],
-    advance: Advance,
-) -> dict[str, PartitionRecord]:
-    """Make the partitions of a spill, in no particular order; returns them by key.
-
-    Starts one thread per device, but no more than there are partitions. The first error stops the
-    work and is raised.
-    """
-    records: dict[str, PartitionRecord] = {}
-
-    def make(tokenizer: Tokenizer, task: PartitionTask, advance: Advance) -> None:
-        records[task.key] = make_partition(task, spill, tokenizer, advance)
-
-    workers: list[Worker[PartitionTask]] = [
-        partial(make, _on_device(tokenizer, device)) for device in devices[: len(tasks)]
-    ]
-    for_each(tasks, workers, advance)
-    return records
-
-
-def _on_device(tokenizer: Tokenizer, device: str) -> Tokenizer:
-    """The tokenizer of a worker: on its device, or on the CPU with a warning."""
-    if device == "cpu":
-        return tokenizer
-    from infini_model.data.tokenizers.gpu.device_tokenizer import put_on_device
-    from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
-
-    try:
-        return put_on_device(tokenizer, device)
-    except UnsupportedTokenizerError as error:
-        log.warning(
-            "data.device: %s is not used: %s; its worker tokenises on the CPU", device, error
-        )
-        return tokenizer
 
 
 def worker_devices(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
@@ -70,7 +23,7 @@ def worker_devices(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
     if config.device in ("auto", "cpu"):
         return cpu
     gpus = _gpus(config.device)
-    reason = _why_unsupported(tokenizer) if gpus else "this machine has no GPU"
+    reason = why_unsupported(tokenizer) if gpus else "this machine has no GPU"
     if reason:
         log.warning(
             "data.device=%s has no effect: %s; tokenising on the CPU with %d threads instead",
@@ -90,7 +43,7 @@ def _gpus(device: str) -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
-def _why_unsupported(tokenizer: Tokenizer) -> str | None:
+def why_unsupported(tokenizer: Tokenizer) -> str | None:
     """Why the tokenizer cannot run on a GPU, or None if it can."""
     from infini_model.data.tokenizers.gpu.supported import (
         UnsupportedTokenizerError,

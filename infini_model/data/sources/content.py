@@ -1,8 +1,7 @@
-"""Content hashes of documents, and the bucket and split that they decide.
+"""Content hashes of documents, and the split that they decide.
 
 The hash is the first 16 bytes of the SHA-256 of the document's UTF-8, as a high and a low 64-bit
-word. Its first bits choose the bucket and its last bits the split, so both depend on the document
-alone.
+word. Its last bits choose the split, so a document stays in its split for ever.
 """
 
 from __future__ import annotations
@@ -28,34 +27,8 @@ def hash_documents(texts: pa.StringArray) -> np.ndarray:
     return np.frombuffer(digests, ">u8").reshape(-1, 4)[:, :2].astype(np.uint64)
 
 
-def sort_order(hashes: np.ndarray) -> np.ndarray:
-    """The rows of `hashes`, int64 [n], in ascending order of the hashes; the sort is stable."""
-    return np.lexsort((hashes[:, 1], hashes[:, 0]))
-
-
-def bucket_starts(bucket_count: int) -> np.ndarray:
-    """The lowest high word of each bucket: uint64 [bucket_count], which is a power of two."""
-    bits = bucket_count.bit_length() - 1
-    return np.arange(bucket_count, dtype=np.uint64) << np.uint64(64 - bits if bits else 0)
-
-
-def buckets_of(hashes: np.ndarray, bucket_count: int) -> np.ndarray:
-    """The bucket of each hash, int64 [n]: its first log2(bucket_count) bits."""
-    return np.searchsorted(bucket_starts(bucket_count), hashes[:, 0], "right") - 1
-
-
 def splits_of(hashes: np.ndarray, splits: SplitsConfig) -> np.ndarray:
     """The split of each hash, int64 [n]: 0 train, 1 validation, 2 test, by its last bits."""
     place = (hashes[:, 1] >> np.uint64(11)).astype(np.float64) * 2.0**-53
     validation_ends = 1.0 if splits.test == 0.0 else splits.train + splits.validation
     return (place >= splits.train).astype(np.int64) + (place >= validation_ends)
-
-
-def big_endian_bytes(hashes: np.ndarray) -> bytes:
-    """The hashes as SHA-256 computed them, on machines of either byte order."""
-    return hashes.astype(">u8").tobytes()
-
-
-def digest(hashes: np.ndarray) -> str:
-    """The SHA-256, in hexadecimal, of sorted hashes [n, 2]."""
-    return hashlib.sha256(big_endian_bytes(hashes)).hexdigest()

@@ -1,86 +1,101 @@
-"""The download stage: find the source files, download and fingerprint them, read them once."""
+"""The download stage: list the files of a source by what identifies their content."""
 
 from __future__ import annotations
 
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from infini_model.config import MEBIBYTE, DataConfig, FilesSource, HubSource
-from infini_model.data.manifest import Corpus, RawFile
-from infini_model.data.sources import corpus
+from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.data.sources.documents import Progress
+from infini_model.data.sources.files import FileRange, Listing, SourceFile
+from infini_model.data.sources.fingerprints import fingerprint
 from infini_model.data.sources.formats import Reading, check_format
-from infini_model.data.threads import thread_count
+from infini_model.data.sources.objects import list_objects
 from infini_model.runtime import storage
-from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.object_stores.object_store import is_address
+from infini_model.runtime.remembered import remembered_here
 
 STDLIB = "{stdlib}"
 # Folders below the standard library that are not part of it.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
-def download(config: DataConfig, output_dir: Path, *, progress: Progress | None = None) -> Corpus:
-    """Download what is missing, then read every document once and fingerprint the corpus.
+def download(
+    config: DataConfig,
+    output_dir: Path,
+    *,
+    datasets_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Listing:
+    """List the files of the source with their fingerprints; download those that need it.
 
-    Remote files and hub datasets are downloaded to `<output_dir>/raw/`, once, resuming earlier
-    attempts; local files are read in place. `progress(done, total)` counts bytes, first of the
-    downloads, then of the files read.
+    Files at http addresses, and hub datasets that are not plain files, are downloaded to
+    `<output_dir>/raw/`, once, resuming earlier attempts. All others, also those in object stores,
+    are read in place, later. A local file is only read for its checksum, and only if it is new or
+    was written since.
+    `progress(done, total)` counts the bytes of the downloads.
 
-    Raises `DataError` in one line that names the file, the row, the column or the address;
-    `SourceUnreachableError` if a retry may help; `UserError` on a full disk.
+    Raises `DataError` in one line that names the file or the address; `UnreachableError` if a
+    retry may help; `UserError` on a full disk.
     """
+    datasets_dir = datasets_dir or output_dir / "datasets"
     raw_dir = output_dir / "raw"
     if isinstance(config.source, HubSource):
-        from infini_model.data.sources.hub import fetch_dataset
+        from infini_model.data.sources.hub import fetch_dataset, list_dataset
 
-        paths = fetch_dataset(config.source, raw_dir, progress)
+        ranges = list_dataset(config.source, datasets_dir)
+        if ranges is not None:
+            return Listing(ranges=ranges)
+        if config.source.pairs:
+            raise DataError(
+                f"dataset {config.source.repository}: data.source.pairs takes Parquet files, or "
+                "JSON lines without a limit; this dataset is stored in another form"
+            )
+        paths, files = [str(path) for path in fetch_dataset(config.source, raw_dir, progress)], []
     else:
         paths = list_files(config.source, raw_dir, progress)
-    return corpus.scan(
-        fingerprint(paths),
-        reading_of(config),
-        config.partition_megabytes * MEBIBYTE,
-        _corpora_dir(output_dir),
-        thread_count(config.workers),
-        progress,
-    )
+        files = list_stored(config.source)
+    remembered = remembered_here(datasets_dir)
+    files += fingerprint(paths, remembered)
+    remembered.save()
+    return Listing(ranges=[FileRange(file=file) for file in files])
 
 
-def _corpora_dir(output_dir: Path) -> Path:
-    return output_dir / "datasets" / ".corpora"
+def using_raw_files(output_dir: Path) -> AbstractContextManager[bool]:
+    """The lock to hold while files in `<output_dir>/raw/` are needed that no listing names yet."""
+    return storage.lock(raw_files_lock(output_dir), shared=True)
 
 
-def spill_folder(found: Corpus, config: DataConfig, output_dir: Path) -> Path:
-    """Where `download` with these arguments leaves the spill of the text, if it reads any."""
-    partition_bytes = config.partition_megabytes * MEBIBYTE
-    return corpus.spill_folder(
-        found.files, reading_of(config), partition_bytes, _corpora_dir(output_dir)
-    )
+def raw_files_lock(output_dir: Path) -> Path:
+    """Held exclusively by whoever removes downloaded files, for moments only."""
+    return output_dir / "raw" / ".lock"
 
 
 def reading_of(config: DataConfig) -> Reading:
     """The settings of a source that decide its documents."""
     source = config.source
+    template = source.template if source.pairs else None
     if isinstance(source, FilesSource):
-        return Reading(source.column, source.errors, source.min_characters, source.separator)
-    return Reading(source.column, "fail", source.min_characters)
+        separator = source.separator
+        return Reading(source.column, source.errors, source.min_characters, separator, template)
+    return Reading(source.column, "fail", source.min_characters, template=template)
 
 
-def list_files(source: FilesSource, raw_dir: Path, progress: Progress | None = None) -> list[Path]:
-    """The files that the source's globs and addresses match, each once, sorted.
+def list_files(source: FilesSource, raw_dir: Path, progress: Progress | None = None) -> list[str]:
+    """The local files that globs match, and those downloaded from addresses, each once, sorted.
 
     Raises `DataError` if a glob matches nothing or a file has an unknown extension.
     """
-    found: set[Path] = set()
+    # Not of `Path`, which takes longer to make than a small file to read.
+    found: set[str] = set()
     addresses: list[str] = []
     for pattern in source.paths:
         if "://" in pattern:
-            addresses.append(pattern)
+            addresses += [] if is_address(pattern) else [pattern]
         else:
             found.update(_expand(pattern))
     for path in sorted(found):
@@ -88,30 +103,44 @@ def list_files(source: FilesSource, raw_dir: Path, progress: Progress | None = N
     if addresses:
         from infini_model.data.sources.remote import fetch_files
 
-        found.update(fetch_files(addresses, raw_dir, progress))
+        found.update(map(str, fetch_files(addresses, raw_dir, progress)))
     return sorted(found)
 
 
-def _expand(pattern: str) -> Iterator[Path]:
+def list_stored(source: FilesSource) -> list[SourceFile]:
+    """The objects that the source's addresses of object stores match, each once, sorted.
+
+    Raises `DataError` if an address matches nothing or an object has an unknown extension.
+    """
+    found: dict[str, SourceFile] = {}
+    for pattern in filter(is_address, source.paths):
+        for file in list_objects(pattern):
+            check_format(file.address)
+            found[file.address] = file
+    return [found[address] for address in sorted(found)]
+
+
+def _expand(pattern: str) -> list[str]:
     """The files that a glob matches. `{stdlib}` is the folder of Python's standard library."""
+    # Unlike that of `Path`, it leaves the name of an unknown user as it is.
+    expanded = Path(os.path.expanduser(pattern))  # noqa: PTH111
     if pattern.startswith(STDLIB):
         files = _stdlib_files(pattern.removeprefix(STDLIB).lstrip("/"))
     else:
-        expanded = os.path.expanduser(pattern)  # noqa: PTH111 -- a pattern is not a path
-        files = _glob(expanded)
+        files = _glob(str(Path(glob.escape(str(Path.cwd())), expanded)))
     if not files:
-        is_folder = Path(pattern).expanduser().is_dir()
+        is_folder = expanded.is_dir()
         hint = f"; it is a folder: write {pattern.rstrip('/')}/**/*.txt" if is_folder else ""
         raise DataError(f"data.source.paths: {pattern!r} matches no file{hint}")
-    return iter(path.absolute() for path in files)
+    return files
 
 
-def _glob(pattern: str) -> list[Path]:
-    matches = [Path(name) for name in glob.glob(pattern, recursive=True)]  # noqa: PTH207
-    return [path for path in matches if path.is_file()]
+def _glob(pattern: str) -> list[str]:
+    matches = glob.glob(pattern, recursive=True)  # noqa: PTH207
+    return [name for name in matches if os.path.isfile(name)]  # noqa: PTH113
 
 
-def _stdlib_files(pattern: str) -> list[Path]:
+def _stdlib_files(pattern: str) -> list[str]:
     """The files that `pattern` matches in the standard library, without installed packages.
 
     A leading `**/` is expanded per subfolder, since walking all installed packages would take
@@ -125,18 +154,5 @@ def _stdlib_files(pattern: str) -> list[Path]:
         children = [glob.escape(str(path)) for path in root.iterdir() if path.is_dir()]
         below = [f"{child}/{pattern}" for child in children if Path(child).name not in NOT_STDLIB]
         patterns = [f"{start}/{tail}", *below]
-    found = [path for each in patterns for path in _glob(each)]
-    return [path for path in found if not NOT_STDLIB & set(path.relative_to(root).parts)]
-
-
-def fingerprint(paths: list[Path]) -> list[RawFile]:
-    """Size and SHA-256 of each file. Raises `DataError` that names an unreadable file."""
-
-    def one(path: Path) -> RawFile:
-        try:
-            return RawFile(path=path, bytes=path.stat().st_size, sha256=storage.sha256(path))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-    with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
-        return list(pool.map(one, paths))
+    found = [name for each in patterns for name in _glob(each)]
+    return [name for name in found if not NOT_STDLIB & set(Path(name).relative_to(root).parts)]

@@ -19,20 +19,14 @@ from urllib.parse import unquote, urlsplit
 from infini_model.data.sources.documents import Progress
 from infini_model.data.sources.formats import check_format
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError
+from infini_model.runtime.errors import BUSY, DataError, UnreachableError
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 CONNECT_TIMEOUT = 30.0  # seconds
 READ_TIMEOUT = 60.0
-# HTTP status codes of a busy server: worth a retry.
-BUSY = (408, 425, 429)
 IDENTITY_FIELDS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "mtime")
-
-
-class SourceUnreachableError(ConnectionError):
-    """A host does not answer or closes the connection; a retry may help. One line names it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ def fetch_files(
     """Download the files at these addresses into `raw_dir`, unless they are there already.
 
     A `*` in an address is a glob, if the file system can list files. Raises `DataError` for an
-    address that is refused, not found or of an unknown format, `SourceUnreachableError` for a host
+    address that is refused, not found or of an unknown format, `UnreachableError` for a host
     that does not answer, `UserError` on a full disk.
     """
     remotes = [remote for address in addresses for remote in _resolve(address, raw_dir)]
@@ -83,7 +77,7 @@ def _resolve(address: str, raw_dir: Path) -> Iterator[_Remote]:
     for found in paths:
         name = system.unstrip_protocol(found)
         file = Path(unquote(urlsplit(name).path)).name
-        check_format(Path(file), name)
+        check_format(file, name)
         with _reachable(name):
             info = system.info(found)
         identity = [name, info.get("size"), *(str(info.get(field)) for field in IDENTITY_FIELDS)]
@@ -132,7 +126,7 @@ def _download(remote: _Remote) -> Iterator[int]:
             size = file.seek(0, os.SEEK_END)
         if remote.size is not None and size != remote.size:
             partial.unlink()
-            raise SourceUnreachableError(
+            raise UnreachableError(
                 f"{remote.address}: downloaded {size} bytes, expected {remote.size}"
             )
         with storage.named_os_errors(remote.target):
@@ -192,7 +186,7 @@ def _reachable(address: str) -> Iterator[None]:
         if not isinstance(cause, _network_errors()):
             raise
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        raise SourceUnreachableError(f"{address}: cannot be reached: {reason}") from error
+        raise UnreachableError(f"{address}: cannot be reached: {reason}") from error
 
 
 def _network_errors() -> tuple[type[Exception], ...]:

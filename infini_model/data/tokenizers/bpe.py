@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.data.sources.string_arrays import string_buffers
-from infini_model.data.tokenizers.tokenizer import Ragged, Texts, as_array, without_eos
+from infini_model.data.tokenizers.tokenizer import Ragged, Texts, as_array, without_ends
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
@@ -33,7 +34,9 @@ LLAMA3_PATTERN = (
 )
 # `tokenizers` is slow, so of a long text only both ends are compared, each of END_BYTES. END_MARGIN
 # tokens next to the cut are ignored, since the missing text could change them.
-END_BYTES, END_MARGIN = 1 << 15, 32
+END_BYTES, END_MARGIN = 1 << 12, 32
+# Texts that tell what a post-processor puts around every text.
+FRAMED = ("a", "Hello, world")
 # Text on which an implementation must give the ids of `tokenizers` before it is used.
 PROBE = (
     "",
@@ -51,10 +54,13 @@ PROBE = (
 class BPETokenizer:
     """A `tokenizer.json`.
 
-    `fast` is a `gigatoken.Tokenizer` of the same file, or None to use only `tokenizers`.
+    `make_fast` is called before the first text is encoded, since many tokenizers never encode any;
+    it returns a `gigatoken.Tokenizer` of the same file, or None to use only `tokenizers`.
     """
 
-    def __init__(self, spec: str, text: str, *, fast: Any = None) -> None:
+    def __init__(
+        self, spec: str, text: str, *, make_fast: Callable[[BPETokenizer], Any] | None = None
+    ) -> None:
         from tokenizers import Tokenizer as Reference
 
         self.spec = spec
@@ -65,8 +71,8 @@ class BPETokenizer:
         # A file may enable truncation or padding; a corpus needs neither.
         self._reference.no_truncation()
         self._reference.no_padding()
-        self._text = text
-        self._fast = fast
+        self.text = text
+        self._make_fast = make_fast
         vocabulary: dict[str, int] = self._reference.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         found = next((vocabulary[name] for name in END_OF_TEXT if name in vocabulary), None)
@@ -76,6 +82,7 @@ class BPETokenizer:
                 f"{' '.join(END_OF_TEXT)}"
             )
         self.eos_token_id = found
+        self.bos_token_id = self._find_bos()
         self.fingerprint = self._fingerprint()
 
     def definition(self) -> str:
@@ -98,6 +105,41 @@ class BPETokenizer:
         deciding["end_of_text"] = self.eos_token_id
         return storage.content_key(deciding)
 
+    def _find_bos(self) -> int | None:
+        """The token that the file's post-processor puts in front of every text, if it is one."""
+        first = set[int]()
+        for text in FRAMED:
+            framed, plain = (
+                self._reference.encode(text, add_special_tokens=special).ids
+                for special in (True, False)
+            )
+            # What it puts behind a text does not matter: an end-of-text token is there anyway.
+            if not plain or framed[1 : len(plain) + 1] != plain:
+                return None
+            first.add(framed[0])
+        return first.pop() if len(first) == 1 else None
+
+    def special_tokens(self) -> dict[str, object]:
+        """The tokens that begin and end documents, under the names that `transformers` uses."""
+        names = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
+        return {
+            name: self._reference.id_to_token(number)
+            for name, number in names.items()
+            if number is not None
+        }
+
+    def without_bos(self) -> BPETokenizer:
+        """The same file without a post-processor, so that nothing is put in front of a text."""
+        if self.bos_token_id is None:
+            return self
+        tree = json.loads(self.text) | {"post_processor": None}
+        text = json.dumps(tree, ensure_ascii=False)
+        return BPETokenizer(self.spec, text, make_fast=self._make_fast)
+
+    @cached_property
+    def _fast(self) -> Any:
+        return None if self._make_fast is None else self._make_fast(self)
+
     def encode_batch(self, texts: Texts) -> Ragged:
         """The ids of each document; special tokens spelt out in the text become their ids."""
         array = as_array(texts)
@@ -112,8 +154,8 @@ class BPETokenizer:
         return Ragged(np.concatenate(rows), offsets)
 
     def decode(self, ids: Any) -> str:
-        """The text of ids, special tokens spelt out."""
-        values = without_eos(ids, self.eos_token_id).tolist()
+        """The text of ids, special tokens spelt out but those that begin and end a document."""
+        values = without_ends(ids, self.bos_token_id, self.eos_token_id).tolist()
         text: str = self._reference.decode(values, skip_special_tokens=False)
         return text
 
@@ -140,29 +182,30 @@ class BPETokenizer:
 
     def reference(self) -> BPETokenizer:
         """The same file, encoded by `tokenizers` alone."""
-        return BPETokenizer(self.spec, self._text)
+        return BPETokenizer(self.spec, self.text)
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json`, the bytes that were loaded."""
-        (folder / TOKENIZER_FILE).write_text(self._text, encoding="utf-8")
+        (folder / TOKENIZER_FILE).write_text(self.text, encoding="utf-8")
 
-    def use_gigatoken(self) -> None:
-        """Encode with `gigatoken` from now on, if it is installed and agrees on the probe."""
-        try:
-            from gigatoken import Tokenizer as Fast
-        except ImportError:
-            return
-        try:
-            fast = Fast.from_json(self._text)
-            ragged = _encode_fast(fast, as_array(list(PROBE)))
-        except Exception as error:  # noqa: BLE001 -- whatever it cannot do, `tokenizers` can
-            log.info("%s: not using gigatoken: %s", self.spec, _first_line(error))
-            return
-        rows = np.split(ragged.ids, ragged.offsets[1:-1])
-        if all(self.same_ids(text.encode(), ids) for text, ids in zip(PROBE, rows, strict=True)):
-            self._fast = fast
-        else:
-            log.warning("%s: not using gigatoken: tokenizers gives other ids", self.spec)
+
+def checked_gigatoken(tokenizer: BPETokenizer) -> Any:
+    """`gigatoken` for the same file, or None if it is not installed or disagrees on the probe."""
+    try:
+        from gigatoken import Tokenizer as Fast
+    except ImportError:
+        return None
+    try:
+        fast = Fast.from_json(tokenizer.text)
+        ragged = _encode_fast(fast, as_array(list(PROBE)))
+    except Exception as error:  # noqa: BLE001 -- whatever it cannot do, `tokenizers` can
+        log.info("%s: not using gigatoken: %s", tokenizer.spec, _first_line(error))
+        return None
+    rows = np.split(ragged.ids, ragged.offsets[1:-1])
+    if all(tokenizer.same_ids(text.encode(), ids) for text, ids in zip(PROBE, rows, strict=True)):
+        return fast
+    log.warning("%s: not using gigatoken: tokenizers gives other ids", tokenizer.spec)
+    return None
 
 
 def _encode_fast(fast: Any, texts: pa.StringArray) -> Ragged:
@@ -211,6 +254,4 @@ def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer
         show_progress=False,
     )
     model.train_from_iterator((as_array(batch).to_pylist() for batch in documents), trainer)
-    tokenizer = BPETokenizer("train", model.to_str(pretty=True))
-    tokenizer.use_gigatoken()
-    return tokenizer
+    return BPETokenizer("train", model.to_str(pretty=True), make_fast=checked_gigatoken)

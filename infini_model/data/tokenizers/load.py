@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 
 from infini_model.data.manifest import read_manifest
-from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer
+from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer, checked_gigatoken
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from infini_model.runtime.errors import DataError, DeviceError
+from infini_model.runtime.storage import MANIFEST
 
 log = logging.getLogger(__name__)
 
@@ -16,17 +17,16 @@ log = logging.getLogger(__name__)
 def load_tokenizer(spec: str, device: str = "cpu") -> Tokenizer:
     """The tokenizer that `spec` names: `bytes`, a path to a `tokenizer.json`, or a hub name.
 
+    A hub name may end in `@revision`, and a path may be that of a folder with the file.
+
     `device` is `cpu`, `auto` (also the CPU), `cuda` or `cuda:N`. A GPU gives a `DeviceTokenizer`,
     or the tokenizer on the CPU with a warning if it cannot run on a GPU, as that of bytes.
 
     Raises `DataError` if the file is not a tokenizer or has no end-of-text token, `DeviceError` if
-    the device does not exist, `SourceUnreachableError` if the hub cannot be reached.
+    the device does not exist, `UnreachableError` if the hub cannot be reached.
     """
     check_device(device)
-    tokenizer = _load(spec)
-    if not device.startswith("cuda"):
-        return tokenizer
-    return _on_gpu(tokenizer, device)
+    return on_device(_load(spec), device)
 
 
 def _load(spec: str) -> Tokenizer:
@@ -35,6 +35,8 @@ def _load(spec: str) -> Tokenizer:
         return ByteTokenizer()
     if spec == "train":
         raise DataError("tokenizer train: is trained on a corpus, by build_dataset")
+    if spec == "model":
+        raise DataError("tokenizer model: is that of model.initial_weights, which is not set")
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / TOKENIZER_FILE
@@ -67,20 +69,26 @@ def _load_file(path: Path, spec: str) -> Tokenizer:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not a tokenizer.json: it is not UTF-8") from error
-    tokenizer = BPETokenizer(spec, text)
-    tokenizer.use_gigatoken()
-    return tokenizer
+    return BPETokenizer(spec, text, make_fast=checked_gigatoken)
 
 
-def _on_gpu(tokenizer: Tokenizer, device: str) -> Tokenizer:
-    """The tokenizer on a GPU, or itself with a warning if it cannot run there."""
-    from infini_model.data.tokenizers.gpu.device_tokenizer import put_on_device
-    from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
+def on_device(tokenizer: Tokenizer, device: str) -> Tokenizer:
+    """The tokenizer on a device, or itself with a warning if it cannot run on that GPU."""
+    if not device.startswith("cuda"):
+        return tokenizer
+    from infini_model.data.tokenizers.gpu.supported import (
+        UnsupportedTokenizerError,
+        check_supported,
+    )
 
     try:
+        check_supported(tokenizer)
+        # The kernels need Triton, which is there if this tokenizer is supported.
+        from infini_model.data.tokenizers.gpu.device_tokenizer import put_on_device
+
         return put_on_device(tokenizer, device)
     except UnsupportedTokenizerError as error:
-        log.warning("device=%s has no effect: %s; tokenising on the CPU", device, error)
+        log.warning("%s is not used: %s; tokenising on the CPU", device, error)
         return tokenizer
 
 
@@ -99,6 +107,10 @@ def load_dataset_tokenizer(dataset_dir: Path) -> Tokenizer:
     """
     record = read_manifest(dataset_dir).tokenizer
     tokenizer = load_saved(dataset_dir, record.spec)
-    if tokenizer.fingerprint != record.fingerprint:
-        raise DataError(f"{dataset_dir / TOKENIZER_FILE}: does not match manifest.json")
+    if record.bos_token_id is None and isinstance(tokenizer, BPETokenizer):
+        # The dataset is older than beginning-of-text tokens: its documents have none.
+        tokenizer = tokenizer.without_bos()
+    found = (tokenizer.fingerprint, tokenizer.bos_token_id)
+    if found != (record.fingerprint, record.bos_token_id):
+        raise DataError(f"{dataset_dir / TOKENIZER_FILE}: does not match {MANIFEST}")
     return tokenizer

@@ -44,14 +44,21 @@ class Tokenizer(Protocol):
         """The id of the end-of-text token, which ends every document."""
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The id of the beginning-of-text token, which begins every document; None without one."""
+
+    @property
     def fingerprint(self) -> str:
-        """Hash of what decides the ids."""
+        """Hash of what decides the ids of a text."""
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The ids of each document, without added tokens."""
 
     def decode(self, ids: Any) -> str:
-        """The text of ids (any sequence of integers), without an end-of-text token at the end."""
+        """The text of ids (any sequence of integers).
+
+        A beginning-of-text token at the start and an end-of-text token at the end are left out.
+        """
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether the reference implementation gives `ids` for `text`, which is UTF-8."""
@@ -74,6 +81,7 @@ class ByteTokenizer:
     spec = "bytes"
     vocab_size = 256
     eos_token_id = 255
+    bos_token_id = None
     fingerprint = hashlib.sha256(b"bytes, end of text 255").hexdigest()
 
     def encode_batch(self, texts: Texts) -> Ragged:
@@ -84,7 +92,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Any) -> str:
         """The text of bytes, with U+FFFD for what is not UTF-8."""
-        values = without_eos(ids, self.eos_token_id)
+        values = without_ends(ids, None, self.eos_token_id)
         return values.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
@@ -99,7 +107,15 @@ class ByteTokenizer:
         """Write nothing: the name is enough."""
 
 
-def without_eos(ids: Any, eos_token_id: int) -> np.ndarray:
-    """Ids as int64 [N], without an end-of-text token at the end."""
+def without_ends(ids: Any, bos_token_id: int | None, eos_token_id: int) -> np.ndarray:
+    """Ids as int64 [N], without the token that begins a document and the one that ends it."""
     values = np.asarray(ids, dtype=np.int64)
+    if bos_token_id is not None and len(values) and values[0] == bos_token_id:
+        values = values[1:]
     return values[:-1] if len(values) and values[-1] == eos_token_id else values
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt as a document starts: with the beginning-of-text token, if any."""
+    ids: list[int] = tokenizer.encode_batch([prompt]).ids.tolist()
+    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from infini_model.evaluation.markdown import table
+from infini_model.evaluation.reporting.markdown import table
 from infini_model.evaluation.subject import HELD_OUT, Pass, Subject
-from infini_model.evaluation.tasks.task import TaskResult
+from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
 
 
-class Task:
+class Task(EvaluationTask):
     """The mean loss over the targets of each split, and its perplexity."""
 
     title = "Scores"
@@ -19,7 +19,7 @@ class Task:
     def run(self, subject: Subject) -> TaskResult:
         """Score each split."""
         scores = {str(split): subject.score(split) for split in HELD_OUT}
-        metrics, rows, notes = {}, [], []
+        metrics, rows, notes, summary = {}, [], [], []
         for split, score in scores.items():
             if score.loss is None or score.perplexity is None:
                 rows.append((split, "–", "–", "0", "0"))
@@ -29,15 +29,31 @@ class Task:
             metrics[f"evaluation/{split}_perplexity"] = score.perplexity
             numbers = (f"{score.loss:.4f}", f"{score.perplexity:,.3f}")
             rows.append((split, *numbers, f"{score.tokens:,}", f"{score.windows:,}"))
+            summary.append(
+                f"On the {split} split the loss is **{numbers[0]} nats per token**, a perplexity "
+                f"of {numbers[1]}."
+            )
+        if subject.config.training.objective != "causal":
+            notes.append(
+                "The loss bounds the negative log-likelihood from above; each window is scored "
+                "with one draw of the noise, the same in every report."
+            )
+        if subject.manifest.pairs:
+            notes.append(
+                "Only answers are scored, each with the mean loss of its tokens; the loss is the "
+                "mean over the answers."
+            )
         limit = subject.config.evaluation.max_windows
         if limit is not None:
             notes.append(
                 f"`evaluation.max_windows` limits the scores to a fixed sample of {limit:,} "
                 "windows per split, the same as for validation during training."
             )
-        header = ("Split", "Loss (nats per token)", "Perplexity", "Tokens", "Windows")
+        counted = "Answers" if subject.manifest.pairs else "Tokens"
+        header = ("Split", "Loss (nats per token)", "Perplexity", counted, "Windows")
         return TaskResult(
             metrics=metrics,
             section="\n\n".join([table(header, rows), *notes]),
+            summary=summary,
             details={split: score.model_dump() for split, score in scores.items()},
         )

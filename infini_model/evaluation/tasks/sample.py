@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import SampleConfig
 from infini_model.data.manifest import Manifest
-from infini_model.data.shards.stream import open_split
+from infini_model.data.shards.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.evaluation.markdown import fenced
-from infini_model.evaluation.subject import Pass, Subject
-from infini_model.evaluation.tasks.task import TaskResult
-from infini_model.model.generation import generate
+from infini_model.evaluation.prompt import new_tokens
+from infini_model.evaluation.reporting.markdown import fenced
+from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
 from infini_model.model.llama import InfiniLlama
 
 
-class Task:
+class Task(EvaluationTask):
     """Continues a document of the test split."""
 
     title = "A sample"
-
-    def scores(self, subject: Subject) -> set[Pass]:  # noqa: ARG002 - it scores none
-        """None."""
-        return set()
 
     def run(self, subject: Subject) -> TaskResult:
         """Generate with the settings in `evaluation.sample` and the run's seed."""
@@ -83,29 +78,33 @@ def draw_sample(
 ) -> Sample | None:
     """Continue a document of the test split, or of validation if test is empty, else None.
 
-    The document is the first one longer than the prompt length, or the longest one.
+    The document is the first one longer than the prompt length, or the longest one. Where documents
+    are prompts and answers, it is the first prompt that fits the context.
     """
     held_out = [split for split in ("test", "validation") if _tokens(manifest, split) > 1]
     if not held_out:
         return None
     stream = open_split(dataset_dir, held_out[0])
-    lengths = np.diff(stream.document_offsets)
-    long_enough = np.flatnonzero(lengths > config.prompt_tokens + 1)
-    number = int(long_enough[0] if len(long_enough) else lengths.argmax())
+    longest, most = _lengths(model, config)
+    if stream.pairs:
+        number, longest = _first_prompt(stream, longest if model.config.bidirectional else None)
+    else:
+        number = _first_longer(stream, config.prompt_tokens + 1)
     document = stream.document(number)[:-1]  # without its end-of-text token
-    if len(document) == 0:
+    prompt = document[:longest]
+    if len(prompt) == 0:
         return None
-    prompt = document[: config.prompt_tokens]
-    original = document[len(prompt) : len(prompt) + config.max_new_tokens]
-    (new,) = generate(
+    original = document[len(prompt) : len(prompt) + most]
+    new = new_tokens(
         model,
-        [prompt.tolist()],
-        max_new_tokens=config.max_new_tokens,
+        prompt.tolist(),
+        max_new_tokens=most,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         seed=seed,
         eos_token_id=manifest.tokenizer.eos_token_id,
+        unmasking=config.unmasking,
     )
     tokenizer = load_dataset_tokenizer(dataset_dir)
     return Sample(
@@ -113,9 +112,46 @@ def draw_sample(
         document=number,
         prompt_tokens=len(prompt),
         prompt=tokenizer.decode(prompt),
-        continuation=tokenizer.decode(new),
+        continuation=tokenizer.decode(list(new)),
         original=tokenizer.decode(original),
     )
+
+
+def _lengths(model: InfiniLlama, config: SampleConfig) -> tuple[int, int]:
+    """The tokens of the prompt and the new ones: both fit the context of masked diffusion."""
+    if not model.config.bidirectional or model.config.memory != "none":
+        return config.prompt_tokens, config.max_new_tokens
+    context = model.config.segment_length
+    most = min(config.max_new_tokens, context // 2)
+    return min(config.prompt_tokens, context - most), most
+
+
+def _first_longer(stream: TokenStream, tokens: int) -> int:
+    """The first document of more than `tokens` tokens, or the longest one."""
+    first = longest = most = 0
+    for lengths in stream.lengths():
+        here = int(lengths.argmax())
+        if lengths[here] > most:
+            longest, most = first + here, int(lengths[here])
+        if most > tokens:
+            return first + int((lengths > tokens).argmax())
+        first += len(lengths)
+    return longest
+
+
+def _first_prompt(stream: TokenStream, longest: int | None) -> tuple[int, int]:
+    """The first document with a prompt of at most `longest` tokens, and how many it has.
+
+    None has any number. If there is no such document, the first with no tokens.
+    """
+    first = 0
+    for lengths in stream.shards.prompts():
+        fits = (lengths > 0) & (lengths <= (longest or lengths))
+        if fits.any():
+            here = int(fits.argmax())
+            return first + here, int(lengths[here])
+        first += len(lengths)
+    return 0, 0
 
 
 def _tokens(manifest: Manifest, split: str) -> int:

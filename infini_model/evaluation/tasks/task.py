@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
-from infini_model.config.evaluation import EvaluationTaskName
+from infini_model.config.evaluation_tasks import EvaluationTaskName
 from infini_model.evaluation.subject import Pass, Subject
 
 
@@ -26,7 +28,11 @@ class TaskResult(BaseModel):
 
     Attributes:
         metrics: For MLflow and `evaluation.json`, under names such as `evaluation/test_loss`.
+        intervals: Intervals of 95%, (low, high), of metrics by their names. One that is infinite,
+            as that of a single document, is left out: JSON has no infinity.
         section: Markdown below the task's title.
+        summary: Sentences of Markdown for the head of the report: what was found.
+        advice: Sentences of Markdown for the head of the report: what to do about it.
         pictures: Plots shown below the section.
         details: All measurements, as JSON.
     """
@@ -34,21 +40,41 @@ class TaskResult(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     metrics: dict[str, float] = {}
+    intervals: dict[str, tuple[float, float]] = {}
     section: str
+    summary: list[str] = []
+    advice: list[str] = []
     pictures: list[Picture] = []
     details: dict[str, Any] = {}
 
+    @field_validator("intervals")
+    @classmethod
+    def _leave_out_infinite_ones(
+        cls, intervals: dict[str, tuple[float, float]]
+    ) -> dict[str, tuple[float, float]]:
+        return {name: each for name, each in intervals.items() if all(map(math.isfinite, each))}
 
-class EvaluationTask(Protocol):
+
+class EvaluationTask(ABC):
     """One measurement. The same subject and settings give the same result."""
 
     title: str
 
-    def scores(self, subject: Subject) -> set[Pass]:
-        """The passes over a split that it takes the scores of."""
+    def scores(self, subject: Subject) -> set[Pass]:  # noqa: ARG002
+        """The passes over a split that it takes the scores of; none by default."""
+        return set()
 
+    def sequences(self, subject: Subject) -> int:  # noqa: ARG002
+        """Number of sequences that it reports by `subject.on_windows` besides; 0 by default."""
+        return 0
+
+    @abstractmethod
     def run(self, subject: Subject) -> TaskResult:
-        """Run the measurement with the settings in `subject.config.evaluation`."""
+        """Run the measurement with the settings in `subject.config.evaluation`.
+
+        Raises `UserError` where settings do not fit the model or the dataset. A task that has
+        nothing to measure says so in its section.
+        """
 
 
 def load_task(name: EvaluationTaskName) -> EvaluationTask:

@@ -1,20 +1,57 @@
-"""Read and write Hugging Face Llama folders: config.json and safetensors, whole or sharded.
+"""Read and write folders of Llama and LLaDA: config.json and safetensors, whole or sharded.
 
 The settings of Infini-attention are stored in config.json under one key, `infini_attention`, which
-`transformers` preserves and ignores, and its parameters as the tensors `…self_attn.gate` and
-`…self_attn.memory_key_shift`. Nothing is unpickled.
+`transformers` preserves and ignores, and its parameters as the tensors `…self_attn.gate`,
+`…self_attn.memory_key_shift` and `…self_attn.memory_query_shift`. A bidirectional model, with a
+memory or without, is stored as a LLaDA. Nothing is unpickled.
 """
 
-from infini_model.model.hf_checkpoint.config import CONFIG, INDEX, read_config
-from infini_model.model.hf_checkpoint.reading import read_tensors
-from infini_model.model.hf_checkpoint.writing import save_tensors, write_checkpoint, write_files
+from infini_model.model.hf_checkpoint.adapter import (
+    Adapter,
+    is_adapter_folder,
+    read_adapter,
+    read_adapter_tensors,
+    write_adapter,
+)
+from infini_model.model.hf_checkpoint.config import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    NO_TOKENS,
+    TokenIds,
+    read_config,
+    read_tokenizer_name,
+)
+from infini_model.model.hf_checkpoint.reading import check_tensors, read_tensors, weight_files
+from infini_model.model.hf_checkpoint.writing import (
+    describe_tokens,
+    refuse_other_files,
+    save_tensors,
+    write_checkpoint,
+    write_files,
+)
 
 __all__ = [
+    "ADAPTER_CONFIG",
     "CONFIG",
+    "GENERATION",
     "INDEX",
+    "NO_TOKENS",
+    "Adapter",
+    "TokenIds",
+    "check_tensors",
+    "describe_tokens",
+    "is_adapter_folder",
+    "read_adapter",
+    "read_adapter_tensors",
     "read_config",
     "read_tensors",
+    "read_tokenizer_name",
+    "refuse_other_files",
     "save_tensors",
+    "weight_files",
+    "write_adapter",
     "write_checkpoint",
     "write_files",
 ]

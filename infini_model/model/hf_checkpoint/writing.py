@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -12,7 +12,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infini_model.config import ModelConfig
-from infini_model.model.hf_checkpoint.config import CONFIG, INDEX, WEIGHTS, config_json
+from infini_model.model.hf_checkpoint.config import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    NO_TOKENS,
+    WEIGHTS,
+    TokenIds,
+    config_json,
+    read_json,
+    token_fields,
+)
+from infini_model.model.hf_checkpoint.llada import llada_tensor
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import atomic_folder, dump_json
 
@@ -26,7 +37,9 @@ def write_checkpoint(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face Llama folder atomically, replacing a checkpoint that is already there.
+    """Write a model's folder atomically, replacing a checkpoint that is already there.
+
+    It is a LLaDA's folder if the model is bidirectional, else a Llama's.
 
     Args:
         folder: The folder to write.
@@ -38,7 +51,7 @@ def write_checkpoint(
         CheckpointError: `folder` holds other files, which would be lost.
         UserError: The folder cannot be written.
     """
-    _refuse_other_files(folder)
+    refuse_other_files(folder)
     with atomic_folder(folder) as temporary:
         write_files(temporary, config, tensors, shard_bytes=shard_bytes)
 
@@ -47,10 +60,13 @@ def write_files(
     folder: Path,
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
+    tokens: TokenIds = NO_TOKENS,
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the files of `write_checkpoint` to a temporary folder. Raises `OSError`."""
+    if config.bidirectional:
+        tensors = {llada_tensor(name): tensor for name, tensor in tensors.items()}
     shards = _shards(tensors, shard_bytes)
     names = [WEIGHTS]
     if len(shards) > 1:
@@ -62,7 +78,19 @@ def write_files(
         total = sum(tensor.nbytes for tensor in tensors.values())
         dump_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     dtype = next(iter(tensors.values())).dtype
-    dump_json(folder / CONFIG, config_json(config, dtype))
+    dump_json(folder / CONFIG, config_json(config, dtype, tokens))
+
+
+def describe_tokens(folder: Path, tokens: TokenIds) -> None:
+    """Put tokens into config.json of a temporary folder, and into generation_config.json.
+
+    Raises `OSError`, and `CheckpointError` if config.json is missing or damaged.
+    """
+    tree = read_json(folder / CONFIG)
+    dump_json(folder / CONFIG, tree | token_fields(tokens, tree.get("model_type")))
+    ids = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos}
+    known = {name: number for name, number in ids.items() if number is not None}
+    dump_json(folder / GENERATION, known)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -89,10 +117,13 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]
     return shards
 
 
-def _refuse_other_files(folder: Path) -> None:
-    """Raise if replacing `folder` would delete files that are not part of a checkpoint."""
+def refuse_other_files(folder: Path, expected: Collection[str] = ()) -> None:
+    """Raise `CheckpointError` if replacing `folder` would delete other files than a model's.
+
+    `expected` are the names of more files that may be replaced.
+    """
     if not folder.is_dir():
         return
     for path in folder.iterdir():
-        if path.name not in (CONFIG, INDEX) and path.suffix != ".safetensors":
+        if path.name not in (CONFIG, INDEX, *expected) and path.suffix != ".safetensors":
             raise CheckpointError(f"{folder}: holds {path.name}, which would be lost; pick another")

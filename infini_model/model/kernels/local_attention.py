@@ -2,7 +2,7 @@
 
 On CUDA it runs flash-attn or one of PyTorch's kernels. On a CPU, PyTorch's kernel computes all
 scores of a segment and masks the upper half; `tiled` skips that half, which takes a third off the
-time at 512 tokens.
+time at 512 tokens. Without a causal mask there is nothing to skip, and PyTorch's kernel serves.
 """
 
 from __future__ import annotations
@@ -27,19 +27,31 @@ _KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_CPU_BACKENDS = ("auto", "tiled", "flash", "math")
+_CPU_BACKENDS = ("auto", "tiled", "flash", "efficient", "math")
 _CUDA_BACKENDS = ("auto", "flash_attn", *_KERNELS)
+# Those that take no float32 on CUDA.
+_NARROW_BACKENDS = ("flash_attn", "flash", "cudnn")
 
+# The distributions of flash-attn, the faster one first.
+_FLASH_ATTN = ("flash-attn-4", "flash-attn")
 
 # For shorter segments, `tiled` saves less than its overhead.
 _UNTILED_LENGTH = 128
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def resolve_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    length: int,
+    *,
+    causal: bool = True,
 ) -> str:
     """The kernel to use for `backend`; `auto` means that PyTorch chooses among its own.
+
+    On CUDA a backend for 16 bits means `auto` where the computation is in float32, and a kernel is
+    deterministic in its backward pass if `torch.use_deterministic_algorithms` asks for it.
 
     Args:
         backend: One of `LaunchConfig.attention_backend`.
@@ -47,55 +59,90 @@ def resolve_backend(
         dtype: Of queries, keys and values.
         head_dim: Width of a head.
         length: Tokens of a segment.
+        causal: As in `local_attention`; without it `tiled` becomes `auto`.
 
     Raises:
-        ConfigError: The backend is unknown, not installed, or does not support the device or dtype.
+        ConfigError: The backend is unknown, not installed, not deterministic, or does not support
+            the device, the head or the dtype.
     """
     takes = _CUDA_BACKENDS if device.type == "cuda" else _CPU_BACKENDS
     got = f"launch.attention_backend: got {backend!r}"
     if backend not in takes:
         raise ConfigError(f"{got}: on {device.type} it takes {', '.join(takes)}")
-    if backend == "flash_attn" and _flash_attn_version() is None:
+    if backend == "flash_attn" and not any(map(installed_version, _FLASH_ATTN)):
         raise ConfigError(f"{got}, but flash-attn is not installed (requirements-gpu.txt)")
-    tileable = device.type == "cpu" and dtype in (torch.float32, torch.float64)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return resolve_on_cuda(backend, capability, dtype, head_dim)
+    tileable = dtype in (torch.float32, torch.float64)
     if backend == "tiled" and not tileable:
         raise ConfigError(f"{got}: it takes float32 or float64, not {dtype}")
-    if backend != "auto":
+    if backend == "tiled" and not causal:
+        return "auto"
+    if backend in ("auto", "efficient"):
+        return "tiled" if causal and tileable and length > _UNTILED_LENGTH else "auto"
+    return backend
+
+
+# As `torch.compiler.assume_constant_result` does; that imports the compiler, which takes a second.
+resolve_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def resolve_on_cuda(
+    backend: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int
+) -> str:
+    """As `resolve_backend`, on a GPU of this compute capability, for a backend that CUDA has."""
+    got = f"launch.attention_backend: got {backend!r}"
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    if backend in _NARROW_BACKENDS and not narrow:
+        return "auto"
+    if backend == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        raise ConfigError(f"{got}: it is not deterministic; set launch.deterministic=false")
+    if backend not in ("auto", "flash_attn"):
         return backend
-    if tileable and length > _UNTILED_LENGTH:
-        return "tiled"
-    if device.type == "cuda" and _flash_attn_serves(device, dtype, head_dim):
-        return "flash_attn"
+    package = flash_attn_package(capability, head_dim)
+    if narrow and package is not None:
+        return package
+    if backend == "flash_attn":
+        raise ConfigError(f"{got}, but what is installed does not support this GPU and head_dim")
     return "auto"
 
 
 @functools.cache
-def _flash_attn_version() -> str | None:
-    """The installed version of flash-attn, 4 if available, else 2; None if there is neither."""
-    for distribution in ("flash-attn-4", "flash-attn"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return None
+def installed_version(distribution: str) -> str | None:
+    """The installed version of a distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def _flash_attn_serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash-attn is installed and supports these: 4 from Hopper on, 2 from Ampere on."""
-    version = _flash_attn_version()
-    if version is None or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    major, _ = torch.cuda.get_device_capability(device)
-    if version.startswith("4"):
-        return major >= 9 and head_dim <= 128
-    return major >= 8 and head_dim <= 256
+def flash_attn_package(capability: tuple[int, int], head_dim: int) -> str | None:
+    """The first of the installed distributions of flash-attn that suits a GPU and a head.
+
+    flash-attn-4 needs Hopper or Blackwell, flash-attn (version 2) Ampere.
+    """
+    major, deterministic = capability[0], torch.are_deterministic_algorithms_enabled()
+    suits = {
+        # On compute capability 12 its backward pass is not deterministic.
+        "flash-attn-4": 9 <= major <= (11 if deterministic else 12)
+        and head_dim <= 128
+        and head_dim % 8 == 0,
+        "flash-attn": major >= 8 and head_dim <= 256,
+    }
+    return next((name for name in _FLASH_ATTN if suits[name] and installed_version(name)), None)
+
+
+def can_be_compiled(kernel: str) -> bool:
+    """Whether `torch.compile` reads a kernel from `resolve_backend`; not that of a distribution."""
+    return kernel not in _FLASH_ATTN
 
 
 def describe_backend(kernel: str) -> str:
     """The description of a kernel from `resolve_backend`, for the log."""
     if kernel == "auto":
         return f"PyTorch {torch.__version__}, chosen automatically"
-    if kernel == "flash_attn":
-        return f"flash_attn {_flash_attn_version()}"
-    return kernel
+    return f"{kernel} {installed_version(kernel)}" if kernel in _FLASH_ATTN else kernel
 
 
 def local_attention(
@@ -106,8 +153,9 @@ def local_attention(
     rope: Rope | None = None,
     backend: str = "auto",
     mask: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Exact softmax attention, causal unless `mask` is given.
+    """Exact softmax attention.
 
     Args:
         q: Queries [N, H, L, D].
@@ -116,6 +164,7 @@ def local_attention(
         rope: (cos, sin), each [L, D], to rotate queries and keys by; M must then be L.
         backend: Kernel; one of `LaunchConfig.attention_backend`.
         mask: Bool, broadcast to [N, H, L, M], true where a query attends to a key.
+        causal: Without a mask, whether query i attends to keys 0 … i only; M must then be L.
 
     Returns:
         [N, H, L, D].
@@ -123,36 +172,43 @@ def local_attention(
     Raises:
         ConfigError: The backend is unknown, not installed, or does not support the device or dtype.
     """
-    kernel = resolve_backend(backend, q.device, q.dtype, q.size(3), q.size(2))
-    if mask is None and kernel == "tiled":
+    causal = causal and mask is None
+    kernel = resolve_backend(backend, q.device, q.dtype, q.size(3), q.size(2), causal=causal)
+    if kernel == "tiled":
         out: Tensor = tiled_attention(q, k, v, *(rope or ()))
         return out
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
-    if mask is None and kernel == "flash_attn":
-        return _flash_attn(q, k, v)
-    # flash-attn, flash and tiled support no mask. Only generation passes one, and its queries are
-    # few, so PyTorch may choose the kernel.
+    if mask is None and kernel in _FLASH_ATTN:
+        return _flash_attn(kernel, q, k, v, causal=causal)
+    if q.is_cuda and (mask is not None or kernel == "efficient" or q.dtype == torch.float32):
+        # Of these PyTorch's memory-efficient kernel alone computes no scores of all pairs at once,
+        # and it takes no grouped heads.
+        k, v = (_for_every_head(x, q.size(1)) for x in (k, v))
+    # flash-attn and flash support no mask. Only generation passes one, so PyTorch may choose.
     any_kernel = kernel not in _KERNELS or (mask is not None and kernel == "flash")
     with contextlib.nullcontext() if any_kernel else sdpa_kernel(_KERNELS[kernel]):
         return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.size(1) != k.size(1)
         )
 
 
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by the flash-attn package, which takes positions before heads."""
-    if str(_flash_attn_version()).startswith("4"):
-        from flash_attn.cute import flash_attn_func
+def _for_every_head(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [N, H_kv, M, D] as [N, H, M, D], each repeated for the heads that read it."""
+    group = heads // x.size(1)
+    return x if group == 1 else x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
 
-        # Its deterministic backward pass is not available on every GPU.
-        options = {}
+
+def _flash_attn(package: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Attention by the distribution `package`, which takes positions before heads."""
+    if package == "flash-attn-4":
+        from flash_attn.cute import flash_attn_func
     else:
         from flash_attn import flash_attn_func
-
-        options = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     result: Any = flash_attn_func(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, **options
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        causal=causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out.transpose(1, 2)

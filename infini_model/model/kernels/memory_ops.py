@@ -2,7 +2,8 @@
 
 Both are custom operators with their own backward pass, opaque to `torch.compile`. On a CPU they
 process the segments in chunks that fit the cache; on CUDA forward and backward are one Triton
-kernel each. σ = ELU + 1 and all sums are float32 (float64 for float64) for any input dtype.
+kernel each, for heads up to 256 wide, or 128 in float32. σ = ELU + 1 and all sums are float32
+(float64 for float64) for any input dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Register the decorated function as an operator, with a kernel of `triton.launch` on CUDA.
 
-    The kernels are not precise enough for float64, which runs the decorated function on CUDA, too.
+    What the kernels do not compute, the decorated function does on CUDA, too.
     """
 
     def define(definition: Callable[..., Any]) -> CustomOpDef:
@@ -39,7 +40,7 @@ def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
         @operator.register_kernel("cuda")
         def _(*inputs: Tensor) -> Any:
-            if inputs[0].dtype == torch.float64:
+            if not _kernels_compute(inputs):
                 return definition(*inputs)
             from infini_model.model.kernels.triton import launch
 
@@ -48,6 +49,14 @@ def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
         return operator
 
     return define
+
+
+def _kernels_compute(inputs: tuple[Tensor, ...]) -> bool:
+    """Whether the Triton kernels are precise enough, and their blocks fit a multiprocessor."""
+    dtypes, head_dim = {x.dtype for x in inputs}, inputs[0].size(-1)
+    if torch.float64 in dtypes:
+        return False
+    return head_dim <= (128 if dtypes == {torch.float32} else 256)
 
 
 @_operator("gated_read_forward")

@@ -46,7 +46,7 @@ def for_each_chunk(work: Callable[[Chunk], None], like: Tensor, heads: int, size
     """
     segments = len(like)
     if like.device.type != "cpu":
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
             work((slice(segments), slice(heads)))
         return
     fit = max(1, CHUNK_BYTES // size)
@@ -95,7 +95,12 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def scratch(name: str, like: Tensor, *shape: int) -> Tensor:
-    """Uninitialised memory that this thread reuses for every tensor called `name`."""
+    """Uninitialised memory that this thread reuses for every tensor called `name`.
+
+    On a GPU, where PyTorch keeps what is freed and chunks are large, it is new.
+    """
+    if like.device.type != "cpu":
+        return like.new_empty(shape)
     key, size = (name, like.dtype, like.device), math.prod(shape)
     buffer = _scratch.buffers.get(key)
     if buffer is None or len(buffer) < size:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from infini_model.data.loading.windows import Batch
 
 # How a training ended, in MLflow's words.
@@ -56,6 +58,25 @@ class Step:
         return math.isfinite(self.loss) and (math.isfinite(self.grad_norm) or self.overflowed)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The score of a sample of a split, the same on all ranks.
+
+    Attributes:
+        step: Steps taken before it.
+        split: Name of the split.
+        loss: Mean loss over the targets, in nats.
+        sums: Of the losses, by segment of the window, float64 [S].
+        targets: Their number, by segment, float64 [S].
+    """
+
+    step: int
+    split: str
+    loss: float
+    sums: Tensor
+    targets: Tensor
+
+
 class Callback:
     """Base class whose hooks do nothing."""
 
@@ -84,8 +105,12 @@ class Callback:
     def before_pause(self) -> None:
         """Work that may take much longer than a step starts, such as a checkpoint or validation."""
 
-    def after_evaluation(self, step: int, split: str, loss: float) -> None:
-        """The mean loss of `split` after `step` steps is known."""
+    def evaluation_metrics(self, evaluation: Evaluation) -> Mapping[str, float]:  # noqa: ARG002
+        """More metrics at an evaluation, by their MLflow names; the model is in eval mode."""
+        return {}
+
+    def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:
+        """A split is scored; `metrics` holds the metrics of all callbacks."""
 
     def after_checkpoint(self, step: int, seconds: float) -> None:
         """Copying the checkpoint of `step` stalled the training for `seconds`."""
@@ -138,10 +163,13 @@ class Callbacks:
         for member in self._members:
             member.before_pause()
 
-    def after_evaluation(self, step: int, split: str, loss: float) -> None:
-        """Call this hook of all members."""
+    def finish_evaluation(self, evaluation: Evaluation) -> None:
+        """As `finish_step`, with `evaluation_metrics` and `after_evaluation`."""
+        metrics: dict[str, float] = {}
         for member in self._members:
-            member.after_evaluation(step, split, loss)
+            metrics |= member.evaluation_metrics(evaluation)
+        for member in self._members:
+            member.after_evaluation(evaluation, metrics)
 
     def after_checkpoint(self, step: int, seconds: float) -> None:
         """Call this hook of all members."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from infini_model.data.loading.loader import Loader
-from infini_model.training.callbacks.callback import Callback, Step
+from infini_model.training.callbacks.callback import Callback, Evaluation, Step
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,14 @@ class Console(Callback):
             *(self._loader.consumed / len(self._loader.windows), self._time_left(step)),
         )
 
-    def after_evaluation(self, step: int, split: str, loss: float) -> None:
+    def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
         """Log the loss of a split."""
-        if self._is_main:
-            log.info("Step [%d/%d] | %s/loss: %.4f", step, self._total, split, loss)
+        if not self._is_main:
+            return
+        log.info(
+            "Step [%d/%d] | %s/loss: %.4f",
+            *(evaluation.step, self._total, evaluation.split, evaluation.loss),
+        )
 
     def _time_left(self, step: Step) -> str:
         """Remaining time at the average pace, including validation and checkpoints: 1:05:30."""

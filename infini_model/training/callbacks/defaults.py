@@ -9,7 +9,7 @@ from infini_model.training.callbacks.callback import Callback
 from infini_model.training.callbacks.console import Console
 from infini_model.training.callbacks.diagnostics import NonFiniteReports
 from infini_model.training.callbacks.flops import Utilization
-from infini_model.training.callbacks.gates import GateStatistics
+from infini_model.training.callbacks.memory import MemoryReports
 from infini_model.training.callbacks.recorder import Recorder
 from infini_model.training.callbacks.sinks import Sinks
 from infini_model.training.callbacks.spikes import SpikeReports, past_losses
@@ -40,7 +40,7 @@ def default_callbacks(
         callbacks.append(SystemMetrics())
     callbacks += [
         SpikeReports(run_dir, world.rank, past, attribution, before_pause),
-        GateStatistics(model),
+        MemoryReports(parts),
         Utilization(
             model,
             config.packing.context_length,

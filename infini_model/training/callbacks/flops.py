@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 import torch
+from torch import Tensor
 
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import Precision
@@ -17,6 +18,7 @@ from infini_model.training.callbacks.callback import Callback, Step
 # vendors' data sheets.
 PEAK_TERAFLOPS = {
     "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "GH200": 989.0,
     "H100 NVL": 835.0,
@@ -50,26 +52,36 @@ def flops_per_token(model: InfiniLlama, length: int) -> float:
     """FLOPs of forward and backward per token, in rows of `length` tokens.
 
     - Matrices: 6 per parameter, except the embedding, which is a lookup: a multiplication and an
-      addition forward, twice that backward (Kaplan et al., arXiv 2001.08361, section 2.1).
+      addition forward, twice that backward (Kaplan et al., arXiv 2001.08361, section 2.1). A frozen
+      one has no gradient of its own: 4.
     - Local attention, of width W = heads · D: a query attends to L/2 of the L keys of its segment
       on average, at 2W each for the scores and for the sum of values; with the backward
       3 · 4W · L/2 = 12 · W · L/2. PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) counts
-      twice that, ignoring the mask.
+      twice that, ignoring the mask; in a bidirectional model it is twice that.
     - Memory: a query reads D rows of D per head, 2W · D; a key-value pair is written at 2W_kv · D
       (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all segments but
       one: the first reads nothing, and what the last writes is never read.
+    - Block diffusion has two streams, of which one writes and one has an output layer.
     """
     config = model.config
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    if not config.tie_word_embeddings:
-        matrices -= model.model.embed_tokens.weight.numel()
+    lookup = None if config.tie_word_embeddings else model.model.embed_tokens.weight
+    products = sum(_product_flops(p) for p in model.parameters() if p.ndim > 1 and p is not lookup)
     segment = min(config.segment_length, length)
     width = config.num_attention_heads * config.head_dim
     kv_width = config.key_value_heads * config.head_dim
-    local = 12 * width * segment / 2
+    seen = segment if config.bidirectional else segment / 2
+    local = 12 * width * seen
     older = 1 - segment / length if config.memory != "none" else 0.0
-    memory = 6 * config.head_dim * (width + kv_width) * older
-    return 6 * matrices + config.num_hidden_layers * (local + memory)
+    streams = 2 if config.bidirectional and config.memory != "none" else 1
+    memory = 6 * config.head_dim * (streams * width + kv_width) * older
+    layers = products - _product_flops(model.lm_head.weight)
+    repeated = (streams - 1) * layers
+    return products + repeated + config.num_hidden_layers * (streams * local + memory)
+
+
+def _product_flops(weight: Tensor) -> int:
+    """FLOPs per token of a product with `weight`; a frozen one has no gradient."""
+    return (6 if weight.requires_grad else 4) * weight.numel()
 
 
 class Utilization(Callback):

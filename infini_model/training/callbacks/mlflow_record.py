@@ -17,6 +17,7 @@ from typing import Any
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of
+from infini_model.runtime.runs import INITIAL_WEIGHTS
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.callback import Status
 from infini_model.training.mlflow_client import error_summary, open_tracking, quiet_mlflow
@@ -199,7 +200,7 @@ class MlflowSink:
             client.log_inputs(run.info.run_id, [DatasetInput(source, [context])])
 
     def _origin(self) -> dict[str, str]:
-        """Tags for what trained the run, its dataset and its folder; MLflow's own names first.
+        """Tags for what trained the run, from what, and in which folder; MLflow's own names first.
 
         The Prefect flow run is the one that last claimed the run folder, see
         `infini_model.runtime.runs`.
@@ -208,6 +209,7 @@ class MlflowSink:
 
         dataset = self._record.get("dataset", {})
         owner = _read_json(self._run_dir / "run.json").get("owner") or {}
+        weights = _read_json(self._run_dir / INITIAL_WEIGHTS)
         tags = {
             "mlflow.user": _user(),
             "mlflow.source.name": SOURCE,
@@ -217,6 +219,9 @@ class MlflowSink:
             "run.preset": self._config.run.preset,
             "dataset.key": dataset.get("key"),
             "dataset.folder": dataset.get("path"),
+            "initial_weights.name": weights.get("name"),
+            "initial_weights.commit": weights.get("commit"),
+            "initial_weights.fingerprint": weights.get("fingerprint"),
             "prefect.flow_run_id": owner.get("id"),
             "prefect.flow_run_url": owner.get("url"),
         }

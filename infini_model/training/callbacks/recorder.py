@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from infini_model.data.loading.loader import Loader
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.training.callbacks.callback import Callback, Status, Step
+from infini_model.training.callbacks.callback import Callback, Evaluation, Status, Step
 from infini_model.training.callbacks.sinks import Sinks
 from infini_model.training.replica import Replica
+from infini_model.training.validation import loss_by_segment
 
 
 class Recorder(Callback):
@@ -52,9 +53,17 @@ class Recorder(Callback):
         """Write the line of the step. Raises `UserError` if the disk is full."""
         self._file.append(step.number, metrics)
 
-    def after_evaluation(self, step: int, split: str, loss: float) -> None:
-        """Write a line with the loss of the split. Raises `UserError` if the disk is full."""
-        self._file.append(step, {f"{split}/loss": loss})
+    def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
+        """The loss of the split; of windows with several segments, also by segment."""
+        by_segment = loss_by_segment(evaluation.sums, evaluation.targets)
+        return {
+            f"{evaluation.split}/loss": evaluation.loss,
+            **{f"{evaluation.split}/loss_by_segment/{k}": v for k, v in by_segment.items()},
+        }
+
+    def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:
+        """Write the line of the evaluation. Raises `UserError` if the disk is full."""
+        self._file.append(evaluation.step, metrics)
 
     def after_checkpoint(self, step: int, seconds: float) -> None:  # noqa: ARG002
         """Keep the stall time for the line of the next step."""

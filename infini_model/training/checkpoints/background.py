@@ -100,9 +100,10 @@ class HostCopy:
 
 
 def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint by name: the parameters, then AdamW's moments of each."""
-    yield from model.named_parameters()
-    for name, parameter in model.named_parameters():
+    """The tensors of a checkpoint by name: what is trained, then AdamW's moments of each."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    yield from trained.items()
+    for name, parameter in trained.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             yield f"{name}{SEPARATOR}{key}", value
 

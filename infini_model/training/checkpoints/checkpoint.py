@@ -1,10 +1,11 @@
 """Checkpoints on disk: written atomically, and verified before they are loaded.
 
 `<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
-from_pretrained` and, without memory, `transformers` open), `optimizer.safetensors` (AdamW's moments
-by parameter name), `generators.safetensors` (random states, a row per rank), `state.json`
-(`Position`) and `manifest.json` (the SHA-256 of all these files). Tensors are stored whole, however
-they were sharded. Nothing is pickled.
+from_pretrained` and, without memory, `transformers` open; with LoRA an adapter that `peft` opens),
+`optimizer.safetensors` (AdamW's moments by parameter name), `generators.safetensors` (random
+states, a row per rank), `state.json` (`Position`) and `manifest.json` (the SHA-256 of all these
+files). Tensors are stored whole, however they were sharded; frozen ones are not stored. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -28,20 +27,35 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from infini_model.config import Config, ModelConfig
-from infini_model.model.hf_checkpoint import save_tensors, write_files
+from infini_model.data.manifest import TokenizerRecord
+from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.model.hf_checkpoint import (
+    NO_TOKENS,
+    Adapter,
+    TokenIds,
+    save_tensors,
+    write_adapter,
+    write_files,
+)
 from infini_model.runtime.errors import CheckpointError
-from infini_model.runtime.metrics_file import read_validation_losses
+from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import (
-    TEMPORARY,
+    MANIFEST,
     atomic_folder,
     dump_json,
     remove_leftovers,
+    retire,
     sha256,
+)
+from infini_model.training.checkpoints.folders import (
+    checkpoint_path,
+    checkpoints_dir,
+    listed,
+    superseded,
+    verify_checkpoint,
 )
 from infini_model.training.parallel.sharding import own_shard
 
-MODEL = "model"
-MANIFEST = "manifest.json"
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 GENERATORS = "generators.safetensors"
@@ -89,7 +103,7 @@ class Snapshot:
 
     Attributes:
         config: The model's configuration.
-        parameters: By name, without the output layer if it is tied.
+        parameters: Those that are trained, by name, without the output layer if it is tied.
         moments: AdamW's state as `parameter name/exp_avg` and so on.
         generators: Random states as `cpu` and `cuda`, [ranks, bytes] uint8.
     """
@@ -111,18 +125,23 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def checkpoints_dir(run_dir: Path) -> Path:
-    """The folder of a run's checkpoints."""
-    return run_dir / "checkpoints"
+def tokens_of(tokenizer: Tokenizer | TokenizerRecord) -> TokenIds:
+    """What the folder of a model says about the tokenizer of its dataset."""
+    name = tokenizer.spec if tokenizer.spec == "bytes" else None
+    return TokenIds(tokenizer.bos_token_id, tokenizer.eos_token_id, name)
 
 
-def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
-    return checkpoints_dir(run_dir) / f"step-{step}"
-
-
-def save_checkpoint(run_dir: Path, snapshot: Snapshot, position: Position, keep: int) -> Path:
+def save_checkpoint(
+    run_dir: Path,
+    snapshot: Snapshot,
+    position: Position,
+    keep: int,
+    tokens: TokenIds = NO_TOKENS,
+    adapter: Adapter | None = None,
+) -> Path:
     """Write `checkpoints/step-N`, then delete those that `prune_checkpoints` does not keep.
+
+    `tokens` goes into the model's config.json; with LoRA, `adapter` into adapter_config.json.
 
     Raises `UserError` that names the checkpoint if the disk is full or the folder is not writable;
     an existing checkpoint there is kept.
@@ -130,7 +149,10 @@ def save_checkpoint(run_dir: Path, snapshot: Snapshot, position: Position, keep:
     target = checkpoint_path(run_dir, position.step)
     with atomic_folder(target) as folder:
         (folder / MODEL).mkdir()
-        write_files(folder / MODEL, snapshot.config, snapshot.parameters)
+        if adapter is None:
+            write_files(folder / MODEL, snapshot.config, snapshot.parameters, tokens)
+        else:
+            write_adapter(folder / MODEL, adapter, snapshot.config, snapshot.parameters, tokens)
         save_tensors(snapshot.moments, folder / OPTIMIZER)
         save_tensors(snapshot.generators, folder / GENERATORS)
         dump_json(folder / STATE, asdict(position) | {"versions": _versions()})
@@ -143,21 +165,8 @@ def save_checkpoint(run_dir: Path, snapshot: Snapshot, position: Position, keep:
 
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
     """Delete all checkpoints but the `keep` newest and the one with the lowest validation loss."""
-    listed = _listed(run_dir)
-    losses = read_validation_losses(run_dir)
-    best = min((step for step, _ in listed if step in losses), key=losses.__getitem__, default=None)
-    for step, old in listed[keep:]:
-        if step != best:
-            _remove(old)
-
-
-def export_model(checkpoint: Path, target: Path) -> None:
-    """Copy the model of `checkpoint` to `target` atomically.
-
-    Raises `UserError` if the disk is full or the folder is not writable.
-    """
-    with atomic_folder(target) as folder:
-        shutil.copytree(checkpoint / MODEL, folder, dirs_exist_ok=True)
+    for old in superseded(run_dir, keep):
+        _remove(old)
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -211,40 +220,12 @@ def read_position(checkpoint: Path) -> Position:
     return Position(**known)
 
 
-def verify_checkpoint(checkpoint: Path) -> None:
-    """Verify every file against the manifest, reading the whole checkpoint.
-
-    Raises `CheckpointError` that names the first file that is missing or damaged.
-    """
-    manifest = checkpoint / MANIFEST
-    try:
-        sums: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{manifest}: is missing or damaged") from error
-    for name, expected in sums.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: is missing")
-        if sha256(path) != expected:
-            raise CheckpointError(f"{path}: is damaged: its checksum does not match the manifest")
-
-
-def _listed(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, newest first, unverified."""
-    found = [
-        (int(match[1]), path)
-        for path in checkpoints_dir(run_dir).glob("step-*")
-        if (match := re.fullmatch(r"step-(\d+)", path.name))
-    ]
-    return sorted(found, reverse=True)
-
-
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The newest checkpoint of a run that passes verification, or None.
 
     Warns about a damaged one and falls back to the one before it. Changes nothing on disk.
     """
-    for _, path in _listed(run_dir):
+    for _, path in listed(run_dir):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
@@ -263,7 +244,7 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
     folder = checkpoints_dir(run_dir)
     for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").glob("*")):
         remove_leftovers(place)
-    for _, path in _listed(run_dir):
+    for _, path in listed(run_dir):
         if path == checkpoint:
             break
         damaged = folder / f"damaged-{path.name}"
@@ -274,6 +255,4 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
 
 def _remove(folder: Path) -> None:
     """Delete a checkpoint; rename it first, so that a kill cannot leave a partial one."""
-    retired = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
-    os.rename(folder, retired / "retired")
-    shutil.rmtree(retired, ignore_errors=True)
+    shutil.rmtree(retire(folder), ignore_errors=True)

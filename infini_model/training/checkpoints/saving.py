@@ -11,20 +11,24 @@ from pathlib import Path
 
 import torch
 
+from infini_model.data.manifest import TokenizerRecord
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.model.hf_checkpoint import Adapter
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import lock
 from infini_model.training.checkpoints.background import HostCopy, Writer
 from infini_model.training.checkpoints.checkpoint import (
     Position,
     Snapshot,
-    checkpoint_path,
-    checkpoints_dir,
-    export_model,
     prune_checkpoints,
     save_checkpoint,
+    tokens_of,
 )
+from infini_model.training.checkpoints.export import export_model
+from infini_model.training.checkpoints.folders import checkpoint_path, checkpoints_dir
 from infini_model.training.parallel.distributed import World
 
 log = logging.getLogger(__name__)
@@ -41,13 +45,21 @@ class Checkpointer:
         world: World,
         record: MetricsFile | None,
         *,
+        dataset_dir: Path,
+        tokenizer: TokenizerRecord,
+        adapter: Adapter | None,
         keep: int,
         saved_step: int | None,
     ) -> None:
-        """Keeps the `keep` newest checkpoints; the one of `saved_step` already exists."""
+        """Keeps the `keep` newest checkpoints; the one of `saved_step` already exists.
+
+        `tokenizer` is that of the dataset in `dataset_dir`; `adapter` is what LoRA trains, if so.
+        """
         self._run_dir, self._model, self._optimizer = run_dir, model, optimizer
         self._world, self._record, self._keep = world, record, keep
         self._saved_step = saved_step
+        self._dataset_dir, self._tokens = dataset_dir, tokens_of(tokenizer)
+        self._adapter = adapter
         self._copy, self._writer = HostCopy(world), Writer()
 
     def check(self) -> None:
@@ -75,7 +87,9 @@ class Checkpointer:
 
     def _write(self, record: MetricsFile, snapshot: Snapshot, position: Position) -> None:
         record.sync()
-        path = save_checkpoint(self._run_dir, snapshot, position, self._keep)
+        path = save_checkpoint(
+            self._run_dir, snapshot, position, self._keep, self._tokens, self._adapter
+        )
         log.info("Checkpoint saved: %s", path)
 
     def save_to(self, folder: Path, position: Position) -> None:
@@ -87,7 +101,8 @@ class Checkpointer:
         snapshot = self._copy.take(self._model, self._optimizer)
         if self._record is not None:
             try:
-                log.error("Checkpoint saved: %s", save_checkpoint(folder, snapshot, position, 1))
+                path = save_checkpoint(folder, snapshot, position, 1, self._tokens, self._adapter)
+                log.error("Checkpoint saved: %s", path)
             except UserError as error:
                 log.error("cannot save the checkpoint: %s", error)  # noqa: TRY400
         self._world.from_main(position.step)
@@ -97,10 +112,14 @@ class Checkpointer:
         self._writer.wait()
 
     def export(self, step: int) -> None:
-        """Copy the model of a step's checkpoint to `<run>/model`, on rank 0."""
+        """Copy the model of a step's checkpoint to `<run>/model`, with its tokenizer, on rank 0.
+
+        Raises `DataError` if the dataset's tokenizer is missing or damaged.
+        """
         if self._record is not None:
             prune_checkpoints(self._run_dir, self._keep)
-            export_model(checkpoint_path(self._run_dir, step), self._run_dir / "model")
+            tokenizer = load_dataset_tokenizer(self._dataset_dir)
+            export_model(checkpoint_path(self._run_dir, step), self._run_dir / MODEL, tokenizer)
 
     def close(self) -> None:
         """Stop the thread once its job is done."""

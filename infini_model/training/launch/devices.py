@@ -1,13 +1,17 @@
 """The GPUs of this machine, how busy they are, and which ones `launch.gpus` means.
 
-Read from the driver through NVML, without starting CUDA; from torch where NVML is not installed.
+Read from the driver through NVML, without starting CUDA; from torch, which starts it, where NVML is
+not installed or fails, as in a container that has CUDA's libraries only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +20,12 @@ from infini_model.runtime.errors import DeviceError
 # Environment variable: the physical numbers of the GPUs of this machine's ranks, by local rank,
 # separated by commas; empty on the CPU.
 GPU_NUMBERS = "INFINI_GPU_NUMBERS"
+# What the UUID of a slice of a GPU begins with.
+MIG = "MIG-"
+
+log = logging.getLogger(__name__)
+# Devices are listed again and again.
+_warn_once = functools.cache(log.warning)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class Gpu:
         total_bytes: Total memory.
         busy_percent: Recent utilization, 0 to 100.
         uuid: Identifier that is the same in every process and container, whatever is visible there.
+        capability: Compute capability, (9, 0) for Hopper; None if the driver does not tell.
     """
 
     identifier: str
@@ -39,6 +50,7 @@ class Gpu:
     total_bytes: int
     busy_percent: int
     uuid: str
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,31 +89,89 @@ def _visible() -> list[str] | None:
     return identifiers[: identifiers.index("-1")] if "-1" in identifiers else identifiers
 
 
-def _list_with_nvml(visible: list[str] | None) -> list[Gpu]:
+def nvml_error() -> str | None:
+    """Why NVML does not work on a machine that has CUDA's driver; None if it does, or has none."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
+    except pynvml.NVMLError as error:
+        return str(error) if _has_cuda() else None
+    pynvml.nvmlShutdown()
+    return None
+
+
+def _has_cuda() -> bool:
+    """Whether CUDA's driver library can be loaded."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _list_with_nvml(visible: list[str] | None) -> list[Gpu]:
+    import pynvml
+
+    pynvml.nvmlInit()
     try:
         count = pynvml.nvmlDeviceGetCount()
-        identifiers = [str(i) for i in range(count)] if visible is None else visible
-        return [_query_nvml(identifier, count) for identifier in identifiers]
+        if visible is None:
+            visible = [name for index in range(count) for name in _identifiers(index)]
+        return [_query_nvml(identifier, count) for identifier in visible]
     finally:
         pynvml.nvmlShutdown()
+
+
+def _identifiers(index: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls a GPU: its number, or the UUIDs of its slices if it has."""
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return [str(pynvml.nvmlDeviceGetUUID(each)) for each in _slices(handle)] or [str(index)]
+
+
+def _slices(handle: Any) -> Iterator[Any]:
+    """The MIG slices of a GPU."""
+    import pynvml
+
+    count = 0
+    # Fails for a GPU that cannot be divided.
+    with contextlib.suppress(pynvml.NVMLError):
+        current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0
+    for number in range(count):
+        # Fails for a place that holds no slice.
+        with contextlib.suppress(pynvml.NVMLError):
+            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+
+
+def _find(identifier: str, count: int) -> Any:
+    """The handle of a GPU by its number, or of a GPU or slice by the beginning of its UUID.
+
+    Raises `NVMLError` if there is none, or several.
+    """
+    import pynvml
+
+    if identifier.isdecimal():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(identifier))
+    whole = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    handles = [each for handle in whole for each in (handle, *_slices(handle))]
+    found = [each for each in handles if str(pynvml.nvmlDeviceGetUUID(each)).startswith(identifier)]
+    if len(found) != 1:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+    return found[0]
 
 
 def _query_nvml(identifier: str, count: int) -> Gpu:
     import pynvml
 
     try:
-        if identifier.isdecimal():
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(identifier))
-        else:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(identifier)
-        number = _physical_number(handle)
+        handle = _find(identifier, count)
+        whole = _whole(handle)
+        number = int(pynvml.nvmlDeviceGetIndex(whole))
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
         name, uuid = (
             str(get(handle)) for get in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID)
         )
@@ -114,16 +184,18 @@ def _query_nvml(identifier: str, count: int) -> Gpu:
     except pynvml.NVMLError:
         # Not available for a MIG slice.
         busy = 0
-    return Gpu(identifier, number, name, int(memory.free), int(memory.total), busy, uuid)
+    free, total = int(memory.free), int(memory.total)
+    return Gpu(identifier, number, name, free, total, busy, uuid, (int(major), int(minor)))
 
 
-def _physical_number(handle: Any) -> int:
+def _whole(handle: Any) -> Any:
+    """The GPU that a slice is on; a whole GPU itself."""
     import pynvml
 
     # Fails for a whole GPU.
     with contextlib.suppress(pynvml.NVMLError):
         handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    return int(pynvml.nvmlDeviceGetIndex(handle))
+    return handle
 
 
 def _list_with_torch(visible: list[str] | None) -> list[Gpu]:
@@ -135,7 +207,8 @@ def _list_with_torch(visible: list[str] | None) -> list[Gpu]:
         identifier = str(index) if visible is None else visible[index]
         number = int(identifier) if identifier.isdecimal() else index
         about = torch.cuda.get_device_properties(index)
-        found.append(Gpu(identifier, number, about.name, free, total, 0, f"GPU-{about.uuid}"))
+        uuid, capability = f"GPU-{about.uuid}", (about.major, about.minor)
+        found.append(Gpu(identifier, number, about.name, free, total, 0, uuid, capability))
     return found
 
 
@@ -148,9 +221,17 @@ def list_gpus() -> list[Gpu]:
     if visible == []:
         return []
     try:
-        return _list_with_nvml(visible)
+        import pynvml
     except ImportError:
         return _list_with_torch(visible)
+    try:
+        return _list_with_nvml(visible)
+    except pynvml.NVMLError as error:
+        if not _has_cuda():
+            return []
+        found = _list_with_torch(visible)
+        _warn_once(f"NVML fails ({error}): torch finds {len(found)} GPUs; see infini doctor")
+        return found
 
 
 def torch_cuda() -> tuple[int, int] | None:
@@ -174,11 +255,16 @@ def choose_gpus(gpus: str) -> list[Gpu]:
     found = [] if gpus == "cpu" else list_gpus()
     if found and torch_cuda() is None:
         if gpus == "auto":
+            _warn_once(
+                f"{len(found)} GPUs are not used: the installed torch was built without CUDA"
+            )
             return []
         raise DeviceError(f"launch.gpus={gpus}: the installed torch was built without CUDA")
     if gpus == "auto":
         # In GiB: a few bytes more free are no reason to prefer a busier GPU.
-        return sorted(found, key=lambda gpu: (-(gpu.free_bytes >> 30), gpu.busy_percent))
+        found = sorted(found, key=lambda gpu: (-(gpu.free_bytes >> 30), gpu.busy_percent))
+        # CUDA shows a process one slice only, and none beside whole GPUs.
+        return [gpu for gpu in found if not gpu.identifier.startswith(MIG)] or found[:1]
     if gpus == "cpu":
         return []
     if gpus == "all":
@@ -202,6 +288,8 @@ def first_device(gpus: str) -> str:
     chosen = choose_gpus(gpus)
     if not chosen:
         return "cpu"
+    if chosen[0].identifier.startswith(MIG):
+        return "cuda:0"
     visible = [gpu.identifier for gpu in list_gpus()]
     return f"cuda:{visible.index(chosen[0].identifier)}"
 

@@ -7,19 +7,22 @@ process is left when `launch` returns or is killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from infini_model.config import Config, dump_config
+from infini_model.data.keeping.staging import GIGABYTE, staged_dataset
 from infini_model.runtime import processes
 from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line
+from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line, rate_limited
 from infini_model.runtime.storage import atomic_file, make_folder
+from infini_model.runtime.stored.record import lease_lost
 from infini_model.training.callbacks.heartbeat import Watch
 from infini_model.training.callbacks.mlflow_record import end_record
 from infini_model.training.launch import failures
@@ -29,6 +32,8 @@ from infini_model.training.launch.reservation import reserve
 
 # From SIGTERM to SIGKILL: time to end the step and to write a checkpoint.
 GRACE_SECONDS = 60.0
+# Between two lines on the progress of copying shards.
+STAGING_SECONDS = 10.0
 # Anything else that ends a launch is a stop from outside: a signal, or what `stop` returned.
 FAILED = (failures.TrainingFailure, UserError)
 
@@ -47,7 +52,8 @@ def launch(
 
     Applies what earlier failures of the run call for, and records a new one (`recovery.json`). On
     SIGTERM and Ctrl-C a checkpoint is saved first; then they act on the caller as usual. Waits
-    while another training of the same output folder holds the devices.
+    while another training of the same output folder holds the devices. Shards that are in an object
+    store are copied to this machine first.
 
     Args:
         config: The whole configuration.
@@ -61,25 +67,63 @@ def launch(
 
     Raises:
         UserError: What a rank found wrong with the settings, the dataset or the run folder.
+        UnreachableError: The store of the dataset stays away.
+        LeaseLostError: Another machine has taken over the run; a checkpoint is saved here.
         DeviceError: A GPU that does not exist, or fewer GPUs than processes.
         TrainingFailure: Anything else, by its type; `is_final` where a retry would not help.
     """
+
+    def or_lost() -> Exception | None:
+        """What `stop` returns, or that another machine has taken over the run."""
+        return stop() or lease_lost(run_dir)
+
     recovery = read_recovery(run_dir)
     if change := recovery.describe(config):
         on_line(change)
-    try:
-        with reserve(config, run_dir, on_line=on_line, stop=stop) as gpus:
-            settings = recovery.applied_to(config)
-            ranks = _LocalRanks.of(settings, gpus)
-            with _Output(run_dir, ranks, on_line, on_progress) as output:
-                _run(settings, ranks, dataset_dir, run_dir, timeout_seconds, output.handle, stop)
-    except BaseException as error:
-        if isinstance(error, failures.TrainingFailure):
-            record_failure(run_dir, error, config)
-        # A rank that was killed could not report its end to MLflow.
-        stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
-        end_record(run_dir, "KILLED" if stopped else "FAILED")
-        raise
+    with _staged(config, dataset_dir, on_line, or_lost):
+        try:
+            with reserve(config, run_dir, on_line=on_line, stop=or_lost) as gpus:
+                settings = recovery.applied_to(config)
+                ranks = _LocalRanks.of(settings, gpus)
+                with _Output(run_dir, ranks, on_line, on_progress) as output:
+                    handle = output.handle
+                    _run(settings, ranks, dataset_dir, run_dir, timeout_seconds, handle, or_lost)
+        except BaseException as error:
+            if isinstance(error, failures.TrainingFailure):
+                record_failure(run_dir, error, config)
+            # A rank that was killed could not report its end to MLflow.
+            stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
+            end_record(run_dir, "KILLED" if stopped else "FAILED")
+            raise
+
+
+@contextlib.contextmanager
+def _staged(
+    config: Config,
+    dataset_dir: Path,
+    on_line: Callable[[str], None],
+    stop: Callable[[], Exception | None],
+) -> Iterator[None]:
+    """Copy what the dataset folder lacks of its shards, before the ranks of this machine start.
+
+    The copies stay while the block runs.
+    """
+    tell = rate_limited(
+        lambda done, total: on_line(
+            f"copied {done / GIGABYTE:.3g} of {total / GIGABYTE:.3g} GB of shards"
+        ),
+        interval_seconds=STAGING_SECONDS,
+    )
+    data = config.data
+    with staged_dataset(
+        dataset_dir,
+        data.cache_dir,
+        data.cache_gigabytes,
+        progress=tell,
+        tell=on_line,
+        stop=stop,
+    ):
+        yield
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
 
-from infini_model.runtime.errors import DeviceError
+from infini_model.config import LaunchConfig
+from infini_model.runtime.errors import ConfigError, DeviceError
+from infini_model.training.callbacks.heartbeat import PAUSE_LIMIT_SECONDS
 from infini_model.training.launch.devices import physical_gpu
 from infini_model.training.launch.failures import STOPS
 
@@ -79,17 +82,42 @@ def choose_device(gpus: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def use_deterministic_algorithms() -> None:
-    """Make CUDA use deterministic algorithms where it has them."""
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Make CUDA use deterministic algorithms only, until the block ends.
+
+    Raises `ConfigError` for an operation that has none.
+    """
     # cuBLAS reads it at startup; without a workspace per stream, its sums vary between runs.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    # With `warn_only` PyTorch's attention kernels stay non-deterministic, though they need not.
+    torch.use_deterministic_algorithms(mode=True)
     # By default it would also fill every new tensor, which costs time and changes no result here.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_deterministic_algorithms" not in str(error):
+            raise
+        operation = str(error).split(" ", 1)[0]
+        raise ConfigError(
+            f"launch.deterministic: {operation} is not deterministic on a GPU; set it to false"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
+def collective_timeout(hang_timeout: float | None) -> timedelta:
+    """How long a rank waits for the others, who may save a checkpoint or take a long step.
+
+    Longer than the launcher waits for any of them: it says which one hangs, and where. By default
+    NCCL would wait for ten minutes. `hang_timeout` is `launch.hang_timeout_seconds`.
+    """
+    return timedelta(seconds=2 * max(PAUSE_LIMIT_SECONDS, hang_timeout or 0.0))
 
 
 @contextlib.contextmanager
-def join_world(gpus: str) -> Iterator[World]:
+def join_world(launch: LaunchConfig) -> Iterator[World]:
     """Join the ranks started by torchrun, if any; leave the process group when the block ends.
 
     Raises `DeviceError` as `choose_device` does.
@@ -97,7 +125,7 @@ def join_world(gpus: str) -> Iterator[World]:
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = choose_device(gpus, local_rank)
+    device = choose_device(launch.gpus, local_rank)
     world = World(rank, size, device, physical_gpu(local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -109,10 +137,11 @@ def join_world(gpus: str) -> Iterator[World]:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    timeout = collective_timeout(launch.hang_timeout_seconds)
     if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     yield world
     # Not in a `finally`: after an error other ranks may be gone, and leaving would wait for them.
     dist.destroy_process_group()

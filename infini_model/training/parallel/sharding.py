@@ -46,7 +46,9 @@ def shard_model(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with torch.device("meta"):
-        sharded = InfiniLlama(model.config, attention_backend=model.attention_backend)
+        sharded = InfiniLlama(
+            model.config, attention_backend=model.attention_backend, lora=model.lora
+        )
     module = LossModule(sharded, objective)
     mesh = init_device_mesh(world.device.type, (world.size,))
     narrow, exact = (
@@ -58,15 +60,12 @@ def shard_model(
         fully_shard(layer, mesh=mesh, mp_policy=exact)
     fully_shard(module, mesh=mesh, mp_policy=exact)
     weights = dict(model.named_parameters())
-    parts = {
-        name: nn.Parameter(own_shard(weights[name].detach, parameter))
-        for name, parameter in sharded.named_parameters()
-    }
-    if model.config.tie_word_embeddings:
-        parts["lm_head.weight"] = parts["model.embed_tokens.weight"]
-    sharded.load_state_dict(parts, assign=True)
-    if model.config.tie_word_embeddings:  # load_state_dict has untied them
-        sharded.lm_head.weight = sharded.model.embed_tokens.weight
+    sharded.assign(
+        {
+            name: nn.Parameter(own_shard(weights[name].detach, parameter))
+            for name, parameter in sharded.named_parameters()
+        }
+    )
     return module
 
 

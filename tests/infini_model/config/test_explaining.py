@@ -17,6 +17,11 @@ from infini_model.runtime.errors import ConfigError
         ("training.learning_rate=.nan", ["training.learning_rate", "finite"]),
         ("launch.gpus=first", ["launch.gpus", "'first'", "auto, all, cpu"]),
         ("data.device=gpu", ["data.device", "'gpu'", "cuda:N"]),
+        (
+            "data.cache_dir=s3://bucket/x",
+            ["data.cache_dir", "takes a local folder, not an address"],
+        ),
+        ("logging.tensorboard_dir=gs://bucket/x", ["logging.tensorboard_dir", "a local folder"]),
         ("data.source.kind=zip", ["data.source.kind", "'zip'", "'files', 'hub'"]),
         ("data.source.pathz=[a]", ["data.source.pathz", "unknown key"]),
         ("data.source={kind: hub}", ["data.source.repository", "missing"]),
@@ -28,6 +33,14 @@ from infini_model.runtime.errors import ConfigError
         ("model.head_dim=5", ["model", "head_dim must be even", "not 5"]),
         ("model.rope_scaling.factor=8", ["model.rope_scaling.low_freq_factor", "missing"]),
         ("model.rope_scaling={rope_type: yarn}", ["model.rope_scaling.rope_type", "'llama3'"]),
+        (
+            "training.lora.target_modules=[wq]",
+            ["training.lora.target_modules.0", "'wq'", "'q_proj'"],
+        ),
+        ("training.lora.target_modules=[]", ["training.lora.target_modules", "at least 1"]),
+        ("training.lora.modules_to_save=[x]", ["training.lora.modules_to_save.0", "embed_tokens"]),
+        ("training.lora.lora_dropout=0.1", ["training.lora.lora_dropout", "training.weight_decay"]),
+        ("training.lora={}", ["training.lora: adapts model.initial_weights, which is not set"]),
         ("packing.context_length=100", ["packing.context_length 100", "model.segment_length 128"]),
         ("launch.num_nodes=2", ["launch", "rdzv_endpoint"]),
         (

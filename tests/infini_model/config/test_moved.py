@@ -1,15 +1,16 @@
 """Settings that an earlier version recorded are read under their new keys."""
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.config import merge, parse_override
+from infini_model.config.evaluation_tasks import EvaluationTaskName
 from infini_model.config.explaining import all_keys
-from infini_model.config.moved import MOVED, REMOVED, with_keys_moved
+from infini_model.config.moved import MOVED, REMOVED, TASKS, with_keys_moved
 
 
 def test_a_moved_key_exists_in_its_new_place_only() -> None:
@@ -27,6 +28,12 @@ def test_a_limit_that_was_counted_in_batches_is_counted_in_windows(section: str)
     assert "eval_batches" not in moved.get(section, {})
     assert tree == before
     assert with_keys_moved({"evaluation": {"max_batches": None}}) == {"evaluation": {}}
+
+
+def test_a_task_of_an_earlier_version_is_measured_under_its_new_name() -> None:
+    assert set(TASKS.values()) <= set(get_args(EvaluationTaskName))
+    moved = with_keys_moved({"evaluation": {"tasks": ["sample", *TASKS]}})
+    assert moved == {"evaluation": {"tasks": ["sample", *TASKS.values()]}}
 
 
 @given(st.sets(st.sampled_from(sorted(MOVED))))

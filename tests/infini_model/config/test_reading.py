@@ -32,6 +32,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_key_that_a_file_leaves_open_has_to_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "shared.yaml"
+    file.write_text('training: {max_steps: "???"}\ndata: {source: {paths: ["???"]}}')
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert (
+        str(caught.value) == "training.max_steps: missing; give a value: training.max_steps=VALUE"
+    )
+    config = load_config(file, ["training.max_steps=3"])
+    assert config.training.max_steps == 3
+    assert config.data.source.paths == ["???"]  # a glob
+
+
 def test_json_may_have_comments(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_text(

@@ -1,5 +1,7 @@
 """The whole tree: descriptions, and which keys decide the weights."""
 
+import pytest
+
 from infini_model.config import Config, load_config
 
 
@@ -21,3 +23,22 @@ def test_every_key_has_a_description() -> None:
         for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
             nested = hasattr(field.annotation, "model_fields")
             assert nested or field.description, f"{section.annotation}.{name} has no description"
+
+
+@pytest.mark.parametrize(
+    ("given", "gates"),
+    [
+        ({}, -2.0),
+        ({"training": {"objective": "block_diffusion"}}, 0.0),
+        ({"training": {"objective": "block_diffusion"}, "model": {"gate_start": -1.0}}, -1.0),
+        (
+            {
+                "training": {"objective": "block_diffusion"},
+                "model": {"initial_weights": "llama", "segment_length": 64},
+            },
+            -2.0,
+        ),
+    ],
+)
+def test_gates_start_open_where_only_the_memory_shows_what_came_before(given, gates):
+    assert load_config(overrides=[given]).model.gate_start == gates

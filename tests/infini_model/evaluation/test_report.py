@@ -1,5 +1,7 @@
 """A small real run, evaluated: dataset, checkpoint and metrics made by the project's own code."""
 
+import base64
+import html
 import json
 import math
 import re
@@ -15,14 +17,15 @@ import torch
 from torch.nn import functional
 from trained_run import WORLD, document, make_dataset, make_run, settings
 
-from infini_model.config.evaluation import EvaluationTaskName
+from infini_model.config.evaluation_tasks import EvaluationTaskName
 from infini_model.data.loading.windows import open_windows
-from infini_model.evaluation.markdown import speed_section
-from infini_model.evaluation.report import evaluate_run
+from infini_model.evaluation.reporting.markdown import speed_section
+from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.evaluation.tasks.task import load_task
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError
 from infini_model.runtime.metrics_file import read_newest
+from infini_model.runtime.storage import lock
 from infini_model.training.checkpoints.background import HostCopy
 from infini_model.training.checkpoints.checkpoint import (
     Position,
@@ -31,7 +34,8 @@ from infini_model.training.checkpoints.checkpoint import (
 )
 from infini_model.training.loop import train
 
-# The plots that do not come from a task.
+# The sections that do not come from a task.
+FIRST_TITLES = ["Summary", "Model and training"]
 OTHER_TITLES = ["Speed", "Curves", "Reproduce"]
 
 
@@ -85,12 +89,12 @@ def test_scores_are_the_models_own(made, result):
 
 
 def test_without_memory_only_the_first_segment_is_the_same(result):
-    details = result.tasks["loss_by_segment"].details
-    with_memory = details["with_memory"]["validation"]["loss_by_segment"]
-    emptied = details["memory_emptied"]["validation"]["loss_by_segment"]
+    details = result.tasks["loss_by_position"].details["windows"]
+    with_memory = details["kept"]["loss_by_segment"]
+    emptied = details["emptied"]["loss_by_segment"]
     assert emptied[0] == pytest.approx(with_memory[0], rel=1e-6)
     assert all(abs(a - b) > 1e-6 for a, b in zip(emptied[1:], with_memory[1:], strict=True))
-    emptied_loss = details["memory_emptied"]["validation"]["loss"]
+    emptied_loss = details["emptied"]["loss"]
     assert result.metrics["evaluation/validation_loss_without_memory"] == emptied_loss
 
 
@@ -109,12 +113,38 @@ def test_the_report_shows_scores_dataset_and_plots(made, result):
         "learning_rate",
         "gradient_norm",
         "throughput",
-        "loss_by_segment",
+        "loss_by_position",
+        "heads",
     }
     for path in result.plots:
         head = path.read_bytes()[:24]
         assert head[:8] == b"\x89PNG\r\n\x1a\n"
         assert min(struct.unpack(">II", head[16:])) > 400
+
+
+def test_the_report_begins_with_what_was_found(made, result):
+    head = result.report.read_text().split("## Model and training")[0]
+    score = score_of(result, "test")
+    assert "trained for 40 steps, 2,560 tokens of `corpus`." in head
+    assert f"On the test split the loss is **{score['loss']:.4f} nats per token**" in head
+    memory = result.tasks["loss_by_position"]
+    for sentence in (*memory.summary, *memory.advice):
+        assert f"\n- {sentence}\n" in head
+    name = "evaluation/test_memory_gain_from_segment_2"
+    low, high = result.intervals[name]
+    row = f"| {result.metrics[name]:,.4f} ({low:,.4f} to {high:,.4f}) |"
+    assert f"| `test_memory_gain_from_segment_2` {row}" in head
+    assert f"| `test_loss` | {score['loss']:,.4f} |" in head
+
+
+def test_the_page_has_all_of_the_report_and_all_of_its_plots(made, result):
+    page = result.html.read_text()
+    for title in re.findall(r"^## (.+)$", result.report.read_text(), re.MULTILINE):
+        assert f"<h2>{title}</h2>" in page
+    for path in result.plots:
+        assert base64.b64encode(path.read_bytes()).decode() in page
+    assert page.count("<img ") == len(result.plots)
+    assert html.escape(result.tasks["sample"].details["prompt"]) in page
 
 
 def test_the_sample_starts_where_the_prompt_ends(result):
@@ -148,6 +178,24 @@ def test_the_result_is_json_and_reproducible(made, result):
     assert record["step"] == result.step
     assert record["dataset_key"] == result.dataset_key
     assert record["metrics"] == result.metrics
+    assert record["intervals"] == {name: list(each) for name, each in result.intervals.items()}
+    assert "evaluation/test_memory_gain_from_segment_2" in record["intervals"]
+
+
+def test_what_killed_evaluations_left_is_deleted_unless_another_is_at_work(made, tmp_path):
+    root, _, dataset, original = made
+    run_dir = shutil.copytree(original, tmp_path / "run", symlinks=True)
+    config = settings(root, **{"evaluation.tasks": ["loss"]})
+    names = ("evaluation/heads-1/.tmp-cell.json-1", "plots/.tmp-loss.png-1", ".tmp-report.html-1")
+    left = [run_dir / name for name in names]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with lock(run_dir / ".evaluation.lock", shared=True):
+        evaluate_run(run_dir, dataset, config)
+    assert all(path.exists() for path in left)
+    evaluate_run(run_dir, dataset, config)
+    assert not [*run_dir.rglob(".tmp-*")]
 
 
 def test_limits_and_other_packings(made):
@@ -189,8 +237,8 @@ def test_without_memory_there_is_nothing_to_empty(made, tmp_path):
     config = settings(root, **{"model.memory": "none"})
     make_run(tmp_path / "run", config)
     result = evaluate_run(tmp_path / "run", dataset, config)
-    assert result.tasks["loss_by_segment"].details["memory_emptied"] == {}
-    assert "emptied" not in result.report.read_text()
+    assert "windows" not in result.tasks["loss_by_position"].details
+    assert "knocked out" not in result.report.read_text()
 
 
 def test_missing_inputs_are_named(made, tmp_path):
@@ -227,7 +275,7 @@ def _note(seen, done, total):
 
 def test_only_the_configured_tasks_run_in_order(made):
     root, _, dataset, run_dir = made
-    for names in (["sample"], ["loss_by_segment"], ["loss"], ["loss_by_segment", "loss"]):
+    for names in (["sample"], ["loss_by_position"], ["loss"], ["loss_by_position", "loss"]):
         config = settings(root, **{"evaluation.tasks": names})
         seen = []
         result = evaluate_run(run_dir, dataset, config, progress=partial(_note, seen))
@@ -235,7 +283,8 @@ def test_only_the_configured_tasks_run_in_order(made):
         assert [total for _, total in seen] == [total for _, total in seen[-1:]] * len(seen)
         assert all(done == total for done, total in seen[-1:])
         titles = re.findall(r"^## (.+)$", result.report.read_text(), re.MULTILINE)
-        assert titles == [*(load_task(name).title for name in names), *OTHER_TITLES]
+        tasks = [load_task(name).title for name in names]
+        assert titles == [*FIRST_TITLES, *tasks, *OTHER_TITLES]
 
 
 def test_every_task_module_is_listed_in_the_settings():

@@ -14,7 +14,7 @@ from trained_run import make_dataset, make_run, settings
 
 from infini_model.config import validate
 from infini_model.evaluation.prompt import continue_text
-from infini_model.evaluation.report import evaluate_run
+from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.evaluation.tasks.task import TaskResult
 from infini_model.evaluation.tracking import log_evaluation
 from infini_model.runtime.errors import ConfigError
@@ -64,8 +64,10 @@ def again(made, tmp_path):
         target = tmp_path / name
         target.mkdir(exist_ok=True)
         shutil.copy(run_dir / "metrics.jsonl", target)
-        shutil.copy(run_dir / "report.md", target)
-        changes = {"step": step, "report": target / "report.md", "plots": []}
+        files = {"report": target / "report.md", "html": target / "report.html"}
+        for file in files.values():
+            shutil.copy(run_dir / file.name, target)
+        changes = {"step": step, "plots": [], **files}
         if loss is not None:
             metrics = {"evaluation/validation_loss": loss}
             changes["tasks"] = {"loss": TaskResult(section="", metrics=metrics)}
@@ -123,7 +125,7 @@ def generated(config, run_dir):
     return "".join(continue_text(config, run_dir, PROMPT))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_logged_model_generates_what_the_command_does(tmp_path):
     config, dataset, run_dir, result = evaluated(
         tmp_path,
@@ -266,4 +268,4 @@ def test_results_are_kept_when_mlflow_is_down(made, caplog):
     history = client(config).get_metric_history(run_id, "train/loss")
     assert [metric.step for metric in history] == list(range(41))
     report = client(config).list_artifacts(run_id)
-    assert {"report.md", "plots"} <= {file.path for file in report}
+    assert {"report.md", "report.html", "plots"} <= {file.path for file in report}

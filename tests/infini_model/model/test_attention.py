@@ -1,5 +1,6 @@
 """`infini_attention` against its definition, the paper's equations segment by segment."""
 
+import contextlib
 import math
 
 import pytest
@@ -10,10 +11,16 @@ from torch.nn import functional
 
 from infini_model.model.attention import infini_attention, segmented_local_attention
 from infini_model.model.definition import attention_by_segment
-from infini_model.model.kernels.local_attention import local_attention, resolve_backend
+from infini_model.model.kernels.local_attention import (
+    installed_version,
+    local_attention,
+    resolve_backend,
+    resolve_on_cuda,
+)
 from infini_model.model.memory import Memory, feature_map
 from infini_model.model.rotary import rope_tables, rotate
 from infini_model.runtime.errors import ConfigError
+from infini_model.training.parallel.distributed import deterministic_algorithms
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 BOTH = pytest.mark.parametrize("update", ["linear", "delta"])
@@ -43,27 +50,37 @@ def cases(draw_one):
         4,
         seed=draw_one(st.integers(0, 1000)),
     )
-    memory = reset = rope = memory_keys = None
+    memory = reset = rope = memory_keys = written = queries = None
+    rows = q.size(0)
     if draw_one(st.booleans()):
-        held = functional.elu(torch.randn(q.size(0), kv_heads, 7, 4, generator=generator).double())
+        rows = draw_one(st.sampled_from([1, rows]))
+        memory_keys, written = (
+            torch.randn(rows, kv_heads, tokens, 4, generator=generator).double() for _ in range(2)
+        )
+    elif draw_one(st.booleans()):
+        memory_keys = keys
+    if draw_one(st.booleans()):
+        queries = torch.randn(q.shape, generator=generator).double()
+    if draw_one(st.booleans()):
+        held = functional.elu(torch.randn(rows, kv_heads, 7, 4, generator=generator).double())
         memory = Memory((held + 1).mT @ held, (held + 1).sum(2))
     if draw_one(st.booleans()):
-        shape = (q.size(0), -(-tokens // length))
+        shape = (rows, -(-tokens // length))
         reset = torch.rand(shape, generator=generator) < draw_one(st.sampled_from([0.2, 0.7]))
     if draw_one(st.booleans()):
         rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
-    if draw_one(st.booleans()):
-        memory_keys = keys
     update = draw_one(st.sampled_from(["linear", "delta"]))
-    return (q, k, v, gate), length, rope, memory, update, reset, memory_keys
+    causal = draw_one(st.booleans())
+    own = {"memory_keys": memory_keys, "memory_values": written, "memory_queries": queries}
+    return (q, k, v, gate), length, rope, memory, update, reset, own, causal
 
 
 def outputs_and_gradients(function, case, dtype):
     """The results of `function` for a case, and the gradients of a loss over all of them."""
-    tensors, length, rope, memory, update, reset, memory_keys = case
+    tensors, length, rope, memory, update, reset, own, causal = case
     leaves = [x.to(dtype).requires_grad_() for x in tensors]
     held = None if memory is None else Memory(*(x.to(dtype).requires_grad_() for x in memory))
-    keys = None if memory_keys is None else memory_keys.to(dtype).requires_grad_()
+    own = {name: x.to(dtype).requires_grad_() for name, x in own.items() if x is not None}
     out, after = function(
         *leaves,
         segment_length=length,
@@ -71,12 +88,13 @@ def outputs_and_gradients(function, case, dtype):
         memory=held,
         update=update,
         reset=reset,
-        memory_keys=keys,
+        causal=causal,
+        **own,
     )
     everything = [out, *after]
     weights = [torch.linspace(-1, 1, x.numel()).to(dtype).view_as(x) for x in everything]
     loss = sum((x * w).sum() for x, w in zip(everything, weights, strict=True))
-    inputs = [*leaves, *(held or ()), *([] if keys is None else [keys])]
+    inputs = [*leaves, *(held or ()), *own.values()]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
     return everything + [
         torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True)
@@ -89,8 +107,21 @@ def test_rotation_is_complex_multiplication():
     torch.testing.assert_close(rotate(x, (cos, sin)), torch.cat((turned.real, turned.imag), -1))
 
 
+def test_the_gradient_of_the_rotation_is_that_of_its_definition():
+    x, weights = torch.randn(2, 3, 2, 5, 8).double()
+    rope = tuple(torch.randn(5, 8).double() for _ in range(2))
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: rotate(x, rope), x)
+    exact = torch.autograd.grad(rotate(x, rope), x, weights)[0]
+    narrow = x.detach().bfloat16().requires_grad_()
+    turned = rotate(narrow, tuple(table.float() for table in rope))
+    rounded = torch.autograd.grad(turned, narrow, weights.bfloat16())[0]
+    # Rounded once, beside the rounding of what comes in.
+    torch.testing.assert_close(rounded.double(), exact, rtol=2**-7, atol=2**-6)
+
+
 @given(cases())
-@settings(FEW, max_examples=60)
+@settings(FEW, max_examples=80)
 def test_equals_the_paper_with_all_gradients(case):
     exact = outputs_and_gradients(attention_by_segment, case, torch.float64)
     for ours, theirs in zip(
@@ -272,25 +303,118 @@ def test_feature_map_is_precise_in_value_and_gradient():
     torch.testing.assert_close(slope, torch.tensor([*expected[:3], 1.0]), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["math", "flash", "tiled"])
-def test_backends_agree(backend):
-    q, k, v, gate, *_ = draw(1, 4, 2, 16, 8, dtype=torch.float32)
-    ours, _ = infini_attention(q, k, v, gate, segment_length=4, backend=backend)
-    auto, _ = infini_attention(q, k, v, gate, segment_length=4)
-    torch.testing.assert_close(ours, auto)
+@pytest.mark.parametrize("backend", ["auto", "math", "flash", "tiled"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [4, 7, 150])
+def test_backends_equal_the_paper(backend, causal, length):
+    q, k, v, gate, *_ = draw(1, 4, 2, 2 * length + 2, 8)
+    settings = {"segment_length": length, "causal": causal}
+    ours, _ = infini_attention(q, k, v, gate, backend=backend, **settings)
+    exact, _ = attention_by_segment(q, k, v, gate, **settings)
+    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", ["auto", "flash_attn", "flash", "cudnn", "efficient", "math"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_of_a_gpu_equal_the_paper(gpu, backend, causal):
+    if backend == "flash_attn":
+        pytest.importorskip("flash_attn")
+    if gpu.type == "cpu" and backend in ("cudnn", "efficient"):
+        pytest.skip("not on a CPU")
+    q, k, v, gate, *_ = draw(2, 4, 4, 128, 64, dtype=torch.bfloat16)
+    on_gpu = (x.to(gpu) for x in (q, k, v))
+    ours = local_attention(*on_gpu, backend=backend, causal=causal)
+    wide = (x.double() for x in (q, k, v, gate))
+    exact, _ = attention_by_segment(*wide, segment_length=128, causal=causal)
+    torch.testing.assert_close(ours.double().cpu(), exact, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "length", "kernel"),
+    ("backend", "dtype", "length", "causal", "kernel"),
     [
-        (torch.float32, 128, "auto"),
-        (torch.float32, 129, "tiled"),
-        (torch.float64, 2048, "tiled"),
-        (torch.bfloat16, 2048, "auto"),
+        ("auto", torch.float32, 128, True, "auto"),
+        ("auto", torch.float32, 129, True, "tiled"),
+        ("auto", torch.float64, 2048, True, "tiled"),
+        ("auto", torch.bfloat16, 2048, True, "auto"),
+        ("auto", torch.float32, 2048, False, "auto"),
+        ("tiled", torch.float32, 2048, False, "auto"),
+        ("flash", torch.float32, 2048, False, "flash"),
+        ("efficient", torch.float32, 2048, True, "tiled"),
+        ("efficient", torch.bfloat16, 2048, True, "auto"),
+        ("efficient", torch.float32, 2048, False, "auto"),
     ],
 )
-def test_auto_on_a_cpu(dtype, length, kernel):
-    assert resolve_backend("auto", torch.device("cpu"), dtype, 64, length) == kernel
+def test_kernels_on_a_cpu(backend, dtype, length, causal, kernel):
+    cpu = torch.device("cpu")
+    assert resolve_backend(backend, cpu, dtype, 64, length, causal=causal) == kernel
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Makes distributions look installed, by their metadata."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(*names):
+        for name in names:
+            folder = tmp_path / f"{name.replace('-', '_')}-9.9.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+        installed_version.cache_clear()
+
+    yield make
+    installed_version.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "strict", "kernel"),
+    [
+        ((7, 5), 128, True, "auto"),
+        ((8, 0), 128, True, "flash-attn"),  # not hidden by version 4
+        ((9, 0), 128, True, "flash-attn-4"),
+        ((9, 0), 256, True, "flash-attn"),
+        ((10, 0), 128, True, "flash-attn-4"),
+        ((12, 0), 128, False, "flash-attn-4"),
+        ((12, 0), 128, True, "flash-attn"),
+    ],
+)
+def test_the_flash_attn_that_suits_the_gpu(install, capability, head_dim, strict, kernel):
+    install("flash-attn-4", "flash-attn")
+    with deterministic_algorithms() if strict else contextlib.nullcontext():
+        for dtype in (torch.bfloat16, torch.float16):
+            assert resolve_on_cuda("auto", capability, dtype, head_dim) == kernel
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash_attn", "flash", "cudnn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kernels_for_16_bits_are_not_used_for_more(install, backend, dtype):
+    install("flash-attn-4", "flash-attn")
+    assert resolve_on_cuda(backend, (9, 0), dtype, 128) == "auto"
+
+
+def test_a_kernel_that_does_not_suit_the_gpu_or_the_setting_is_refused(install):
+    install("flash-attn-4")
+    assert resolve_on_cuda("auto", (8, 0), torch.bfloat16, 128) == "auto"
+    with pytest.raises(ConfigError, match=r"got 'flash_attn', but what is installed"):
+        resolve_on_cuda("flash_attn", (8, 0), torch.bfloat16, 128)
+    assert resolve_on_cuda("cudnn", (9, 0), torch.bfloat16, 128) == "cudnn"
+    with (
+        deterministic_algorithms(),
+        pytest.raises(ConfigError, match=r"'cudnn': it is not deterministic; set launch\.determin"),
+    ):
+        resolve_on_cuda("cudnn", (9, 0), torch.bfloat16, 128)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("backend", "dtype"), [("auto", torch.float32), ("efficient", None)])
+def test_grouped_heads_in_float32_compute_no_scores_of_all_pairs(gpu, backend, dtype):
+    if gpu.type == "cpu":
+        pytest.skip("counts what a GPU allocates")
+    q, k, v, *_ = (x.to(gpu) for x in draw(1, 8, 2, 4096, 64, dtype=dtype or torch.bfloat16))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    local_attention(q, k, v, backend=backend)
+    assert torch.cuda.max_memory_allocated() - before < 8 * 4096 * 4096
 
 
 @pytest.mark.parametrize("update", ["linear", "delta"])
@@ -313,13 +437,22 @@ def test_a_million_tokens_drift_less_than_a_thousandth(update):
 
 
 @BOTH
-def test_compiles_without_a_graph_break(update):
-    q, k, v, gate, keys, _ = draw(1, 2, 1, 16, 4, dtype=torch.float32)
+@pytest.mark.parametrize("causal", [True, False])
+def test_compiles_without_a_graph_break(update, causal):
+    q, k, v, gate, keys, _ = draw(1, 2, 1, 14, 4, dtype=torch.float32)
     reset = torch.tensor([[True, False, True, False]])
 
     def function(q, k, v, gate, keys, reset):
         return infini_attention(
-            q, k, v, gate, segment_length=4, memory_keys=keys, reset=reset, update=update
+            q,
+            k,
+            v,
+            gate,
+            segment_length=4,
+            memory_keys=keys,
+            reset=reset,
+            update=update,
+            causal=causal,
         )
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -343,6 +476,13 @@ EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
         (ValueError, "v: expected device cpu as q, got meta", {"v": V.to("meta")}),
         (ValueError, r"gate: expected shape \[4\], got \[2\]", {"gate": GATE[:2]}),
         (ValueError, "memory_keys: expected shape", {"memory_keys": K[..., :2]}),
+        (
+            ValueError,
+            "memory_keys: expected a number of rows that divides 2, got 3",
+            {"memory_keys": K.repeat(2, 1, 1, 1)[:3]},
+        ),
+        (ValueError, r"memory_values: expected shape \[1, 2, 6, 8\]", {"memory_keys": K[:1]}),
+        (ValueError, "memory_queries: expected shape", {"memory_queries": K}),
         (ValueError, "segment_length: expected at least 1, got 0", {"segment_length": 0}),
         (ValueError, "update: expected one of linear, delta, got 'none'", {"update": "none"}),
         (ValueError, "rope cos: expected shape", {"rope": rope_tables(3, 8, 1e4)}),
@@ -373,9 +513,75 @@ def test_bad_input_is_named(error, message, change):
         infini_attention(**arguments)
 
 
-def test_without_memory_segments_are_independent():
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_memory_segments_are_independent(causal):
     q, k, v, *_ = draw(2, 4, 2, 10, 4, dtype=torch.float32)
-    out = segmented_local_attention(q, k, v, segment_length=4)
+    out = segmented_local_attention(q, k, v, segment_length=4, causal=causal)
     for start in (0, 4, 8):
         chunk = (x[:, :, start : start + 4] for x in (q, k, v))
-        torch.testing.assert_close(out[:, :, start : start + 4], local_attention(*chunk))
+        alone = local_attention(*chunk, causal=causal)
+        torch.testing.assert_close(out[:, :, start : start + 4], alone)
+
+
+# Segments of one token, partial last segments, a single short segment, and tiles of the CPU kernel.
+LENGTHS = pytest.mark.parametrize(
+    ("tokens", "length"), [(3, 1), (12, 4), (14, 4), (3, 8), (290, 140)]
+)
+
+
+@LENGTHS
+def test_without_a_causal_mask_it_is_full_softmax_inside_segments(tokens, length):
+    q, k, v, *_ = draw(2, 4, 2, tokens, 4)
+    rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
+    out = segmented_local_attention(q, k, v, segment_length=length, rope=rope, causal=False)
+    for start in range(0, tokens, length):
+        here = slice(start, start + length)
+        query, key, value = (x[:, :, here] for x in (q, k, v))
+        tables = tuple(table[: query.size(2)] for table in rope)
+        key, value = (x.repeat_interleave(2, 1) for x in (rotate(key, tables), value))
+        weights = (rotate(query, tables) @ key.mT / 2).softmax(-1)
+        torch.testing.assert_close(out[:, :, here], weights @ value, rtol=1e-10, atol=1e-10)
+
+
+@LENGTHS
+def test_without_a_causal_mask_and_positions_the_order_in_a_segment_means_nothing(tokens, length):
+    q, k, v, _, _, generator = draw(1, 2, 1, tokens, 4)
+    starts = range(0, tokens, length)
+    order = torch.cat(
+        [
+            start + torch.randperm(min(length, tokens - start), generator=generator)
+            for start in starts
+        ]
+    )
+    out = segmented_local_attention(q, k, v, segment_length=length, causal=False)
+    moved = (x[:, :, order] for x in (q, k, v))
+    permuted = segmented_local_attention(*moved, segment_length=length, causal=False)
+    torch.testing.assert_close(permuted, out[:, :, order], rtol=1e-10, atol=1e-10)
+
+
+@LENGTHS
+def test_without_a_causal_mask_the_last_token_moves_its_segment_and_no_other(tokens, length):
+    q, k, v, *_ = draw(1, 2, 1, tokens, 4)
+    base = segmented_local_attention(q, k, v, segment_length=length, causal=False)
+    for start in range(0, tokens, length):
+        last = min(start + length, tokens) - 1
+        changed = v.clone()
+        changed[:, :, last] += 1.0
+        out = segmented_local_attention(q, k, changed, segment_length=length, causal=False)
+        moved = (out != base).any(-1).all(1)[0]
+        assert moved.nonzero().flatten().tolist() == list(range(start, last + 1))
+        assert torch.equal(out[:, :, ~moved], base[:, :, ~moved])
+
+
+@BOTH
+def test_without_a_causal_mask_the_memory_is_of_earlier_segments_only(update):
+    q, k, v, gate, *_ = draw(1, 2, 1, 14, 4)
+    settings = {"segment_length": 4, "update": update, "causal": False}
+    base, _ = infini_attention(q, k, v, gate, **settings)
+    for t in range(14):
+        changed = v.clone()
+        changed[:, :, t] += 1.0
+        out, _ = infini_attention(q, k, changed, gate, **settings)
+        start = t // 4 * 4
+        assert torch.equal(out[:, :, :start], base[:, :, :start])
+        assert (out[:, :, start:] != base[:, :, start:]).any(-1).all()

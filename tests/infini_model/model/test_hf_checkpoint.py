@@ -71,7 +71,7 @@ def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard):
     model = InfiniLlama.from_pretrained(tmp_path)
     torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}: no gate found; initialised to 0",
+        f"{tmp_path}: no gate found; initialised to -2",
         f"{tmp_path}: no memory_key_shift found; initialised to 0",
     ]
     assert model.config.segment_length == 24
@@ -126,6 +126,15 @@ def test_round_trip_with_memory(tmp_path, caplog, memory, shift, tie):
     assert not caplog.records
     plain = InfiniLlama.from_pretrained(folder, memory="none")
     assert not any(name.endswith("gate") for name, _ in plain.named_parameters())
+
+
+def test_a_model_that_was_trained_without_memory_begins_one_as_a_llama_does(tmp_path, caplog):
+    ours(memory="none").save_pretrained(tmp_path / "m")
+    model = InfiniLlama.from_pretrained(tmp_path / "m", memory="linear")
+    assert caplog.records[0].message == f"{tmp_path / 'm'}: no gate found; initialised to -2"
+    assert {gates.mean for gates in model.gate_statistics()} == {
+        torch.tensor(-2.0).sigmoid().item()
+    }
 
 
 def test_round_trip_of_a_sharded_folder(tmp_path):
@@ -236,7 +245,7 @@ def test_other_files_are_not_deleted(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2', needs 'llama'"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; llama and llada are read"),
         ({"hidden_size": "drop"}, "hidden_size is missing"),
         ({"hidden_size": -1}, "hidden_size: Input should be greater than 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),

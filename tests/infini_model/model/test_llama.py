@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import draw_memory_parameters, tiny_config
 from torch.nn import functional
 
+from infini_model.model.generation.causal import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import summed_loss
 from infini_model.runtime.errors import ConfigError
@@ -58,8 +59,8 @@ def test_parameters_are_those_of_llama_and_of_the_memory():
     assert set(plain) == set(names) - own
 
 
-def test_gates_and_key_shifts_start_at_one_half():
-    model = InfiniLlama(config())
+def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
+    model = InfiniLlama(config(gate_start=0.0))
     assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
     assert model.get_parameter("model.layers.0.self_attn.memory_key_shift").tolist() == [0.5, 0.5]
     assert InfiniLlama(config(memory="none")).gate_statistics() == []
@@ -70,10 +71,13 @@ def test_gates_and_key_shifts_start_at_one_half():
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
     st.sampled_from(["linear", "delta", "none"]),
     st.booleans(),
+    st.booleans(),
 )
 @FEW
-def test_one_pass_equals_any_chunks(seed, chunks, memory, shift):
-    model = build(seed, memory=memory, memory_key_shift=shift)
+def test_one_pass_equals_any_chunks(seed, chunks, memory, keys_shifted, queries_shifted):
+    model = build(
+        seed, memory=memory, memory_key_shift=keys_shifted, memory_query_shift=queries_shifted
+    )
     tokens = ids(2, sum(chunks), seed)
     with torch.no_grad():
         whole = model(tokens)
@@ -91,7 +95,7 @@ def test_one_pass_equals_any_chunks(seed, chunks, memory, shift):
 @pytest.mark.parametrize("memory", ["linear", "delta", "none"])
 @pytest.mark.parametrize("shift", [True, False])
 def test_one_pass_equals_token_by_token(memory, shift):
-    model = build(memory=memory, memory_key_shift=shift)
+    model = build(memory=memory, memory_key_shift=shift, memory_query_shift=shift)
     tokens = ids(2, 14)
     with torch.no_grad():
         state = model.empty_state(2)
@@ -211,6 +215,35 @@ def test_without_memory_segments_are_independent():
     with torch.no_grad():
         separate = torch.cat([model(chunk).logits for chunk in tokens.split(4, 1)], 1)
         close(model(tokens).logits, separate)
+
+
+def test_a_bidirectional_model_sees_whole_segments_and_no_other():
+    model, tokens = build(memory="none", bidirectional=True), ids(1, 14)
+    with torch.no_grad():
+        base = model(tokens).logits
+        for start in (0, 4, 8, 12):
+            last = min(start + 4, 14) - 1
+            changed = tokens.clone()
+            changed[0, last] = (changed[0, last] + 1) % 17
+            moved = (model(changed).logits != base).any(-1)[0]
+            assert moved.nonzero().flatten().tolist() == list(range(start, last + 1))
+        alone = torch.cat([model(segment).logits for segment in tokens.split(4, 1)], 1)
+        close(base, alone)
+
+
+def test_a_bidirectional_model_has_no_state_to_extend():
+    model, tokens = build(memory="none", bidirectional=True), ids(1, 4)
+    state = build(memory="none").empty_state(1)
+    for call in (
+        lambda: model(tokens, state=state),
+        lambda: model.hidden(tokens, state),
+        lambda: model.extend(tokens, state),
+        lambda: model.advance(tokens, state),
+        lambda: model.empty_state(1),
+        lambda: generate(model, tokens, max_new_tokens=1),
+    ):
+        with pytest.raises(ValueError, match="a bidirectional segment has no state to extend"):
+            call()
 
 
 def test_a_reset_forgets_all_preceding_tokens():

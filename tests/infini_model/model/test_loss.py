@@ -4,8 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given as given_
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
+from infini_model.model import loss as module
 from infini_model.model.loss import summed_loss, token_losses
 
 ROWS, WIDTH, VOCABULARY = 23, 6, 17
@@ -97,6 +102,74 @@ def test_bf16_under_autocast_and_as_dtype(rows_at_once, autocast):
     for ours, theirs, reference in zip(*errors, references, strict=True):
         assert ours <= 2 * theirs + 1e-3 * reference.norm()
     assert errors[0][1] > 1e-4 * references[1].norm()  # the products were in bf16
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_chunks_of_whole_tiles_equal_the_whole(monkeypatch, autocast):
+    """Three chunks, the last one shorter, and in 16 bits the weight's gradient in several parts."""
+    monkeypatch.setattr(module, "PRODUCTS_AT_ONCE", 5 * WIDTH)
+    dtype = torch.float32 if autocast else torch.float64
+    given = inputs(dtype, rows=2 * module.TILE + 9)
+    results = []
+    for rows in (module.TILE + 7, len(given[2])):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            results.append(loss_and_gradients(in_chunks(summed_loss, rows), *given))
+    bound = 1e-2 if autocast else 1e-10
+    torch.testing.assert_close(*results, rtol=bound, atol=bound)
+
+
+@given_(st.integers(1, 10_000), st.integers(1, 2000), st.integers(1, 1 << 20))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_chunks_are_as_few_as_fit_and_whole_tiles(rows, vocabulary, at_once):
+    found = module._rows_at_once(rows, vocabulary, at_once)
+    longest = max(1, at_once // vocabulary)
+    assert 1 <= found <= longest
+    if longest < module.TILE:
+        assert -(-rows // found) == -(-rows // longest)
+        return
+    assert found % module.TILE == 0
+    fewest = -(-rows // (longest // module.TILE * module.TILE))
+    assert -(-rows // found) == fewest
+
+
+def test_a_chunk_is_as_large_as_the_weight(monkeypatch):
+    """Each chunk reads and writes the gradient of the whole weight: there must not be many."""
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 2 * VOCABULARY)
+    widest = []
+    softmax = torch.log_softmax
+    monkeypatch.setattr(
+        torch, "log_softmax", lambda x, **named: widest.append(len(x)) or softmax(x, **named)
+    )
+    hidden, weight, targets = inputs()
+    summed_loss(hidden, weight, targets)
+    assert max(widest) == WIDTH
+
+
+# What waits for a GPU, or copies to one from memory that is not page-locked, which waits as well.
+WAITING = {"aten::_local_scalar_dense", "aten::item", "aten::lift_fresh", "aten::nonzero"}
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("excluded", [None, 3])
+def test_nothing_waits_for_the_device(autocast, excluded):
+    hidden, weight, targets = inputs(torch.float32)
+    targets[targets == excluded] = -100
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.tensor([3]).item()
+    assert {event.name for event in profiler.events()} & WAITING
+    factors = torch.rand(ROWS)
+    for row_weights in (None, factors):
+        with (
+            profile(activities=[ProfilerActivity.CPU]) as profiler,
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            loss = in_chunks(summed_loss, 5)(
+                hidden, weight, targets, row_weights=row_weights, excluded=excluded
+            )
+            torch.autograd.grad(loss, (hidden, weight))
+        names = {event.name for event in profiler.events()}
+        assert "aten::log_softmax" in names or "aten::_log_softmax" in names
+        assert not names & WAITING
 
 
 def test_a_target_outside_the_vocabulary_is_an_error():

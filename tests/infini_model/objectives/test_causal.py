@@ -48,7 +48,7 @@ def test_each_position_predicts_the_next_token_of_its_row():
     assert torch.equal(inputs.input_ids, batch.tokens[:, :, :-1].reshape(2, 8))
     assert torch.equal(inputs.labels[1], batch.tokens[1, :, 1:].reshape(8))
     assert inputs.labels[0].tolist()[6:] == [-100, -100]
-    assert CausalLM().counted(inputs).sum() == 14
+    assert inputs.counted.sum() == 14
 
 
 def test_the_loss_and_its_gradients_are_those_of_the_logits(module):

@@ -1,16 +1,13 @@
 """A third-party objective with its own randomness trains and resumes like the built-in one."""
 
-import os
-import signal
-
 import pytest
 import torch
 from curves import curve, repeatable, weights
+from stopping import StopAfter
 from trainings import on_two_ranks
 
 from infini_model.objectives.causal import CausalLM
 from infini_model.training import parts
-from infini_model.training.callbacks.callback import Callback
 from infini_model.training.loop import train
 
 HIDDEN = 0
@@ -29,20 +26,8 @@ class Cloze:
         hidden = torch.stack([torch.rand(width, generator=each) < 0.3 for each in generators])
         return inputs._replace(input_ids=inputs.input_ids.masked_fill(hidden, HIDDEN))
 
-    def counted(self, inputs):
-        return self.causal.counted(inputs)
-
     def loss(self, model, inputs, reduction):
         return 0.5 * self.causal.loss(model, inputs, reduction)
-
-
-class StopAfter(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def after_step(self, step, metrics):
-        if step.number == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _train_cloze(config, dataset, run_dir):

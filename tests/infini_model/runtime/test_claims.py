@@ -13,6 +13,7 @@ from typing import get_args
 import pytest
 from claiming import NIGHT, UI, claim, config_of
 
+from flows.evaluate import _as_trained
 from infini_model.config import Section, load_config
 from infini_model.runtime import claims
 from infini_model.runtime.claims import claim_run, resume_config
@@ -50,6 +51,11 @@ SCALING = (
 )
 
 
+DIFFUSION = (
+    "training.objective=masked_diffusion",
+    "model.memory=none",
+    "model.segment_length=4096",
+)
 # Values other than the debug preset's, for keys where none can be derived from its value.
 OTHER: dict[str, tuple[str, ...]] = {
     "data.name": ("data.name=other",),
@@ -62,8 +68,13 @@ OTHER: dict[str, tuple[str, ...]] = {
     "data.splits.validation": (SPLITS,),
     "data.splits.test": (SPLITS,),
     "data.folder": ("data.folder=elsewhere",),
+    "data.cache_gigabytes": ("data.cache_gigabytes=5",),
+    "data.ray_address": ("data.ray_address=head:6379",),
+    "data.ray_memory_gigabytes": ("data.ray_memory_gigabytes=8",),
+    "data.share": ("data.share=2/4",),
     "data.device": ("data.device=cpu",),
     "packing.context_length": ("packing.context_length=256",),
+    "model.initial_weights": ("model.initial_weights=a/b", "model.segment_length=128"),
     "model.vocab_size": ("model.vocab_size=300",),
     "model.hidden_size": ("model.hidden_size=64",),
     "model.num_attention_heads": ("model.num_attention_heads=2",),
@@ -71,16 +82,41 @@ OTHER: dict[str, tuple[str, ...]] = {
     "model.head_dim": ("model.head_dim=8",),
     "model.rope_scaling": (f"model.rope_scaling={SCALING}",),
     "model.segment_length": ("model.segment_length=64",),
+    "model.memory_query_shift": ("model.memory_query_shift=true",),
+    "model.bidirectional": (*DIFFUSION, "model.bidirectional=true"),
+    "model.mask_token_id": ("model.mask_token_id=7",),
+    "training.objective": DIFFUSION,
+    "data.keep": ("data.keep=3",),
     "training.epochs": ("training.epochs=3",),
+    "training.lora": ("model.initial_weights=a/b", "model.segment_length=128", "training.lora={}"),
     "launch.gpus": ("launch.gpus=0,3",),
     "launch.processes": ("launch.processes=2",),
     "launch.num_nodes": NODES,
     "launch.node_rank": (*NODES, "launch.node_rank=1"),
     "launch.rdzv_endpoint": ("launch.rdzv_endpoint=first:29500",),
+    "launch.compile": ("launch.compile=true",),
     "launch.hang_timeout_seconds": ("launch.hang_timeout_seconds=60",),
     "logging.tensorboard_dir": ("logging.tensorboard_dir=boards",),
     "evaluation.max_windows": ("evaluation.max_windows=3",),
     "evaluation.tasks": ("evaluation.tasks=[sample]",),
+    "evaluation.lm_eval.tasks": ("evaluation.lm_eval.tasks=[other]",),
+    "evaluation.lm_eval.num_fewshot": ("evaluation.lm_eval.num_fewshot=3",),
+    "evaluation.lm_eval.limit": ("evaluation.lm_eval.limit=3",),
+    "comparison.runs": ("comparison.runs=[other]",),
+    "comparison.sweep": ("comparison.sweep=['run.seed=1,2']",),
+    **{
+        f"evaluation.{task}.{name}": (f"evaluation.{task}.{name}=[3, 4, 5, 6, 7]",)
+        for task, name in (
+            *(("needles", "lengths"), ("needles", "depths")),
+            *(("passkey", "lengths"), ("passkey", "depths")),
+            *(("recall", "lengths"), ("throughput", "lengths")),
+        )
+    },
+    "evaluation.loss_by_position.segments": ("evaluation.loss_by_position.segments=3",),
+    "evaluation.sample.unmasking.steps": ("evaluation.sample.unmasking.steps=3",),
+    "evaluation.sample.unmasking.confidence_threshold": (
+        "evaluation.sample.unmasking.confidence_threshold=0.9",
+    ),
     "evaluation.sample.top_p": ("evaluation.sample.top_p=0.9",),
     "tracking.tracking_uri": ("tracking.tracking_uri=http://localhost:5000",),
     "tracking.experiment_name": ("tracking.experiment_name=other",),
@@ -90,7 +126,7 @@ OTHER: dict[str, tuple[str, ...]] = {
 
 
 # Keys that choose the folder.
-PLACES = {"run.name", "run.preset", "run.output_dir"}
+PLACES = {"run.name", "run.preset", "run.output_dir", "run.store", "run.data_store"}
 
 
 def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]:
@@ -104,12 +140,12 @@ def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]
         elif isinstance(value, bool):
             yield key, [f"{key}={not value}"]
         elif isinstance(value, int | float):
-            yield key, [f"{key}={value + 1 if isinstance(value, int) else value / 2}"]
+            yield key, [f"{key}={value + 1 if isinstance(value, int) else value / 2 or 0.5}"]
         elif key.endswith(".timeout_seconds"):
             yield key, [f"{key}=60"]
         elif key not in PLACES:
-            other = next(choice for choice in get_args(field.annotation) if choice != value)
-            yield key, [f"{key}={other}"]
+            others = [choice for choice in get_args(field.annotation) if choice != value]
+            yield from ((key, [f"{key}={other}"]) for other in others[:1])
 
 
 @pytest.mark.parametrize(("key", "change"), list(leaves(load_config())))
@@ -254,3 +290,39 @@ def test_a_run_is_resumed_with_its_own_settings_and_dataset(tmp_path: Path) -> N
             resume_config(run_dir, [override])
     with pytest.raises(DataError, match="not a run folder"):
         resume_config(begun)
+
+
+def test_the_datasets_folder_of_another_machine_becomes_that_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("run.data_dir=s3://bucket/data", "data.folder=data")
+    monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "one"))
+    run_dir = claim(config_of(tmp_path, *asked))
+    chosen = claim(
+        config_of(tmp_path, "run.name=own", "run.data_dir=/ssd", "run.data_store=s3://b")
+    )
+    monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "two"))
+    here = config_of(tmp_path, *asked).run.datasets_dir
+    assert here.parent == tmp_path / "two"
+    assert resume_config(run_dir).run.datasets_dir == here
+    assert _as_trained(config_of(tmp_path), run_dir).run.datasets_dir == here
+    assert resume_config(chosen).run.datasets_dir == Path("/ssd")
+    other = resume_config(run_dir, ["run.data_dir=elsewhere"])
+    assert other.run.datasets_dir == Path("elsewhere")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_dataset_that_is_not_here_is_found_by_its_address(tmp_path: Path, own: bool) -> None:
+    dataset, address = tmp_path / "copy" / "mine-1", "s3://other/datasets/mine-1"
+    dataset.mkdir(parents=True)
+    store = ["run.data_store=s3://other/datasets"] if own else []
+    config = config_of(tmp_path, *store)
+    with claim_run(config, "k1", dataset, address=address) as run_dir:
+        pass
+    for asked in (resume_config(run_dir), _as_trained(config, run_dir)):
+        assert asked.data.folder == dataset
+    dataset.rmdir()
+    # What the run's own store has is found by its name, wherever that store is now.
+    for asked in (resume_config(run_dir), _as_trained(config, run_dir)):
+        assert asked.data.folder == (dataset if own else address)
+    assert resume_config(run_dir, ["data.folder=elsewhere"]).data.folder == Path("elsewhere")

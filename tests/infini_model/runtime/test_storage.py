@@ -2,12 +2,16 @@
 
 import hashlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from commands import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,3 +153,98 @@ def test_a_content_key_does_not_depend_on_the_order_of_keys():
     assert key == storage.content_key({"b": 0.5, "a": (1, "é", None)})
     assert key != storage.content_key({"b": 0.5, "a": ["é", 1, None]})
     assert len(key) == 64
+
+
+def test_holders_of_a_shared_lock_exclude_exclusive_ones_only(tmp_path):
+    path = tmp_path / "lock"
+    assert not storage.is_locked(path)
+    assert not path.exists()
+    with storage.lock(path, shared=True), storage.lock(path, shared=True, wait=False) as also:
+        assert also
+        with storage.lock(path, wait=False) as alone:
+            assert not alone
+    with storage.lock(path):
+        assert storage.is_locked(path)
+        with storage.lock(path, shared=True, wait=False) as shared:
+            assert not shared
+    assert not storage.is_locked(path)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_who_waits_for_a_lock_whose_file_is_deleted_takes_the_new_one(tmp_path, shared, again):
+    path = tmp_path / "below" / "lock"
+    waiting, end = threading.Event(), threading.Event()
+
+    def wait():
+        waiting.set()
+        with storage.lock(path, shared=shared):
+            end.wait()
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    with storage.lock(path):
+        waiter.start()
+        waiting.wait()
+        time.sleep(0.1)  # It has the file open by now.
+        shutil.rmtree(path.parent)
+        if again:
+            with storage.lock(path, wait=False) as other:
+                assert other
+    eventually(lambda: storage.is_locked(path, shared=True), "the lock")
+    with storage.lock(path, wait=False) as free:
+        assert not free
+    end.set()
+    waiter.join()
+
+
+def test_many_who_delete_the_file_of_a_lock_exclude_each_other(tmp_path):
+    path, inside, entered = tmp_path / "lock", [], []
+
+    def enter():
+        for _ in range(100):
+            with storage.lock(path):
+                inside.append(1)
+                entered.append(len(inside))
+                inside.pop()
+                path.unlink()
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert entered == [1] * 400
+
+
+def test_an_exclusive_lock_is_on_a_file_that_is_open_for_writing(tmp_path):
+    """A network file system gives it on no other."""
+    script = """
+import fcntl, os, sys
+from pathlib import Path
+from infini_model.data.keeping.scratch import scratch_folder
+from infini_model.runtime import storage
+
+counted = []
+def check(event, arguments):
+    if event == "fcntl.flock" and arguments[1] & fcntl.LOCK_EX:
+        counted.append(fcntl.fcntl(arguments[0], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR)
+sys.addaudithook(check)
+
+folder = Path(sys.argv[1])
+storage.point_latest(folder)
+with storage.lock(folder / "lock", shared=True):
+    assert storage.is_locked(folder / "lock", shared=True)
+with scratch_folder(folder), scratch_folder(folder):
+    print(counted)
+"""
+    (tmp_path / "new").mkdir()
+    assert run(script, tmp_path / "new").stdout == f"{[True] * 6}\n"
+
+
+def test_what_is_retired_is_a_leftover(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    assert (storage.retire(tmp_path / "folder") / "file").exists()
+    assert not (tmp_path / "folder").exists()
+    storage.remove_leftovers(tmp_path, "folder")
+    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import signal
@@ -12,6 +11,7 @@ import pytest
 import torch
 from curves import curve, repeatable, weights
 from safetensors.torch import load_file
+from stopping import StopAfter
 from torch.nn.modules.module import register_module_forward_pre_hook
 from trainings import on_two_ranks
 
@@ -23,25 +23,9 @@ from infini_model.runtime.errors import CheckpointError, ConfigError, DataError,
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import is_finished, last_step, record_evaluation
 from infini_model.runtime.storage import sha256, write_json
-from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
 from infini_model.training.run_status import read_status
-
-
-class StopAfter(Callback):
-    """Sends this process a signal after the validation at step 0, or after a later step."""
-
-    def __init__(self, step, number=signal.SIGTERM):
-        self.step, self.number = step, number
-
-    def after_evaluation(self, step, split, loss):
-        if step == self.step == 0:
-            os.kill(os.getpid(), self.number)
-
-    def after_step(self, step, metrics):
-        if step.number == self.step:
-            os.kill(os.getpid(), self.number)
 
 
 def test_a_training_learns_and_records_every_step_once(dataset, make_config, tmp_path):
@@ -156,6 +140,7 @@ def test_activation_checkpointing_trains_to_the_same_bits(dataset, make_config, 
 
 
 @pytest.mark.slow
+@pytest.mark.story
 def test_two_processes_match_the_curve_of_one(dataset, make_config, tmp_path):
     """In every packing mode, with masked labels, and when the gates get no gradient."""
     cases = {
@@ -351,5 +336,6 @@ def test_a_run_folder_of_another_model_is_refused(dataset, make_config, tmp_path
 
 
 def test_a_batch_larger_than_the_dataset_is_refused(dataset, make_config, tmp_path):
+    config = make_config(training={"batch_size": 100_000}, launch={"force": True})
     with pytest.raises(DataError, match="too few tokens for one batch"):
-        train(make_config(training={"batch_size": 100_000}), dataset, tmp_path / "run")
+        train(config, dataset, tmp_path / "run")

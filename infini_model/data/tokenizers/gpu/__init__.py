@@ -1,1 +1,1 @@
-"""Byte-level BPE as an array program, for the device that training runs on."""
+"""Byte-level BPE on a GPU, in Triton kernels."""

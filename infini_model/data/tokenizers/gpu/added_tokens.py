@@ -36,16 +36,24 @@ class AddedTokens:
             if content:
                 (normalized if token["normalized"] else raw).append((content, token["id"]))
         self._passes = [_Literals(group, device) for group in (raw, normalized) if group]
+        # bool [65536]: whether a token starts with bytes b and c, for b * 256 + c.
+        self.prefixes = torch.zeros(1 << 16, dtype=torch.bool, device=device)
+        for literals in self._passes:
+            self.prefixes |= literals.prefixes.flatten()
 
-    def find(self, text: TextBytes, bounds: torch.Tensor) -> Matches:
+    def find(self, text: TextBytes, candidates: torch.Tensor, bounds: torch.Tensor) -> Matches:
         """The tokens in a text; none crosses a bound.
 
-        `bounds` int64 [D + 1] ascend from 0 to `text.size`.
+        `candidates` int32 [C], ascending, are all places where the first two bytes are in
+        `prefixes`. `bounds` int64 [D + 1] ascend from 0 to `text.size`.
         """
+        candidates = candidates.long()
         nothing = bounds.new_zeros(0)
         found = Matches(nothing, nothing, nothing)
+        if not len(candidates):
+            return found
         for literals in self._passes:
-            matches = literals.find(text, bounds)
+            matches = literals.find(text, candidates, bounds)
             if len(matches.starts):
                 taken = _outside(matches, found)
                 found = _merge(found, _leftmost(Matches(*(part[taken] for part in matches))))
@@ -64,15 +72,13 @@ class _Literals:
         for content, number in tokens:
             prefixes[content[0], content[1] if len(content) > 1 else slice(None)] = True
             by_length.setdefault(len(content), []).append((content, number))
-        self._first, self._prefixes = prefixes.any(1).to(device), prefixes.to(device)
+        self.prefixes = prefixes.to(device)
         self._groups = [_SameLength(group, device) for _, group in sorted(by_length.items())]
 
-    def find(self, text: TextBytes, bounds: torch.Tensor) -> Matches:
-        """The longest match at each place, possibly overlapping; none crosses a bound."""
-        data = text.padded[: text.size]
-        at = torch.nonzero(self._first.index_select(0, data.int())).squeeze(1)
+    def find(self, text: TextBytes, at: torch.Tensor, bounds: torch.Tensor) -> Matches:
+        """The longest match at each of `at`, possibly overlapping; none crosses a bound."""
         one, two = (text.padded[at + place].long() for place in (0, 1))
-        at = at[self._prefixes[one, two]]
+        at = at[self.prefixes[one, two]]
         room = bounds[torch.searchsorted(bounds, at, right=True)] - at
         lengths, ids = torch.zeros_like(at), torch.zeros_like(at)
         for group in self._groups:

@@ -1,17 +1,30 @@
-"""Byte-level BPE as an array program: the ids of `tokenizers`, computed on a device.
+"""Byte-level BPE on a GPU: the ids of `tokenizers`, computed by Triton kernels.
 
 Documents are copied to the device as one row of bytes. Added tokens are found, the rest is split
-into words by character class, and the ids of each word are looked up in a table; only new words
-are encoded by `tokenizers`, on the host. Only the memory limits depend on the kind of device.
+into words by the kinds of characters, the ids of each word are looked up in a table, and new words
+are encoded by merging pairs; `tokenizers` encodes only what the kernels cannot. What moves through
+memory, in bytes for each byte of text with words of w bytes and t tokens to a word:
+
+| step | reads | writes |
+| --- | --- | --- |
+| the text, from the host | | 1 |
+| `classify`: the kind of each byte, places of added tokens | 1 | 1 + 1/8 |
+| those places | 1/4 | |
+| `cut`: where words start | 1 | 1/8 + 1/8 |
+| `count_bits`, `place_bits`: the starts of words | 1/4 | 4/w |
+| `probe`: a slot of the table, and the value of each word | 1 + 4/w + 32/w | 8/w |
+| `count_ids`, `emit`: ids | 16/w + 4t/w | 4/w + 4t/w |
+
+With words of 4.5 bytes and one token each it is 23, so 5 GB of text a second need 115 GB/s.
+Triton's interpreter runs all of it on CPU tensors, for tests.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,41 +32,30 @@ import torch
 
 from infini_model.data.sources.string_arrays import string_buffers
 from infini_model.data.tokenizers.bpe import PROBE, BPETokenizer
-from infini_model.data.tokenizers.gpu.added_tokens import AddedTokens, Matches
+from infini_model.data.tokenizers.gpu.added_tokens import AddedTokens
 from infini_model.data.tokenizers.gpu.pretokens import PADDING, PreTokenizer, TextBytes
-from infini_model.data.tokenizers.gpu.ragged import ranges, starts_of
+from infini_model.data.tokenizers.gpu.ragged import starts_of
 from infini_model.data.tokenizers.gpu.supported import (
     UnsupportedTokenizerError,
     check_supported,
     require_bpe,
 )
-from infini_model.data.tokenizers.gpu.word_table import Pieces, Words, WordTable
+from infini_model.data.tokenizers.gpu.tokens import Tokens
+from infini_model.data.tokenizers.gpu.word_model import WordModel
+from infini_model.data.tokenizers.gpu.word_table import WordTable
+from infini_model.data.tokenizers.gpu.words import Words, values_of
 from infini_model.data.tokenizers.tokenizer import Ragged, Texts, Tokenizer, as_array
 
 log = logging.getLogger(__name__)
 
-# Memory per byte of text. At most 40 bytes were measured on the CPU; the reserve is generous since
-# running out of memory means starting over with half the batch.
-_MEMORY_PER_BYTE = 256
+# Memory per byte of text, where each is a word that is not known; running out of it means starting
+# over with half the batch.
+_MEMORY_PER_BYTE = 128
+# Places in a batch are 32-bit integers.
+_MAX_BYTES = 1 << 30
 # For devices that do not report their free memory.
 _BATCH_BYTES = 16 << 20
-_SLOTS = 1 << 22
-
-
-class Tokens(NamedTuple):
-    """`Ragged` on a device: `ids` int32 [N], `offsets` int64 [documents + 1]."""
-
-    ids: torch.Tensor
-    offsets: torch.Tensor
-
-
-def close_documents(tokens: Tokens, eos_token_id: int) -> Tokens:
-    """The same documents with the end-of-text token after each."""
-    ids, offsets = tokens
-    closed = offsets + torch.arange(len(offsets), device=offsets.device)
-    values = ids.new_full((len(ids) + len(offsets) - 1,), eos_token_id)
-    values[ranges(closed[:-1], offsets.diff())] = ids
-    return Tokens(values, closed)
+_SLOTS = 1 << 16
 
 
 class DeviceTokenizer:
@@ -70,12 +72,13 @@ class DeviceTokenizer:
         self.spec = host.spec
         self.vocab_size = host.vocab_size
         self.eos_token_id = host.eos_token_id
+        self.bos_token_id = host.bos_token_id
         self.fingerprint = host.fingerprint
         self.device = device
         self._host = host
         self._added = AddedTokens(tree["added_tokens"], device)
-        self._pre_tokenizer = PreTokenizer(pattern, device)
-        self._words = WordTable(_word_encoder(tree), device, slots or _table_slots(device))
+        self._pre_tokenizer = PreTokenizer(pattern, self._added.prefixes, device)
+        self._words = WordTable(WordModel(tree, device), device, slots or _table_slots(device))
         self.batch_bytes = _batch_bytes(device)
         # Fill the table with the words of the vocabulary.
         self.encode(host.vocabulary())
@@ -83,6 +86,8 @@ class DeviceTokenizer:
     def encode(self, texts: Texts) -> Tokens:
         """The ids of each document, left on the device."""
         parts = list(self._parts(as_array(texts)))
+        if len(parts) == 1:
+            return parts[0]
         lengths = [part.offsets.diff() for part in parts]
         nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
         return Tokens(
@@ -96,7 +101,7 @@ class DeviceTokenizer:
         return Ragged(ids.cpu().numpy(), offsets.cpu().numpy())
 
     def decode(self, ids: Any) -> str:
-        """The text of ids, special tokens spelt out."""
+        """The text of ids, special tokens spelt out but those that begin and end a document."""
         return self._host.decode(ids)
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
@@ -116,8 +121,13 @@ class DeviceTokenizer:
         offsets, _ = string_buffers(texts)
         start = 0
         while start < len(texts):
-            fits = np.searchsorted(offsets, int(offsets[start]) + self.batch_bytes, side="right")
+            most = min(self.batch_bytes, _MAX_BYTES)
+            fits = np.searchsorted(offsets, int(offsets[start]) + most, side="right")
             end = max(int(fits) - 1, start + 1)
+            if int(offsets[end] - offsets[start]) > _MAX_BYTES:
+                yield self._encode_on_host(texts.slice(start, 1), "too long")
+                start = end
+                continue
             try:
                 yield self._encode(texts.slice(start, end - start))
             except torch.OutOfMemoryError:
@@ -125,40 +135,30 @@ class DeviceTokenizer:
                     self.batch_bytes = max(1, int(offsets[end] - offsets[start]) // 2)
                     log.info("%s: out of memory: halving the batch size", self.device)
                     continue
-                yield self._encode_on_host(texts.slice(start, 1))
+                yield self._encode_on_host(texts.slice(start, 1), "out of memory")
             start = end
 
-    def _encode_on_host(self, texts: pa.StringArray) -> Tokens:
-        log.warning("%s: out of memory: tokenising a document on the CPU", self.device)
+    def _encode_on_host(self, texts: pa.StringArray, reason: str) -> Tokens:
+        log.warning("%s: %s: tokenising a document on the CPU", self.device, reason)
         ids, offsets = self._host.encode_batch(texts)
         return Tokens(*(torch.from_numpy(part).to(self.device) for part in (ids, offsets)))
 
     def _encode(self, texts: pa.StringArray) -> Tokens:
         text, bounds = _upload(texts, self.device)
-        added = self._added.find(text, bounds)
-        sections = torch.cat([bounds[:-1], added.starts, added.starts + added.lengths])
-        starts = self._pre_tokenizer.split(text, sections)
-        starts = _drop_inside_added(starts, added, text.size)
-        lengths = torch.cat([starts, bounds[-1:]]).diff()
-        ids, counts = self._merge(Words(text, starts, lengths), added)
-        words_before = torch.searchsorted(starts, bounds)
-        return Tokens(ids, starts_of(counts)[words_before])
-
-    def _merge(self, words: Words, added: Matches) -> Pieces:
-        """The ids of words, some of which are added tokens."""
-        if not len(added.starts):
-            return self._words.look_up(words)
-        place = torch.searchsorted(words.starts, added.starts)
-        plain = torch.ones_like(words.starts, dtype=torch.bool)
-        plain[place] = False
-        ids, plain_counts = self._words.look_up(words.take(plain))
-        counts = torch.ones_like(words.starts)
-        counts[plain] = plain_counts
-        offsets = starts_of(counts)
-        merged = ids.new_empty(int(offsets[-1]))
-        merged[ranges(offsets[:-1][plain], plain_counts)] = ids
-        merged[offsets[place]] = added.ids.int()
-        return Pieces(merged, counts)
+        if not text.size:
+            return Tokens(bounds.new_zeros(0, dtype=torch.int32), bounds)
+        classified = self._pre_tokenizer.classify(text)
+        added = self._added.find(text, classified.candidates, bounds)
+        classified.mark_sections(bounds)
+        if len(added.starts):
+            classified.mark_pieces(added.starts, added.lengths)
+        words = Words(text, self._pre_tokenizer.split(text, classified))
+        values = self._words.look_up(words)
+        if len(added.starts):
+            place = torch.searchsorted(words.starts, added.starts.int())
+            values[place] = values_of(added.ids, torch.ones_like(added.ids))
+        ids, places = self._words.write_ids(values)
+        return Tokens(ids, places[torch.searchsorted(words.starts, bounds.int())].long())
 
 
 def put_on_device(tokenizer: Tokenizer, device: str) -> DeviceTokenizer:
@@ -173,15 +173,6 @@ def put_on_device(tokenizer: Tokenizer, device: str) -> DeviceTokenizer:
     if not all(host.same_ids(text.encode(), row) for text, row in zip(PROBE, rows, strict=True)):
         raise UnsupportedTokenizerError(f"{device} and tokenizers disagree on {host.spec}")
     return on_device
-
-
-def _drop_inside_added(starts: torch.Tensor, added: Matches, size: int) -> torch.Tensor:
-    """The starts that are not inside an added token; its first byte is kept."""
-    if not len(added.starts):
-        return starts
-    inner = torch.zeros(size, dtype=torch.bool, device=starts.device)
-    inner[ranges(added.starts + 1, added.lengths - 1)] = True
-    return starts[~inner[starts]]
 
 
 def _upload(texts: pa.StringArray, device: torch.device) -> tuple[TextBytes, torch.Tensor]:
@@ -212,19 +203,3 @@ def _table_slots(device: torch.device) -> int:
         return _SLOTS
     free, _ = torch.cuda.mem_get_info(device)
     return int(1 << min(max(free // 4096, 1 << 16).bit_length() - 1, 24))
-
-
-def _word_encoder(tree: Mapping[str, Any]) -> Any:
-    """A function from words to their ids, by the model of a `tokenizer.json` alone."""
-    from tokenizers import Tokenizer as Reference
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    alone = dict.fromkeys(tree) | {"version": tree["version"], "model": tree["model"]}
-    model = Reference.from_str(json.dumps(alone | {"added_tokens": []}))
-    # Maps bytes to the characters that represent them in the vocabulary; splits nothing.
-    model.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-
-    def encode(words: list[str]) -> list[list[int]]:
-        return [row.ids for row in model.encode_batch_fast(words, add_special_tokens=False)]
-
-    return encode

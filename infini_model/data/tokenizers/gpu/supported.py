@@ -1,13 +1,14 @@
-"""Which tokenizers the array program supports: byte-level BPE with a known pattern."""
+"""Which tokenizers the GPU's kernels support: byte-level BPE with a known pattern."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from infini_model.data.tokenizers.bpe import BPETokenizer
-from infini_model.data.tokenizers.gpu.pretokens import GPT2_PATTERN, PATTERNS, Pattern
+from infini_model.data.tokenizers.gpu.patterns import GPT2_PATTERN, PATTERNS, Pattern
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime.errors import DataError
 
@@ -19,11 +20,15 @@ class UnsupportedTokenizerError(DataError):
 def check_supported(tokenizer: Tokenizer) -> tuple[dict[str, Any], Pattern]:
     """The definition of a tokenizer, as in `tokenizer.json`, and the pattern that splits text.
 
-    Raises `UnsupportedTokenizerError` if the array program would not give its ids.
+    Raises `UnsupportedTokenizerError` if the kernels would not give its ids, or cannot be compiled
+    as Triton is missing.
     """
     tree: dict[str, Any] = json.loads(require_bpe(tokenizer).definition())
     _check_model(tree)
-    return tree, _pattern(tree)
+    pattern = _pattern(tree)
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedTokenizerError("Triton, which a GPU needs to tokenise, is not installed")
+    return tree, pattern
 
 
 def require_bpe(tokenizer: Tokenizer) -> BPETokenizer:

@@ -33,8 +33,8 @@ def gated_read_forward(
     """Read the memory and mix it with the local attention (equations 7 and 10).
 
     Args:
-        q: Queries without rotary embedding, [N, H, L, D], D at most 256; float32, bfloat16 or
-            float16.
+        q: Queries without rotary embedding, [N, H, L, D]; float32 with D at most 128, or bfloat16
+            or float16 with D at most 256.
         local: Local attention, [N, H, L, D], of the dtype of `q`.
         gate: [H], before the sigmoid.
         kv: Memory [N, H_kv, D, D], float32; query head h reads key-value head h // (H / H_kv).
@@ -44,15 +44,15 @@ def gated_read_forward(
     Returns:
         [N, H, L, D] in the dtype of `local`, and with its strides if these are dense.
     """
-    q, local = _row_contiguous(q), _row_contiguous(local)
+    q, local = row_contiguous(q), row_contiguous(local)
     out = torch.empty_like(local)
-    constants = kernel_constants(q)
+    constants = kernel_constants(q, _major(q))
     blocks_per_program, grid = _partition(q, norm.size(1), constants, multiprocessors)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         read_forward[grid](
-            *(_with_strides(q), _with_strides(local)),
+            *(with_strides(q), with_strides(local)),
             *(gate.contiguous(), kv.contiguous(), norm.contiguous()),
-            _with_strides(out),
+            with_strides(out),
             *(norm.size(1), q.size(1) // norm.size(1), q.size(2), blocks_per_program),
             **constants,
             num_warps=4 if constants["ROWS"] == 64 else 8,
@@ -84,18 +84,18 @@ def gated_read_backward(
     Returns:
         The gradients of q, local, gate, kv and norm, in the shape and dtype of each.
     """
-    grad, q, local = _row_contiguous(grad), _row_contiguous(q), _row_contiguous(local)
+    grad, q, local = row_contiguous(grad), row_contiguous(q), row_contiguous(local)
     dq, dlocal = torch.empty_like(q), torch.empty_like(local)
-    constants = kernel_constants(q)
+    constants = kernel_constants(q, _major(q))
     blocks_per_program, grid = _partition(q, norm.size(1), constants, multiprocessors)
     dgate = norm.new_empty(grid[2], *q.shape[:2], triton.cdiv(q.size(2), constants["ROWS"]))
     dkv, dnorm = (x.new_empty(grid[1], *x.shape) for x in (kv, norm))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         read_backward[grid](
-            _with_strides(grad),
-            *(_with_strides(q), _with_strides(local)),
+            with_strides(grad),
+            *(with_strides(q), with_strides(local)),
             *(gate.contiguous(), kv.contiguous(), norm.contiguous()),
-            *(_with_strides(dq), _with_strides(dlocal), dgate, dkv, dnorm),
+            *(with_strides(dq), with_strides(dlocal), dgate, dkv, dnorm),
             *(norm.size(1), q.size(1) // norm.size(1), q.size(2), blocks_per_program),
             **constants,
             num_warps=4 if constants["WIDTH"] <= 64 else 8,
@@ -110,22 +110,23 @@ def key_value_sums_forward(
     """Sum what each segment writes to the memory (equation 8): σ(K)ᵀV and Σσ(K).
 
     Args:
-        keys: [N, H_kv, L, D], D at most 256; float32, bfloat16 or float16.
+        keys: [N, H_kv, L, D]; float32 with D at most 128, or bfloat16 or float16 with D at most
+            256.
         values: Of the shape and dtype of `keys`.
         multiprocessors: Of the device; decides how the rows are divided among programs.
 
     Returns:
         [N, H_kv, D, D] and [N, H_kv, D], float32.
     """
-    keys, values = _row_contiguous(keys), _row_contiguous(values)
+    keys, values = row_contiguous(keys), row_contiguous(values)
     heads, head_dim = keys.size(1), keys.size(3)
-    constants = kernel_constants(keys)
+    constants = kernel_constants(keys, _major(keys))
     blocks_per_program, grid = _partition(keys, heads, constants, multiprocessors)
     norm = keys.new_empty(grid[1], *keys.shape[:2], head_dim, dtype=torch.float32)
     kv = norm.new_empty(*norm.shape, head_dim)
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
         sums_forward[grid](
-            *(_with_strides(keys), _with_strides(values), kv, norm),
+            *(with_strides(keys), with_strides(values), kv, norm),
             *(heads, keys.size(2), blocks_per_program),
             **constants,
             num_warps=8,
@@ -154,14 +155,14 @@ def key_value_sums_backward(
         The gradients of keys and values, in the dtype of each and with its strides if these are
         dense.
     """
-    keys, values = _row_contiguous(keys), _row_contiguous(values)
+    keys, values = row_contiguous(keys), row_contiguous(values)
     dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
-    constants = kernel_constants(keys)
+    constants = kernel_constants(keys, _major(keys))
     blocks_per_program, grid = _partition(keys, keys.size(1), constants, multiprocessors)
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
         sums_backward[grid](
-            *(dkv.contiguous(), dnorm.contiguous(), _with_strides(keys), _with_strides(values)),
-            *(_with_strides(dkeys), _with_strides(dvalues)),
+            *(dkv.contiguous(), dnorm.contiguous(), with_strides(keys), with_strides(values)),
+            *(with_strides(dkeys), with_strides(dvalues)),
             *(keys.size(1), keys.size(2), blocks_per_program),
             **constants,
             num_warps=8,
@@ -174,31 +175,38 @@ def _sum_partials(partial: Tensor) -> Tensor:
     return partial[0] if len(partial) == 1 else partial.sum(dim=0)
 
 
-def _row_contiguous(x: Tensor) -> Tensor:
+def row_contiguous(x: Tensor) -> Tensor:
     """`x` with contiguous rows, which the kernels need; a copy only if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _with_strides(x: Tensor) -> tuple[Tensor | int, ...]:
+def with_strides(x: Tensor) -> tuple[Tensor | int, ...]:
     """`x` and the strides by which `row_pointers` finds its rows."""
     return (x, *x.stride()[:3])
 
 
-def kernel_constants(x: Tensor) -> dict[str, Any]:
+def _major(x: Tensor) -> int:
+    """The major compute capability of the GPU; in Triton's interpreter that of an H100."""
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
+
+
+def kernel_constants(x: Tensor, major: int) -> dict[str, Any]:
     """The compile-time constants of all kernels, for rows like those of `x`.
+
+    `major` is the GPU's compute capability; blocks of 64 rows are for the tensor cores from 9 on.
 
     bfloat16 has the range of the memory's float32, so it is multiplied as it is. float16 has not:
     it is multiplied in TensorFloat-32, which has the range of float32 and the mantissa of float16.
     A float32 product is made of three TensorFloat-32 products, exact to about 22 bits.
     """
     width = max(16, triton.next_power_of_2(x.size(3)))
-    size = x.element_size()
+    narrow = x.dtype == torch.bfloat16
     return {
         "HEAD_DIM": x.size(3),
         "WIDTH": width,
-        # A larger tile of the memory and its gradient does not fit into a multiprocessor.
-        "TILE": min(width, (32 << 10) // (width * size)),
-        "ROWS": 64 if size == 2 and width <= 128 else 32,
+        # Larger blocks do not fit into the shared memory and the registers of a multiprocessor.
+        "TILE": min(width, (16 << 10 if narrow else 4 << 10) // width),
+        "ROWS": (64 if width <= 128 and major >= 9 else 32) if narrow else 16,
         "OPERAND": tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32,
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
         "enable_fp_fusion": True,

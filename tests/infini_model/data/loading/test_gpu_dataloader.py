@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from streams import write_shard
+from templates import with_bos
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.gpu_dataloader import (
@@ -13,52 +15,83 @@ from infini_model.data.loading.gpu_dataloader import (
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.packing import pack
 from infini_model.data.loading.windows import Windows, open_windows
+from infini_model.data.shards.shard_files import ShardFiles
 from infini_model.data.shards.stream import TokenStream
-from infini_model.data.tokenizers.bpe import train_tokenizer
-from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer
+from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 
 
-def test_windows_are_cut_from_documents_with_end_of_text():
-    windows = gpu_clm_process(["abc", "", "defgh"], ByteTokenizer(), 4, "cpu")
+def test_windows_are_cut_from_documents_with_end_of_text(each_device):
+    windows = gpu_clm_process(["abc", "", "defgh"], ByteTokenizer(), 4, each_device)
+    assert windows.device.type == each_device.type
     assert windows.dtype == torch.int64
     stream = [*b"abc", 255, 255, *b"defgh", 255]
     assert windows.tolist() == [stream[0:5], stream[4:9]]
-    assert gpu_clm_process(["a"], ByteTokenizer(), 4, "cpu").shape == (0, 5)
+    assert gpu_clm_process(["a"], ByteTokenizer(), 4, each_device).shape == (0, 5)
 
 
-def test_the_gpu_dataloader_is_a_loader(byte_dataset):
-    packing = PackingConfig(context_length=64)
-    options = {"batch_size": 3, "seed": 2, "consumed": 6}
+@pytest.mark.parametrize("mode", ["packed", "aligned"])
+def test_the_gpu_dataloader_is_a_loader(byte_dataset, each_device, mode):
+    packing = PackingConfig(mode=mode, context_length=64)
+    options = {"batch_size": 3, "gradient_accumulation_steps": 2, "seed": 2, "consumed": 6}
     with (
-        get_gpu_train_dataloader(byte_dataset, packing, 16, **options, device="cpu") as one,
+        get_gpu_train_dataloader(byte_dataset, packing, 16, **options, device=each_device) as one,
         Loader(open_windows(byte_dataset, "train", packing, 16), **options) as other,
     ):
-        for mine, theirs in zip(next(one), next(other), strict=True):
-            assert torch.equal(mine.tokens, theirs.tokens)
-            assert mine.valid is theirs.valid is None
-            assert torch.equal(mine.keys, theirs.keys)
+        # More steps than are read ahead, so that buffers are used again.
+        for _ in range(20):
+            for mine, theirs in zip(next(one), next(other), strict=True):
+                assert mine.tokens.device.type == each_device.type
+                assert_same(mine, theirs)
+
+
+def assert_same(mine, theirs):
+    """Two batches have the same numbers, wherever they are."""
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one is None and other is None) or torch.equal(one.cpu(), other)
+
+
+def as_a_dataset(tmp_path, texts, host, packing):
+    """The windows of a dataset of the texts."""
+    ids, offsets = host.encode_batch(texts)
+    bos = [] if host.bos_token_id is None else [host.bos_token_id]
+    documents = [[*bos, *row, host.eos_token_id] for row in np.split(ids, offsets[1:-1])]
+    closed = np.concatenate(documents, dtype=np.int32)
+    shard = write_shard(tmp_path / "texts.arrow", closed, [len(each) for each in documents])
+    stream = TokenStream(ShardFiles(tmp_path, [shard], closed.dtype), host.eos_token_id)
+    rows = pack(stream, packing, 8)
+    return Windows(stream, rows, packing.mode == "aligned", "texts").gather(np.arange(rows.windows))
 
 
 @pytest.mark.parametrize("mode", ["packed", "document", "aligned"])
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_windows_of_texts_match_those_of_their_dataset(texts, mode, remainder):
+@pytest.mark.parametrize(("remainder", "begun"), [("drop", False), ("pad", False), ("pad", True)])
+def test_windows_of_texts_match_those_of_their_dataset(
+    tmp_path, texts, each_device, mode, remainder, begun
+):
     host = train_tokenizer([texts], 300)
+    if begun:
+        host = BPETokenizer("x", with_bos(host.text))
     packing = PackingConfig(mode=mode, context_length=32, remainder=remainder)
-    ids, offsets = host.encode_batch(texts)
-    closed = np.insert(ids, offsets[1:], host.eos_token_id)
-    ends = offsets + np.arange(len(offsets))
-    stream = TokenStream([closed], [ends.astype(np.int32)], host.eos_token_id)
-    rows = pack(stream.tokens, lambda: stream.document_offsets, packing, 8)
-    expected = Windows(stream, rows, mode == "aligned", "texts").gather(np.arange(rows.windows))
-    assert rows.windows > 100
-    for tokenizer in (host, DeviceTokenizer(host, torch.device("cpu"), 1 << 12)):
-        batch = gpu_clm_windows(texts, tokenizer, packing, 8, "cpu")
-        for mine, theirs in zip(batch, expected, strict=True):
-            assert (mine is None and theirs is None) or torch.equal(mine, theirs)
-        if mode == "packed":
-            windows = gpu_clm_process(texts, tokenizer, 32, "cpu")
-            assert torch.equal(windows, expected.tokens.squeeze(1))
+    expected = as_a_dataset(tmp_path, texts, host, packing)
+    assert len(expected.tokens) > 100
+    assert_same(gpu_clm_windows(texts, host, packing, 8, each_device), expected)
+    if mode == "packed":
+        windows = gpu_clm_process(texts, host, 32, each_device)
+        assert torch.equal(windows.cpu(), expected.tokens.squeeze(1))
+
+
+@pytest.mark.cuda
+def test_windows_of_a_gpu_tokenizer_match_those_of_the_dataset(tmp_path, texts, gpu):
+    pytest.importorskip("triton")
+    from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer
+
+    texts = texts[:3]
+    host = BPETokenizer("x", with_bos(train_tokenizer([texts], 300).text))
+    on_gpu = DeviceTokenizer(host, gpu, 1 << 12)
+    for mode in ("packed", "aligned"):
+        packing = PackingConfig(mode=mode, context_length=32, remainder="pad")
+        expected = as_a_dataset(tmp_path, texts, host, packing)
+        assert_same(gpu_clm_windows(texts, on_gpu, packing, 8, gpu), expected)
 
 
 def test_empty_text_gives_no_windows():

@@ -1,13 +1,19 @@
 """Packing: each token is predicted once, and rows respect documents and resets."""
 
+import dataclasses
+import os
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import numbered_stream, write_shard
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading.packing import pack
+from infini_model.data.loading.packing import BLOCK, DocumentPacking, OffsetsInMemory, pack
 from infini_model.data.loading.windows import Windows
+from infini_model.data.shards.shard_files import DOCUMENTS_AT_ONCE, ShardFiles
 from infini_model.data.shards.stream import TokenStream
 from infini_model.model.loss import IGNORED
 from infini_model.objectives.causal import CausalLM
@@ -19,19 +25,21 @@ SEGMENT = 3
 shapes = st.lists(st.lists(st.integers(2, 40), max_size=6), min_size=1, max_size=4)
 
 
-def make_windows(shape, mode, context_length=6, remainder="drop"):
+@pytest.fixture(scope="module")
+def shard_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shards")
+
+
+@pytest.fixture(scope="module")
+def make_windows(shard_folder):
     """Windows over documents whose tokens are all distinct, so each can be identified."""
-    values, offsets, first = [], [], 1
-    for lengths in shape:
-        shard = np.arange(first, first + sum(lengths), dtype=np.int32)
-        first += len(shard)
-        ends = np.cumsum([0, *lengths]).astype(np.int32)
-        values.append(shard)
-        offsets.append(ends)
-    stream = TokenStream(values, offsets, EOS)
-    config = PackingConfig(mode=mode, context_length=context_length, remainder=remainder)
-    packing = pack(stream.tokens, lambda: stream.document_offsets, config, SEGMENT)
-    return Windows(stream, packing, mode == "aligned", "test")
+
+    def make(shape, mode, context_length=6, remainder="drop"):
+        stream = numbered_stream(shard_folder, shape, EOS)
+        config = PackingConfig(mode=mode, context_length=context_length, remainder=remainder)
+        return Windows(stream, pack(stream, config, SEGMENT), mode == "aligned", "test")
+
+    return make
 
 
 def gather_all(windows):
@@ -48,8 +56,74 @@ def documents_of(windows):
     return [windows.stream.document(index) for index in range(windows.stream.documents)]
 
 
+def plain_rows(lengths, row_length, pad):
+    """Start, valid positions and whether it is the first, for every row of documents in a row."""
+    rows, start = [], 0
+    for length in lengths:
+        positions = length - 1
+        count = -(-positions // row_length) if pad else positions // row_length
+        for row in range(count):
+            left = positions - row * row_length
+            rows.append((start + row * row_length, min(left, row_length), row == 0))
+        start += length
+    return rows
+
+
+# Documents of one token upwards, mostly short, in enough of them for several blocks.
+many = st.lists(st.lists(st.integers(1, 4) | st.integers(1, 60), max_size=3 * BLOCK), max_size=4)
+
+
+@settings(deadline=None)
+@given(many, st.integers(1, 20), st.booleans(), st.integers(1, 3), st.data())
+def test_rows_are_those_of_the_plain_definition(
+    shard_folder, shape, row_length, pad, together, data
+):
+    stream = numbered_stream(shard_folder, shape, max_mapped=2)
+    flat = [length for lengths in shape for length in lengths]
+    in_memory = OffsetsInMemory(np.cumsum([0, *flat]))
+    expected = plain_rows(flat, row_length, pad)
+    for documents in (stream, in_memory):
+        packing = DocumentPacking(documents, row_length, pad=pad, rows_per_window=together)
+        assert packing.windows == len(expected) // together
+        if packing.windows:
+            number = st.integers(0, packing.windows - 1)
+            chosen = data.draw(st.lists(number, max_size=20) | st.just(range(packing.windows)))
+            found = packing.locate(np.array(chosen, np.int64))
+            rows = [expected[each * together + k] for each in chosen for k in range(together)]
+            assert list(zip(*(part.tolist() for part in found), strict=True)) == rows
+
+
+def test_shards_of_more_documents_than_are_counted_at_once(shard_folder):
+    rng = np.random.default_rng(0)
+    shape = [rng.integers(1, 9, size).tolist() for size in (DOCUMENTS_AT_ONCE + 1, 3, 150_000)]
+    packing = DocumentPacking(numbered_stream(shard_folder, shape), 3, pad=True)
+    expected = np.array(plain_rows(np.concatenate(shape).tolist(), 3, pad=True))
+    assert packing.windows == len(expected)
+    chosen = rng.permutation(packing.windows)
+    assert np.array_equal(np.stack(packing.locate(chosen), axis=1), expected[chosen])
+
+
+@pytest.mark.parametrize("mode", ["document", "aligned"])
+def test_ten_million_documents_take_a_byte_each(tmp_path, mode):
+    """Opening and reading, in arrays that belong to the process; shards themselves are mapped."""
+    lengths = np.random.default_rng(0).integers(1, 4, 1_000_000)
+    shard = write_shard(tmp_path / "0", np.zeros(lengths.sum(), np.uint8), lengths)
+    shards = [dataclasses.replace(shard, file=str(number)) for number in range(10)]
+    for each in shards[1:]:
+        os.link(tmp_path / "0", tmp_path / each.file)
+    config = PackingConfig(mode=mode, context_length=4, remainder="pad")
+    tracemalloc.start()
+    stream = TokenStream(ShardFiles(tmp_path, shards, np.dtype(np.uint8)), EOS)
+    windows = Windows(stream, pack(stream, config, 2), mode == "aligned", "test")
+    windows.gather(np.arange(0, len(windows), len(windows) // 100))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert stream.documents == 10_000_000
+    assert peak < stream.documents + 8_000_000
+
+
 @given(shapes, st.integers(1, 12))
-def test_packed_predicts_every_token_but_the_first_once(shape, context):
+def test_packed_predicts_every_token_but_the_first_once(make_windows, shape, context):
     windows = make_windows(shape, "packed", context)
     tokens = sum(map(sum, shape))
     assert len(windows) == max(0, tokens - 1) // context
@@ -62,7 +136,7 @@ def test_packed_predicts_every_token_but_the_first_once(shape, context):
 
 
 @given(shapes, st.integers(1, 12), st.sampled_from(["drop", "pad"]))
-def test_document_windows_stay_in_their_document(shape, context, remainder):
+def test_document_windows_stay_in_their_document(make_windows, shape, context, remainder):
     windows = make_windows(shape, "document", context, remainder)
     inputs, labels, reset = gather_all(windows)
     expected_inputs, expected_labels = [], []
@@ -81,7 +155,7 @@ def test_document_windows_stay_in_their_document(shape, context, remainder):
 
 
 @given(shapes)
-def test_aligned_documents_start_on_segments_and_reset_there(shape):
+def test_aligned_documents_start_on_segments_and_reset_there(make_windows, shape):
     windows = make_windows(shape, "aligned", 2 * SEGMENT)
     inputs, labels, reset = gather_all(windows)
     expected_inputs, expected_labels, starts = [], [], []
@@ -100,7 +174,7 @@ def test_aligned_documents_start_on_segments_and_reset_there(shape):
 
 @settings(max_examples=50)
 @given(shapes, st.sampled_from(["packed", "document", "aligned"]), st.data())
-def test_gathering_any_windows_in_any_order_matches_gathering_all(shape, mode, data):
+def test_gathering_any_windows_in_any_order_matches_gathering_all(make_windows, shape, mode, data):
     windows = make_windows(shape, mode)
     inputs, labels, reset = gather_all(windows)
     if not len(windows):
@@ -116,14 +190,14 @@ def test_gathering_any_windows_in_any_order_matches_gathering_all(shape, mode, d
         assert np.array_equal(batch.reset.numpy(), reset.numpy()[indices])
 
 
-def test_a_window_number_out_of_range_is_refused():
+def test_a_window_number_out_of_range_is_refused(make_windows):
     windows = make_windows([[20]], "packed")
     for index in (-1, len(windows)):
         with pytest.raises(IndexError):
             windows.gather(np.array([index]))
 
 
-def test_documents_are_found_by_number():
+def test_documents_are_found_by_number(make_windows):
     windows = make_windows([[3, 2], [], [4]], "packed")
     assert [document.tolist() for document in documents_of(windows)] == [
         [1, 2, 3],
@@ -141,7 +215,9 @@ def test_documents_are_found_by_number():
     st.sampled_from([("packed", "drop"), ("document", "drop"), ("document", "pad")])
     | st.just(("aligned", "drop")),
 )
-def test_the_spans_of_a_window_are_its_tokens_by_shard_and_document(shape, segments, mode):
+def test_the_spans_of_a_window_are_its_tokens_by_shard_and_document(
+    make_windows, shape, segments, mode
+):
     windows = make_windows(shape, mode[0], segments * SEGMENT, mode[1])
     inputs, labels, _ = gather_all(windows)
     stream = windows.stream
@@ -149,10 +225,10 @@ def test_the_spans_of_a_window_are_its_tokens_by_shard_and_document(shape, segme
         tokens = {t for t in inputs[index].tolist() if t != EOS}
         tokens |= {t for t in labels[index].tolist() if t != IGNORED}
         spans = windows.spans(index)
-        found = [stream.values[s.shard][s.first : s.last].tolist() for s in spans]
+        found = [stream.shards[s.shard].values[s.first : s.last].tolist() for s in spans]
         assert [token for part in found for token in part] == sorted(tokens)
         for span, part in zip(spans, found, strict=True):
-            begin, end = stream.offsets[span.shard][span.row :][:2]
+            begin, end = stream.shards[span.shard].offsets[span.row :][:2]
             assert begin <= span.first < span.last <= end
             assert set(part) <= set(stream.document(span.document).tolist())
         places = [(span.document, span.first) for span in spans]

@@ -1,6 +1,7 @@
 """Which device each worker tokenises on, and that it makes no difference."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -10,11 +11,10 @@ from infini_model.config import DataConfig
 from infini_model.data.shards import dataset
 from infini_model.data.shards.workers import worker_devices
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
-from infini_model.data.tokenizers.gpu import device_tokenizer
-from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer
 from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
+from infini_model.data.tokenizers.load import on_device
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
-from infini_model.data.tokenizers.vocabulary import corpus_tokenizer
+from infini_model.data.tokenizers.vocabulary import dataset_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,18 @@ def test_a_device_without_effect_is_one_warning(monkeypatch, trained, caplog, de
     ]
 
 
+def test_a_gpu_needs_triton(monkeypatch, trained, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    assert on_device(trained, "cuda:1") is trained
+    assert worker_devices(DataConfig(device="cuda", workers=1), trained) == ["cpu"]
+    reason = "Triton, which a GPU needs to tokenise, is not installed"
+    assert warnings_of(caplog) == [
+        f"cuda:1 is not used: {reason}; tokenising on the CPU",
+        f"data.device=cuda has no effect: {reason}; tokenising on the CPU with 1 threads instead",
+    ]
+
+
 def test_mixed_without_a_gpu_is_one_warning(monkeypatch, trained, caplog):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     worker_devices(DataConfig(device="mixed", workers=3), trained)
@@ -77,6 +89,9 @@ def test_a_build_of_bytes_on_a_gpu_warns_and_uses_the_cpu(monkeypatch, tmp_path,
 
 
 def test_a_gpu_that_gives_other_ids_is_replaced_by_the_cpu(monkeypatch, tmp_path, caplog):
+    pytest.importorskip("triton")
+    from infini_model.data.tokenizers.gpu import device_tokenizer
+
     def disagree(tokenizer, device):
         raise UnsupportedTokenizerError(f"{device} and tokenizers disagree")
 
@@ -87,20 +102,25 @@ def test_a_gpu_that_gives_other_ids_is_replaced_by_the_cpu(monkeypatch, tmp_path
     manifest, _ = build(config, tmp_path)
     assert manifest.documents == 5
     assert warnings_of(caplog) == [
-        "data.device: cuda:0 is not used: cuda:0 and tokenizers disagree; "
-        "its worker tokenises on the CPU"
+        "cuda:0 is not used: cuda:0 and tokenizers disagree; tokenising on the CPU"
     ]
 
 
-def test_shards_do_not_depend_on_the_device(monkeypatch, tmp_path):
-    raw = write_parquet(tmp_path / "a.parquet", make_texts(150))
+@pytest.mark.cuda
+def test_shards_do_not_depend_on_the_device(monkeypatch, tmp_path, gpu):
+    pytest.importorskip("triton")
+    from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer
+
+    raw = write_parquet(tmp_path / "a.parquet", make_texts(7, longest=40))
     config = files_config(raw, tokenizer={"spec": "train", "vocab_size": 300}, workers=1)
     expected, _ = build(config, tmp_path / "host")
 
     def on_tensors(*asked):
-        return DeviceTokenizer(corpus_tokenizer(*asked), torch.device("cpu"), 1 << 12)
+        asked_for = dataset_tokenizer(*asked)
+        tensors = DeviceTokenizer(asked_for.tokenizer, gpu, 1 << 12)
+        return asked_for._replace(tokenizer=tensors)
 
-    monkeypatch.setattr(dataset, "corpus_tokenizer", on_tensors)
-    manifest, _ = build(config.model_copy(update={"batch_size": 7}), tmp_path / "device")
+    monkeypatch.setattr(dataset, "dataset_tokenizer", on_tensors)
+    manifest, _ = build(config.model_copy(update={"batch_size": 3}), tmp_path / "device")
     assert manifest.key == expected.key
     assert manifest.splits == expected.splits

@@ -8,25 +8,30 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from corpora import write_parquet
+from corpora import cut_file, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infini_model.data.sources.documents import parts_of, read_documents, read_part
+from infini_model.data.sources.documents import read_documents
+from infini_model.data.sources.files import FileRange
 from infini_model.data.sources.formats import BATCH_BYTES, Reading
 from infini_model.runtime.errors import DataError
+
+
+def whole(*paths: Path) -> list[FileRange]:
+    return [part for path in paths for part in cut_file(path)]
 
 
 def read(*paths: Path, batch_bytes: int = BATCH_BYTES, **reading: object) -> list[str]:
     return [
         text
-        for batch in read_documents(paths, Reading(**reading), batch_bytes)
+        for batch in read_documents(whole(*paths), Reading(**reading), batch_bytes)
         for text in batch.texts.to_pylist()
     ]
 
 
 def skipped(*paths: Path, **reading: object) -> int:
-    return sum(batch.skipped for batch in read_documents(paths, Reading(**reading)))
+    return sum(batch.skipped for batch in read_documents(whole(*paths), Reading(**reading)))
 
 
 def write_all_formats(folder: Path, texts: list[str]) -> list[Path]:
@@ -73,12 +78,12 @@ def test_batches_are_bounded_and_keep_the_order(tmp_path):
     texts = [f"{number} " + "x" * (number * 7 % 600) for number in range(200)]
     paths = write_all_formats(tmp_path, texts)
     for path in paths:
-        batches = list(read_documents([path], Reading(), batch_bytes=1000))
+        batches = list(read_documents(whole(path), Reading(), batch_bytes=1000))
         assert len(batches) > 3
         assert [text for batch in batches for text in batch.texts.to_pylist()] == texts
 
 
-def test_parts_are_bounded_and_hold_every_document_once(tmp_path):
+def test_ranges_share_batches_and_hold_every_document_once(tmp_path):
     texts = [f"{number} " + "x" * (number * 7 % 600) for number in range(100)]
     small = [tmp_path / f"{number:03d}.txt" for number in range(100)]
     for path, text in zip(small, texts, strict=True):
@@ -86,17 +91,13 @@ def test_parts_are_bounded_and_hold_every_document_once(tmp_path):
     parquet = tmp_path / "050.parquet"
     pq.write_table(pa.table({"text": texts}), parquet, row_group_size=2, use_dictionary=False)
     paths = sorted([*small, parquet])
-    parts = list(parts_of(paths, batch_bytes=3000))
-    assert sum(part.bytes for part in parts) == sum(path.stat().st_size for path in paths)
-    assert max(part.bytes for part in parts if part.groups is None) <= 3000
-    assert len([part for part in parts if part.groups]) > 5
-    found = [
-        text
-        for part in parts
-        for batch in read_part(part, Reading(), batch_bytes=3000)
-        for text in batch.texts.to_pylist()
-    ]
-    assert found == texts[:50] + texts + texts[50:]
+    ranges = [part for path in paths for part in cut_file(path, *[7, 30] * (path == parquet))]
+    batches = list(read_documents(ranges, Reading(), batch_bytes=3000))
+    assert [text for batch in batches for text in batch.texts.to_pylist()] == (
+        texts[:50] + texts + texts[50:]
+    )
+    assert max(batch.texts.nbytes for batch in batches) < 6000
+    assert len(batches) < 40
 
 
 def test_a_bad_row_is_named_in_any_part(tmp_path):
@@ -200,9 +201,13 @@ def test_truncated_files_are_named(tmp_path):
 def test_a_file_of_the_wrong_format_or_missing_is_named(tmp_path):
     (tmp_path / "a.parquet").write_text("text")
     (tmp_path / "a.arrow").write_text("text")
+    (tmp_path / "gone.txt").write_text("text")
     for name in ("a.parquet", "a.arrow", "gone.txt"):
+        ranges = whole(tmp_path / name)
+        if name == "gone.txt":
+            (tmp_path / name).unlink()
         with pytest.raises(DataError, match=name):
-            read(tmp_path / name)
+            list(read_documents(ranges, Reading()))
 
 
 def test_a_document_larger_than_a_batch_stays_whole(tmp_path):

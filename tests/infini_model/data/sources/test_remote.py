@@ -4,13 +4,13 @@ import functools
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from corpora import files_config
 
 from infini_model.data.sources.download import download
-from infini_model.data.sources.remote import SourceUnreachableError
-from infini_model.runtime.errors import DataError
+from infini_model.runtime.errors import DataError, UnreachableError
 
 CONTENT = b"".join(b'{"text": "document %d"}\n' % number for number in range(200_000))
 
@@ -77,44 +77,41 @@ def gets(state):
 
 
 def fetch(state, output_dir, path="/corpus.jsonl", progress=None):
-    return download(files_config(state["url"] + path), output_dir, progress=progress)
+    (part,) = download(files_config(state["url"] + path), output_dir, progress=progress).ranges
+    return Path(part.file.address)
 
 
 def test_a_file_is_downloaded_once(server, tmp_path):
     reports = []
-    corpus = fetch(server, tmp_path, progress=lambda *seen: reports.append(seen))
-    assert corpus.documents == 200_000
-    assert corpus.files[0].path.read_bytes() == CONTENT
+    path = fetch(server, tmp_path, progress=lambda *seen: reports.append(seen))
+    assert path.read_bytes() == CONTENT
     assert reports[-1] == (len(CONTENT), len(CONTENT))
-    assert fetch(server, tmp_path) == corpus
+    assert fetch(server, tmp_path) == path
     assert gets(server) == [None]
     server["etag"] = '"two"'
-    again = fetch(server, tmp_path)
-    assert again.fingerprint == corpus.fingerprint
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
     assert gets(server) == [None, None]
 
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_broken_download_is_resumed_if_the_server_can(server, tmp_path, ranges):
     server |= {"cut": 3_000_000, "ranges": ranges}
-    with pytest.raises(SourceUnreachableError, match=r"corpus\.jsonl: (can|down)") as caught:
+    with pytest.raises(UnreachableError, match=r"corpus\.jsonl: (can|down)") as caught:
         fetch(server, tmp_path)
     assert server["url"] in str(caught.value)
     assert "\n" not in str(caught.value)
     (partial,) = (tmp_path / "raw").rglob("*.partial")
     there = partial.stat().st_size
     assert 0 < there <= 3_000_000
-    corpus = fetch(server, tmp_path)
-    assert corpus.files[0].path.read_bytes() == CONTENT
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
     assert gets(server) == [None, f"bytes={there}-"]
     assert not list((tmp_path / "raw").rglob("*.partial"))
 
 
 def test_a_complete_partial_file_is_only_renamed(server, tmp_path):
-    corpus = fetch(server, tmp_path)
-    path = corpus.files[0].path
+    path = fetch(server, tmp_path)
     path.rename(path.with_name(path.name + ".partial"))
-    assert fetch(server, tmp_path) == corpus
+    assert fetch(server, tmp_path) == path
     assert gets(server) == [None]
 
 
@@ -124,7 +121,7 @@ def test_a_refusal_is_final(server, tmp_path):
             fetch(server, tmp_path, path)
         assert server["url"] + path in str(caught.value)
         assert "\n" not in str(caught.value)
-    with pytest.raises(SourceUnreachableError, match=r"broken\.jsonl: cannot be reached: 503"):
+    with pytest.raises(UnreachableError, match=r"broken\.jsonl: cannot be reached: 503"):
         fetch(server, tmp_path, "/broken.jsonl")
     with pytest.raises(DataError, match=r"corpus\.zip: unknown file format; takes \.txt"):
         fetch(server, tmp_path, "/corpus.zip")
@@ -149,13 +146,18 @@ def test_an_unknown_protocol_is_refused(tmp_path):
 def test_other_file_systems_are_copied_and_globbed(tmp_path):
     (tmp_path / "a.txt").write_text("eins")
     (tmp_path / "b.txt").write_text("zwei")
-    corpus = download(files_config(f"file://{tmp_path}/*.txt"), tmp_path / "out")
-    assert corpus.documents == 2
-    assert all(file.path.is_relative_to(tmp_path / "out" / "raw") for file in corpus.files)
-    partial = corpus.files[0].path.with_name("a.txt.partial")
-    corpus.files[0].path.unlink()
-    partial.write_text("ei")
-    assert download(files_config(f"file://{tmp_path}/*.txt"), tmp_path / "out") == corpus
+
+    def fetched():
+        listing = download(files_config(f"file://{tmp_path}/*.txt"), tmp_path / "out")
+        return sorted((Path(part.file.address) for part in listing.ranges), key=lambda p: p.name)
+
+    first, second = fetched()
+    assert (first.read_text(), second.read_text()) == ("eins", "zwei")
+    assert first.is_relative_to(tmp_path / "out" / "raw")
+    first.unlink()
+    first.with_name("a.txt.partial").write_text("ei")
+    assert fetched() == [first, second]
+    assert first.read_text() == "eins"
     with pytest.raises(DataError, match="matches no file"):
         download(files_config(f"file://{tmp_path}/*.md"), tmp_path / "out")
     with pytest.raises(DataError, match=r"gone\.txt: not found"):

@@ -9,16 +9,23 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from corpora import build, files_config, make_texts, write_parquet
+from corpora import build, files_config, make_texts, write_files, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from templates import BOS, with_bos
 from tokenizers import Tokenizer as Reference
 
+from infini_model.config import Config
 from infini_model.data.shards import dataset
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.shards.plan import plan_dataset
+from infini_model.data.sources.download import download
 from infini_model.data.tokenizers.bpe import END_BYTES, BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
-from infini_model.data.tokenizers.tokenizer import ByteTokenizer
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer, prompt_ids
+from infini_model.data.tokenizers.vocabulary import DatasetTokenizer
 from infini_model.runtime.errors import DataError, DeviceError
+from infini_model.runtime.storage import write_json
 
 TEXTS = make_texts(200)
 # What patterns distinguish: apostrophes, digits, blanks, line ends, marks, other scripts.
@@ -75,6 +82,51 @@ def test_ids_are_those_of_tokenizers(tokenizer_file, texts):
         assert np.split(ids, offsets[1:])[: len(texts)] == [pytest.approx(row) for row in expected]
     for text, row in zip(texts, expected, strict=True):
         assert tokenizer.decode([*row, tokenizer.eos_token_id]) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(adversarial | st.just(BOS + "twice"))
+def test_a_prompt_begins_as_tokenizers_begins_a_text(tokenizer_file, text):
+    definition = with_bos(tokenizer_file.read_text())
+    tokenizer = BPETokenizer("x", definition)
+    assert tokenizer.bos_token_id == 400
+    whole = Reference.from_str(definition).encode(text).ids
+    assert prompt_ids(tokenizer, text) == whole
+    assert tokenizer.decode([*whole, tokenizer.eos_token_id]) == text
+    plain = tokenizer.without_bos()
+    assert plain.bos_token_id is None
+    assert plain.fingerprint == tokenizer.fingerprint
+    assert prompt_ids(plain, text) == plain.encode_batch([text]).ids.tolist() == whole[1:]
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [("{} $A", True), ("{} $A {}", True), ("$A", False), ("$A {}", False), ("{} {} $A", False)],
+)
+def test_only_one_token_in_front_of_every_text_begins_documents(trained, template, begins):
+    tokenizer = BPETokenizer("x", with_bos(trained.text, "<|end_of_text|>", template))
+    assert tokenizer.bos_token_id == (tokenizer.eos_token_id if begins else None)
+    assert trained.bos_token_id is ByteTokenizer().bos_token_id is None
+
+
+def test_a_dataset_older_than_beginning_of_text_tokens_has_none(tmp_path, trained):
+    raw = write_parquet(tmp_path / "a.parquet", TEXTS[:20])
+    (tmp_path / "tokenizer.json").write_text(with_bos(trained.text))
+    config = files_config(raw, tokenizer={"spec": str(tmp_path)})
+    manifest, folder = build(config, tmp_path)
+    assert load_dataset_tokenizer(folder).bos_token_id == manifest.tokenizer.bos_token_id == 400
+    tree = json.loads((folder / "manifest.json").read_text())
+    del tree["tokenizer"]["bos_token_id"]
+    (folder / "manifest.json").write_text(json.dumps(tree))
+    older = load_dataset_tokenizer(folder)
+    assert older.bos_token_id is None
+    older.save(tmp_path)
+    exported = Reference.from_file(str(tmp_path / "tokenizer.json"))
+    assert exported.encode(TEXTS[0]).ids == older.encode_batch(TEXTS[:1]).ids.tolist()
+    trained.save(folder)
+    write_json(folder / "manifest.json", tree | {"tokenizer": manifest.tokenizer.model_dump()})
+    with pytest.raises(DataError, match=r"tokenizer\.json: does not match manifest"):
+        load_dataset_tokenizer(folder)
 
 
 def test_training_depends_only_on_the_documents(trained):
@@ -158,7 +210,7 @@ def test_an_unsupported_device_is_one_warning(tokenizer_file, tmp_path, kind, mo
     tokenizer = load_tokenizer(spec, "cuda:1")
     assert isinstance(tokenizer, ByteTokenizer | BPETokenizer)
     assert [record.getMessage() for record in caplog.records] == [
-        f"device=cuda:1 has no effect: {part} is not supported on a GPU; tokenising on the CPU"
+        f"cuda:1 is not used: {part} is not supported on a GPU; tokenising on the CPU"
     ]
 
 
@@ -169,14 +221,16 @@ def test_a_wrong_fast_tokenizer_is_detected_and_replaced(
     text = tokenizer_file.read_text()
     other = train_tokenizer([["something else entirely"] * 9], 280)
     other.save(tmp_path)
-    wrong = BPETokenizer("x", text, fast=gigatoken.Tokenizer(str(tmp_path / "tokenizer.json")))
+    fast = gigatoken.Tokenizer(str(tmp_path / "tokenizer.json"))
+    wrong = BPETokenizer("x", text, make_fast=lambda _: fast)
     assert not wrong.same_ids(TEXTS[0].encode(), wrong.encode_batch(TEXTS[:1]).ids)
 
     raw = write_parquet(tmp_path / "a.parquet", TEXTS[:50])
     config = files_config(raw, batch_size=7)
     made = []
     for tokenizer in (wrong, BPETokenizer("x", text)):
-        monkeypatch.setattr(dataset, "corpus_tokenizer", lambda *_, it=tokenizer: it)
+        given = DatasetTokenizer(tokenizer, "kept")
+        monkeypatch.setattr(dataset, "dataset_tokenizer", lambda *_, given=given: given)
         with caplog.at_level(logging.WARNING):
             made.append(build(config, tmp_path / str(len(made)))[0])
     assert caplog.text.count("the fast tokenizer and tokenizers disagree") == 1
@@ -232,3 +286,68 @@ def test_a_trained_tokenizer_is_trained_once(tmp_path):
     stamp = file.stat().st_mtime_ns
     build(config.model_copy(update={"splits": config.splits, "name": "other"}), tmp_path)
     assert file.stat().st_mtime_ns == stamp
+
+
+def trained_by(config, tmp_path, caplog):
+    """The fingerprint of the tokenizer of a dataset, and what the plan says about it."""
+    caplog.clear()
+    settings = Config(data=config, run={"output_dir": tmp_path})
+    with caplog.at_level(logging.INFO):
+        listing = download(config, tmp_path)
+        plan_dataset(listing, settings)
+        manifest = build_dataset(listing, config, tmp_path)
+    return manifest.tokenizer.fingerprint, "reusing the one trained for dataset" in caplog.text
+
+
+def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, caplog):
+    write_files(tmp_path / "raw", TEXTS[:20])
+    config = files_config(
+        tmp_path / "raw" / "*", name="grows", tokenizer={"spec": "train", "vocab_size": 280}
+    )
+    first, reused = trained_by(config, tmp_path, caplog)
+    assert not reused
+    (tmp_path / "raw" / "more.txt").write_text("zyx " * 5000)
+    assert trained_by(config, tmp_path, caplog) == (first, True)
+
+    def asked(**tokenizer):
+        changed = config.tokenizer.model_copy(update=tokenizer)
+        return config.model_copy(update={"tokenizer": changed})
+
+    assert trained_by(asked(vocab_size=281), tmp_path, caplog)[0] != first
+    retrained, reused = trained_by(asked(retrain=True), tmp_path, caplog)
+    assert retrained != first
+    assert not reused
+    assert trained_by(config, tmp_path, caplog) == (retrained, True)
+    other = config.model_copy(update={"name": "other"})
+    assert trained_by(other, tmp_path, caplog) == (retrained, False)
+
+
+def test_a_source_without_documents_pins_no_tokenizer(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("")
+    config = files_config(tmp_path / "*.txt", tokenizer={"spec": "train", "vocab_size": 280})
+    with pytest.raises(DataError, match=r"a\.txt: no documents left to train a tokenizer on"):
+        build(config, tmp_path / "out")
+    (tmp_path / "b.txt").write_text(" ".join(TEXTS))
+    _, reused = trained_by(config, tmp_path / "out", caplog)
+    assert not reused
+
+
+@pytest.mark.parametrize("harm", ["pin", "folder", "torn", "another"])
+def test_a_damaged_pin_or_a_missing_tokenizer_is_trained_again(tmp_path, caplog, harm):
+    write_files(tmp_path / "raw", TEXTS[:20])
+    config = files_config(tmp_path / "raw" / "*", tokenizer={"spec": "train", "vocab_size": 280})
+    first, _ = trained_by(config, tmp_path, caplog)
+    tokenizers = tmp_path / "datasets" / ".tokenizers"
+    if harm == "pin":
+        (tokenizers / "corpus.json").write_text("{broken")
+    elif harm == "torn":
+        for file in tokenizers.glob("*/tokenizer.json"):
+            file.write_text(file.read_text()[:1000])
+    elif harm == "another":
+        for file in tokenizers.glob("*/tokenizer.json"):
+            train_tokenizer([["zyx"] * 99], 280).save(file.parent)
+    else:
+        for file in tokenizers.glob("*/tokenizer.json"):
+            file.unlink()
+    assert trained_by(config, tmp_path, caplog) == (first, False)
+    assert "again" in caplog.text

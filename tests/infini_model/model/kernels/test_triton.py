@@ -5,8 +5,10 @@ Triton reads TRITON_INTERPRET when it is imported, and another test may have imp
 """
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from infini_model.model.kernels import memory_ops  # noqa: E402, F401 - defines the operators
-from infini_model.model.kernels.triton import read, write  # noqa: E402
+from infini_model.model.kernels.exclusive_scan import exclusive_scan  # noqa: E402
+from infini_model.model.kernels.triton import read, scan, shift, write  # noqa: E402
 from infini_model.model.kernels.triton.launch import (  # noqa: E402
     gated_read_backward,
     gated_read_forward,
@@ -31,10 +34,11 @@ from infini_model.model.kernels.triton.launch import (  # noqa: E402
     key_value_sums_backward,
     key_value_sums_forward,
 )
+from infini_model.model.key_shift import shifted_keys  # noqa: E402
 
-runs_kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="test_interpreted runs them"
-)
+KERNELS = [read.read_forward, read.read_backward, write.sums_forward, write.sums_backward]
+# Without a GPU they are skipped here, and test_interpreted runs them.
+runs_kernels = pytest.mark.cuda
 # Largest error allowed against float64, relative to the largest number in the result.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -52,29 +56,112 @@ def test_interpreted():
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(
-    "kernel",
-    [read.read_forward, read.read_backward, write.sums_forward, write.sums_backward],
-    ids=lambda kernel: kernel.__name__,
-)
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float32, 256)], ids=str)
-def test_compiles_for_hopper_without_a_gpu(kernel, dtype, dim):
-    row = ("*bf16" if dtype == torch.bfloat16 else "*fp32", "i32", "i32", "i32")
-    rows = ("grad", "q", "local", "out", "dq", "dlocal", "keys", "values", "dkeys", "dvalues")
-    tensors = dict.fromkeys(rows, row)
-    numbers = dict.fromkeys(("gate", "kv", "norm", "dgate", "dkv", "dnorm"), "*fp32")
-    counts = dict.fromkeys(("kv_heads", "group", "length", "blocks_per_program"), "i32")
-    constants = kernel_constants(torch.empty(1, 1, 1, dim, dtype=dtype))
-    del constants["enable_fp_fusion"]
-    types = {**tensors, **numbers, **counts, **dict.fromkeys(constants, "constexpr")}
-    signature = {argument: types[argument] for argument in kernel.arg_names}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 8, "enable_fp_fusion": True},
+def compiled(kernel, types, constants, aligned, capability, num_warps):
+    """The kernel as it is compiled where the arguments `aligned` are multiples of 16 bytes."""
+    types = types | dict.fromkeys(constants, "constexpr")
+    paths = [
+        path
+        for at, name in enumerate(kernel.arg_names)
+        for path in ([(at, i) for i in range(4)] if isinstance(types[name], tuple) else [(at,)])
+        if name in aligned
+    ]
+    source = ASTSource(
+        kernel,
+        {name: types[name] for name in kernel.arg_names},
+        constants,
+        {path: [["tt.divisibility", 16]] for path in paths},
     )
-    assert compiled.metadata.shared <= 227 * 1024
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "enable_fp_fusion": True},
+    )
+
+
+def row_type(dtype):
+    """A tensor of rows with its strides."""
+    return ({torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype], "i32", "i32", "i32")
+
+
+def compiled_product(kernel, dtype, dim, capability):
+    """One of `KERNELS`, for rows that are contiguous."""
+    rows = ("grad", "q", "local", "out", "dq", "dlocal", "keys", "values", "dkeys", "dvalues")
+    numbers = ("gate", "kv", "norm", "dgate", "dkv", "dnorm")
+    counts = dict.fromkeys(("kv_heads", "group", "length", "blocks_per_program"), "i32")
+    constants = kernel_constants(torch.empty(1, 1, 1, dim, dtype=dtype), capability // 10)
+    del constants["enable_fp_fusion"]
+    types = dict.fromkeys(rows, row_type(dtype)) | dict.fromkeys(numbers, "*fp32") | counts
+    narrow = kernel is read.read_forward and constants["ROWS"] == 64
+    return compiled(kernel, types, constants, rows + numbers, capability, 4 if narrow else 8)
+
+
+def stack_bytes(cubin, path):
+    """Bytes of a thread's stack: what does not fit into its registers."""
+    path.write_bytes(cubin)
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(program), "--dump-resource-usage", str(path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", printed)[1])
+
+
+# Compute capability, and what a block may have of a multiprocessor's shared memory (CUDA C++
+# Programming Guide, table of technical specifications).
+A100, H100, B200 = (80, 163 << 10), (90, 227 << 10), (100, 227 << 10)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.story
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [(torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 128)],
+    ids=str,
+)
+def test_the_largest_blocks_fit_a_multiprocessor(kernel, gpu, dtype, dim, tmp_path):
+    capability, shared = gpu
+    binary = compiled_product(kernel, dtype, dim, capability)
+    assert binary.metadata.shared <= shared
+    assert stack_bytes(binary.asm["cubin"], tmp_path / "cubin") <= 512
+
+
+def assert_many_fit(binary, shared, path):
+    """As many programs of 128 threads as a multiprocessor has threads for, all in registers."""
+    assert binary.metadata.shared * (2048 // 128) <= shared
+    assert stack_bytes(binary.asm["cubin"], path) == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.story
+@pytest.mark.parametrize("from_last", [False, True])
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=["sm_80", "sm_90", "sm_100"])
+def test_a_scan_loads_the_next_sums_while_it_adds(gpu, from_last, tmp_path):
+    capability, shared = gpu
+    states = ("added", "first", "states", "end")
+    types = dict.fromkeys(states, "*fp32") | {"reset": "*i1", "segments": "i32", "size": "i32"}
+    constants = {"FROM_LAST": from_last, "BLOCK": scan.BLOCK}
+    binary = compiled(scan.scan, types, constants, (*states, "size"), capability, 4)
+    # Copies of 16 bytes to shared memory, several of them under way at once.
+    assert re.search(r"cp\.async\S* .*, 0x10,", binary.asm["ptx"])
+    assert "st.global.v4.b32" in binary.asm["ptx"]
+    assert_many_fit(binary, shared, tmp_path / "cubin")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.story
+@pytest.mark.parametrize("kernel", [shift.shift_forward, shift.shift_backward])
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_shifts_move_16_bytes_at_once(kernel, gpu, dtype, tmp_path):
+    capability, shared = gpu
+    rows = {"grad", "keys", "out", "dkeys"}.intersection(kernel.arg_names)
+    types = dict.fromkeys((*rows, "share", "dshare"), row_type(dtype)) | {"length": "i32"}
+    constants = shift.shift_constants(torch.empty(1, 1, 1, 128, dtype=dtype))
+    binary = compiled(kernel, types, constants, rows, capability, 4)
+    assert "st.global.v4.b32" in binary.asm["ptx"]
+    # Each tensor that is read, and its neighbouring rows.
+    assert len(re.findall(r"ld\.global\.v4\.b32", binary.asm["ptx"])) >= 2 * (len(rows) - 1)
+    assert_many_fit(binary, shared, tmp_path / "cubin")
 
 
 @pytest.fixture(autouse=True)
@@ -384,3 +471,139 @@ def test_the_operators_are_these_kernels_on_cuda_and_exact_in_float64():
         assert torch.equal(one, other)
     expected = *exact(arguments, grad), *exact_sums(written, grads)
     assert_close(on_cuda(double=True), expected, 1e-12, READ + SUMS)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float32, 136), (torch.bfloat16, 272)], ids=["float32", "bfloat16"]
+)
+def test_heads_too_wide_for_the_kernels_are_computed_by_the_definition(dtype, dim):
+    arguments, grad = draw(1, 2, 1, 20, dim, dtype)
+    written, grads = draw_sums(1, 1, 20, dim, dtype)
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    operators = torch.ops.infini_model
+
+    def on_cuda(operator, *inputs):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return operator.default.redispatch(cuda, *inputs)
+
+    read = on_cuda(operators.gated_read, *arguments)
+    gradients = on_cuda(operators.gated_read_backward, grad, *arguments)
+    assert_close((read, *gradients), exact(arguments, grad), TOLERANCE[dtype])
+    sums = on_cuda(operators.key_value_sums, *written)
+    gradients = on_cuda(operators.key_value_sums_backward, *grads, *written)
+    assert_close((*sums, *gradients), exact_sums(written, grads), TOLERANCE[dtype], SUMS)
+    for one, other in zip(sums, operators.key_value_sums(*written), strict=True):
+        assert torch.equal(one, other)
+
+
+def draw_scan(rows, segments, *shape, dtype=torch.float32):
+    """Sums, a first state and resets."""
+    generator = torch.Generator().manual_seed(segments)
+    added = torch.randn(rows, segments, *shape, generator=generator, dtype=torch.float64)
+    first = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+    reset = torch.rand(rows, segments + 1, generator=generator) < 0.3
+    return added.to(DEVICE, dtype), first.to(DEVICE, dtype), reset.to(DEVICE)
+
+
+@runs_kernels
+@pytest.mark.parametrize("from_last", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "segments", "shape"),
+    [(2, 5, (3, 16, 16)), (1, 1, (2, 24)), (3, 9, (1, 7)), (2, 0, (2, 8)), (0, 3, (2, 8))],
+)
+def test_a_scan_gives_the_bits_of_its_definition(rows, segments, shape, dtype, resets, from_last):
+    added, first, reset = draw_scan(rows, segments, *shape, dtype=dtype)
+    reset = reset if resets else None
+    found = scan.exclusive_scan(added, first, reset, from_last=from_last)
+    on_cpu = (x if x is None else x.cpu() for x in (added, first, reset))
+    expected = exclusive_scan(*on_cpu, from_last=from_last)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@runs_kernels
+def test_a_scan_takes_any_strides_and_lets_nothing_past_a_reset():
+    added, first, reset = draw_scan(2, 6, 3, 16, 16)
+    every_second = torch.stack((added, -added), dim=2)[:, :, 0]
+    transposed = first.mT.contiguous().mT
+    expected = scan.exclusive_scan(added, first, reset)
+    found = scan.exclusive_scan(every_second, transposed, reset.T.contiguous().T)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    added[:, :3], reset[:, 3] = torch.nan, True
+    states, end = scan.exclusive_scan(added, first * torch.inf, reset)
+    assert states[:, 3:].isfinite().all()
+    assert end.isfinite().all()
+
+
+@runs_kernels
+def test_the_scan_is_this_kernel_on_cuda():
+    added, first, reset = draw_scan(2, 6, 3, 16, 16)
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    operator = torch.ops.infini_model.exclusive_scan.default
+    found = operator.redispatch(cuda, added, first, reset, from_last=True)
+    for one, other in zip(
+        found, scan.exclusive_scan(added, first, reset, from_last=True), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def draw_shift(batch, heads, length, dim, dtype=torch.float32):
+    """Keys and a gradient, stored as [B, T, H, D], and shares, of which the first are 0."""
+    generator = torch.Generator().manual_seed(length)
+    shape = (batch, length, heads, dim)
+    keys, grad = (torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(2))
+    share = torch.rand(batch, heads, length, generator=generator)
+    share[:, :, 0] = 0.0
+    return tuple(x.to(DEVICE, dtype) for x in (keys, share, grad))
+
+
+def shift_kernels(keys, share, grad):
+    return shift.shifted_keys_forward(keys, share), *shift.shifted_keys_backward(grad, keys, share)
+
+
+SHIFTS = ("shifted", "dkeys", "dshare")
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "dim"),
+    [(2, 3, 35, 16), (1, 2, 1, 64), (2, 1, 70, 24), (1, 1, 130, 128), (1, 2, 20, 190)],
+)
+def test_shifts_equal_a_lerp_with_all_gradients(batch, heads, length, dim, dtype):
+    keys, share, grad = draw_shift(batch, heads, length, dim, dtype)
+    results = shift_kernels(keys, share, grad)
+    assert {x.dtype for x in results} == {dtype}
+    assert [x.stride() for x in results[:2]] == [keys.stride()] * 2
+    leaves = [x.double().requires_grad_() for x in (keys, share)]
+    before = torch.cat((leaves[0][:, :, :1], leaves[0][:, :, :-1]), dim=2)
+    out = torch.lerp(leaves[0], before, leaves[1].unsqueeze(-1))
+    expected = out.detach(), *torch.autograd.grad(out, leaves, grad.double())
+    assert_close(results, expected, TOLERANCE.get(dtype, 1e-14), SHIFTS)
+
+
+@runs_kernels
+def test_shifts_take_any_strides():
+    keys, share, grad = draw_shift(2, 3, 35, 16)
+    gaps = torch.zeros(2, 3, 40, 40, device=DEVICE)[:, :, 3:38, 8:24].copy_(keys)
+    found = shift_kernels(gaps, share.mT.contiguous().mT, grad.mT.contiguous().mT)
+    for one, other in zip(found, shift_kernels(keys, share, grad), strict=True):
+        assert torch.equal(one, other)
+
+
+@runs_kernels
+def test_the_shift_is_these_kernels_on_cuda():
+    keys, share, grad = draw_shift(2, 3, 35, 16)
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    operators = torch.ops.infini_model
+    found = (
+        operators.shifted_keys.default.redispatch(cuda, keys, share),
+        *operators.shifted_keys_backward.default.redispatch(cuda, grad, keys, share),
+    )
+    for one, other in zip(found, shift_kernels(keys, share, grad), strict=True):
+        assert torch.equal(one, other)
+    assert_close(found[:1], [shifted_keys(keys.cpu(), share.cpu())], 1e-6, SHIFTS[:1])

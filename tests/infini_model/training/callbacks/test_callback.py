@@ -51,9 +51,13 @@ class Witness(Callback):
     def before_pause(self):
         self.pauses += 1
 
-    def after_evaluation(self, step, split, loss):
-        assert loss > 0
-        self.events.append((split, step))
+    def evaluation_metrics(self, evaluation):
+        return {f"mine/{evaluation.split}": evaluation.loss}
+
+    def after_evaluation(self, evaluation, metrics):
+        split = evaluation.split
+        assert metrics[f"mine/{split}"] == metrics[f"{split}/loss"] == evaluation.loss > 0
+        self.events.append((split, evaluation.step))
 
     def after_checkpoint(self, step, seconds):
         self.events.append(("checkpoint", step))
@@ -113,8 +117,8 @@ def test_one_that_fails_at_the_end_keeps_no_other_from_ending(
             if self.ending:
                 raise OSError("no heartbeat")
 
-        def after_evaluation(self, step, split, loss):
-            self.ending = split == "test"
+        def after_evaluation(self, evaluation, metrics):
+            self.ending = evaluation.split == "test"
 
         def on_end(self, status):
             raise OSError("no end")

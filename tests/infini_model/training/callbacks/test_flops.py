@@ -25,11 +25,16 @@ def matrix_flops(model: InfiniLlama, tokens: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_matrix_flops_match_those_executed(tied: bool) -> None:
-    config = CONFIG.model_copy(update={"memory": "none", "tie_word_embeddings": tied})
+@pytest.mark.parametrize(("bidirectional", "attended"), [(False, LENGTH / 2), (True, LENGTH)])
+def test_matrix_flops_match_those_executed(
+    tied: bool, bidirectional: bool, attended: float
+) -> None:
+    config = CONFIG.model_copy(
+        update={"memory": "none", "tie_word_embeddings": tied, "bidirectional": bidirectional}
+    )
     model, tokens = InfiniLlama(config), torch.zeros(3, 2 * LENGTH, dtype=torch.int64)
-    # A query attends to LENGTH / 2 keys on average, in scores and values; times 3 with backward.
-    local = 3 * 2 * 2 * config.hidden_size * (LENGTH / 2) * config.num_hidden_layers
+    # A query attends to so many keys on average, in scores and values; times 3 with backward.
+    local = 3 * 2 * 2 * config.hidden_size * attended * config.num_hidden_layers
     expected = (flops_per_token(model, 2 * LENGTH) - local) * tokens.numel()
     assert matrix_flops(model, tokens) == expected
 
@@ -46,10 +51,25 @@ def test_memory_flops_count_all_segments_but_one() -> None:
         assert more * length == pytest.approx(a_token * (segments - 1) * LENGTH)
 
 
+def test_block_diffusion_has_two_streams_and_one_output_layer() -> None:
+    shape = {"bidirectional": True, "mask_token_id": 0}
+    model = InfiniLlama(CONFIG.model_copy(update=shape))
+    bare = InfiniLlama(CONFIG.model_copy(update=shape | {"memory": "none"}))
+    output = 6 * model.lm_head.weight.numel()
+    # One segment has nothing to read.
+    one = flops_per_token(model, LENGTH)
+    assert one + output == pytest.approx(2 * flops_per_token(bare, LENGTH))
+    head_dim = CONFIG.hidden_size // 4
+    # Four heads read in each of two streams, two are written.
+    a_token = 3 * 2 * head_dim * head_dim * (2 * 4 + 2) * CONFIG.num_hidden_layers
+    assert flops_per_token(model, 4 * LENGTH) - one == pytest.approx(a_token * 3 / 4)
+
+
 @pytest.mark.parametrize(
     ("name", "tera"),
     [
         ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),

@@ -116,7 +116,7 @@ def test_an_unresponsive_server_does_not_block_end_record(tmp_path, listens):
         assert time.monotonic() - began < 4.0
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_killed_trainer_is_failed_in_mlflow_before_the_launcher_returns(
     dataset, make_config, output, tmp_path
 ):

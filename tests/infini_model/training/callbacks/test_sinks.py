@@ -16,7 +16,7 @@ from records import Record
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 NAMES = ("train/loss", "train/grad_norm", *(f"memory/layer_{i}/gate_mean" for i in range(10)))

@@ -16,7 +16,8 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.background import HostCopy, Writer
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint, verify_checkpoint
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
+from infini_model.training.checkpoints.folders import verify_checkpoint
 from infini_model.training.loop import train
 from infini_model.training.optimizer import make_optimizer
 from infini_model.training.parallel.distributed import World
@@ -147,6 +148,7 @@ def test_a_kill_during_a_write_leaves_only_complete_checkpoints(tmp_path):
         while not ((folder / "step-2").exists() and list(folder.glob(".tmp-step-*/model/*"))):
             assert process.poll() is None
             assert time.monotonic() < deadline
+            time.sleep(0.001)
     finally:
         process.kill()
         process.wait()

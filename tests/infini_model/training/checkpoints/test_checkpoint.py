@@ -18,8 +18,9 @@ from infini_model.training.checkpoints.checkpoint import (
     prune_checkpoints,
     read_position,
     save_checkpoint,
-    verify_checkpoint,
 )
+from infini_model.training.checkpoints.export import opens_in_transformers
+from infini_model.training.checkpoints.folders import verify_checkpoint
 from infini_model.training.optimizer import make_optimizer
 from infini_model.training.parallel.distributed import World
 
@@ -31,10 +32,10 @@ def position(step):
     return Position(step, step * 8, 3, 1, "key", None, {"model": MODEL.model_dump()})
 
 
-@pytest.fixture
-def trained():
+@pytest.fixture(params=[{}, {"bidirectional": True, "memory": "none"}], ids=["infini", "llada"])
+def trained(request):
     torch.manual_seed(0)
-    model = InfiniLlama(MODEL)
+    model = InfiniLlama(MODEL.model_copy(update=request.param))
     optimizer = make_optimizer(model, TrainingConfig())
     for _ in range(2):
         ids = torch.randint(0, 11, (2, 8))
@@ -65,6 +66,15 @@ def test_weights_moments_and_position_are_restored_bit_for_bit(tmp_path, trained
             assert torch.equal(value, after[index][key])
     json.loads((path / "state.json").read_text())["versions"]["torch"]
     assert torch.equal(load_generators(path)["cpu"][0], torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("changes", "opens"),
+    [({}, False), ({"memory": "none"}, True), ({"memory": "none", "bidirectional": True}, False)],
+)
+def test_only_a_plain_llama_opens_in_transformers(tmp_path, changes, opens):
+    InfiniLlama(MODEL.model_copy(update=changes)).save_pretrained(tmp_path / "m")
+    assert opens_in_transformers(tmp_path / "m") is opens
 
 
 def test_a_checkpoint_contains_no_pickle(tmp_path, trained):

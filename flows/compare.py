@@ -1,0 +1,124 @@
+"""Comparison of runs, after those of a sweep have been run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+
+from flows.comparing import comparisons_dir, show
+from flows.form import form, settings
+from flows.manage import named_runs
+from flows.parameters import parameters_of
+from flows.pipeline import complete_run
+from flows.preprocess import prepare_dataset
+from flows.sweep import runs_of
+from flows.train import prepare_weights
+from infini_model.config import Config
+from infini_model.config.tree import MODEL_SPEC
+from infini_model.runtime.claims import free_name
+from infini_model.runtime.errors import StageError
+from infini_model.runtime.runs import is_finished, read_run_config
+from infini_model.runtime.storage import content_key
+from tasks.compare import compare_runs
+from tasks.failures import concluded, resume_advice
+from tasks.flow_run import FLOW, name_flow_run
+
+
+class Swept(NamedTuple):
+    """A run of a sweep: its name, its folder if it is finished, and else why it is not."""
+
+    name: str
+    run_dir: Path | None
+    failure: str
+
+
+@form
+@flow(name="compare", **FLOW)
+@concluded
+@settings
+def compare(config: Config) -> dict[str, Any]:
+    """Run a sweep, if one is given, then compare its runs and those that are named.
+
+    Finished runs of the sweep are reused, and an interrupted one is resumed. A run that fails does
+    not keep the others from being run and compared. Returns the paths of the comparison.
+
+    Raises `StageError` at the end if a run has failed.
+    """
+    named = named_runs(config)
+    swept = list(_run_sweep(config))
+    folders = [*named, *(each.run_dir for each in swept if each.run_dir is not None)]
+    failures = [f"{each.name}: {each.failure}" for each in swept if each.failure]
+    if not folders:
+        raise StageError("; ".join(failures))
+    comparison, files = compare_runs(folders, failures, comparisons_dir(config))
+    name_flow_run(files.html.parent.name)
+    show(comparison, files)
+    if failures:
+        names = ", ".join(each.name for each in swept if each.failure)
+        failed = StageError(
+            f"{len(failures)} of {len(swept)} runs failed: {names}; {files.markdown} says why"
+        )
+        failed.advice = resume_advice()
+        raise failed
+    return {"markdown": str(files.markdown), "html": str(files.html)}
+
+
+def _run_sweep(config: Config) -> Iterator[Swept]:
+    """Run all combinations, one after another."""
+    runs, log = runs_of(config), get_run_logger()
+    datasets = dict[str, dict[str, Any]]()
+    for number, run in enumerate(runs, 1):
+        ready = _with_dataset(run, datasets)
+        name = str(ready.run.name)
+        log.info("Run %d of %d: %s", number, len(runs), name)
+        found = swept_run(**parameters_of(ready, swept_run), return_state=True)
+        state = cast("State[dict[str, str]]", found)
+        if state.is_completed():
+            yield Swept(name, Path(state.result()["run_dir"]), "")
+            continue
+        failure = state.message or state.name or "failed"
+        log.error("Run %d of %d: %s: %s", number, len(runs), name, failure)
+        yield Swept(name, None, failure)
+
+
+def _with_dataset(config: Config, datasets: dict[str, dict[str, Any]]) -> Config:
+    """The settings of a run with the name that it gets and the dataset that it is to use.
+
+    The dataset is made once for all runs that share it, and then the same for all of them even if
+    documents are added meanwhile.
+    """
+    pinned = config
+    if config.data.tokenizer.spec == MODEL_SPEC:
+        weights = prepare_weights(config, None, adopt=True)
+        pinned = config if weights is None else weights.pinned_in(config)
+    key = content_key(pinned.data_to_tokenize.model_dump(mode="json"))
+    if key not in datasets:
+        datasets[key] = prepare_dataset(pinned)
+    dataset = datasets[key]
+    folder = dataset["address"] or Path(dataset["folder"])
+    data = config.data.model_copy(update={"folder": folder})
+    name = free_name(config, dataset["key"])
+    run = config.run.model_copy(update={"name": name})
+    return config.model_copy(update={"data": data, "run": run})
+
+
+@flow(name="swept-run", **FLOW)
+@concluded
+@settings
+def swept_run(config: Config) -> dict[str, str]:
+    """One run of a sweep, as by `pipeline`; a finished one with this evaluation is reused.
+
+    Called for every run, since Prefect tells the parts of a flow run by their order when it is
+    retried. Returns the run folder.
+    """
+    run_dir = config.run.runs_dir / str(config.run.name)
+    if is_finished(run_dir) and read_run_config(run_dir).evaluation == config.evaluation:
+        name_flow_run(run_dir.name, f"run:{run_dir.name}")
+        get_run_logger().info("Run %s is already finished", run_dir)
+    else:
+        complete_run(config)
+    return {"run_dir": str(run_dir)}

@@ -1,0 +1,177 @@
+"""Commands that keep the datasets in order: verify their checksums, remove what is not needed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+
+from infini_model.cleaning.clean import clean as remove_unneeded
+from infini_model.cleaning.clean import find_unneeded
+from infini_model.cleaning.removal import Amount, measure
+from infini_model.cleaning.unneeded import Kind, Scope
+from infini_model.config import Config
+from infini_model.config.places import is_url
+from infini_model.config.tree import RunConfig
+from infini_model.data.manifest import Shard, dataset_folder, read_origin
+from infini_model.data.shards.plan import stored_dataset
+from infini_model.data.verification import Progress, examine_dataset
+from infini_model.runtime.errors import DataError, UserError
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def in_units(size: float) -> str:
+    """A number of bytes with a unit, such as `1.5 GiB`."""
+    for unit in UNITS:
+        if size < 1024 or unit == UNITS[-1]:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 shard`, `2,000 shards`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def verify(config: Config, name: str | None) -> None:
+    """Compare every checksum of a dataset and print each file that is missing or damaged.
+
+    `name` is a dataset's name, path or address; None is the newest. Of a dataset in a store the
+    objects are read, unless the path of a working copy is given.
+
+    Raises `DataError` if there is no such dataset, or a file of it is missing or damaged, and as
+    `ObjectStore` does.
+    """
+    began = time.monotonic()
+    asked = _asked(config.run, name)
+    if isinstance(asked, str):
+        found = _verify_stored(asked, config)
+    else:
+        found = _verify_folder(asked, config.run.datasets_dir)
+    seconds = time.monotonic() - began
+    for fault in found.faults:
+        typer.echo(fault)
+    size = in_units(sum(shard.bytes for shard in found.shards))
+    verified = f"verified {counted(len(found.shards), 'shard')}, {size}, in {seconds:.1f} s"
+    if found.faults:
+        faults = counted(len(found.faults), "file")
+        raise DataError(f"{found.place}: {faults} missing or damaged ({verified}); {found.advice}")
+    typer.echo(f"{found.place}: intact ({verified})")
+
+
+class _Verified(NamedTuple):
+    """What was verified, its faults, and what mends them."""
+
+    place: str
+    shards: list[Shard]
+    faults: list[str]
+    advice: str = "infini preprocess makes their partitions again, and no others"
+
+
+def _asked(places: RunConfig, name: str | None) -> Path | str | None:
+    """The folder or the address that is meant; None is the newest dataset of this machine."""
+    if name is None:
+        return places.datasets_store
+    if is_url(name):
+        return name.rstrip("/")
+    if os.sep in name or Path(name).is_dir():
+        return Path(name)
+    store = places.datasets_store
+    return places.datasets_dir / name if store is None else f"{store}/{name}"
+
+
+def _verify_stored(address: str, config: Config) -> _Verified:
+    datasets, name = stored_dataset(address, config)
+    with _bar(name) as progress:
+        manifest, faults = datasets.examine(name, progress)
+    return _Verified(datasets.place_of(name), [shard for _, shard in manifest.files()], faults)
+
+
+def _verify_folder(asked: Path | None, datasets_dir: Path) -> _Verified:
+    folder = dataset_folder(asked, datasets_dir).resolve()
+    with _bar(folder.name) as progress:
+        manifest, faults = examine_dataset(folder, every=True, progress=progress)
+    shards, origin = dict(manifest.files()), read_origin(folder)
+    if origin is None:
+        return _Verified(str(folder), list(shards.values()), faults)
+    typer.echo(f"note: only the shards on this machine are verified, not {origin.partitions}")
+    # What is in a store is not here until a training needs it.
+    here = [shard for name, shard in shards.items() if (folder / name).exists()]
+    return _Verified(
+        str(folder), here, faults, "the next training copies them again from the store"
+    )
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Progress]:
+    """A progress bar in bytes on stderr; nothing is shown if that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Bar(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def clean(config: Config, keep: int, *, dry_run: bool) -> None:
+    """Print what nothing refers to, then remove it unless `dry_run`, and print what that freed.
+
+    Raises `UserError` if something cannot be removed, once all the rest is.
+    """
+    run = config.run
+    scope = Scope(run.output_dir.resolve(), run.datasets_dir.resolve(), keep)
+    found = find_unneeded(scope)
+    if run.datasets_store is not None:
+        typer.echo(f"note: only the copies on this machine are cleaned, not {run.datasets_store}")
+    if not found.items:
+        _say(found.notes)
+        typer.echo(f"{scope.output_dir}: nothing to remove")
+        return
+    _print_table(measure(found.items))
+    for kind, path in found.items:
+        if kind in (Kind.DATASET, Kind.CHECKPOINT):
+            typer.echo(path)
+    if dry_run:
+        _say(found.notes)
+        typer.echo("Nothing was removed (--dry-run)")
+        return
+    cleaned = remove_unneeded(scope, found)
+    _say([*cleaned.notes, *cleaned.failures])
+    typer.echo(f"Freed {in_units(cleaned.bytes)}")
+    if cleaned.failures:
+        raise UserError(f"{counted(len(cleaned.failures), 'file')} or folders could not be removed")
+
+
+def _say(lines: list[str]) -> None:
+    for line in lines:
+        typer.echo(line, err=True)
+
+
+def _print_table(amounts: dict[Kind, Amount]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_footer=True)
+    size = in_units(sum(amount.bytes for amount in amounts.values()))
+    table.add_column("To remove", footer="in all")
+    table.add_column("Count", justify="right")
+    table.add_column("Size", footer=size, justify="right")
+    for kind, amount in amounts.items():
+        table.add_row(f"{kind}s", f"{amount.count:,}", in_units(amount.bytes))
+    Console().print(table)

@@ -1,0 +1,1 @@
+"""Where datasets are kept: a folder of this machine, or an object store that machines share."""

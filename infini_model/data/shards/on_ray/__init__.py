@@ -1,0 +1,1 @@
+"""Partitions on a Ray cluster: joining it, the tasks, and what runs on its nodes."""

@@ -1,0 +1,1 @@
+"""Shards that are objects of a store, read by ranges of bytes."""

@@ -1,0 +1,1 @@
+"""Rows that are a prompt and its answer."""

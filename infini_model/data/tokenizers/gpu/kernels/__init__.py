@@ -1,0 +1,1 @@
+"""The Triton kernels of the GPU tokenizer; importing them needs Triton."""

@@ -1,0 +1,1 @@
+"""Comparison of runs: their settings, results and curves."""

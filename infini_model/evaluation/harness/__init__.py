@@ -1,0 +1,1 @@
+"""EleutherAI's lm-evaluation-harness (`lm-eval`, optional) measures our models."""

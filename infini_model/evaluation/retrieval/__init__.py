@@ -1,0 +1,1 @@
+"""Retrieval: what is hidden far back in a long context is asked for at its end."""

@@ -1,0 +1,183 @@
+"""Autoregressive generation in memory that does not grow with the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infini_model.model.generation.sampling import check_sampling, sample_tokens
+from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import Operands
+from infini_model.model.state import State
+from infini_model.runtime.errors import UserError
+
+PREFILL_TOKENS = 4096
+
+Prompts = Tensor | Sequence[Sequence[int]]
+
+
+def generate(
+    model: InfiniLlama,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos_token_id: int | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
+) -> list[list[int]]:
+    """Continue each prompt.
+
+    Args:
+        model: The model, used on its own device and, where `model.precision` is of 16 bits, with
+            a copy of the weights of its linear layers in these.
+        prompts: Token ids, [B, T] or one list per prompt. Lengths may differ; up to rounding, no
+            row depends on another.
+        max_new_tokens: Maximum number of tokens to generate.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
+        seed: Row i is sampled from a generator seeded with (seed, i), the same on every device.
+        eos_token_id: Token that ends a row; it is included.
+        prefill_tokens: Prompt tokens, over all rows, processed at once where all rows have full
+            segments; at least one segment per row.
+
+    Returns:
+        The new tokens of each row, without the prompt.
+
+    Raises:
+        UserError: An empty prompt, a token outside the vocabulary, a setting out of its range, or a
+            bidirectional model.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_token_id=eos_token_id,
+        prefill_tokens=prefill_tokens,
+    ):
+        for row, token in zip(rows, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
+
+
+def stream(
+    model: InfiniLlama,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos_token_id: int | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
+    rows: Sequence[int] | None = None,
+) -> Iterator[list[int | None]]:
+    """Like `generate`, but yield tokens as they are sampled.
+
+    `rows` are the numbers of the rows, which seed their generators; 0, 1, … by default.
+
+    Yields:
+        One token per row; None for a row that has ended. Stops when all rows have ended.
+    """
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    ids, lengths = _pad(prompts, model.lm_head.out_features)
+    generators = [np.random.default_rng((seed, row)) for row in rows or range(len(lengths))]
+    operands = Operands(model, model.precision)
+    with operands:
+        logits, state = read_prompts(model, ids, lengths, prefill_tokens)
+    ended = [False] * len(lengths)
+    for number in range(1, max_new_tokens + 1):
+        drawn = torch.tensor([each.random() for each in generators], dtype=torch.float64)
+        tokens = sample_tokens(logits, temperature, top_k, top_p, drawn)
+        sampled: list[int] = tokens.tolist()
+        yield [None if end else token for token, end in zip(sampled, ended, strict=True)]
+        ended = [end or token == eos_token_id for token, end in zip(sampled, ended, strict=True)]
+        if all(ended) or number == max_new_tokens:
+            return
+        with operands:
+            logits, state = _next_logits(model, tokens, state)
+
+
+def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Prompts as [B, longest], zero-padded on the right, and their lengths [B], on the CPU."""
+    rows = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in prompts]
+    if not rows:
+        raise UserError("prompts: expected at least one, got none")
+    for number, row in enumerate(rows):
+        if row.dim() != 1 or len(row) == 0:
+            raise UserError(f"prompt {number}: is empty")
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if len(outside):
+            raise UserError(
+                f"prompt {number}: token {int(outside[0])} is outside the vocabulary of "
+                f"{vocab_size}"
+            )
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths
+
+
+def chunk_width(rows: int, segment_length: int, tokens: int = PREFILL_TOKENS) -> int:
+    """The width of a chunk of whole segments, at least one, with at most `tokens` in all rows."""
+    return max(1, tokens // (rows * segment_length)) * segment_length
+
+
+@torch.inference_mode()
+def read_prompts(
+    model: InfiniLlama, ids: Tensor, lengths: Tensor, prefill_tokens: int = PREFILL_TOKENS
+) -> tuple[Tensor, State]:
+    """Process prompts in chunks: the next logits [B, V] and the state after the prompts.
+
+    While all rows have full segments, a chunk is several segments. After that rows are at different
+    positions, and a chunk is one segment.
+
+    Args:
+        model: A causal model.
+        ids: Prompts [B, longest], padded on the right, on the CPU.
+        lengths: Their lengths, [B] int64, on the CPU.
+        prefill_tokens: As in `generate`.
+    """
+    length, device = model.config.segment_length, model.lm_head.weight.device
+    filled = int(lengths.min()) // length * length
+    at_once = chunk_width(len(lengths), length, prefill_tokens)
+    state = model.empty_state(len(lengths))
+    last = model.model.norm.weight.new_zeros(len(lengths), model.config.hidden_size)
+    start = 0
+    while start < ids.size(1):
+        width = min(at_once, filled - start) if start < filled else length
+        chunk = ids[:, start : start + width].to(device)
+        counts = (lengths - start).clamp(0, width)
+        with model.precision.autocast(device):
+            if start < filled:
+                hidden, state = model.extend(chunk, state)
+            else:
+                hidden, state = model.advance(chunk, state, counts, in_place=True)
+        newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
+        last = torch.where((counts > 0).to(device)[:, None], newest, last)
+        start += width
+    return _logits(model, last), state
+
+
+@torch.inference_mode()
+def _next_logits(model: InfiniLlama, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+    with model.precision.autocast(tokens.device):
+        hidden, state = model.advance(tokens[:, None], state, in_place=True)
+    return _logits(model, hidden[:, -1]), state
+
+
+def _logits(model: InfiniLlama, hidden: Tensor) -> Tensor:
+    with model.precision.autocast(hidden.device):
+        logits: Tensor = model.lm_head(hidden)
+    return logits

@@ -1,0 +1,209 @@
+"""Generation by a model of masked or block diffusion (LLaDA, arXiv 2502.09992, section 2.4).
+
+The new tokens begin masked. Blocks are filled from left to right; in each step the model predicts
+all masked tokens of the block, the most probable predictions stay, and the others are masked again.
+
+An end of text is kept only once the model predicts nothing else in the block: after fine-tuning on
+padded answers it is the most probable token long before the answer is written. What follows it in
+the block is not generated.
+
+A model of masked diffusion has one segment, its context. One of block diffusion (arXiv 2503.09573)
+goes from segment to segment: each that is complete is written to the memory, so that nothing grows
+with the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from infini_model.config import UnmaskingConfig
+from infini_model.model.generation.causal import PREFILL_TOKENS
+from infini_model.model.generation.sampling import check_sampling, sample_tokens
+from infini_model.model.keyed_random import hashed, uniform
+from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import Operands
+from infini_model.model.state import State
+from infini_model.runtime.errors import UserError
+
+DEFAULT = UnmaskingConfig()
+
+
+def unmask(
+    model: InfiniLlama,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    settings: UnmaskingConfig = DEFAULT,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos_token_id: int | None = None,
+) -> Iterator[list[int]]:
+    """Continue `prompt` by `max_new_tokens`, up to the end of text or of a context without memory.
+
+    Args:
+        model: A bidirectional model with a mask token, used as in
+            `infini_model.model.generation.causal.generate`.
+        prompt: Token ids; may be empty.
+        max_new_tokens: Number of tokens to generate, if the context has room for them.
+        settings: Blocks, steps, and which predictions are kept.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
+        seed: The same seed gives the same tokens.
+        eos_token_id: Token that ends the text; it is included.
+
+    Yields:
+        The tokens of each block, once it is complete.
+
+    Raises:
+        UserError: The prompt fills the context of a model without memory, a token of it is outside
+            the vocabulary, a setting is out of its range or does not fit the model, or the model is
+            causal.
+    """
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    mask, length = _check(model, prompt, settings), model.config.segment_length
+    end = -1 if eos_token_id is None else eos_token_id
+    operands = Operands(model, model.precision)
+    with operands:
+        state, known = _read(model, prompt)
+    new = max_new_tokens if state is not None else min(max_new_tokens, length - len(known))
+    left, step = new, 0
+
+    def predict(ids: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens at the positions `masked` of a segment, and the confidence in each."""
+        with operands:
+            logits = _logits(model, ids, masked, len(known), mask, settings.cfg_scale, state)
+        drawn = uniform(hashed(seed, step, masked))
+        tokens = sample_tokens(logits, temperature, top_k, top_p, drawn)
+        if settings.remasking == "random":
+            return tokens, uniform(hashed(seed, step, masked, -1)).to(tokens.device)
+        probabilities = logits.double().softmax(dim=-1)
+        return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+    while left:
+        ids = _masked_segment(model, known, mask, length if state is not None else new)
+        stop = min(len(ids), len(known) + left)
+        for start in range(len(known), stop, settings.block_length):
+            block = ids[start : min(start + settings.block_length, stop)]
+            share = 1.0 if settings.steps is None else settings.steps / new
+            steps_left = max(1, round(share * len(block)))
+            while len(masked := (block == mask).nonzero().squeeze(1).cpu()):
+                tokens, confidence = predict(ids, masked + start)
+                kept = _kept(tokens, confidence, len(masked), steps_left, settings, end)
+                block[masked.to(block.device)[kept]] = tokens[kept]
+                _fill_behind_end(block, mask, end)
+                steps_left, step = max(1, steps_left - 1), step + 1
+            complete: list[int] = block.tolist()
+            if end in complete:
+                yield complete[: complete.index(end) + 1]
+                return
+            yield complete
+        left -= stop - len(known)
+        if left and state is not None:
+            with operands:
+                state = _extended(model, ids, state)
+            known = []
+
+
+def _check(model: InfiniLlama, prompt: Sequence[int], settings: UnmaskingConfig) -> int:
+    """The mask token. Raises `UserError` as `unmask` does."""
+    config, mask = model.config, model.config.mask_token_id
+    if mask is None or not config.bidirectional:
+        raise UserError("the model is causal: it has no mask token to generate from")
+    if config.memory == "none" and len(prompt) >= config.segment_length:
+        raise UserError(
+            f"prompt: its {len(prompt):,} tokens leave no room in the model's context of "
+            f"{config.segment_length:,}"
+        )
+    if config.memory != "none" and settings.cfg_scale:
+        raise UserError("unmasking.cfg_scale: needs a model without memory, which holds the prompt")
+    vocabulary = model.lm_head.out_features
+    outside = [token for token in prompt if not 0 <= token < vocabulary]
+    if outside:
+        raise UserError(f"prompt: token {outside[0]} is outside the vocabulary of {vocabulary}")
+    return mask
+
+
+def _read(model: InfiniLlama, prompt: Sequence[int]) -> tuple[State | None, list[int]]:
+    """The state after the full segments of the prompt, None without a memory, and what is left."""
+    config, known = model.config, list(prompt)
+    if config.memory == "none":
+        return None, known
+    state, length = model.empty_state(1), config.segment_length
+    at_once = max(1, PREFILL_TOKENS // length) * length
+    full = len(known) // length * length
+    for start in range(0, full, at_once):
+        chunk = torch.tensor(known[start : min(start + at_once, full)], dtype=torch.int64)
+        state = _extended(model, chunk.to(model.lm_head.weight.device), state)
+    return state, known[full:]
+
+
+@torch.inference_mode()
+def _extended(model: InfiniLlama, ids: Tensor, state: State) -> State:
+    """The state after full segments `ids` [T]."""
+    with model.precision.autocast(ids.device):
+        return model.extend(ids.unsqueeze(0), state)[1]
+
+
+def _masked_segment(model: InfiniLlama, known: Sequence[int], mask: int, tokens: int) -> Tensor:
+    """What is known of a segment, then masked tokens, int64, on the model's device."""
+    ids = torch.tensor([*known, *[mask] * tokens], dtype=torch.int64)
+    return ids[: model.config.segment_length].to(model.lm_head.weight.device)
+
+
+@torch.inference_mode()
+def _logits(
+    model: InfiniLlama,
+    ids: Tensor,
+    masked: Tensor,
+    prompt: int,
+    mask: int,
+    scale: float,
+    state: State | None,
+) -> Tensor:
+    """Logits at the positions `masked`, [N, V] float32; the mask token has none.
+
+    With `scale`, they are moved away from those without the prompt (arXiv 2502.09992, appendix).
+    """
+    rows = ids.unsqueeze(0)
+    if scale:
+        rows = rows.repeat(2, 1)
+        rows[1, :prompt] = mask
+    with model.precision.autocast(rows.device):
+        hidden, _ = model.hidden(rows, state)
+        logits: Tensor = model.lm_head(hidden[:, masked.to(hidden.device)]).float()
+    guided: Tensor = logits[0] if not scale else logits[1] + (1.0 + scale) * (logits[0] - logits[1])
+    guided[:, mask] = -torch.inf
+    return guided
+
+
+def _kept(
+    tokens: Tensor,
+    confidence: Tensor,
+    masked: int,
+    steps_left: int,
+    settings: UnmaskingConfig,
+    end: int,
+) -> Tensor:
+    """Which of the predicted tokens stay, bool [N]: at least a step's share of those masked."""
+    is_end = tokens == end
+    order = (confidence - 2.0 * is_end).argsort(descending=True, stable=True)
+    kept = torch.zeros_like(is_end)
+    kept[order[: math.ceil(masked / steps_left)]] = True
+    if settings.confidence_threshold is not None:
+        kept |= (confidence >= settings.confidence_threshold) & ~is_end
+    return kept
+
+
+def _fill_behind_end(block: Tensor, mask: int, end: int) -> None:
+    """Fill what is masked behind an end of text with the same token."""
+    ends = (block == end).nonzero()
+    if len(ends):
+        after = block[int(ends[0]) :]
+        after[after == mask] = end

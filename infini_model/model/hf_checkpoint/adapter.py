@@ -1,0 +1,138 @@
+"""The folder of a LoRA adapter, in the format of `peft`, and the memory's parameters beside it.
+
+`adapter_config.json` and `adapter_model.safetensors` are what `peft` reads. `config.json` is the
+shape of the model, as in a folder of whole weights, and `memory.safetensors` holds gates and key
+shifts, for which `peft` has no place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from infini_model.config import LoraConfig, ModelConfig
+from infini_model.model.hf_checkpoint.config import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    TokenIds,
+    config_json,
+    read_json,
+)
+from infini_model.model.hf_checkpoint.reading import MEMORY_TENSORS, Stored, opened, used_tensors
+from infini_model.model.hf_checkpoint.writing import save_tensors
+from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.storage import dump_json
+
+ADAPTER, MEMORY = "adapter_model.safetensors", "memory.safetensors"
+# What peft puts in front of the names of all parameters.
+_PREFIX = "base_model.model."
+_EMBEDDING, _OUTPUT = f"{_PREFIX}model.embed_tokens.weight", f"{_PREFIX}lm_head.weight"
+# peft's settings that are computed here with this value alone.
+_FIXED: dict[str, object] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+
+
+class Adapter(NamedTuple):
+    """What adapter_config.json says: the settings, and the weights that are adapted.
+
+    `base` is a folder, or the name of a repository on the hub, of which `revision` is the commit.
+    """
+
+    lora: LoraConfig
+    base: str
+    revision: str | None
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder holds an adapter, not whole weights."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def write_adapter(
+    folder: Path,
+    adapter: Adapter,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokens: TokenIds,
+) -> None:
+    """Write the files of an adapter to a temporary folder. Raises `OSError`.
+
+    `tensors` are the trained parameters by name, without the output layer if it is tied.
+    """
+    memory = {name: tensor for name, tensor in tensors.items() if name.endswith(MEMORY_TENSORS)}
+    own = {_PREFIX + name: tensor for name, tensor in tensors.items() if name not in memory}
+    if config.tie_word_embeddings and _EMBEDDING in own:
+        # peft ties the two, but wants both.
+        own[_OUTPUT] = own[_EMBEDDING].clone()
+    save_tensors(own, folder / ADAPTER)
+    if memory:
+        save_tensors(memory, folder / MEMORY)
+    dump_json(folder / ADAPTER_CONFIG, _adapter_json(adapter, config))
+    dump_json(folder / CONFIG, config_json(config, torch.bfloat16, tokens))
+
+
+def _adapter_json(adapter: Adapter, config: ModelConfig) -> dict[str, object]:
+    embeddings = {"embed_tokens", "lm_head"} & {*adapter.lora.modules_to_save}
+    return {
+        **_FIXED,
+        **adapter.lora.model_dump(mode="json"),
+        "base_model_name_or_path": adapter.base,
+        "revision": adapter.revision,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "ensure_weight_tying": config.tie_word_embeddings and bool(embeddings),
+    }
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """What adapter_config.json says.
+
+    Raises `CheckpointError` if the file is missing or damaged, or asks for what is not supported.
+    """
+    path = folder / ADAPTER_CONFIG
+    tree = read_json(path)
+    for name, only in _FIXED.items():
+        if tree.get(name, only) != only:
+            raise CheckpointError(f"{path}: {name} is {tree[name]!r}, only {only!r} is supported")
+    base, revision = tree.get("base_model_name_or_path"), tree.get("revision")
+    if not isinstance(base, str) or not isinstance(revision, str | None):
+        raise CheckpointError(f"{path}: base_model_name_or_path names no weights")
+    known = {name: tree[name] for name in LoraConfig.model_fields if tree.get(name) is not None}
+    try:
+        return Adapter(LoraConfig.model_validate(known), base, revision)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: {key}: {first['msg']}") from error
+
+
+def read_adapter_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The trained parameters that `shapes` names, with the output layer if it is tied, float32.
+
+    Raises `CheckpointError` if one is missing, unexpected, misshapen, or a file is damaged.
+    """
+    known = {name: Stored(name, shape) for name, shape in shapes.items()}
+    memory = {name: known[name] for name in shapes if name.endswith(MEMORY_TENSORS)}
+    own = {_PREFIX + name: known[name] for name in shapes if name not in memory}
+    tensors: dict[str, Tensor] = {}
+    for path, expected in ((folder / ADAPTER, own), (folder / MEMORY, memory)):
+        if not expected:
+            continue
+        with opened(path) as file:
+            for stored in used_tensors(file, path, expected):
+                tensors[expected[stored].name] = file.get_tensor(stored).float()
+        if missing := [name for name, each in expected.items() if each.name not in tensors]:
+            raise CheckpointError(f"{path}: tensor {missing[0]} is missing")
+    return tensors

@@ -1,0 +1,51 @@
+"""What measurements of a memory mean, each in a line with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# A layer of which less of the output comes from the memory does not read it.
+SILENT_SHARE = 0.01
+# A gate that moved less, before the sigmoid, has not learned.
+UNMOVED = 0.01
+# Standard errors from which on a difference is not chance.
+CERTAIN = 2.0
+
+
+def never_read(shares: Sequence[float]) -> str | None:
+    """Of a model whose layers have these mean shares of the memory in their output."""
+    silent = [str(layer) for layer, share in enumerate(shares) if share < SILENT_SHARE]
+    if not silent:
+        return None
+    *first, last = silent
+    names = f"Layers {', '.join(first)} and {last}" if first else f"Layer {last}"
+    return (
+        f"{names} of {len(shares)} (counted from 0) never {'read' if first else 'reads'} the "
+        f"memory: less than {SILENT_SHARE:.0%} of the output comes from it. Start with more of it "
+        "(a higher model.gate_start), or let the gates learn faster "
+        "(training.gate_learning_rate)."
+    )
+
+
+def hurts(gain: float, error: float) -> str | None:
+    """Of a memory that lowers the loss by `gain` nats, with this standard error."""
+    if gain >= -CERTAIN * error:
+        return None
+    return (
+        f"The memory hurts: with the same weights the loss is {-gain:.4f} ± {error:.4f} lower "
+        "without it. Start with less of it (a lower model.gate_start), write it by "
+        "model.memory=delta, or train longer."
+    )
+
+
+def unmoved(gates: Sequence[float], start: float, steps: int, *, one_segment: bool) -> str | None:
+    """Of gates that began at `start`, after `steps` steps; `one_segment` is of the windows."""
+    if any(abs(gate - start) >= UNMOVED for gate in gates):
+        return None
+    remedy = "Raise training.gate_learning_rate."
+    if one_segment:
+        remedy = (
+            "A window of one segment has no memory to read: make packing.context_length several "
+            "times model.segment_length."
+        )
+    return f"All gates are still at model.gate_start={start:g} after {steps:,} steps. {remedy}"

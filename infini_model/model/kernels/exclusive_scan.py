@@ -1,0 +1,83 @@
+"""Running sums over the segments: what the memory holds before each of them.
+
+One custom operator, opaque to `torch.compile`, whose gradient is the same scan in the other
+direction. On CUDA it is one Triton kernel. Each sum is read once and each state written once, and
+always added in the order of the segments, so the same arguments give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("infini_model::exclusive_scan", mutates_args=())
+def exclusive_scan(
+    added: Tensor, first: Tensor, reset: Tensor | None, *, from_last: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Exclusive prefix sums that start again, from zero, where `reset` is true.
+
+    Nothing from before a reset, not even NaN, gets past it.
+
+    Args:
+        added: What each of N segments adds, [B, N, ...].
+        first: The state before all of them, [B, ...], of the dtype of `added`.
+        reset: [B, N + 1] bool, true where the state before a segment, or after the last, is
+            emptied; None is never.
+        from_last: Whether the first to be added is the last segment. Then `first` is the state
+            after the last, and each state that after a segment.
+
+    Returns:
+        The state before each segment [B, N, ...], and that after the last [B, ...]; with
+        `from_last` the state after each segment, and that before the first.
+    """
+    count = added.size(1)
+    segments, borders = [*range(count)], [*range(count + 1)]
+    if from_last:
+        segments, borders = segments[::-1], borders[::-1]
+    states, end = torch.empty_like(added), torch.empty_like(first)
+    slots = [*(states[:, segment] for segment in segments), end]
+    slots[0].copy_(first)
+    for at, border in enumerate(borders):
+        if at:
+            torch.add(slots[at - 1], added[:, segments[at - 1]], out=slots[at])
+        if reset is not None:
+            emptied = reset[:, border].view(-1, *[1] * (first.dim() - 1))
+            slots[at].masked_fill_(emptied, 0.0)
+    return states, end
+
+
+@exclusive_scan.register_kernel("cuda")
+def _(
+    added: Tensor, first: Tensor, reset: Tensor | None, *, from_last: bool = False
+) -> tuple[Tensor, Tensor]:
+    from infini_model.model.kernels.triton import scan
+
+    return scan.exclusive_scan(added, first, reset, from_last=from_last)
+
+
+@exclusive_scan.register_fake
+def _(
+    added: Tensor,
+    first: Tensor,
+    reset: Tensor | None,  # noqa: ARG001
+    *,
+    from_last: bool = False,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(added), torch.empty_like(first)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: object) -> None:  # noqa: ARG001
+    ctx.save_for_backward(inputs[2])
+    ctx.from_last = keyword_only_inputs["from_last"]
+
+
+def _gradients(ctx: Any, states: Tensor, end: Tensor) -> tuple[Tensor | None, ...]:
+    (reset,) = ctx.saved_tensors
+    dadded, dfirst = exclusive_scan(states, end, reset, from_last=not ctx.from_last)
+    return dadded, dfirst, None
+
+
+exclusive_scan.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,68 @@
+"""The kernel of `infini_model.model.kernels.exclusive_scan`, and its launch.
+
+A program owns some elements of the states of one row, keeps their running sum in registers and
+walks over the segments. The sums of the next segments are loaded meanwhile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements of a program: 16 bytes of float32 for each of the 128 threads of 4 warps.
+BLOCK = 512
+
+
+def exclusive_scan(
+    added: Tensor, first: Tensor, reset: Tensor | None, *, from_last: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `infini_model.model.kernels.exclusive_scan`, for any floating-point dtype."""
+    added, first = added.contiguous(), first.contiguous()
+    states, end = torch.empty_like(added), torch.empty_like(first)
+    rows, size = len(first), first[:1].numel()
+    with torch.cuda.device_of(added):  # type: ignore[no-untyped-call]
+        scan[triton.cdiv(size, BLOCK), rows](
+            *(added, first, None if reset is None else reset.contiguous(), states, end),
+            *(added.size(1), size),
+            FROM_LAST=from_last,
+            BLOCK=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return states, end
+
+
+@triton.jit
+def scan(
+    added: tl.tensor,
+    first: tl.tensor,
+    reset: tl.tensor | None,
+    states: tl.tensor,
+    end: tl.tensor,
+    segments: tl.tensor,
+    size: tl.tensor,
+    FROM_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The states of some elements of one row, segment by segment."""
+    # The offset of a row or a segment may exceed 32 bits in a long context.
+    row = tl.program_id(1).to(tl.int64)
+    elements = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    within = elements < size
+    state = tl.load(first + row * size + elements, within, other=0.0)
+    border = row * (segments + 1)
+    if reset is not None:
+        emptied = tl.load(reset + border + (segments if FROM_LAST else 0))
+        state = tl.where(emptied, 0.0, state)
+    for step in tl.range(segments, num_stages=4):
+        segment = segments - 1 - step if FROM_LAST else step
+        at = (row * segments + segment) * size + elements
+        tl.store(states + at, state, within)
+        state += tl.load(added + at, within, other=0.0)
+        if reset is not None:
+            # A select, not a product with 0: what precedes a reset may be infinite.
+            emptied = tl.load(reset + border + (segment if FROM_LAST else segment + 1))
+            state = tl.where(emptied, 0.0, state)
+    tl.store(end + row * size + elements, state, within)

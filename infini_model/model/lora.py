@@ -1,0 +1,144 @@
+"""LoRA (Hu et al., arXiv 2106.09685): frozen matrices, and trained low-rank products beside some.
+
+A frozen matrix is kept in bfloat16 and cast where it is used; everything trained is float32. The
+memory's own parameters are always trained. Parameters have the names that `peft` gives them in its
+files, less a prefix.
+
+`peft` itself wraps each module that it changes, so that every name changes and a module to save is
+held twice, takes no activations wider than the weights, and imports `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from infini_model.config import LoraConfig
+from infini_model.model.layers import MEMORY_PARAMETERS
+from infini_model.model.precision import as_operand
+
+FROZEN = torch.bfloat16
+_ADAPTERS = ("lora_A.weight", "lora_B.weight")
+
+
+class CastLinear(nn.Linear):
+    """A linear layer without bias that multiplies in the dtype of its input."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Takes over the weight of `linear`."""
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features], in the dtype of `x` or of autocast."""
+        return functional.linear(x, as_operand(self.weight, x))
+
+
+class LoraLinear(CastLinear):
+    """x·Wᵀ + lora_alpha / r · x·Aᵀ·Bᵀ, with A [r, in_features] and B [out_features, r]."""
+
+    def __init__(self, linear: nn.Linear, lora: LoraConfig) -> None:
+        """Takes over the weight of `linear`; `initial_adapters` draws A and B."""
+        super().__init__(linear)
+        self.scaling = lora.lora_alpha / lora.r
+        self.lora_A = nn.Linear(self.in_features, lora.r, bias=False, device="meta")
+        self.lora_B = nn.Linear(lora.r, self.out_features, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `CastLinear.forward`."""
+        product: Tensor = self.lora_B(self.lora_A(x))
+        return super().forward(x) + product * self.scaling
+
+    def merged(self) -> Tensor:
+        """The weight of a plain linear layer that computes the same, float32."""
+        with torch.no_grad():
+            product = self.lora_B.weight @ self.lora_A.weight
+            return self.weight.float() + self.scaling * product
+
+
+class CastEmbedding(nn.Embedding):
+    """An embedding whose rows are read as float32."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        """Takes over the weight of `embedding`."""
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
+        self.weight = embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] int64 to [..., embedding_dim] float32."""
+        return super().forward(ids).float()
+
+
+def add_lora(model: nn.Module, lora: LoraConfig) -> None:
+    """Freeze `model` but for what `lora` trains, and put adapters, still on `meta`, beside it.
+
+    Vectors stay in float32 when frozen: `RMSNorm` is slow where dtypes are mixed, and they are few.
+    """
+    for name, module in [*model.named_modules()]:
+        if isinstance(module, nn.Embedding):
+            model.set_submodule(name, CastEmbedding(module))
+        elif isinstance(module, nn.Linear):
+            is_target = name.rpartition(".")[2] in lora.target_modules
+            new = LoraLinear(module, lora) if is_target else CastLinear(module)
+            model.set_submodule(name, new)
+    names = model.named_parameters(remove_duplicate=False)
+    trained = {parameter for name, parameter in names if _is_trained(name, lora)}
+    for parameter in set(model.parameters()) - trained:
+        parameter.requires_grad_(False)
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.to(FROZEN)
+
+
+def _is_trained(name: str, lora: LoraConfig) -> bool:
+    module, _, last = name.rpartition(".")
+    # As in peft, a module is saved if its name ends so: norm stands for input_layernorm as well.
+    return (
+        last in MEMORY_PARAMETERS
+        or is_adapter(name)
+        or module.endswith(tuple(lora.modules_to_save))
+    )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is A or B."""
+    return name.endswith(_ADAPTERS)
+
+
+def initial_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """A drawn from torch's global generator as `peft` does, and B zero, by name, float32.
+
+    With them the model computes what it does without. They are drawn on the CPU, so that the seed
+    decides them on any device.
+    """
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            tensors[name] = torch.zeros(parameter.shape, device="cpu")
+        if name.endswith(_ADAPTERS[0]):
+            nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5))
+    return tensors
+
+
+def merged_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+    """The parameters of the plain model that computes the same, by name.
+
+    Llama's are bfloat16, rounded once after the sum; the memory's stay as they are.
+    """
+    adapted = {
+        f"{name}.weight": module.merged()
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLinear)
+    }
+    plain = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name)
+    }
+    return {
+        name: tensor if name.endswith(MEMORY_PARAMETERS) else tensor.to(FROZEN)
+        for name, tensor in {**plain, **adapted}.items()
+    }

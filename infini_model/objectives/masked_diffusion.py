@@ -1,0 +1,120 @@
+"""Masked diffusion (LLaDA, arXiv 2502.09992): fill in the masked tokens of a window.
+
+Of a window of L tokens some are masked, and a bidirectional model predicts them from all others, at
+their own positions. Weighted as follows, the expected sum of the losses of masked tokens is an
+upper bound of the window's negative log-likelihood:
+
+- `count` draws how many tokens are masked, l from 1 to L, and weights each by L / l (equation 6).
+  Over the windows of a batch l is spread evenly, which leaves a third of the variance.
+- `time` masks each token with probability p = (1 - ε) t + ε, t uniform in [0, 1), and weights each
+  by 1 / p (equation 3, and algorithm 1).
+
+The sum is divided by the tokens that could have been masked, so the loss is in nats per token. Of a
+prompt and its answer only the answer is masked, with the end of text that closes it, and L is the
+number of its tokens; the loss is the mean over answers of what it is for each (algorithm 2). The
+noise of a window depends only on the seed and the window's key, never on batches or devices.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from infini_model.data.loading.windows import Batch
+from infini_model.model.keyed_random import hashed, spread_evenly, uniform
+from infini_model.model.llama import InfiniLlama
+from infini_model.model.loss import IGNORED, summed_loss, token_losses
+from infini_model.objectives.objective import Inputs, Reduction, shares
+
+EPSILON = 1e-3
+Noise = Literal["count", "time"]
+
+
+class MaskedDiffusion:
+    """Prediction of masked tokens; the loss is a bound of the negative log-likelihood per token.
+
+    Attributes:
+        block_length: Tokens of a block, each of which has noise of its own; None is the window.
+    """
+
+    block_length: int | None = None
+
+    def __init__(self, seed: int, mask_token_id: int, noise: Noise = "count") -> None:
+        self.seed, self.mask_token_id, self.noise = seed, mask_token_id, noise
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """Tokens 0 … L - 1 of each row, some of them masked; the labels are the masked tokens."""
+        tokens, valid, reset, keys, prompts = batch
+        length = tokens.size(2) - 1
+        ids = tokens.narrow(2, 0, length).flatten(1)
+        maskable = ids != self.mask_token_id
+        positions = torch.arange(length, device=ids.device)
+        if valid is not None:
+            # It counts the tokens that have a next one in their document; none is an empty row.
+            within = (positions <= valid.unsqueeze(2)) & (valid > 0).unsqueeze(2)
+            maskable &= within.flatten(1)
+        if prompts is not None:
+            maskable &= (positions >= prompts.unsqueeze(2)).flatten(1)
+        draw = self._draw_counts if self.noise == "count" else self._draw_times
+        blocks = maskable.view(len(ids), -1, self.block_length or length * tokens.size(1))
+        drawn, block_weights = draw(keys, blocks)
+        masked = drawn.flatten(1)
+        weights = block_weights.unsqueeze(2).expand_as(blocks).flatten(1)
+        share = None if prompts is None else shares(maskable)
+        return Inputs(
+            ids.masked_fill(masked, self.mask_token_id),
+            ids.masked_fill(~masked, IGNORED),
+            reset,
+            maskable if share is None else share,
+            (weights if share is None else weights * share).float(),
+        )
+
+    def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:
+        """The inputs of `lm_head` at all positions, [B, T, hidden]."""
+        hidden, _ = model.hidden(inputs.input_ids, reset=inputs.reset)
+        return hidden
+
+    def _hashes(self, keys: Tensor, maskable: Tensor) -> Tensor:
+        """An integer for each position of each window, int64 in the shape of `maskable`."""
+        positions = torch.arange(maskable[0].numel(), device=keys.device)
+        return hashed(self.seed, keys.unsqueeze(1), positions).view(maskable.shape)
+
+    def _draw_counts(self, keys: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
+        """Masked positions, bool [B, S, L], and the weight of each block, float64 [B, S]."""
+        lengths = maskable.sum(2)
+        blocks = torch.arange(maskable.size(1), device=keys.device)
+        counts = (spread_evenly(self.seed, keys.unsqueeze(1), blocks) * lengths).long() + 1
+        counts = torch.minimum(counts, lengths)
+        last = torch.iinfo(torch.int64).max
+        hashes = self._hashes(keys, maskable).masked_fill(~maskable, last)
+        largest = hashes.sort(2).values.gather(2, (counts - 1).clamp(min=0).unsqueeze(2))
+        masked = (hashes <= largest) & maskable
+        return masked, lengths.double() / counts.clamp(min=1)
+
+    def _draw_times(self, keys: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_draw_counts`."""
+        blocks = torch.arange(maskable.size(1), device=keys.device)
+        times = uniform(hashed(self.seed, keys.unsqueeze(1), -1 - blocks))
+        probabilities = (1.0 - EPSILON) * times + EPSILON
+        drawn = uniform(self._hashes(keys, maskable))
+        return (drawn < probabilities.unsqueeze(2)) & maskable, 1.0 / probabilities
+
+    def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
+        """Weighted cross entropy in nats; the mask token has no probability.
+
+        Logits are computed for masked positions only.
+        """
+        hidden = self.hidden(model, inputs)
+        chosen = inputs.labels != IGNORED
+        rows, targets = hidden[chosen], inputs.labels[chosen]
+        weights = None if inputs.weights is None else inputs.weights[chosen]
+        output, excluded = model.lm_head.weight, self.mask_token_id
+        if reduction == "sum":
+            return summed_loss(rows, output, targets, row_weights=weights, excluded=excluded)
+        losses = token_losses(rows, output, targets, excluded=excluded)
+        if weights is not None:
+            losses = losses * weights.to(losses.dtype)
+        zeros = torch.zeros_like(inputs.labels, dtype=losses.dtype)
+        return zeros.masked_scatter(chosen, losses)

@@ -1,0 +1,1 @@
+"""Run folders that an object store keeps for all machines: leases, copies, and their upkeep."""

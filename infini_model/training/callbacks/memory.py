@@ -1,0 +1,154 @@
+"""Whether the memory is used: gates and their gradients, its share of the output, what it gains.
+
+The probe reads a few windows of the validation sample with the memory and without it, so that the
+difference is of the same windows. It changes neither weights nor random numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from infini_model.config import Config
+from infini_model.model.inspection import findings
+from infini_model.runtime.metrics_file import Line, read_metrics
+from infini_model.training.callbacks.callback import Callback, Evaluation, Step
+from infini_model.training.parallel.sharding import gathered
+from infini_model.training.parts import Parts
+from infini_model.training.validation import Probe, probe_memory
+
+# Steps after the warm-up from which on warnings are due: before, gates have hardly moved and
+# memories are hardly trained.
+SETTLED_STEPS = 100
+
+log = logging.getLogger(__name__)
+
+
+class MemoryReports(Callback):
+    """Records the memory of the model, and warns once of each way in which it is of no use."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._config = parts, parts.config
+        self._gradients: dict[str, float] = {}
+        # The newest metrics of the run, and what they were a reason to warn of; on rank 0.
+        self._newest: Line = {}
+        self._warned: set[str] = set()
+
+    def on_start(self, step: int) -> None:
+        """Read what earlier processes of the run recorded, and so warned of."""
+        if not self._parts.world.is_main:
+            return
+        for line in read_metrics(self._parts.run_dir):
+            if line["step"] <= step:
+                self._newest |= line
+                if "validation/loss" in line:
+                    self._warned |= dict(_findings(self._newest, self._config)).keys()
+
+    def after_backward(self, step: Step) -> None:
+        """Keep the norms of the gates' gradients for `metrics`."""
+        self._gradients = {}
+        if not step.logged or step.overflowed:
+            return
+        for number, gate in enumerate(self._gates()):
+            # With a single segment the memory is never read, and its gates get no gradient.
+            if gate.grad is not None:
+                norm = gathered(gate.grad).norm().item()
+                self._gradients[f"memory/layer_{number}/gate_grad_norm"] = norm
+
+    def metrics(self, step: Step, seconds: float) -> dict[str, float]:  # noqa: ARG002
+        """`memory/layer_N/gate_mean`, `gate_min`, `gate_max` and `gate_grad_norm`."""
+        if not step.logged:
+            return {}
+        values = dict(self._gradients)
+        for layer, gate in enumerate(self._parts.model.gate_statistics(gathered)):
+            values |= {
+                f"memory/layer_{layer}/gate_mean": gate.mean,
+                f"memory/layer_{layer}/gate_min": gate.minimum,
+                f"memory/layer_{layer}/gate_max": gate.maximum,
+            }
+        self._newest |= values
+        return values
+
+    def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
+        """What the probe finds at a validation; warns of it."""
+        parts, config = self._parts, self._config
+        if evaluation.split != "validation" or config.model.memory == "none":
+            return {}
+        found: dict[str, float] = {}
+        if not _one_segment(config):
+            probe = probe_memory(
+                parts.windows[evaluation.split],
+                parts.replica,
+                parts.world,
+                batch_size=config.training.batch_size,
+                max_windows=config.evaluation.max_windows,
+            )
+            found = {} if probe is None else dict(_metrics_of(probe))
+        self._newest |= found | {"step": evaluation.step}
+        if parts.world.is_main:
+            self._warn()
+        return found
+
+    def _warn(self) -> None:
+        for kind, sentence in _findings(self._newest, self._config):
+            if kind not in self._warned:
+                log.warning("At step %d: %s", self._newest["step"], sentence)
+                self._warned.add(kind)
+
+    def _gates(self) -> list[Tensor]:
+        if self._config.model.memory == "none":
+            return []
+        layers = self._parts.model.model.layers
+        return [layer.get_parameter("self_attn.gate") for layer in layers]
+
+
+def _one_segment(config: Config) -> bool:
+    return config.packing.context_length <= config.model.segment_length
+
+
+def _metrics_of(probe: Probe) -> Iterator[tuple[str, float]]:
+    """The metrics of a probe by name; those that are not finite are left out."""
+    values = {
+        "memory/probe_loss": probe.loss,
+        "memory/probe_loss_without_memory": probe.loss + probe.gain,
+        "memory/probe_gain": probe.gain,
+        "memory/probe_gain_error": probe.error,
+    }
+    layers = zip(probe.use.mean_shares.mean(1).tolist(), probe.use.mean_norms.tolist(), strict=True)
+    for layer, (share, (kv, normaliser)) in enumerate(layers):
+        values |= {
+            f"memory/layer_{layer}/share": share,
+            f"memory/layer_{layer}/kv_norm": kv,
+            f"memory/layer_{layer}/normaliser_norm": normaliser,
+        }
+    return ((name, value) for name, value in values.items() if math.isfinite(value))
+
+
+def _findings(newest: Line, config: Config) -> Iterator[tuple[str, str]]:
+    """What the newest metrics of a run are a reason to warn of: kinds, and sentences."""
+    step, layers = int(newest["step"]), range(config.model.num_hidden_layers)
+    if config.model.memory == "none" or step < config.training.warmup_steps + SETTLED_STEPS:
+        return
+    ends = [f"memory/layer_{layer}/gate_{end}" for layer in layers for end in ("min", "max")]
+    shares = [f"memory/layer_{layer}/share" for layer in layers]
+    found: dict[str, str | None] = {}
+    if all(name in newest for name in ends):
+        gates = [_logit(newest[name]) for name in ends]
+        one_segment, start = _one_segment(config), config.model.gate_start
+        found["gates"] = findings.unmoved(gates, start, step, one_segment=one_segment)
+    if all(name in newest for name in shares):
+        found["shares"] = findings.never_read([newest[name] for name in shares])
+    if "memory/probe_gain_error" in newest:
+        gain, error = newest["memory/probe_gain"], newest["memory/probe_gain_error"]
+        found["gain"] = findings.hurts(gain, error)
+    yield from ((kind, sentence) for kind, sentence in found.items() if sentence)
+
+
+def _logit(share: float) -> float:
+    """The gate whose sigmoid is `share`; infinite where that is 0 or 1."""
+    if not 0.0 < share < 1.0:
+        return math.copysign(math.inf, share - 0.5)
+    return math.log(share / (1.0 - share))

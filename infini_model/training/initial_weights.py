@@ -1,0 +1,201 @@
+"""Pretrained weights to begin a run from: found and checked before anything else is done.
+
+The stage `weights` resolves `model.initial_weights`, a folder or a name on the hub. The run folder
+keeps what it found as `initial_weights.json`, and the ranks look nowhere else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infini_model.config import Config, ModelConfig
+from infini_model.config.tree import MODEL_SPEC
+from infini_model.data.manifest import Record, read_record, write_record
+from infini_model.runtime.errors import CheckpointError, ConfigError
+from infini_model.runtime.runs import INITIAL_WEIGHTS, weights_fingerprint
+from infini_model.runtime.stage_protocol import OnProgress
+from infini_model.runtime.storage import content_key
+from infini_model.training.run_status import saved_step
+
+ADVICE = "choose another run.name or folder"
+
+
+class InitialWeights(Record):
+    """The weights that `model.initial_weights` names.
+
+    Attributes:
+        name: The setting itself.
+        commit: Of the repository on the hub; None for a folder.
+        folder: Where config.json and the safetensors files are.
+        fingerprint: Of the content of these files: the same for a repository and a copy of it.
+        model: Shape of the model that begins from them.
+    """
+
+    name: str
+    commit: str | None
+    folder: Path
+    fingerprint: str
+    model: ModelConfig
+
+    def pinned_in(self, config: Config) -> Config:
+        """`config` with the name at this commit, for the tokenizer that `spec: model` means."""
+        pinned = str(self.folder)
+        if self.commit is not None:
+            pinned = f"{self.public_name}@{self.commit}"
+        model = config.model.model_copy(update={"initial_weights": pinned})
+        return config.model_copy(update={"model": model})
+
+    def shaped(self, config: Config) -> Config:
+        """`config` with the shape of these weights, and what is set beside them."""
+        model = self.model.model_copy(update=config.model.beside_initial_weights)
+        return config.model_copy(update={"model": model})
+
+    @property
+    def public_name(self) -> str:
+        """The repository on the hub, without a revision, or the folder."""
+        return str(self.folder) if self.commit is None else self.name.partition("@")[0]
+
+
+def find_initial_weights(config: Config, progress: OnProgress | None = None) -> InitialWeights:
+    """Fetch and check `model.initial_weights`; of the weights only the headers are read.
+
+    The files are read once for their checksums, which are remembered. `progress(done, total)`
+    counts the bytes of a download.
+
+    Raises:
+        ConfigError: There is no such folder, the tokenizer has more tokens than the embedding, or
+            the model is bidirectional and the objective causal.
+        CheckpointError: It is no Llama or LLaDA, or a tensor is missing, misshapen or quantised.
+        DataError: The hub has no such repository, revision or safetensors, or refuses them.
+        UnreachableError: The hub does not answer.
+        UserError: The disk is full.
+    """
+    # Imported late, as torch takes seconds to load and flows only need the record.
+    from infini_model.model.hf_checkpoint import is_adapter_folder
+    from infini_model.model.llama import InfiniLlama
+
+    name = config.model.initial_weights
+    if name is None:
+        raise ConfigError("model.initial_weights: is null, so there is nothing to begin from")
+    folder, commit = fetch_folder(name, "model.initial_weights", progress)
+    if is_adapter_folder(folder):
+        raise ConfigError(
+            f"model.initial_weights: {name} is a LoRA adapter; infini export --merge makes whole "
+            "weights of it"
+        )
+    changes = config.model.beside_initial_weights
+    if config.training.objective != "causal":
+        changes |= {"bidirectional": True}
+    model = InfiniLlama.check_pretrained(folder, **changes)
+    if config.training.objective == "causal" and model.bidirectional:
+        raise ConfigError(f"training.objective: causal, but {name} is bidirectional")
+    if config.training.objective == "block_diffusion" and model.memory == "none":
+        raise ConfigError(
+            f"model.memory: missing; {name} has none, and block_diffusion needs linear or delta"
+        )
+    if config.data.tokenizer.spec == MODEL_SPEC and config.data.folder is None:
+        _check_tokenizer(name, folder, model)
+    return InitialWeights(
+        name=name,
+        commit=commit,
+        folder=folder.resolve(),
+        fingerprint=_fingerprint(folder, config.run.datasets_dir),
+        model=model,
+    )
+
+
+def fetch_folder(
+    name: str, key: str, progress: OnProgress | None = None
+) -> tuple[Path, str | None]:
+    """The folder of weights that `name`, the value of `key`, means, and its commit on the hub.
+
+    Raises `ConfigError` that names `key` if it can only be a folder and is none.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder, None
+    if folder.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(f"{key}: {name} is not a folder")
+    from infini_model.data.sources.hub import fetch_weights, pin_repository, split_revision
+
+    repository, revision = split_revision(name)
+    commit = pin_repository(repository, revision, "model")
+    return fetch_weights(repository, commit, progress), commit
+
+
+def _check_tokenizer(name: str, folder: Path, model: ModelConfig) -> None:
+    from infini_model.data.tokenizers.load import load_tokenizer
+
+    size, entries = load_tokenizer(str(folder)).vocab_size, model.vocab_size or 0
+    if size > entries:
+        raise ConfigError(
+            f"data.tokenizer.spec: the tokenizer of {name} has {size} tokens, more than the "
+            f"{entries} of its embedding"
+        )
+
+
+def _fingerprint(folder: Path, datasets_dir: Path) -> str:
+    from infini_model.data.sources.fingerprints import fingerprint
+    from infini_model.model.hf_checkpoint import CONFIG, weight_files
+    from infini_model.runtime.remembered import remembered_here
+
+    paths = [folder / CONFIG, *weight_files(folder)]
+    remembered = remembered_here(datasets_dir)
+    files = fingerprint([str(path) for path in paths], remembered)
+    remembered.save()
+    content = [[path.name, file.fingerprint] for path, file in zip(paths, files, strict=True)]
+    return f"sha256:{content_key(content)}"
+
+
+def check_frozen(weights: InitialWeights, config: Config) -> None:
+    """Raise `CheckpointError` if the weights that a LoRA run does not save are gone or changed."""
+    if not weights.folder.is_dir():
+        raise CheckpointError(
+            f"{weights.folder}: is gone; training.lora needs these weights of "
+            f"model.initial_weights={weights.name} whenever the run resumes"
+        )
+    if _fingerprint(weights.folder, config.run.datasets_dir) != weights.fingerprint:
+        raise CheckpointError(
+            f"{weights.folder}: has other weights than those the run began with; {ADVICE}"
+        )
+
+
+def read_initial_weights(run_dir: Path) -> InitialWeights | None:
+    """What a run began from; None for random weights. Raises `DataError` for a damaged record."""
+    path = run_dir / INITIAL_WEIGHTS
+    return read_record(path, InitialWeights) if path.is_file() else None
+
+
+def record_initial_weights(run_dir: Path, weights: InitialWeights) -> None:
+    """Write the record that the ranks of a run read.
+
+    Raises `CheckpointError` if the run has a checkpoint that began from other weights.
+    """
+    before = weights_fingerprint(run_dir)
+    if before != weights.fingerprint and saved_step(run_dir) is not None:
+        raise CheckpointError(
+            f"{run_dir}: the run began with {before or 'random weights'}, not with "
+            f"model.initial_weights={weights.name} ({weights.fingerprint}); {ADVICE}"
+        )
+    write_record(run_dir / INITIAL_WEIGHTS, weights)
+
+
+def with_initial_weights(config: Config, run_dir: Path) -> tuple[Config, InitialWeights | None]:
+    """`config` with the shape of the run's initial weights, and these; as it is without them.
+
+    Raises `CheckpointError` if the record in the run folder is missing or of other weights.
+    """
+    name, weights = config.model.initial_weights, read_initial_weights(run_dir)
+    path = run_dir / INITIAL_WEIGHTS
+    if weights is None and name is not None:
+        raise CheckpointError(
+            f"{path}: is missing; python -m infini_model weights --config FILE "
+            f"--run-dir {run_dir} writes it"
+        )
+    if weights is None:
+        return config, None
+    if weights.name != name:
+        raise CheckpointError(
+            f"{path}: model.initial_weights is {weights.name!r}, not {name!r}; {ADVICE}"
+        )
+    return weights.shaped(config), weights

@@ -1,0 +1,87 @@
+"""The model that settings mean: its vocabulary, and what its objective decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infini_model.config import Config
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer
+from infini_model.runtime.errors import ConfigError
+
+
+class UnknownShapeError(LookupError):
+    """The settings alone do not say how large the model is; the message says what does."""
+
+
+def known_shape(config: Config) -> Config:
+    """`config` with the model that it trains, as far as the settings alone say.
+
+    A tokenizer that is yet to be trained counts with the size that it is asked for.
+
+    Raises:
+        UnknownShapeError: The model's shape comes with weights, or its vocabulary with a tokenizer,
+            that have not been read yet.
+        ConfigError: As `with_objective` does.
+    """
+    if config.model.initial_weights is not None:
+        name = config.model.initial_weights
+        raise UnknownShapeError(f"not known before the weights {name} have been read")
+    size = config.model.vocab_size or _vocabulary(config)
+    if size is None:
+        name = str(config.data.folder or config.data.tokenizer.spec)
+        raise UnknownShapeError(f"not known before the tokenizer of {name} has been read")
+    model = config.model.model_copy(update={"vocab_size": size})
+    return with_objective(config.model_copy(update={"model": model}))
+
+
+def _vocabulary(config: Config) -> int | None:
+    """The size of the tokenizer that the settings name; None if only the tokenizer itself says."""
+    if config.data.folder is not None:
+        return None
+    tokenizer = config.data.tokenizer
+    return {"bytes": ByteTokenizer.vocab_size, "train": tokenizer.vocab_size}.get(tokenizer.spec)
+
+
+def with_vocabulary(
+    config: Config, dataset_vocabulary: int, dataset_dir: Path, key: str = "model.vocab_size"
+) -> Config:
+    """`config` with `model.vocab_size` set, by default to the dataset's vocabulary size.
+
+    Raises `ConfigError` if the model's vocabulary is smaller than the dataset's. `key` is the one
+    that the model's comes from.
+    """
+    size = config.model.vocab_size
+    if size is not None and size < dataset_vocabulary:
+        raise ConfigError(
+            f"{key}: {size} is less than the vocabulary size of the dataset "
+            f"{dataset_dir}, {dataset_vocabulary}"
+        )
+    model = config.model.model_copy(update={"vocab_size": size or dataset_vocabulary})
+    return config.model_copy(update={"model": model})
+
+
+def with_objective(config: Config) -> Config:
+    """`config` with the model that its objective trains; `model.vocab_size` is known.
+
+    Diffusion needs a bidirectional model and a mask token: by default one more than the vocabulary
+    has. Masked diffusion has one segment without a memory, at least as long as the window; block
+    diffusion shifts the memory's queries by default. Raises `ConfigError` if the mask token is
+    outside the vocabulary.
+    """
+    if config.training.objective == "causal":
+        return config
+    size, mask = config.model.vocab_size or 0, config.model.mask_token_id
+    if mask is not None and mask >= size:
+        raise ConfigError(f"model.mask_token_id: {mask} is outside the vocabulary of {size} tokens")
+    added = {"vocab_size": size + 1, "mask_token_id": size} if mask is None else {}
+    model = config.model.model_copy(update=_diffusion_shape(config) | added)
+    return config.model_copy(update={"model": model})
+
+
+def _diffusion_shape(config: Config) -> dict[str, object]:
+    """The fields of the model that the objective decides."""
+    if config.training.objective == "block_diffusion":
+        shifted = config.model.memory_query_shift
+        return {"bidirectional": True, "memory_query_shift": shifted is None or shifted}
+    length = max(config.packing.context_length, config.model.segment_length)
+    return {"bidirectional": True, "segment_length": length}

@@ -1,0 +1,36 @@
+"""The clean stage: remove older datasets of a name, and what only they needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.artifacts import TableArtifact
+
+from infini_model.config import Config
+from tasks import artifacts
+from tasks.failures import reported
+from tasks.stage import STAGE, run_stage
+
+
+@task(name="clean", task_run_name="clean {config.data.name}", **STAGE)
+@reported
+def clean(config: Config) -> dict[str, Any]:
+    """Keep `data.keep` datasets of the name and those that are in use or that runs refer to.
+
+    Returns how many things of each kind were removed, and the bytes that this freed.
+    """
+    result = run_stage("clean", config, config.stages.clean)
+    log = get_run_logger()
+    for problem in result["problems"]:
+        log.warning("%s", problem)
+    counts, freed = result["counts"], result["bytes"]
+    if not counts:
+        log.info("Nothing to clean up: %s datasets are kept", config.data.keep)
+        return result
+    removed = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
+    log.info("Removed %s: %s bytes are free again", removed, f"{freed:,}")
+    rows = [{"removed": kind, "count": count} for kind, count in counts.items()]
+    description = f"{freed:,} bytes are free again"
+    artifacts.show("cleaned", TableArtifact(table=rows, description=description))
+    return result

@@ -1,0 +1,29 @@
+"""The compare stage: write the comparison of some runs, and show it in Prefect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefect import task
+
+from infini_model.evaluation.comparison.compare import Comparison, compare
+from infini_model.evaluation.comparison.writing import Files, write_comparison
+from tasks import artifacts
+from tasks.failures import reported
+from tasks.stage import STAGE
+
+
+@task(name="compare", **STAGE)
+@reported
+def compare_runs(
+    run_dirs: Sequence[Path], failures: Sequence[str], comparisons_dir: Path
+) -> tuple[Comparison, Files]:
+    """Write Markdown, HTML and a picture; `failures` are sentences on runs that are left out."""
+    comparison = compare(run_dirs, failures)
+    files = write_comparison(comparison, comparisons_dir)
+    artifacts.show_folder("comparison-folder", files.html.parent)
+    artifacts.show_report("comparison", files.markdown)
+    if files.curves is not None:
+        artifacts.show_picture("loss", files.curves)
+    return comparison, files

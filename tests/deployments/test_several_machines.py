@@ -1,0 +1,268 @@
+"""A training on several machines: what JobSet and SkyPilot are given is valid, and starts one gang.
+
+There is no cluster here: a file is checked against the schema of whoever reads it, and its command
+is run with the environment that JobSet or SkyPilot would give it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import re
+import subprocess
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import typer.main
+import yaml
+
+from flows.cli import app
+from flows.options import read
+from flows.presets import configure
+from flows.serving.deploy import HEARTBEAT_TIMEOUT
+from infini_model.config import Config
+from infini_model.training.launch.launcher import GRACE_SECONDS
+from infini_model.training.sizing.estimate import GIB
+from infini_model.training.sizing.fitting import Machine, Need
+from infini_model.training.sizing.shape import known_shape
+
+DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
+SCHEMAS = Path(__file__).with_name("schemas")
+JOBSET_TEXT = (DEPLOYMENTS / "jobset.yaml").read_text(encoding="utf-8")
+JOBSET = yaml.safe_load(JOBSET_TEXT)
+SKYPILOT = yaml.safe_load((DEPLOYMENTS / "skypilot.yaml").read_text(encoding="utf-8"))
+(NODES,) = JOBSET["spec"]["replicatedJobs"]
+JOB = NODES["template"]["spec"]
+POD = JOB["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+
+
+@functools.cache
+def schema(name: str) -> jsonschema.Draft202012Validator:
+    tree = yaml.safe_load((SCHEMAS / f"{name}.yaml").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(tree)
+    return jsonschema.Draft202012Validator(tree)
+
+
+def check(name: str, document: Mapping[str, Any]) -> None:
+    """Raise `ValidationError` for what the schema of this name refuses, or does not know."""
+    schema(name).validate(document)
+    if name != "jobset":
+        return
+    for each in document["spec"]["replicatedJobs"]:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": document["metadata"]}
+        job |= each["template"]
+        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+def keys(tree: Any, free: Collection[str], above: tuple[Any, ...] = ()) -> Iterator[tuple]:
+    """The path of every key but those of the user's own choice, in the maps named `free`."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield (*above, key)
+            if key not in free:
+                yield from keys(value, free, (*above, key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from keys(value, free, (*above, index))
+
+
+def is_accepted_misspelt(name: str, document: Mapping[str, Any], path: Sequence[Any]) -> bool:
+    """Whether the document still passes with an `x` behind the key at `path`."""
+    changed = copy.deepcopy(document)
+    *above, key = path
+    parent: Any = changed
+    for step in above:
+        parent = parent[step]
+    parent[f"{key}x"] = parent.pop(key)
+    try:
+        check(name, changed)
+    except jsonschema.ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "free"),
+    [
+        ("jobset", JOBSET, {"labels", "requests", "limits"}),
+        ("skypilot", SKYPILOT, {"envs", "volumes"}),
+    ],
+    ids=["jobset", "skypilot"],
+)
+def test_a_file_is_what_its_reader_declares_and_no_misspelt_key_passes(
+    name: str, document: dict[str, Any], free: set[str]
+) -> None:
+    check(name, document)
+    paths = list(keys(document, free))
+    assert len(paths) > 10
+    assert [path for path in paths if is_accepted_misspelt(name, document, path)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "failurePolicy", "maxRestarts"), "ten"),
+        (("spec", "failurePolicy", "rules", 0, "action"), "Restart"),
+        (("spec", "failurePolicy", "rules", 0, "onJobFailureReasons", 0), "Disruption"),
+        (("spec", "replicatedJobs", 0, "template", "spec", "parallelism"), "2"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(path: Sequence[Any], value: str) -> None:
+    changed = copy.deepcopy(JOBSET)
+    *above, key = path
+    parent: Any = changed
+    for step in above:
+        parent = parent[step]
+    parent[key] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check("jobset", changed)
+
+
+def started(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Config:
+    """The settings of the `infini train` that `command` starts in `folder`.
+
+    A script that prints its arguments stands for `infini`, in a virtual environment and, for an
+    image that has none, on the path.
+    """
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True, exist_ok=True)
+    (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    (programs / "infini").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    (programs / "infini").chmod(0o755)
+    path = os.environ["PATH"] if command[0] == "bash" else f"{programs}:{os.environ['PATH']}"
+    ended = subprocess.run(
+        command,
+        env={**environment, "PATH": path},
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    name, *words = ended.stdout.rstrip("\0").split("\0")
+    assert name == "train"
+    group: Any = typer.main.get_command(app)
+    return read(group.commands[name].make_context(name, words).params, name)
+
+
+def pod_environment(index: int) -> dict[str, str]:
+    """What the container of pod `index` finds: its own `env`, and what an indexed Job adds."""
+    name, first = JOBSET["metadata"]["name"], JOBSET["spec"]["coordinator"]
+    host = f"{name}-{first['replicatedJob']}-{first['jobIndex']}-{first['podIndex']}.{name}"
+    fields = {"metadata.annotations['jobset.sigs.k8s.io/coordinator']": host}
+    own = {
+        each["name"]: each.get("value") or fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        for each in CONTAINER["env"]
+    }
+    return {"JOB_COMPLETION_INDEX": str(index), **own}
+
+
+def expanded(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """`words` with each `$(NAME)` replaced, as Kubernetes does in command and arguments."""
+    return [re.sub(r"\$\((\w+)\)", lambda name: environment[name[1]], word) for word in words]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_pods_of_a_jobset_form_one_gang(
+    nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, edits = re.subn(r"2(?=  # nodes$)", str(nodes), JOBSET_TEXT, flags=re.MULTILINE)
+    assert edits == 3
+    edited = yaml.safe_load(text)
+    check("jobset", edited)
+    (replicated,) = edited["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert (replicated["replicas"], job["completionMode"]) == (1, "Indexed")
+    assert job["parallelism"] == job["completions"] == nodes
+    (container,) = job["template"]["spec"]["containers"]
+    for index in range(nodes):
+        environment = pod_environment(index)
+        monkeypatch.setenv("INFINI_OUTPUT_DIR", environment["INFINI_OUTPUT_DIR"])
+        command = expanded([*container["command"], *container["args"]], environment)
+        config = started(command, environment, tmp_path)
+        launch = config.launch
+        assert (launch.num_nodes, launch.node_rank) == (nodes, index)
+        assert launch.rdzv_endpoint == "infini-node-0-0.infini:29500"
+        assert (launch.gpus, config.run.name) == ("all", "first")
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert str(config.run.output_dir) in mounts
+
+
+@pytest.mark.parametrize("nodes", [1, SKYPILOT["num_nodes"]])
+def test_the_nodes_of_skypilot_form_one_gang(
+    nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINI_OUTPUT_DIR", SKYPILOT["envs"]["INFINI_OUTPUT_DIR"])
+    for rank in range(nodes):
+        environment = {
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NUM_NODES": str(nodes),
+            "SKYPILOT_NODE_IPS": "\n".join(f"10.0.0.{1 + node}" for node in range(nodes)),
+        }
+        config = started(["bash", "-c", SKYPILOT["run"]], environment, tmp_path)
+        launch = config.launch
+        assert (launch.num_nodes, launch.node_rank) == (nodes, rank)
+        assert launch.rdzv_endpoint == "10.0.0.1:29500"
+        assert (launch.gpus, config.run.name) == ("all", "first")
+        assert str(config.run.output_dir) in SKYPILOT["volumes"]
+
+
+def test_skypilot_installs_from_the_lock() -> None:
+    subprocess.run(["bash", "-n"], input=SKYPILOT["setup"], text=True, check=True)
+    (lock,) = re.findall(r"--requirement (\S+)", SKYPILOT["setup"])
+    assert (DEPLOYMENTS.parent / lock).exists()
+
+
+def test_any_failed_pod_restarts_all_and_a_disruption_does_not_count() -> None:
+    assert JOB["backoffLimit"] == 0
+    assert POD["restartPolicy"] == "Never"  # what Kubernetes demands beside a podFailurePolicy
+    (disruption,) = JOB["podFailurePolicy"]["rules"]
+    assert disruption["action"] == "FailJob"
+    assert [each["type"] for each in disruption["onPodConditions"]] == ["DisruptionTarget"]
+    # A rule of podFailurePolicy is the only thing that makes a Job fail for this reason.
+    (rule,) = JOBSET["spec"]["failurePolicy"]["rules"]
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
+
+
+def test_a_pod_has_time_to_save_a_checkpoint_and_memory_to_exchange_gradients() -> None:
+    assert POD["terminationGracePeriodSeconds"] >= GRACE_SECONDS + 30
+    mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in POD["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert set(mounts.values()) == set(volumes)
+
+
+def gibibytes(size: str) -> int:
+    return int(size.removesuffix("Gi").removesuffix("+")) * GIB
+
+
+def test_the_first_node_has_the_memory_that_production_takes() -> None:
+    gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+    assert SKYPILOT["resources"]["accelerators"].endswith(f":{gpus}")
+    (shared,) = [each["emptyDir"]["sizeLimit"] for each in POD["volumes"] if "emptyDir" in each]
+    machine = Machine("cuda", JOB["completions"] * gpus, gpus, True, 80 * GIB, 0)
+    needed = Need.of(known_shape(configure(["production"])), machine).main
+    for memory in (
+        CONTAINER["resources"]["limits"]["memory"],
+        CONTAINER["resources"]["requests"]["memory"],
+        SKYPILOT["resources"]["memory"],
+    ):
+        assert needed < gibibytes(memory) - gibibytes(shared) < 1.2 * needed
+
+
+@pytest.mark.parametrize(
+    "environment", [pod_environment(0), SKYPILOT["envs"]], ids=["jobset", "skypilot"]
+)
+def test_runs_name_their_server_and_send_heartbeats_well_before_they_are_missed(
+    environment: Mapping[str, str | None],
+) -> None:
+    assert "PREFECT_API_URL" in environment
+    seconds = int(str(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]))
+    assert 30 <= seconds <= HEARTBEAT_TIMEOUT.total_seconds() / 3

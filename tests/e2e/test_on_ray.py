@@ -1,0 +1,279 @@
+"""Partitions on a real Ray cluster of two nodes: the same bytes, whatever is killed meanwhile."""
+
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import (
+    Environment,
+    Running,
+    artifacts,
+    dataset_of,
+    eventually,
+    infini,
+    run,
+    stage,
+    tiny,
+    write_settings,
+    write_texts,
+)
+from ray_cluster import RayCluster
+from s3_server import S3Server
+from trials import Start
+
+from infini_model.data.keeping.staging import staged_dataset
+
+pytestmark = pytest.mark.story
+ROOT = Path(__file__).resolve().parents[2]
+LOST = "its worker was lost"
+
+
+@pytest.fixture(scope="module")
+def environment(s3: S3Server, session_environment: Environment) -> Environment:
+    """That of a node and of its driver: credentials come from nowhere else."""
+    return {**session_environment, **s3.environment(), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def cluster(environment: Environment) -> Iterator[RayCluster]:
+    """Two nodes of one CPU each, and the head."""
+    made = RayCluster(2, environment)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts for 18 partitions."""
+    return write_texts(tmp_path_factory.mktemp("sources"), 60, words=30_000)
+
+
+def settings_of(
+    folder: Path, sources: Path, *, stages: dict[str, Any] | None = None, **data: Any
+) -> Path:
+    """A configuration whose datasets are in `folder`."""
+    tree = tiny(sources, folder, stages=stages or {})
+    tokenizer = {"spec": "train", "vocab_size": 300}
+    tree["data"] |= {"partition_megabytes": 1, "tokenizer": tokenizer, **data}
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_settings(folder / "settings.yaml", tree)
+
+
+def on_ray(folder: Path, sources: Path, cluster: RayCluster, **data: Any) -> Path:
+    return settings_of(folder, sources, engine="ray", ray_address=cluster.address, **data)
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")}
+
+
+def finished(folder: Path) -> set[str]:
+    return {path.parent.name for path in folder.glob("datasets/.partitions/*/partition.json")}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> dict[str, bytes]:
+    """The shards that the local engine makes."""
+    folder = tmp_path_factory.mktemp("local")
+    dataset_of(settings_of(folder, sources))
+    made = shards(folder)
+    assert len(finished(folder)) == 18
+    return made
+
+
+@pytest.fixture
+def begin(tmp_path: Path, environment: Environment) -> Iterator[Any]:
+    """Start the shard stage in the background."""
+    started: list[Running] = []
+
+    def start(settings: Path) -> Running:
+        listing = stage("download", settings)["listing"]
+        command = [sys.executable, "-m", "infini_model", "shard", "--config", str(settings)]
+        log = tmp_path / f"stage-{len(started)}"
+        started.append(Running([*command, "--listing", listing], log, environment))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.end()
+
+
+def test_a_flow_on_the_cluster_makes_the_bytes_of_the_local_engine(
+    cluster: RayCluster,
+    sources: Path,
+    expected: dict[str, bytes],
+    connected: Environment,
+    environment: Environment,
+    server: str,
+    tmp_path: Path,
+) -> None:
+    command = infini("preprocess", "--config", on_ray(tmp_path, sources, cluster))
+    done = run(command, {**environment, **connected})
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert shards(tmp_path) == expected
+    assert f"making 18 partitions on the Ray cluster at {cluster.address}" in output
+    assert artifacts(server, output)["shard-progress"]["data"] == 100.0
+
+
+def test_a_killed_worker_and_a_killed_node_cost_their_partitions_alone(
+    cluster: RayCluster, sources: Path, expected: dict[str, bytes], begin: Any, tmp_path: Path
+) -> None:
+    running: Running = begin(on_ray(tmp_path, sources, cluster))
+    running.wait_for("::progress")
+    cluster.kill_worker()
+    running.wait_for(LOST)
+    cluster.kill_node()
+    try:
+        assert running.wait() == 0, running.output
+    finally:
+        cluster.add_node()
+    assert shards(tmp_path) == expected
+    # A node has one CPU, so that it makes one partition at a time.
+    assert running.output.count(LOST) == 2
+    assert "making it again" in running.output
+
+
+def test_what_the_user_can_mend_ends_the_job_in_one_line(
+    cluster: RayCluster, sources: Path, environment: Environment, tmp_path: Path
+) -> None:
+    shutil.copytree(sources, tmp_path / "texts")
+    settings = on_ray(tmp_path / "output", tmp_path / "texts", cluster, tokenizer={})
+    listing = stage("download", settings)["listing"]
+    # Tasks are under way when one of them fails.
+    (tmp_path / "texts" / "0030.txt").unlink()
+    report = stage("shard", settings, "--listing", listing, env=environment)
+    assert report["kind"] == "user"
+    assert "0030.txt: does not exist (on " in report["error"]
+    eventually(lambda: cluster.workers() == [], "the end of all tasks")
+
+
+def test_sigterm_ends_the_tasks_and_the_same_command_goes_on(
+    cluster: RayCluster, sources: Path, expected: dict[str, bytes], begin: Any, tmp_path: Path
+) -> None:
+    settings = on_ray(tmp_path, sources, cluster)
+    running: Running = begin(settings)
+    running.wait_for("::progress")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait(30) != 0
+    eventually(lambda: cluster.workers() == [], "the end of all tasks")
+    standing = finished(tmp_path)
+    assert 0 < len(standing) < 18
+    again: Running = begin(settings)
+    assert again.wait() == 0, again.output
+    assert f"{18 - len(standing)} partitions to make, {len(standing)} present" in again.output
+    assert shards(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"ray_cpus": 2}, r"data.ray_cpus: got 2: no node of "),
+        ({"device": "cuda"}, r"data.device: got 'cuda': no node of "),
+        ({"ray_memory_gigabytes": 1e6}, r"data.ray_memory_gigabytes: got 1e+06: no node of "),
+    ],
+    ids=lambda value: "",
+)
+def test_a_task_that_fits_no_node_is_refused(
+    cluster: RayCluster,
+    sources: Path,
+    environment: Environment,
+    tmp_path: Path,
+    data: dict[str, Any],
+    named: str,
+) -> None:
+    settings = on_ray(tmp_path, sources, cluster, **data)
+    listing = stage("download", settings)["listing"]
+    report = stage("shard", settings, "--listing", listing, env=environment)
+    assert report["error"].startswith(f"{named}{cluster.address}"), report
+
+
+def test_another_version_of_the_package_or_of_ray_is_refused(
+    cluster: RayCluster,
+    sources: Path,
+    environment: Environment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Ray adds the working directory to the path of its workers.
+    monkeypatch.chdir(tmp_path)
+    settings = on_ray(tmp_path / "output", sources, cluster)
+    listing = stage("download", settings)["listing"]
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "infini_model", other / "infini_model")
+    with (other / "infini_model" / "data" / "threads.py").open("a") as file:
+        file.write("# Another version.\n")
+    words = ("shard", settings, "--listing", listing)
+    report = stage(*words, env={**environment, "PYTHONPATH": str(other)})
+    assert "infini_model: is not the infini_model that started the job" in report["error"]
+    (other / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.9.9'\n")
+    report = stage(*words, env={**environment, "PYTHONPATH": f"{other}:{ROOT}"})
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert report["error"].endswith(
+        f"the cluster has Ray 2.60.0 and Python {python}, this machine Ray 2.9.9 and "
+        f"Python {python}"
+    )
+
+
+def test_nodes_share_nothing_but_an_object_store(
+    cluster: RayCluster,
+    sources: Path,
+    expected: dict[str, bytes],
+    bucket: str,
+    environment: Environment,
+    tmp_path: Path,
+) -> None:
+    settings = on_ray(tmp_path / "output", sources, cluster)
+    address = f"run.data_dir={bucket}/data"
+    done = run(
+        infini("preprocess", "--config", settings, address),
+        {**environment, "INFINI_CACHE_DIR": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "cache").glob("*/tiny-*")
+    with staged_dataset(folder):
+        found = shards(folder)
+    assert found
+    assert (
+        found.items()
+        == {
+            name.removeprefix(f"datasets/{folder.name}/"): content
+            for name, content in expected.items()
+            if folder.name in name
+        }.items()
+    )
+
+
+def test_a_dead_head_is_an_error_of_the_stage_and_another_cluster_goes_on(
+    sources: Path,
+    expected: dict[str, bytes],
+    environment: Environment,
+    start: Start,
+    tmp_path: Path,
+) -> None:
+    first = RayCluster(1, environment)
+    try:
+        settings = on_ray(tmp_path, sources, first, stages={"shard": {"retries": 0}})
+        running = start("preprocess", "--config", settings, env=environment)
+        running.wait_for("% of ")
+        first.kill_head()
+        assert running.wait(60) == 1
+    finally:
+        first.end()
+    assert running.output.splitlines()[-1].startswith("error: shard ended with status 1: ")
+    assert "Traceback" not in running.output
+    standing = finished(tmp_path)
+    assert 0 < len(standing) < 18
+    second = RayCluster(1, environment)
+    try:
+        settings = on_ray(tmp_path, sources, second)
+        done = run(infini("preprocess", "--config", settings), environment)
+    finally:
+        second.end()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(standing)} present" in done.stdout + done.stderr
+    assert shards(tmp_path) == expected

@@ -1,0 +1,262 @@
+"""Batches of windows in a store are those of the folder, whatever happens to the connection."""
+
+import functools
+import threading
+import time
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from stored_datasets import without_shards
+from streams import reading_threads, stored_stream
+
+from infini_model.config import PackingConfig
+from infini_model.data.loading import read_ahead
+from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.packing import pack
+from infini_model.data.loading.read_ahead import WINDOWS_AHEAD
+from infini_model.data.loading.validation import validation_batches
+from infini_model.data.loading.windows import Windows, open_windows
+from infini_model.data.shards.stored import objects
+from infini_model.data.shards.stored.pool import THREADS
+from infini_model.runtime.errors import DataError, ObjectMissingError, UnreachableError
+from infini_model.runtime.object_stores.object_store import ObjectStore
+
+MODES = ("packed", "document", "aligned")
+SEGMENT = 8
+RNG = np.random.default_rng(3)
+SHAPE = [RNG.integers(2, 90, 40).tolist() for _ in range(6)]
+ALL = range(len(SHAPE))
+STEPS = 12
+
+
+def windows_of(stream, mode, context=32):
+    config = PackingConfig(mode=mode, context_length=context)
+    return Windows(stream, pack(stream, config, SEGMENT), mode == "aligned", "stored")
+
+
+@pytest.fixture
+def both(tmp_path, bucket):
+    """Windows of a folder and of the same with some of its shards in a bucket."""
+
+    def make(mode="packed", absent=ALL):
+        local, stored, records = stored_stream(tmp_path, bucket, SHAPE, absent)
+        if mode != "packed":
+            stored.shards.keep_offsets()
+        return windows_of(local, mode), windows_of(stored, mode), records
+
+    return make
+
+
+def same(one, other):
+    """Whether two batches are equal bit for bit."""
+    return all(
+        (mine is None and theirs is None) or torch.equal(mine, theirs)
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+def assert_same_batches(local, stored, steps=STEPS, during=lambda step: None, **options):
+    with Loader(local, **options) as plain, Loader(stored, **options) as loader:
+        for step in range(steps):
+            during(step)
+            mine, theirs = next(plain), next(loader)
+            assert len(mine) == len(theirs)
+            assert all(same(*pair) for pair in zip(mine, theirs, strict=True))
+            assert plain.consumed == loader.consumed
+            assert loader.wait_seconds > 0
+    assert reading_threads() == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("absent", [ALL, [1, 4], [5]])
+def test_batches_are_those_of_the_folder(both, mode, absent):
+    local, stored, _ = both(mode, absent)
+    assert len(local) == len(stored)
+    options = {"batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
+    for rank in range(2):
+        assert_same_batches(local, stored, **options, rank=rank, world_size=2)
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 32 * 8 * 3, 1 << 17])
+def test_resuming_in_the_middle_gives_the_remaining_batches(both, tokens_at_once):
+    local, stored, _ = both()
+    for consumed in (8, 40, 10 * len(local) + 3):
+        assert_same_batches(
+            *(local, stored, 3),
+            batch_size=8,
+            consumed=consumed,
+            seed=1,
+            tokens_at_once=tokens_at_once,
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_validation_is_that_of_the_folder(both, mode, world_size):
+    local, stored, _ = both(mode, [0, 2, 3])
+    for rank in range(world_size):
+        found = [list(validation_batches(w, 3, rank, world_size, 20)) for w in (local, stored)]
+        assert len(found[0]) == len(found[1]) > 1
+        assert all(same(*pair) for pair in zip(*found, strict=True))
+    assert reading_threads() == 0
+
+
+def test_validation_that_is_given_up_ends_its_threads(both):
+    _, stored, _ = both()
+    batches = validation_batches(stored, 2)
+    next(batches)
+    assert reading_threads() > 0
+    batches.close()
+    assert reading_threads() == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dataset_folder_may_lack_its_shards(byte_dataset, tmp_path, bucket, mode):
+    """As `open_windows` finds it: the training split in the store, the others in the folder."""
+    folder = without_shards(byte_dataset, tmp_path / "dataset", f"{bucket}/data", ["train"])
+    packing = PackingConfig(mode=mode, context_length=64)
+    for split in ("train", "validation"):
+        local, stored = (open_windows(at, split, packing, 16) for at in (byte_dataset, folder))
+        assert stored.stream.shards.distant == (split == "train")
+        assert_same_batches(local, stored, 3, batch_size=4)
+        for number in range(0, len(local), max(1, len(local) // 5)):
+            assert local.spans(number) == stored.spans(number)
+
+
+@pytest.fixture
+def slow_reads(monkeypatch):
+    """Reads take 20 ms; how many there were, and how many at most at the same time."""
+    lock = threading.Lock()
+    counts = {"now": 0, "most": 0, "all": 0}
+    plain = ObjectStore.read_range
+
+    def read(self, *arguments):
+        with lock:
+            counts["now"] += 1
+            counts["all"] += 1
+            counts["most"] = max(counts["most"], counts["now"])
+        time.sleep(0.02)
+        try:
+            return plain(self, *arguments)
+        finally:
+            with lock:
+                counts["now"] -= 1
+
+    monkeypatch.setattr(ObjectStore, "read_range", read)
+    return counts
+
+
+def settled(reads):
+    """Wait until nothing more is read."""
+    seen = -1
+    while reads["now"] or seen != reads["all"]:
+        seen = reads["all"]
+        time.sleep(0.2)
+
+
+def test_connections_that_are_cut_are_not_noticed(both, s3):
+    local, stored, _ = both()
+
+    def cut(step):
+        s3.line.cut_after(700)
+        if step % 3 == 0:
+            s3.line.cut_all()
+
+    assert_same_batches(local, stored, 8, cut, batch_size=8, tokens_at_once=1)
+
+
+def test_a_server_that_is_gone_for_two_seconds_is_waited_for(both, s3):
+    local, stored, _ = both()
+    options = {"batch_size": 32, "seed": 2, "tokens_at_once": 1}
+    with Loader(local, **options) as plain, Loader(stored, **options) as loader:
+        assert same(next(plain)[0], next(loader)[0])
+        with s3.line.gone(2.0):
+            began = time.monotonic()
+            for _ in range(2 * WINDOWS_AHEAD // 32):
+                assert same(next(plain)[0], next(loader)[0])
+            assert time.monotonic() - began > 1
+
+
+def test_what_was_read_ahead_outlasts_an_outage(both, s3, slow_reads):
+    local, stored, _ = both()
+    options = {"batch_size": 8, "seed": 2, "tokens_at_once": 1}
+    with Loader(local, **options) as plain, Loader(stored, **options) as loader:
+        assert same(next(plain)[0], next(loader)[0])
+        settled(slow_reads)
+        with s3.line.gone(1.5):
+            began = time.monotonic()
+            for _ in range(WINDOWS_AHEAD // 8 // 2):
+                assert same(next(plain)[0], next(loader)[0])
+            assert time.monotonic() - began < 1
+
+
+def test_a_store_that_stays_away_is_the_error_of_the_loader(both, s3, bucket, monkeypatch):
+    monkeypatch.setattr(objects, "ObjectStore", functools.partial(ObjectStore, patience=0.3))
+    _, stored, _ = both()
+    with Loader(stored, batch_size=8, tokens_at_once=1) as loader:
+        next(loader)
+        s3.line.disconnect()
+        try:
+            with pytest.raises(UnreachableError, match=f"^{bucket}/.*: cannot be reached") as one:
+                list(islice(loader, 2 * WINDOWS_AHEAD // 8))
+            consumed = loader.consumed
+            with pytest.raises(UnreachableError):
+                next(loader)
+        finally:
+            s3.line.connect()
+        assert "\n" not in str(one.value)
+        assert loader.consumed == consumed
+    assert reading_threads() == 0
+
+
+def test_a_missing_object_is_the_error_of_the_loader(both, bucket):
+    _, stored, records = both()
+    ObjectStore(bucket).delete([records[2].path])
+    with Loader(stored, batch_size=8, tokens_at_once=1) as loader:
+        with pytest.raises(ObjectMissingError, match=f"{records[2].path}: not found"):
+            list(islice(loader, STEPS))
+        # Not the batch after it.
+        with pytest.raises(DataError):
+            next(loader)
+
+
+def test_as_much_is_read_ahead_as_is_said_and_no_more(both, slow_reads, monkeypatch):
+    monkeypatch.setattr(read_ahead, "WINDOWS_AHEAD", 40)
+    _, stored, _ = both()
+    with Loader(stored, batch_size=8, tokens_at_once=1) as loader:
+        for step in range(1, 6):
+            next(loader)
+            settled(slow_reads)
+            # The batches that were returned, the next one, and those that were begun.
+            assert slow_reads["all"] <= 8 * (step + 1) + 40
+        assert 8 < slow_reads["most"] <= THREADS
+        assert 0 < reading_threads() <= THREADS
+    assert reading_threads() == 0
+
+
+def test_tokens_that_wait_are_bounded(both, slow_reads, monkeypatch):
+    """In bytes, but for the next batch; those of a folder never wait."""
+    monkeypatch.setattr(read_ahead, "BYTES_AHEAD", 10 * 32 * 4)
+    local, stored, _ = both()
+    with Loader(stored, batch_size=8, tokens_at_once=1) as loader:
+        next(loader)
+        settled(slow_reads)
+        assert slow_reads["all"] <= 8 * 2 + 16
+    with Loader(local, batch_size=8) as loader:
+        list(islice(loader, 3))
+        assert reading_threads() == 0
+
+
+def test_closing_waits_for_nothing_but_the_reads_under_way(both, slow_reads):
+    _, stored, _ = both()
+    for steps in (0, 1, 3):
+        loader = Loader(stored, batch_size=8)
+        for _ in range(steps):
+            next(loader)
+        began = time.monotonic()
+        loader.close()
+        assert time.monotonic() - began < 1
+        assert reading_threads() == 0
+        loader.close()

@@ -1,0 +1,151 @@
+"""The partitions of a source are a pure function of the set of its files."""
+
+import hashlib
+from itertools import pairwise
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import listed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infini_model.data.shards.layout import divide
+from infini_model.data.sources.files import FileRange, SourceFile
+from infini_model.data.sources.formats import Reading
+from infini_model.runtime.errors import DataError
+from infini_model.runtime.remembered import Remembered
+
+TARGET = 1000
+KINDS = st.sampled_from(["txt", "md", "jsonl", "jsonl.gz", "arrow"])
+
+
+def source_file(content: int, size: int, kind: str, folder: str = "a") -> SourceFile:
+    fingerprint = hashlib.sha256(f"{content} {size}".encode()).hexdigest()
+    address = f"/{folder}/{content}.{kind}"
+    return SourceFile(address=address, bytes=size, fingerprint=fingerprint, version="1")
+
+
+FILES = st.lists(
+    st.builds(source_file, st.integers(0, 10_000), st.integers(0, 3 * TARGET), KINDS),
+    max_size=60,
+    unique_by=lambda file: file.fingerprint,
+)
+
+
+def divided(files, tmp_path, reading=None):
+    ranges = [FileRange(file=file) for file in files]
+    return divide(ranges, reading or Reading(), TARGET, Remembered(tmp_path / "remembered.json"))
+
+
+def contents(partitions):
+    """The partitions without names: what each holds."""
+    return sorted(
+        sorted((part.file.fingerprint, part.start, part.stop or -1) for part in partition.ranges)
+        for partition in partitions
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("remembered")
+
+
+@given(FILES, st.randoms())
+def test_neither_names_nor_order_matter(folder, files, rng):
+    moved = [
+        file.model_copy(update={"address": file.address.replace("/a/", "/b/"), "version": "2"})
+        for file in files
+    ]
+    rng.shuffle(moved)
+    assert contents(divided(moved, folder)) == contents(divided(files, folder))
+
+
+@given(FILES, st.sampled_from([None, "\n\n"]))
+def test_every_byte_is_in_one_partition_of_bounded_size(folder, files, separator):
+    partitions = divided(files, folder, Reading(separator=separator))
+    covered = {}
+    for partition in partitions:
+        assert partition.bytes <= TARGET or len(partition.ranges) == 1
+        for part in partition.ranges:
+            covered.setdefault(part.file.fingerprint, []).append(part)
+    assert covered.keys() == {file.fingerprint for file in files}
+    for parts in covered.values():
+        parts.sort(key=lambda part: part.start)
+        assert parts[0].start == 0
+        assert parts[-1].stop is None
+        edges = pairwise(parts)
+        assert all(before.stop == after.start for before, after in edges)
+
+
+@given(FILES)
+def test_a_file_more_touches_its_own_partitions_or_one(folder, files):
+    if not files:
+        return
+    before, after = (contents(divided(part, folder)) for part in (files[1:], files))
+    lost = [partition for partition in before if partition not in after]
+    assert len(lost) <= 1
+    kept = sum(partition in after for partition in before)
+    assert kept + len(lost) == len(before)
+    made = [partition for partition in after if partition not in before]
+    # What joins a group that has no room for it divides the group, and moves nothing else.
+    assert {part[0] for parts in made for part in parts} == {
+        files[0].fingerprint,
+        *(part[0] for parts in lost for part in parts),
+    }
+
+
+def test_equal_files_do_not_divide_for_ever(folder):
+    files = [source_file(1, 900, "txt", folder=str(number)) for number in range(5)]
+    (partition,) = divided(files, folder)
+    assert len(partition.ranges) == 5
+
+
+def write_groups(path, count, rows=10):
+    texts = [f"{number} " + "x" * 30 for number in range(count * rows)]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=rows, use_dictionary=False)
+
+
+def test_a_parquet_file_is_cut_at_row_groups_and_its_footer_is_read_once(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_groups(path, 30)
+    (part,) = listed([path])
+    partitions = divided([part.file], tmp_path)
+    assert 5 < len(partitions) < 30
+    parts = [partition.ranges[0] for partition in partitions]
+    assert (parts[0].start, parts[-1].stop) == (0, 30)
+    assert all(a.stop == b.start for a, b in pairwise(parts))
+    remembered = Remembered(tmp_path / "kept.json")
+    first = divide([part], Reading(), TARGET, remembered)
+    remembered.save()
+    path.unlink()
+    assert divide([part], Reading(), TARGET, Remembered(tmp_path / "kept.json")) == first
+    with pytest.raises(DataError, match=r"a\.parquet: does not exist"):
+        divide([part], Reading(column="other"), TARGET, remembered)
+
+
+@pytest.mark.parametrize("rows", [1, 10, 11, 95, 295, 300, 400])
+def test_a_limit_ends_in_its_row_group(tmp_path, rows):
+    write_groups(tmp_path / "a.parquet", 30)
+    (part,) = listed([tmp_path / "a.parquet"])
+    limited = part.model_copy(update={"stop": -(-rows // 10), "rows": rows})
+    partitions = divide([limited], Reading(), TARGET, Remembered(tmp_path / "x.json"))
+    parts = sorted((partition.ranges[0] for partition in partitions), key=lambda p: p.start)
+    counts = [(part.stop - part.start) * 10 if part.rows is None else part.rows for part in parts]
+    assert sum(counts) == min(rows, 300)
+
+
+def test_a_parquet_file_without_row_groups_makes_no_partition(tmp_path):
+    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("text", pa.string())])):
+        pass
+    (part,) = listed([tmp_path / "a.parquet"])
+    assert divided([part.file], tmp_path) == []
+
+
+def test_a_missing_column_or_a_damaged_footer_is_named(tmp_path):
+    write_groups(tmp_path / "a.parquet", 1)
+    with pytest.raises(DataError, match=r"a\.parquet: has no column 'body'; it has: text"):
+        divided([listed([tmp_path / "a.parquet"])[0].file], tmp_path, Reading(column="body"))
+    (tmp_path / "b.parquet").write_text("no")
+    with pytest.raises(DataError, match=r"b\.parquet: cannot be read"):
+        divided([listed([tmp_path / "b.parquet"])[0].file], tmp_path)

@@ -1,0 +1,146 @@
+"""A split of many shards: opened at once, mapped as needed, and never more than a process may."""
+
+import dataclasses
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streams import numbered_stream, record, write_shard
+
+from infini_model.config import PackingConfig
+from infini_model.data.loading.packing import pack
+from infini_model.data.shards.shard_files import MAX_MAPPED, ShardFiles, map_shard
+from infini_model.data.shards.stream import TokenStream
+from infini_model.runtime.errors import DataError
+
+INT32 = np.dtype(np.int32)
+MANY = 20_000
+
+
+@pytest.fixture(scope="module")
+def many_shards(tmp_path_factory):
+    """A folder of links to one shard of ten documents, and their records."""
+    folder = tmp_path_factory.mktemp("many")
+    first = write_shard(folder / "00000", np.arange(30, dtype=np.int32), [3] * 10)
+    shards = [dataclasses.replace(first, file=f"{number:05d}") for number in range(MANY)]
+    for shard in shards[1:]:
+        os.link(folder / "00000", folder / shard.file)
+    return folder, shards
+
+
+def mapped(folder):
+    """How many mappings of files in `folder` this process has."""
+    return Path("/proc/self/maps").read_text().count(f"{folder}/")
+
+
+def opened(folder):
+    """How many of its file descriptors are of files in `folder`."""
+    links = Path("/proc/self/fd").iterdir()
+    return sum(os.path.realpath(link).startswith(f"{folder}/") for link in links)
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("packed", 2), ("document", 6), ("aligned", 6)])
+def test_a_hundred_thousand_shards_open_in_seconds(many_shards, mode, seconds):
+    """Here a fifth of them, in a fifth of the processor time.
+
+    A pass over all documents takes less than two seconds too, but not on a busy machine.
+    """
+    folder, shards = many_shards
+    config = PackingConfig(mode=mode, context_length=2)
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        stream = TokenStream(ShardFiles(folder, shards, INT32), 0)
+        packing = pack(stream, config, 2)
+        took.append(time.process_time() - began)
+        assert packing.windows == (MANY * 30 - 1) // 2 if mode == "packed" else MANY * 10
+    assert min(took) < seconds * MANY / 100_000
+    assert mapped(folder) == opened(folder) == 0
+
+
+def test_shards_stay_mapped_up_to_a_bound_and_none_stays_open(many_shards):
+    folder, shards = many_shards
+    stream = TokenStream(ShardFiles(folder, shards, INT32), 0)
+    rows = stream.gather(np.arange(MANY) * 30, 30)
+    assert np.array_equal(rows, np.tile(np.arange(30), (MANY, 1)))
+    assert mapped(folder) == MAX_MAPPED
+    assert opened(folder) == 0
+    del stream
+    assert mapped(folder) == 0
+
+
+def test_arrays_outlive_the_mapping_of_their_shard(tmp_path):
+    stream = numbered_stream(tmp_path, [[3], [2], [4]], max_mapped=1)
+    documents = [stream.document(number) for number in range(3)]
+    assert [document.tolist() for document in documents] == [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=9), min_size=1, max_size=9).filter(any),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.data(),
+)
+def test_gathering_reads_the_concatenated_tokens(tmp_path_factory, shape, bound, length, data):
+    stream = numbered_stream(tmp_path_factory.getbasetemp(), shape, max_mapped=bound)
+    flat = [size for sizes in shape for size in sizes]
+    assert np.concatenate(list(stream.lengths())).tolist() == flat
+    starts = np.array(data.draw(st.lists(st.integers(0, stream.tokens - 1), max_size=9)), np.int64)
+    expected = np.minimum(starts[:, None] + np.arange(length), stream.tokens - 1) + 1
+    assert np.array_equal(stream.gather(starts, length), expected)
+
+
+def test_threads_may_read_the_same_stream(tmp_path):
+    stream = numbered_stream(tmp_path, [[5, 7, 9]] * 20, max_mapped=2)
+    starts = np.random.default_rng(0).integers(0, stream.tokens - 6, (200, 8))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda each: stream.gather(each, 6), starts))
+    assert np.array_equal(np.stack(found), starts[:, :, None] + np.arange(6) + 1)
+
+
+def test_shards_with_other_headers_are_read_as_well(tmp_path):
+    """The header of one shard is taken for that of the next only if it is the same."""
+    values = {"a": np.arange(6, dtype=np.int32), "b": np.arange(6, dtype=np.uint16)}
+    shards = [write_shard(tmp_path / name, part, [1, 2, 3]) for name, part in values.items()]
+    files = ShardFiles(tmp_path, [*shards, shards[0], shards[1]], INT32)
+    assert np.concatenate(list(files.lengths())).tolist() == [1, 2, 3] * 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bytes": 9}, "has .* bytes, the manifest says 9"),
+        ({"file": "gone"}, "gone: is missing"),
+        ({"documents": 2}, "has 3 documents, the manifest says 2"),
+        ({"tokens": 7}, "has 6 tokens, the manifest says 7"),
+    ],
+)
+def test_a_shard_that_differs_from_the_manifest_is_named(tmp_path, changed, message):
+    shard = write_shard(tmp_path / "shard", np.arange(6, dtype=np.int32), [1, 2, 3])
+    with pytest.raises(DataError, match=message) as caught:
+        _ = ShardFiles(tmp_path, [dataclasses.replace(shard, **changed)], INT32)[0]
+    assert str(tmp_path) in str(caught.value)
+    if "documents" in changed:
+        with pytest.raises(DataError, match=message):
+            list(ShardFiles(tmp_path, [dataclasses.replace(shard, **changed)], INT32).lengths())
+
+
+@pytest.mark.parametrize(
+    ("keep", "garbage"),
+    [(0, False), (0, True), (100, False), (100, True), (400, False), (400, True), (650, False)],
+)
+def test_a_file_that_is_no_shard_is_named(tmp_path, keep, garbage):
+    path = tmp_path / "shard"
+    write_shard(path, np.arange(400, dtype=np.int32), [4] * 100)
+    path.write_bytes(path.read_bytes()[:keep] + b"\xab" * (2000 if garbage else 0))
+    files = ShardFiles(tmp_path, [record(path, 100, 400)], INT32)
+    for read in (lambda: files[0], lambda: list(files.lengths()), lambda: map_shard(path)):
+        with pytest.raises(DataError, match=f"{path}: ") as caught:
+            read()
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,204 @@
+"""Arrow's parser of JSON gives exactly what Python's does, and errors name the line of the file."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+from corpora import cut_file
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from infini_model.data.sources import json_lines
+from infini_model.data.sources.files import FileRange
+from infini_model.data.sources.formats import Reading, read_range
+from infini_model.data.sources.json_lines import LineError, parse_each, parse_lines
+from infini_model.data.sources.separated import Block
+from infini_model.runtime.errors import DataError
+
+ERRORS = ("fail", "skip", "replace")
+DEEP = b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+def rows(*parts: FileRange, batch_bytes: int = 1 << 20, **reading: object) -> list[str | None]:
+    return [
+        text
+        for part in parts
+        for array in read_range(part, Reading(**reading), batch_bytes)
+        for text in array.to_pylist()
+    ]
+
+
+def outcome(parse, data: bytes, errors: str, column: str = "text") -> object:
+    """The texts, or the line and the reason why there are none."""
+    try:
+        parsed = parse(Block(10, data), column, errors)
+        arrays = [parsed] if parse is parse_each else list(parsed)
+    except LineError as error:
+        return error.start, str(error)
+    for array in arrays:
+        array.validate(full=True)
+    return [text for array in arrays for text in array.to_pylist()]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("text", max_size=4), inner),
+    max_leaves=5,
+)
+# Valid lines, written as different programs do.
+LINES = st.builds(
+    lambda row, ascii_, space: json.dumps(
+        row, ensure_ascii=ascii_, separators=(",", ":" + space)
+    ).encode("utf-8", "surrogatepass"),
+    st.fixed_dictionaries(
+        {"text": st.text(max_size=8) | VALUES}, optional={"id": VALUES, "a": VALUES}
+    ),
+    st.booleans(),
+    st.sampled_from(["", " "]),
+)
+TOKENS = [
+    *(b"{", b"}", b"[", b"]", b",", b":", b'"', b'"text"', b'"text":', b'{"text":"a"', b"\\"),
+    *(b'{"text":"a"}', b'{"text":"a"', b'"x":', b"null", b"true", b"1", b"-", b"01", b"1e999"),
+    *(
+        b"NaN",
+        b"-NaN",
+        b"Inf",
+        b"-Inf",
+        b"Infinity",
+        b"-Infinity",
+        b"\\ud83e",
+        b"\\udd8a",
+        b"\\u0000",
+    ),
+    *(b"\n", b"\r\n", b"\r", b" ", b"\t", b"\x0b", b"\x0c", b"\0", b"\x1f", b"\x7f", b"a", b"/"),
+    *(b"\xef\xbb\xbf", b"\xff", b"\xc3", b"\xa9", b"\xed\xa0\x80", b"\xe2\x80\xa8", b"9" * 30),
+]
+SOUP = st.lists(st.sampled_from(TOKENS), max_size=12).map(b"".join)
+
+
+@st.composite
+def mutated(draw) -> bytes:
+    """A valid line with a few bytes replaced, inserted or left out."""
+    line = draw(LINES)
+    for _ in range(draw(st.integers(1, 2))):
+        at = draw(st.integers(0, len(line)))
+        line = (
+            line[:at] + draw(st.sampled_from([*TOKENS, b""])) + line[at + draw(st.integers(0, 2)) :]
+        )
+    return line
+
+
+BLOCKS = st.lists(LINES | LINES | mutated() | SOUP, max_size=5).map(b"\n".join)
+
+
+@settings(max_examples=600, deadline=None)
+@given(BLOCKS, st.sampled_from(ERRORS), st.sampled_from(["text", "x", "a"]))
+@example(b'{"text":"a"}{"text":"b"}\n{"text":"c","x":{}\n}', "fail", "text")
+@example(b'{"text":"a","text":"b"}\n{"text":"a","text":null}', "fail", "text")
+@example(b'{"text":"a","x":-NaN}', "fail", "text")
+@example(b'{"text":"a","x":[Inf]}', "fail", "text")
+@example(b'{"text":"a","x":1e999}\n{"text":"b","x":NaN}', "fail", "text")
+@example(b'\xef\xbb\xbf{"text":"a"}', "fail", "text")
+@example(b'{"text":null}\n{"x":1}', "skip", "text")
+@example(b'\r\n{"text":"a"}\r\n\r\n\n{"text":"b"}\n\x0c\n', "fail", "text")
+@example(b'{"te\\u0078t":"a\\u0000b"}', "fail", "text")
+@example(b'{"text":"a","x":"\xff"}', "skip", "text")
+@example(b'{"text":"a","x":' + b"9" * 5000 + b"}", "fail", "text")
+@example(b'{"text":"a"}\0', "fail", "text")
+@example(b"[" * 100_000, "fail", "text")
+@example(DEEP, "fail", "text")
+@example(DEEP + b"\n{}", "fail", "text")
+@example(DEEP.replace(b'"text"', b'"other"'), "fail", "text")
+def test_both_parsers_agree(data, errors, column):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lines, "HALVED_BYTES", 8)
+        fast = outcome(parse_lines, data, errors, column)
+    assert fast == outcome(parse_each, data, errors, column)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(LINES, max_size=8))
+def test_arrow_reads_what_is_usual(lines):
+    is_usual = all(isinstance(json.loads(line)["text"], str) for line in lines)
+    data = b"\n".join(lines)
+    try:
+        data.decode()
+        json.dumps([json.loads(line) for line in lines], ensure_ascii=False).encode()
+    except UnicodeError:
+        is_usual = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lines, "parse_each", lambda *_: pytest.fail("read by Python"))
+        if is_usual:
+            assert outcome(parse_lines, data, "fail") == [
+                json.loads(line)["text"] for line in lines
+            ]
+
+
+def test_limits_of_python_are_not_those_of_a_line():
+    long = b'{"text": "b", "x": ' + b"9" * 5000 + b"}"
+    assert outcome(parse_each, DEEP + b"\n" + long, "fail") == ["a", "b"]
+    nested = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for parse in (parse_each, parse_lines):
+        assert outcome(parse, nested, "fail") == (10, "is not JSON: it is nested too deeply")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.text("ab\né{}\"'\\", max_size=12), max_size=8),
+    st.sampled_from([b"\n", b"\r\n", b"\n\n"]),
+    st.lists(st.integers(1, 200), max_size=4, unique=True).map(sorted),
+    st.integers(1, 60),
+)
+def test_a_line_belongs_to_the_range_in_which_it_begins(folder, texts, end, cuts, batch_bytes):
+    path = folder / "a.jsonl"
+    lines = [json.dumps({"text": text}).encode() + end for text in texts]
+    path.write_bytes(b"".join(lines))
+    begin, expected = 0, {}
+    for line, text in zip(lines, texts, strict=True):
+        expected.setdefault(sum(cut <= begin for cut in cuts), []).append(text)
+        begin += len(line)
+    for number, part in enumerate(cut_file(path, *cuts)):
+        assert rows(part, batch_bytes=batch_bytes) == expected.get(number, [])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("json")
+
+
+@pytest.mark.parametrize(
+    "bad", [b'{"text": "a\xff"}', b'{"text": "a\\ud800"}', b'{"text": 5}', b"{}"]
+)
+def test_errors_name_the_line_of_the_file(tmp_path, bad):
+    lines = [json.dumps({"text": f"line {number}"}).encode() for number in range(1, 501)]
+    lines[311:311] = [b"", bad]
+    data = b"\n".join(lines)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(data)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
+    ranges = cut_file(path, len(data) // 4, len(data) // 2, 3 * len(data) // 4)
+    for batch_bytes in (100, 1 << 20):
+        for parts in (ranges, cut_file(path), cut_file(tmp_path / "a.jsonl.gz")):
+            with pytest.raises(DataError, match=r"a\.jsonl(\.gz)?, line 313: "):
+                rows(*parts, batch_bytes=batch_bytes)
+
+
+def test_files_of_several_members_are_read_to_the_end(tmp_path):
+    lines = [json.dumps({"text": f"{number} " * 50}).encode() + b"\n" for number in range(3000)]
+    halves = b"".join(lines[:1700]), b"".join(lines[1700:])
+    for name, compress in (("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)):
+        path = tmp_path / name
+        path.write_bytes(b"".join(map(compress, halves)))
+        assert rows(*cut_file(path), batch_bytes=10_000) == [f"{n} " * 50 for n in range(3000)]
+        with pytest.raises(ValueError, match="only whole"):
+            rows(*cut_file(path, 100))
+
+
+def test_only_the_first_rows_are_read_if_they_are_limited(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": str(number)}) + "\n\n" for number in range(100)))
+    for limit in (1, 7, 100, 200):
+        part = cut_file(path)[0].model_copy(update={"rows": limit})
+        assert rows(part, batch_bytes=100) == [str(number) for number in range(min(limit, 100))]

@@ -1,0 +1,135 @@
+"""Compiled layers: one compilation for all of them, no graph break, the numbers of plain layers."""
+
+import functools
+
+import pytest
+import torch
+from tiny_models import draw_memory_parameters, tiny_config
+from torch._dynamo.utils import counters
+
+from infini_model.model.generation.causal import generate
+from infini_model.model.kernels import compiled
+from infini_model.model.kernels.compiled import resolve_compile
+from infini_model.model.kernels.local_attention import can_be_compiled
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import ConfigError
+
+LAYERS, SEGMENT = 3, 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch, each_device):
+    """Nothing compiled yet; on a CPU without generated code, which takes many seconds to build."""
+    if each_device.type == "cpu":
+        traced = functools.partial(torch.compile, backend="aot_eager")
+        monkeypatch.setattr(torch, "compile", traced)
+    compiled._compiled.cache_clear()
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    compiled._compiled.cache_clear()
+    torch.compiler.reset()
+
+
+def build(device, **changes):
+    torch.manual_seed(0)
+    model = InfiniLlama(tiny_config(num_hidden_layers=LAYERS, segment_length=SEGMENT, **changes))
+    draw_memory_parameters(model)
+    return model.to(device)
+
+
+def step(model, tokens=14, seed=0, starts=False, products=None):
+    """The loss and all gradients, of two rows whose last segment is not full."""
+    device = model.lm_head.weight.device
+    ids = torch.randint(11, (2, tokens + 1), generator=torch.Generator().manual_seed(seed))
+    ids, reset = ids.to(device), None
+    if starts:
+        reset = torch.zeros(2, -(-tokens // SEGMENT), dtype=torch.bool, device=device)
+        reset[seed % 2, 2] = True
+    with torch.autocast(device.type, products, enabled=products is not None):
+        loss = model(ids[:, :-1], labels=ids[:, 1:], reset=reset).loss
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def assert_close(ours, theirs, tolerance):
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("memory", "starts", "products", "tolerance"),
+    [("delta", True, None, 1e-5), ("linear", True, torch.bfloat16, 5e-2)],
+)
+def test_they_give_the_numbers_of_plain_layers(each_device, memory, starts, products, tolerance):
+    model = build(each_device, memory=memory)
+    options = {"starts": starts, "products": products}
+    expected = [step(model, seed=seed, **options) for seed in range(2)]
+    model.model.compile_layers()
+    assert_close(step(model, **options), expected[0], tolerance)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert_close(step(model, seed=1, **options), expected[1], tolerance)
+
+
+def score(model):
+    """Logits of batches of two shapes, and the tokens that follow prompts of different lengths."""
+    model.eval()
+    ids = torch.arange(10).reshape(2, 5).to(model.lm_head.weight.device)
+    with torch.no_grad():
+        logits = [model(ids).logits, model(ids[:1, :3]).logits]
+    text = generate(model, [[1, 2, 3, 4, 5, 6], [7]], max_new_tokens=9, temperature=0.0)
+    model.train()
+    return logits, text
+
+
+def test_they_compile_once_and_other_passes_are_those_of_plain_layers(each_device):
+    """Recomputation in the backward pass takes the same code, and gives the same bits."""
+    model = build(each_device)
+    expected = [step(model, seed=seed) for seed in range(3)]
+    logits, text = score(model)
+    model.model.compile_layers()
+    assert_close(step(model), expected[0], 1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        kept = [step(model, seed=seed) for seed in (1, 2)]
+        found, found_text = score(model)
+        model.model.gradient_checkpointing = True
+        again = [step(model, seed=seed) for seed in (1, 2)]
+    for ours, theirs, plain in zip(again, kept, expected[1:], strict=True):
+        assert_close(theirs, plain, 1e-5)
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert found_text == text
+    assert all(torch.equal(one, other) for one, other in zip(found, logits, strict=True))
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_the_feed_forward(each_device):
+    model = build(each_device)
+    expected = step(model)
+    model.model.compile_layers(attention=False)
+    assert_close(step(model), expected, 1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not can_be_compiled("flash-attn-4")
+    assert all(map(can_be_compiled, ("auto", "flash", "tiled", "efficient")))
+
+
+def test_it_is_used_where_it_works_and_refused_where_something_is_missing(monkeypatch, tmp_path):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(compiled, "has_python_headers", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    monkeypatch.setenv("CC", "sh")
+    monkeypatch.setenv("CXX", "sh")
+    assert resolve_compile(None, gpu)
+    assert not resolve_compile(None, CPU)
+    assert resolve_compile(True, CPU)
+    assert not resolve_compile(False, gpu)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not resolve_compile(None, gpu)
+    with pytest.raises(ConfigError, match=r"launch\.compile: got true, but there is no C comp"):
+        resolve_compile(True, gpu)
+    with pytest.raises(ConfigError, match=r"but there is no C\+\+ compiler \(sh\)"):
+        resolve_compile(True, CPU)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert not resolve_compile(None, gpu)
+    with pytest.raises(ConfigError, match="there is no triton"):
+        resolve_compile(True, gpu)

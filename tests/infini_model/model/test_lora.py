@@ -1,0 +1,146 @@
+"""The model with adapters: what it computes, what is trained, what is merged."""
+
+import json
+
+import pytest
+import torch
+from llamas import BESIDE, write_llama
+from torch.utils.flop_counter import FlopCounterMode
+
+from infini_model.config import LoraConfig
+from infini_model.model.generation.causal import generate
+from infini_model.model.llama import InfiniLlama
+from infini_model.model.loss import summed_loss
+from infini_model.runtime.errors import CheckpointError
+from infini_model.training.callbacks.flops import flops_per_token
+
+EVERYTHING = LoraConfig(
+    r=3,
+    target_modules=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    modules_to_save=("embed_tokens", "norm"),
+)
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def llama(request, tmp_path):
+    """A Llama whose weights are exact in 16 bits."""
+    tied = {"tie_word_embeddings": request.param}
+    return write_llama(tmp_path / "llama", dtype=torch.bfloat16, **tied)
+
+
+def adapted(llama, lora, **changes):
+    """A model whose adapters do something."""
+    model = InfiniLlama.from_pretrained(llama, lora=lora, **BESIDE | changes)
+    torch.manual_seed(6)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B.weight"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), EVERYTHING])
+def test_new_adapters_change_nothing_and_frozen_matrices_take_16_bits(llama, lora):
+    tokens = torch.randint(260, (2, 40))
+    plain = InfiniLlama.from_pretrained(llama, **BESIDE)
+    model = InfiniLlama.from_pretrained(llama, lora=lora, **BESIDE)
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    model(tokens, labels=tokens).loss.backward()
+    plain(tokens, labels=tokens).loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        is_memory = name.endswith(("self_attn.gate", "memory_key_shift"))
+        is_saved = lora is EVERYTHING and ("norm" in name or "embed_tokens" in name)
+        assert parameter.requires_grad == ("lora_" in name or is_memory or is_saved)
+        assert (parameter.grad is not None) == parameter.requires_grad
+        is_wide = parameter.requires_grad or parameter.ndim == 1
+        assert parameter.dtype == (torch.float32 if is_wide else torch.bfloat16)
+        if is_memory or is_saved:
+            torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_the_seed_draws_the_adapters(llama):
+    def drawn(seed):
+        torch.manual_seed(seed)
+        model = InfiniLlama.from_pretrained(llama, lora=LoraConfig(), **BESIDE)
+        return model.get_parameter("model.layers.1.self_attn.o_proj.lora_A.weight")
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    # Uniform with the variance 1 / (3 · in_features), as in peft.
+    assert drawn(1).abs().max().item() == pytest.approx(32**-0.5, rel=0.1)
+
+
+def test_whole_tensors_are_the_merged_model(llama, tmp_path):
+    model = adapted(llama, EVERYTHING)
+    q_proj = model.model.layers[0].self_attn.q_proj
+    a, b = q_proj.lora_A.weight, q_proj.lora_B.weight
+    expected = q_proj.weight.float() + EVERYTHING.lora_alpha / EVERYTHING.r * b @ a
+    whole = model.whole_tensors()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(whole[name], expected.to(torch.bfloat16))
+    model.save_pretrained(tmp_path / "merged")
+    merged = InfiniLlama.from_pretrained(tmp_path / "merged")
+    assert merged.lora is None
+    tokens = torch.randint(260, (2, 40))
+    with torch.no_grad():
+        before = InfiniLlama.from_pretrained(llama, **BESIDE)(tokens).logits
+        ours, theirs = model(tokens).logits, merged(tokens).logits
+    rounding = (ours - theirs).abs().mean()
+    assert rounding < 0.02 * (ours - before).abs().mean()
+
+
+def test_generation_is_that_of_the_whole_sequence(llama):
+    """Caches and memories are as wide as the activations, not as the frozen weights."""
+    model = adapted(llama, LoraConfig()).eval()
+    prompt = torch.randint(260, (1, 37))
+    (new,) = generate(model, prompt.tolist(), max_new_tokens=20, temperature=0)
+    sequence = torch.cat((prompt, torch.tensor([new])), dim=1)
+    with torch.no_grad():
+        likeliest = model(sequence).logits.argmax(-1)
+    assert likeliest[0, 36:-1].tolist() == new
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_frozen_output_layer_gives_the_same_gradients_for_the_hidden_states(autocast):
+    hidden = torch.randn(7, 8, requires_grad=True)
+    frozen = torch.randn(11, 8).to(torch.bfloat16)
+    weight = frozen.float().requires_grad_()
+    targets = torch.tensor([1, 2, 3, -100, 5, 6, 10])
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for limit in (1 << 26, 22):
+            (ours,) = torch.autograd.grad(
+                summed_loss(hidden, frozen, targets, logits_at_once=limit), hidden
+            )
+            loss = summed_loss(hidden, weight, targets, logits_at_once=limit)
+            theirs, _ = torch.autograd.grad(loss, (hidden, weight))
+            assert torch.equal(ours, theirs)
+
+
+def test_the_flops_of_frozen_matrices_match_those_executed(llama):
+    lora = LoraConfig(modules_to_save=("embed_tokens",))
+    model = InfiniLlama.from_pretrained(llama, segment_length=16, memory="none", lora=lora)
+    tokens = torch.randint(260, (3, 32))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).logits.sum().backward()
+    executed = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    # A query attends to 8 keys on average, in scores and values; times 3 with backward.
+    local = 3 * 2 * 2 * 32 * 8 * 2
+    assert executed == (flops_per_token(model, 32) - local) * tokens.numel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"use_dora": True}, "use_dora is True, only False is supported"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', only 'LORA' is supported"),
+        ({"target_modules": ["wq"]}, "target_modules.0: Input should be 'q_proj'"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path names no weights"),
+    ],
+)
+def test_another_adapter_is_refused(llama, tmp_path, changes, complaint):
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(llama)} | changes)
+    )
+    with pytest.raises(CheckpointError) as caught:
+        InfiniLlama.from_pretrained(llama, adapter=tmp_path)
+    assert f"adapter_config.json: {complaint}" in str(caught.value)

@@ -1,0 +1,150 @@
+"""Block diffusion: noise of its own for each block, and the bound given the blocks before."""
+
+import itertools
+
+import pytest
+import torch
+from tiny_models import draw_memory_parameters
+from torch.nn import functional
+
+from infini_model.config import ModelConfig
+from infini_model.data.loading.windows import Batch
+from infini_model.model.llama import InfiniLlama
+from infini_model.objectives.block_diffusion import BlockDiffusion
+from infini_model.objectives.masked_diffusion import MaskedDiffusion
+from infini_model.objectives.objective import LossModule
+
+VOCABULARY, LENGTH, BLOCKS = 12, 4, 6
+MASK = VOCABULARY - 1
+NOISES = pytest.mark.parametrize("noise", ["count", "time"])
+
+
+def windows(count, blocks=BLOCKS, length=LENGTH, first_key=0):
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(MASK, (count, 1, blocks * length + 1), generator=draw)
+    return Batch(tokens, None, None, torch.arange(first_key, first_key + count))
+
+
+def masks(batch, length=LENGTH, seed=0, noise="count"):
+    """Which tokens are masked, by block, [B, S, L]."""
+    inputs = BlockDiffusion(seed, MASK, length, noise).inputs(batch)
+    return (inputs.input_ids == MASK).unflatten(1, (-1, length))
+
+
+def make_module(noise="count", length=LENGTH, **changes):
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "segment_length": length,
+        "memory_query_shift": True,
+        "bidirectional": True,
+        "mask_token_id": MASK,
+        "initializer_range": 0.3,
+    }
+    model = InfiniLlama(ModelConfig(**shape | changes)).double()
+    draw_memory_parameters(model)
+    return LossModule(model, BlockDiffusion(0, MASK, length, noise))
+
+
+@NOISES
+def test_a_window_of_one_block_is_masked_diffusion(noise):
+    batch, module = windows(8, blocks=1), make_module(noise)
+    ours, plain = module.objective.inputs(batch), MaskedDiffusion(0, MASK, noise).inputs(batch)
+    for one, other in zip(ours, plain, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    bare = InfiniLlama(module.model.config.model_copy(update={"memory": "none"})).double()
+    weights = module.model.state_dict()
+    bare.load_state_dict({name: weights[name] for name in bare.state_dict()})
+    expected = LossModule(bare, MaskedDiffusion(0, MASK, noise))(plain, "none")
+    torch.testing.assert_close(module(ours, "none"), expected)
+
+
+@NOISES
+def test_the_masks_depend_on_seed_window_and_block(noise):
+    batch = windows(64)
+    whole = masks(batch, noise=noise)
+    for part, own in zip(batch.chunk(4), whole.chunk(4), strict=True):
+        assert torch.equal(masks(part, noise=noise), own)
+    assert not torch.equal(masks(batch, seed=1, noise=noise), whole)
+    assert not torch.equal(masks(batch._replace(keys=batch.keys + 64), noise=noise), whole)
+    counts = whole.sum(2)
+    assert all((counts[:, 0] != counts[:, block]).any() for block in range(1, BLOCKS))
+
+
+def test_each_block_is_weighted_by_the_inverse_of_its_count():
+    inputs = BlockDiffusion(0, MASK, LENGTH).inputs(windows(50))
+    counts = (inputs.input_ids == MASK).unflatten(1, (-1, LENGTH)).sum(2, keepdim=True)
+    assert counts.min() >= 1
+    assert torch.allclose(counts * inputs.weights.unflatten(1, (-1, LENGTH)), torch.tensor(4.0))
+    assert inputs.counted.all()
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 64), (64, 1), (8, 8), (64, 34), (64, 64)])
+@pytest.mark.parametrize("first", [0, 12345, 1 << 33])
+def test_the_counts_are_spread_evenly_over_windows_and_blocks(rows, blocks, first):
+    counts = masks(windows(rows, blocks, 64, first), length=64).sum(2)
+    several = [counts.flatten()]
+    if rows > 1:
+        several += counts.unbind(1)
+    for each in several:
+        expected = (torch.arange(len(each)) + 0.5) * 64 / len(each)
+        assert (each.sort().values - expected).abs().max() <= 5
+
+
+def test_padding_is_seen_and_never_masked():
+    tokens = torch.randint(MASK, (2, BLOCKS, LENGTH + 1))
+    valid = torch.tensor([[4, 4, 2, 0, 0, 0], [4, 1, 4, 4, 4, 3]])
+    inputs = BlockDiffusion(0, MASK, LENGTH).inputs(Batch(tokens, valid, None, torch.arange(2)))
+    by_block = inputs.counted.unflatten(1, (-1, LENGTH)).sum(2)
+    assert by_block.tolist() == [[4, 4, 3, 0, 0, 0], [4, 2, 4, 4, 4, 4]]
+    assert not ((inputs.labels != -100) & ~inputs.counted).any()
+
+
+@NOISES
+def test_the_loss_and_its_gradients_are_those_of_the_logits(noise):
+    module, batch = make_module(noise), windows(4)
+    reset = torch.arange(BLOCKS).expand(4, -1) == 3
+    inputs = module.objective.inputs(batch._replace(reset=reset))
+    clean = batch.tokens[:, 0, :-1]
+    logits = module.model.lm_head(module.model.noisy_hidden(inputs.input_ids, clean, reset))
+    logits[..., MASK] = -torch.inf
+    each = functional.cross_entropy(logits.mT, inputs.labels, reduction="none")
+    expected = each * inputs.weights
+    torch.testing.assert_close(module(inputs, "none"), expected)
+    parameters = list(module.parameters())
+    ours = torch.autograd.grad(module(inputs, "sum"), parameters, retain_graph=True)
+    theirs = torch.autograd.grad(expected.sum(), parameters)
+    torch.testing.assert_close(ours, theirs)
+    assert all(torch.count_nonzero(gradient) for gradient in ours)
+
+
+@NOISES
+def test_the_expected_loss_is_the_mean_over_orders_in_each_block_given_those_before(noise):
+    length, blocks, draws = 3, 3, 30_000
+    module, batch = make_module(noise, length), windows(1, blocks, length)
+    ids = batch.tokens[:, 0, :-1]
+    subsets = torch.tensor(list(itertools.product([False, True], repeat=length)))
+    masked = ids.masked_fill(subsets.repeat(1, blocks), MASK)
+    hidden = module.model.noisy_hidden(masked, ids.expand_as(masked))
+    logits = module.model.lm_head(hidden).detach()
+    logits[..., MASK] = -torch.inf
+    losses = functional.cross_entropy(logits.mT, ids.expand_as(masked), reduction="none")
+    losses = losses.unflatten(1, (blocks, length))
+    row = {tuple(subset): i for i, subset in enumerate(subsets.tolist())}
+    orders = list(itertools.permutations(range(length)))
+    total = 0.0
+    for order in orders:
+        for known in range(length):
+            hidden_ones = tuple(position not in order[:known] for position in range(length))
+            total += float(losses[row[hidden_ones], :, order[known]].sum())
+    many = Batch(batch.tokens.expand(draws, -1, -1), None, None, torch.arange(draws))
+    inputs = module.objective.inputs(many)
+    drawn = (inputs.input_ids == MASK).unflatten(1, (blocks, length))
+    chosen = (drawn * torch.tensor([4, 2, 1])).sum(2)
+    each = losses[chosen, torch.arange(blocks)] * drawn
+    each = (each.flatten(1) * inputs.weights).sum(1)
+    error = each.std() / draws**0.5
+    assert abs(each.mean() - total / len(orders)) < 4 * error + 1e-3 * each.mean()

@@ -1,0 +1,526 @@
+"""An object store survives what a network does to it, and says what it cannot survive."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from s3_server import CREDENTIALS, LISTED_AT_ONCE
+
+from infini_model.runtime.errors import (
+    ObjectChangedError,
+    ObjectMissingError,
+    StoreError,
+    UnreachableError,
+    UserError,
+)
+from infini_model.runtime.object_stores import object_store, requests
+from infini_model.runtime.object_stores.globs import matching
+from infini_model.runtime.object_stores.object_store import ObjectStore, Version, is_address, locate
+
+CONTENT = random.Random(5).randbytes(3_000_000)
+LEAST_PART = 5 << 20  # bytes; S3 takes none smaller, but the last
+
+
+@pytest.fixture
+def store(bucket) -> ObjectStore:
+    return ObjectStore(f"{bucket}/some/prefix")
+
+
+@pytest.fixture
+def small_requests(monkeypatch):
+    """Requests and parts so small that a small object takes several."""
+    monkeypatch.setattr(object_store, "REQUEST_BYTES", 400_000)
+    monkeypatch.setattr(object_store, "READ_AHEAD", (1 << 10, 1 << 14))
+
+
+def reading(store, key):
+    found = store.find(key)
+    return store.open(key, found.bytes, found.version)
+
+
+@pytest.mark.parametrize("key", ["a", "b/c d", "ü#%20&+=~.txt", "q*[x]?"])
+def test_what_is_written_is_found_read_listed_and_deleted(store, bucket, key):
+    version = store.write(key, b"one")
+    assert store.read(key) == (b"one", version)
+    found = store.find(key)
+    assert (found.address, found.key) == (f"{bucket}/some/prefix/{key}", key)
+    assert (found.bytes, found.version) == (3, version)
+    assert store.list_below() == [found]
+    assert store.write(key, b"two") != version
+    store.delete([key, "never written"])
+    assert store.find(key) is None
+    with pytest.raises(ObjectMissingError, match="not found"):
+        store.read(key)
+
+
+def test_a_folder_is_listed_without_its_namesakes_and_markers(store, s3, bucket):
+    for key in ("a/1", "a/b/2", "ab/3", "a0"):
+        store.write(key, b"x")
+    markers = ["some/", "some/prefix/", "some/prefix/a/", "some/prefix/a/b/"]
+    for key in markers:
+        s3.client().put_object(Bucket=bucket[5:], Key=key, Body=b"")
+    assert ObjectStore(bucket).list_below()[0].key == "some/prefix/a/1"
+    assert [each.key for each in store.list_below("a")] == ["a/1", "a/b/2"]
+    assert [each.key for each in store.list_below()] == ["a/1", "a/b/2", "a0", "ab/3"]
+    store.delete(each.key for each in store.list_below("a"))
+    for key in markers[2:]:
+        s3.client().delete_object(Bucket=bucket[5:], Key=key)
+    assert [each.key for each in store.list_below()] == ["a0", "ab/3"]
+    assert ObjectStore(f"{bucket}/other").list_below() == []
+
+
+def test_more_objects_than_one_answer_lists(store):
+    keys = [f"{number:04d}" for number in range(LISTED_AT_ONCE * 2 + 5)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: store.write(key, b""), keys))
+    assert [each.key for each in store.list_below()] == keys
+    store.delete(keys)
+    assert store.list_below() == []
+
+
+NAMES = [
+    "a.txt",
+    "b.md",
+    "x/a.txt",
+    "x/y/c.txt",
+    "x/y/.h.txt",
+    ".d/e.txt",
+    "x/.g/e.txt",
+    "xy/[1].txt",
+]
+PATTERNS = [
+    *("*", "*.txt", "**", "**/*.txt", "x/**/*.txt", "x/*/c.txt", "x/**", "**/y/*", "[ab].*"),
+    *(".d/*", "**/.*", "x*/*", "xy/[[]1].txt", "?.txt", "x/y/**/**/c.txt", "nothing/*", "a.txt"),
+]
+
+
+def test_a_glob_matches_what_it_matches_on_a_disk(bucket, tmp_path):
+    store = ObjectStore(f"{bucket}/root")
+    for name in NAMES:
+        store.write(name, b"x")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    for pattern in PATTERNS:
+        local = glob.glob(pattern, root_dir=tmp_path, recursive=True)  # noqa: PTH207
+        expected = sorted(name for name in local if (tmp_path / name).is_file())
+        found = [each.address for each in matching(f"{bucket}/root/{pattern}")]
+        assert found == [f"{bucket}/root/{name}" for name in expected], pattern
+
+
+def test_only_one_of_many_creates_an_object(store):
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda name: store.create("lease", b"%d" % name), range(16)))
+    (winner,) = [number for number, version in enumerate(made) if version is not None]
+    assert store.read("lease") == (b"%d" % winner, made[winner])
+
+
+def test_compare_and_swap(store):
+    first = store.create("lease", b"1")
+    second = store.replace("lease", b"2", first)
+    assert second is not None
+    assert store.replace("lease", b"3", first) is None
+    assert store.read("lease") == (b"2", second)
+    store.delete(["lease"])
+    assert store.replace("lease", b"3", second) is None
+    assert store.find("lease") is None
+
+
+def test_a_counter_by_compare_and_swap_loses_no_increment(store):
+    store.create("counter", b"0")
+
+    def increment(_):
+        while True:
+            content, version = store.read("counter")
+            if store.replace("counter", b"%d" % (int(content) + 1), version):
+                return
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(increment, range(20)))
+    assert store.read("counter")[0] == b"20"
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, 12_000_000])
+def test_files_go_up_and_come_back(store, tmp_path, monkeypatch, small_requests, size):
+    monkeypatch.setattr(object_store, "PART_BYTES", LEAST_PART)
+    there, back = tmp_path / "there", tmp_path / "folder" / "back"
+    content = (CONTENT * 4)[:size]
+    there.write_bytes(content)
+    version = store.upload("file", there)
+    assert store.find("file").version == version
+    digest = hashlib.sha256(content).hexdigest()
+    assert store.download("file", back, digest) == digest
+    assert back.read_bytes() == content
+    with pytest.raises(StoreError, match=r"file: is damaged: SHA-256"):
+        store.download("file", tmp_path / "other", "0" * 64)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "there"]
+
+
+def test_a_missing_local_file_is_no_failure_of_the_store(store, tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        store.upload("file", tmp_path / "gone")
+    assert not isinstance(caught.value, StoreError)
+
+
+def test_random_and_sequential_reads_are_those_of_a_file(store, small_requests, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    store.upload("file", path)
+    chance = random.Random(3)
+    with reading(store, "file") as ours, pa.OSFile(str(path)) as theirs:
+        assert ours.size() == len(CONTENT)
+        for _ in range(60):
+            if chance.random() < 0.4:
+                start = chance.randrange(len(CONTENT) + 1)
+                ours.seek(start)
+                theirs.seek(start)
+            count = chance.choice([0, 1, 100, 5_000, 900_000])
+            assert ours.read(count) == theirs.read(count)
+            assert ours.tell() == theirs.tell()
+        ours.seek(0)
+        assert ours.read() == CONTENT
+
+
+def test_a_sequential_read_takes_few_requests(store, s3):
+    store.write("lines", CONTENT)
+    requests = []
+    read_range = store.read_range
+    store.read_range = lambda *given: requests.append(given) or read_range(*given)
+    with reading(store, "lines") as file:
+        while file.read(4096):
+            pass
+    assert len(requests) < 12
+    requests.clear()
+    with reading(store, "lines") as file:
+        file.seek(2_000_000)
+        file.read(10)
+    ((_, start, stop, _),) = requests
+    assert (start, stop - start <= 10 + object_store.READ_AHEAD[0]) == (2_000_000, True)
+
+
+def test_parquet_is_read_in_place_by_several_threads(store, tmp_path):
+    table = pa.table({"text": [f"document {number}" * 20 for number in range(5_000)]})
+    pq.write_table(table, tmp_path / "p.parquet", row_group_size=500)
+    store.upload("p.parquet", tmp_path / "p.parquet")
+    with reading(store, "p.parquet") as file:
+        assert pq.ParquetFile(file).read(use_threads=True) == table
+
+    def one(group):
+        with reading(store, "p.parquet") as file:
+            return pq.ParquetFile(file).read_row_group(group)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert pa.concat_tables(pool.map(one, range(10))) == table
+
+
+def test_an_overwritten_object_is_not_read_as_the_old_one(store, small_requests):
+    store.write("o", CONTENT)
+    with reading(store, "o") as file:
+        file.read(10)
+        store.write("o", CONTENT[::-1])
+        with pytest.raises(ObjectChangedError, match=r"/o: changed while it was read; run again"):
+            file.read(1 << 20)
+    with reading(store, "o") as file:
+        store.delete(["o"])
+        with pytest.raises(ObjectMissingError, match="/o: not found"):
+            file.read(10)
+    with pytest.raises(ObjectMissingError):
+        store.open("o", 0, Version(None))
+
+
+# Where an answer is cut: in its head, at the start of its content, far inside.
+@pytest.mark.parametrize("count", [50, 1_000, 300_000])
+def test_a_connection_cut_in_the_middle(store, s3, tmp_path, small_requests, count):
+    store.write("o", CONTENT)
+    found = store.find("o")
+    s3.line.cut_after(count)
+    with store.open("o", found.bytes, found.version) as file:
+        assert file.read() == CONTENT
+    s3.line.cut_after(count)
+    store.download("o", tmp_path / "o", hashlib.sha256(CONTENT).hexdigest())
+
+
+def test_a_listing_that_is_cut(store, s3):
+    for number in range(20):
+        store.write(f"{number}", b"")
+    for count in (20, 700, 2_000):
+        s3.line.cut_after(count)
+        assert len(store.list_below()) == 20
+
+
+def test_a_conditional_put_whose_answer_is_lost_has_succeeded(store, s3):
+    """The store accepts it, the connection breaks, and the repetition finds its own object."""
+    for number in range(5):
+        s3.line.cut_after(10)
+        version = store.create(f"o{number}", b"mine")
+        assert store.read(f"o{number}") == (b"mine", version)
+        s3.line.cut_after(10)
+        second = store.replace(f"o{number}", b"mine again", version)
+        assert store.read(f"o{number}") == (b"mine again", second)
+        s3.line.cut_after(10)
+        assert store.create(f"o{number}", b"another's") is None
+
+
+def test_an_upload_that_is_cut_is_complete_and_leaves_no_parts(
+    store, s3, bucket, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(object_store, "PART_BYTES", LEAST_PART)
+    (tmp_path / "file").write_bytes(CONTENT * 4)
+    for count in (10, 200, 700):
+        s3.line.cut_after(count)
+        store.upload("file", tmp_path / "file")
+        assert store.find("file").bytes == len(CONTENT) * 4
+    # An upload of which the store's first answer is lost stays open, but empty.
+    amazon = s3.client()
+    for each in amazon.list_multipart_uploads(Bucket=bucket[5:]).get("Uploads", []):
+        of = {"Bucket": bucket[5:], "Key": each["Key"], "UploadId": each["UploadId"]}
+        assert "Parts" not in amazon.list_parts(**of)
+
+
+def use_everything(store, folder):
+    """Each kind of request once; `folder` is on this machine."""
+    (folder / "file").write_bytes(CONTENT)
+    store.upload("file", folder / "file")
+    store.write("small", b"x")
+    made = store.create("lease", folder.name.encode())
+    assert store.replace("lease", b"2" + folder.name.encode(), made) is not None
+    assert len(store.list_below()) == 3
+    with reading(store, "file") as file:
+        assert file.read() == CONTENT
+    store.download("file", folder / "back", hashlib.sha256(CONTENT).hexdigest())
+    store.delete(each.key for each in store.list_below())
+    assert store.list_below() == []
+
+
+@pytest.mark.parametrize("outage", ["gone", "hanging_up"])
+def test_a_server_that_is_away_for_a_second(store, s3, tmp_path, outage, caplog):
+    use_everything(store, tmp_path)
+    with getattr(s3.line, outage)(1.0):
+        assert store.find("nothing") is None
+    assert any("trying again" in each.message for each in caplog.records)
+    in_between = threading.Thread(
+        target=lambda: [use_everything(store, tmp_path) for _ in range(3)]
+    )
+    in_between.start()
+    time.sleep(0.1)
+    with getattr(s3.line, outage)(0.5):
+        in_between.join()
+    assert store.list_below() == []
+
+
+def test_a_server_that_falls_silent(store, s3, monkeypatch):
+    monkeypatch.setattr(requests, "SILENT_TIMEOUT", timedelta(seconds=0.3))
+    store.write("o", CONTENT)
+    with s3.line.silent(1.0), reading(store, "o") as file:
+        assert file.read() == CONTENT
+    with s3.line.silent(1.0):
+        store.list_below()
+        made = store.create("p", b"mine")
+        assert store.read("p") == (b"mine", made)
+    with s3.line.silent(1.0), pytest.raises(UnreachableError, match="no answer in time"):
+        ObjectStore(store.address, patience=0.1).read("o")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outage", ["gone", "hanging_up"])
+@pytest.mark.story
+def test_a_server_that_is_away_for_ten_seconds(store, s3, tmp_path, outage):
+    with getattr(s3.line, outage)(10.0):
+        use_everything(store, tmp_path)
+
+
+def test_a_server_that_stays_away_is_named_after_a_while(bucket, s3):
+    store = ObjectStore(f"{bucket}/x", patience=0.3)
+    version = store.write("o", CONTENT)
+    requests = [
+        lambda: store.write("o", b""),
+        lambda: store.read("o"),
+        lambda: store.find("o"),
+        lambda: store.list_below(),
+        lambda: store.create("p", b""),
+        lambda: store.open("o", len(CONTENT), version).read(),
+    ]
+    s3.line.disconnect()
+    try:
+        for request in requests:
+            began = time.monotonic()
+            with pytest.raises(UnreachableError) as caught:
+                request()
+            assert 0.25 < time.monotonic() - began < 5
+            assert isinstance(caught.value, ConnectionError)
+            assert f"{bucket}/x" in str(caught.value)
+            assert str(caught.value).endswith("cannot be reached: connection refused")
+    finally:
+        s3.line.connect()
+
+
+def refusals(bucket, s3):
+    """What is final, with a part of what must be said of it."""
+    store, gone = ObjectStore(f"{bucket}/x"), ObjectStore("s3://no-such-bucket/x")
+    yield "no such bucket", lambda: gone.read("o")
+    yield "no such bucket", lambda: gone.find("o")
+    yield "no such bucket", lambda: gone.list_below()
+    yield "no such bucket", lambda: gone.create("o", b"")
+    yield "no such bucket", lambda: gone.delete(["o"])
+    yield "no such bucket", lambda: gone.upload("o", Path(__file__))
+    yield "not found", lambda: store.read("o")
+    yield "not found", lambda: store.download("o", Path("never"))
+    yield "empty or dotted", lambda: store.read("a//b")
+    yield "empty or dotted", lambda: store.write("../b", b"")
+
+
+def denials(bucket):
+    store = ObjectStore(f"{bucket}/x")
+    yield lambda: store.read("o")
+    yield lambda: store.find("o")
+    yield lambda: store.list_below()
+    yield lambda: store.write("o", b"")
+    yield lambda: store.replace("o", b"", Version('"e"'))
+    yield lambda: store.delete(["o"])
+    yield lambda: store.upload("o", Path(__file__))
+
+
+def told(caught, caplog):
+    """All that a log could show of an error."""
+    return "".join(traceback.format_exception(caught.value)) + caplog.text + repr(caught.value)
+
+
+def test_what_is_final_is_one_line_at_once(bucket, s3, caplog):
+    caplog.set_level(logging.DEBUG)
+    began = time.monotonic()
+    for part, request in refusals(bucket, s3):
+        with pytest.raises(StoreError, match=part) as caught:
+            request()
+        assert "s3://" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert not any(secret in told(caught, caplog) for secret in CREDENTIALS.values())
+    with s3.refusing():
+        for request in denials(bucket):
+            with pytest.raises(StoreError, match=r"access denied.*check the credentials") as caught:
+                request()
+            assert f"{bucket}/x" in str(caught.value)
+            assert "\n" not in str(caught.value)
+            assert not any(secret in told(caught, caplog) for secret in CREDENTIALS.values())
+    assert time.monotonic() - began < 3
+
+
+def test_no_secret_is_told_however_a_request_fails(bucket, s3, monkeypatch, caplog, tmp_path):
+    caplog.set_level(logging.DEBUG)
+    store = ObjectStore(bucket, patience=0.2)
+    secret = CREDENTIALS["AWS_SECRET_ACCESS_KEY"]
+    settings = [
+        {"AWS_ENDPOINT_URL": f"http://user:{secret}@127.0.0.1:9"},
+        {"AWS_ENDPOINT_URL": secret},
+        {"AWS_ENDPOINT_URL": f"https://user:{secret}@127.0.0.1:{s3.line.port}"},
+        {"AWS_ALLOW_HTTP": "false"},
+        {"AWS_SECRET_ACCESS_KEY": ""},
+    ]
+    for setting in settings:
+        with monkeypatch.context() as patch:
+            for name, value in setting.items():
+                patch.setenv(name, value)
+            if "" in setting.values():
+                patch.delenv("AWS_SECRET_ACCESS_KEY")
+            with pytest.raises((UserError, UnreachableError)) as caught:
+                store.find("o")
+        assert not any(each in told(caught, caplog) for each in CREDENTIALS.values()), setting
+        assert "\n" not in str(caught.value)
+    assert repr(store) == f"ObjectStore({bucket!r})"
+    assert not any(value.encode() in pickle.dumps(store) for value in CREDENTIALS.values())
+
+
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [
+        ("s3://KEY:sEcReT@bucket/key", "holds credentials; put them into the environment"),
+        ("az://container/key?sv=2024&sig=sEcReT", "holds credentials"),
+        ("s3://bucket/key?X-Amz-Signature=sEcReT", "holds credentials"),
+        ("ftp://user:sEcReT@host/file", "unknown kind of address; takes s3:// gs:// az://"),
+        ("s3://", "names no bucket"),
+        ("s3://buck*/key", "names no bucket"),
+        ("s3://bucket/a//b", "empty or dotted folder name"),
+        ("s3://bucket/../b", "empty or dotted folder name"),
+    ],
+)
+def test_a_wrong_address_is_refused(address, complaint):
+    for use in (ObjectStore, matching, locate):
+        with pytest.raises(StoreError, match=complaint) as caught:
+            use(address)
+        assert "sEcReT" not in str(caught.value)
+
+
+def test_what_an_address_is():
+    assert all(is_address(text) for text in ("s3://b", "gs://b/k", "az://c/k/*.txt"))
+    assert not any(
+        is_address(text) for text in ("http://h/f", "/path", "s3:/b", "a/s3://b", "hf://x")
+    )
+
+
+def test_threads_share_a_store(store):
+    def one(number):
+        content = CONTENT[number : number + 100_000]
+        store.write(f"{number}", content)
+        with reading(store, f"{number}") as file:
+            return file.read() == content
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(40)))
+
+
+def test_a_spawned_process_uses_the_store_it_was_sent(store):
+    version = store.write("o", b"content")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(store.read, ("o",)) == (b"content", version)
+
+
+def test_a_forked_process_is_told_rather_than_left_hanging(store):
+    store.write("o", b"")
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            store.read("o")
+        except RuntimeError as error:
+            os.write(writes, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"spawn the process instead" in os.read(reads, 1000)
+
+
+def test_without_obstore_the_address_is_named(bucket, monkeypatch):
+    for name in ("obstore", "obstore.store", "obstore.exceptions"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setenv("AWS_REGION", "elsewhere")
+    with pytest.raises(UserError, match=rf"{bucket}: needs obstore: pip install obstore"):
+        ObjectStore(bucket).find("o")
+
+
+def test_the_other_stores_are_reached_as_their_environment_says(monkeypatch):
+    """No server here speaks their languages: a refused connection shows which host was asked."""
+    for name in [name for name in os.environ if name.startswith(("AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    azure = ObjectStore("az://container/x", patience=0.1)
+    with pytest.raises(StoreError, match=r"az://container/x/o: .*Account must be specified"):
+        azure.find("o")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
+    monkeypatch.setenv("AZURE_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AZURE_ALLOW_HTTP", "true")
+    with pytest.raises(UnreachableError, match=r"az://container/x/o: .*connection refused"):
+        azure.find("o")

@@ -1,0 +1,406 @@
+"""A run folder and its copy in a store: what goes up, what comes down, and what is never lost.
+
+Two machines are two working folders. The checkpoints are small files with a manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from commands import eventually
+from s3_server import CREDENTIALS
+
+from infini_model.config import Config, load_config
+from infini_model.runtime.claims import claim_run, resume_config
+from infini_model.runtime.errors import ConfigError, LeaseLostError, StoreError, UnreachableError
+from infini_model.runtime.holders import Holder
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.runtime.object_stores import object_store
+from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.runs import is_finished, record_evaluation, run_holder
+from infini_model.runtime.storage import atomic_folder, dump_json, sha256
+from infini_model.runtime.stored import lease, mirror, working_copy
+from infini_model.runtime.stored.copies import complete_steps, local_steps, put_folder
+from infini_model.runtime.stored.record import lease_lost
+from infini_model.runtime.stored.working_copy import refresh_runs, visited
+
+Machine = Callable[..., Config]
+UPLOAD = """
+import json, sys, time
+from pathlib import Path
+from infini_model.config import load_config
+from infini_model.runtime.claims import claim_run
+from test_working_copies import save
+config = load_config(overrides=json.loads(sys.argv[1]))
+with claim_run(config, "k1", Path("data")) as run_dir:
+    save(run_dir, 4)
+    save(run_dir, 8, size=40_000_000)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The settings of a command on a machine; all machines have the same store."""
+
+    def on(name: str, *overrides: str) -> Config:
+        monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / name))
+        places = ["run.preset=debug", f"run.output_dir={bucket}/team"]
+        return load_config(overrides=[*places, *overrides])
+
+    return on
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests give up in a second, and copies are not tried again before the next checkpoint."""
+    monkeypatch.setattr(working_copy, "PATIENCE", 1.0)
+    monkeypatch.setattr(mirror, "POLL_SECONDS", 0.02)
+
+
+def save(run_dir: Path, step: int, size: int = 100, loss: float | None = None) -> Path:
+    """A finished checkpoint, after its metrics."""
+    metrics = MetricsFile(run_dir, step - 1)
+    metrics.append(step, {"train/loss": 1.0} | ({} if loss is None else {"validation/loss": loss}))
+    metrics.close()
+    target = run_dir / "checkpoints" / f"step-{step}"
+    with atomic_folder(target) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights").write_bytes(step.to_bytes(4, "big") * (size // 4))
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+        names = ("model/weights", "state.json")
+        dump_json(folder / "manifest.json", {"sha256": {n: sha256(folder / n) for n in names}})
+    return target
+
+
+def stored(config: Config, name: str = "debug-1") -> ObjectStore:
+    return ObjectStore(f"{config.run.store}/runs/{name}")
+
+
+def steps_of(store: ObjectStore) -> set[int]:
+    return complete_steps(each.key for each in store.list_below())
+
+
+@contextmanager
+def claimed(config: Config) -> Iterator[Path]:
+    with claim_run(config, "k1", Path("data")) as run_dir:
+        yield run_dir
+
+
+def claim(config: Config) -> Path:
+    with claimed(config) as run_dir:
+        return run_dir
+
+
+def test_another_machine_finds_an_interrupted_run_and_goes_on(machine: Machine) -> None:
+    one = machine("one")
+    with claimed(one) as run_dir:
+        saved = save(run_dir, 4)
+        (run_dir / "logs").mkdir()
+        (run_dir / "logs" / "rank-0.log").write_text("line\n")
+    two = machine("two")
+    refresh_runs(two.run.runs_dir, two.run.store)
+    here = two.run.runs_dir / "debug-1"
+    assert (two.run.runs_dir / "latest").resolve() == here
+    assert not local_steps(here)
+    assert resume_config(here).run == two.run.model_copy(update={"name": "debug-1"})
+    with claimed(two) as run_dir:
+        assert run_dir == here
+        for path in (path for path in saved.rglob("*") if path.is_file()):
+            copy = here / "checkpoints" / "step-4" / path.relative_to(saved)
+            assert copy.read_bytes() == path.read_bytes()
+        assert (here / "logs" / "rank-0.log").read_text() == "line\n"
+        record_evaluation(here, two.training.max_steps, "k1", {})
+    one = machine("one")
+    assert claim(one).name == "debug-2"
+    assert is_finished(one.run.runs_dir / "debug-1")
+    hidden = [each.key for each in ObjectStore(one.run.store).list_below() if "/." in each.key]
+    assert hidden == []
+
+
+def test_who_holds_a_run_is_known_everywhere(machine: Machine) -> None:
+    with claimed(machine("one", "run.name=mine")) as run_dir:
+        two = machine("two", "run.name=mine")
+        message = rf"run\.name: .*mine is in use by process {os.getpid()}$"
+        with pytest.raises(ConfigError, match=message), claimed(two):
+            pass
+        assert run_holder(two.run.runs_dir / "mine") == run_holder(run_dir)
+        # Without a name it is another run, numbered across machines.
+        with claimed(machine("one")) as first, claimed(machine("two")) as second:
+            assert (first.name, second.name) == ("debug-1", "debug-2")
+    refresh_runs(two.run.runs_dir, two.run.store)
+    assert run_holder(two.run.runs_dir / "mine") is None
+
+
+def test_retention_holds_in_the_store_too(machine: Machine) -> None:
+    config = machine("one", "checkpoint.save_total_limit=2")
+    for begin in (1, 4):
+        with claimed(config) as run_dir:
+            for step in range(begin, begin + 3):
+                save(run_dir, step, loss=0.5 if step == 1 else 1.0)
+    assert steps_of(stored(config)) == {1, 5, 6}
+    keys = [each.key for each in stored(config).list_below("checkpoints")]
+    assert {key.split("/")[1] for key in keys} == {"step-1", "step-5", "step-6"}
+
+
+def test_the_later_checkpoint_wins_wherever_it_is(machine: Machine) -> None:
+    config = machine("one")
+    with claimed(config) as run_dir:
+        save(run_dir, 4)
+    with claimed(machine("two")) as elsewhere:
+        assert local_steps(elsewhere) == {4}
+        save(elsewhere, 8)
+    config = machine("one")
+    with claimed(config) as run_dir:
+        assert local_steps(run_dir) == {4, 8}
+    # Another machine took step 8 up, but this one has been further without telling the store.
+    with claimed(machine("two")):
+        pass
+    save(run_dir, 12)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    config = machine("one")
+    refresh_runs(config.run.runs_dir, config.run.store)
+    with claimed(config) as run_dir:
+        assert (run_dir / "metrics.jsonl").read_bytes() == before
+        assert max(local_steps(run_dir)) == 12
+    assert max(steps_of(stored(config))) == 12
+
+
+def test_a_checkpoint_without_its_record_or_with_a_damage_is_not_taken(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = machine("one", "checkpoint.save_total_limit=9")
+    with claimed(config) as run_dir:
+        for step in (2, 4, 6):
+            save(run_dir, step)
+    store = stored(config)
+    store.delete(["checkpoints/step-6/manifest.json"])
+    store.write("checkpoints/step-4/model/weights", b"damage")
+    with claimed(machine("two")) as run_dir:
+        assert local_steps(run_dir) == {2}
+    assert "step-4/model/weights: is damaged: SHA-256" in caplog.text
+    assert not list(run_dir.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "a//b"])
+def test_a_record_that_names_files_elsewhere_is_refused(machine: Machine, name: str) -> None:
+    with claimed(machine("one")) as run_dir:
+        save(run_dir, 2)
+    config = machine("two")
+    content = json.dumps({"sha256": {name: "0" * 64}}).encode()
+    stored(config).write("checkpoints/step-3/manifest.json", content)
+    with claimed(config) as run_dir:
+        assert local_steps(run_dir) == {2}
+    assert not list(run_dir.parents[3].rglob("evil"))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_store_that_is_gone_stops_nothing(
+    s3, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = machine("one")
+    with claimed(config) as run_dir:
+        save(run_dir, 2)
+        eventually(lambda: steps_of(stored(config)) == {2}, "the copy", seconds=20)
+        with s3.line.gone(6.0):
+            save(run_dir, 4)
+            eventually(lambda: "training goes on" in caplog.text, "the warning", seconds=20)
+        caplog.clear()
+        save(run_dir, 6)
+        eventually(lambda: 6 in steps_of(stored(config)), "the next copy", seconds=20)
+    assert "training goes on" not in caplog.text
+    assert "not in" not in caplog.text
+    assert steps_of(stored(config)) == {4, 6}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_could_not_be_copied_is_named_and_copied_by_the_next_command(
+    s3, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = machine("one")
+    with contextlib.ExitStack() as later:
+        with claimed(config) as run_dir:
+            save(run_dir, 2)
+            eventually(lambda: steps_of(stored(config)) == {2}, "the copy", seconds=20)
+            later.enter_context(s3.line.gone(5.0))
+            save(run_dir, 4)
+        (line,) = [each for each in caplog.messages if "not in s3://" in each]
+        assert line.startswith("debug-1: step 4 and the newest files are not in s3://bucket-")
+        assert "cannot be reached: connection refused" in line
+        assert "infini resume debug-1" in line
+    run = config.run
+    with visited(run_dir, Holder.current(run_dir, None), run.store, keep=2):
+        pass
+    assert steps_of(stored(config)) == {2, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.story
+def test_an_upload_survives_cut_connections_and_ten_seconds_without_a_server(
+    s3, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
+    config = machine("one")
+    with claimed(config) as run_dir:
+        save(run_dir, 2, size=30_000_000)
+        key = "checkpoints/step-2/model/weights"
+        eventually(lambda: bool(s3_parts(s3, config)), "the first parts", seconds=20)
+        s3.line.cut_all()
+        with s3.line.gone(10.0):
+            pass
+    assert steps_of(stored(config)) == {2}
+    local = (run_dir / key).read_bytes()
+    found = stored(config).find(key)
+    assert found is not None
+    assert stored(config).read_range(key, 0, found.bytes, found.version) == local
+
+
+def s3_parts(s3, config: Config) -> list[object]:
+    """The multipart uploads that have begun and not ended."""
+    name = str(config.run.store)[5:].split("/")[0]
+    return s3.client().list_multipart_uploads(Bucket=name).get("Uploads", [])
+
+
+def test_a_kill_in_the_middle_of_an_upload_leaves_what_was_complete(
+    s3, machine: Machine, tmp_path: Path, bucket: str
+) -> None:
+    config = machine("one")
+    overrides = json.dumps(["run.preset=debug", f"run.output_dir={bucket}/team"])
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", UPLOAD, overrides], env=os.environ | {"PYTHONPATH": path}
+    )
+    try:
+        eventually(lambda: bool(s3_parts(s3, config)), "the upload of step 8", seconds=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert local_steps(config.run.runs_dir / "debug-1") == {4, 8}
+    assert steps_of(stored(config)) <= {4}
+    with claimed(machine("two")) as run_dir:
+        assert run_dir.name == "debug-1"
+        assert local_steps(run_dir) == steps_of(stored(config))
+        save(run_dir, 6)
+    # This machine has been further, and keeps its step 8.
+    config = machine("one")
+    with claimed(config) as run_dir:
+        assert not list(run_dir.glob(".upload-*"))
+        assert max(local_steps(run_dir)) == 8
+    assert max(steps_of(stored(config))) == 8
+
+
+def test_a_lost_run_is_no_longer_written(
+    s3, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.3)
+    config = machine("one")
+    taken = lease.LeaseRecord(2, "another")
+
+    def work_while_another_takes_the_run() -> None:
+        with claimed(config) as run_dir:
+            save(run_dir, 2)
+            eventually(lambda: steps_of(stored(config)) == {2}, "the copy", seconds=20)
+            stored(config).write("lease.json", taken.dumps())
+            eventually(lambda: lease_lost(run_dir) is not None, "the loss", seconds=20)
+            save(run_dir, 4)
+
+    with pytest.raises(LeaseLostError, match="debug-1 was taken over by another process"):
+        work_while_another_takes_the_run()
+    assert steps_of(stored(config)) == {2}
+    assert lease.read_lease(stored(config))[0] == taken
+
+
+def test_a_checkpoint_does_not_count_if_the_run_was_lost_during_its_upload(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
+    store = ObjectStore(f"{bucket}/team/runs/mine", patience=5.0)
+    one, two = tmp_path / "one", tmp_path / "two"
+    first, saved = taken(store, one), save(one, 4)
+    others = []
+
+    def stall(_bytes: int) -> None:
+        """As a machine that is suspended for longer than its lease, once."""
+        if not others:
+            time.sleep(1.1)
+            others.append(taken(store, two))
+
+    assert not put_folder(store, "checkpoints/step-4", saved, stall, first.confirm)
+    assert (first.is_lost, steps_of(store)) == (True, set())
+    assert put_folder(store, "checkpoints/step-4", saved, stall, others[0].confirm)
+    assert steps_of(store) == {4}
+    first.close()
+    others[0].close()
+
+
+def taken(store: ObjectStore, run_dir: Path) -> lease.Lease:
+    run_dir.mkdir()
+    held = lease.take_lease(store, run_dir, Holder.current(run_dir, None))
+    assert held is not None
+    return held
+
+
+def test_a_store_that_refuses_is_told_at_the_start_in_one_line(s3, machine: Machine) -> None:
+    config = machine("one")
+    with s3.refusing(), pytest.raises(StoreError, match="access denied") as refused:
+        claim(config)
+    assert "\n" not in str(refused.value)
+    nowhere = config.model_copy(
+        update={"run": config.run.model_copy(update={"store": "s3://no-such-bucket-here/team"})}
+    )
+    with pytest.raises(StoreError, match="there is no such bucket"):
+        claim(nowhere)
+    assert not list(config.run.runs_dir.glob("*"))
+
+
+def test_a_store_that_is_gone_at_the_start_is_told(
+    s3, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(working_copy, "PATIENCE", 0.5)
+    with s3.line.gone(2.0), pytest.raises(UnreachableError, match="connection refused"):
+        claim(machine("one"))
+
+
+def test_no_credential_is_written_or_logged(
+    s3, machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    config = machine("one")
+    with claimed(config) as run_dir:
+        save(run_dir, 2)
+        s3.line.cut_all()
+    with s3.refusing(), contextlib.suppress(StoreError), claimed(machine("two")):
+        pass
+    content = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    content += b"".join(stored(config).read(each.key)[0] for each in stored(config).list_below())
+    for secret in CREDENTIALS.values():
+        assert secret.encode() not in content
+        assert secret not in caplog.text
+
+
+def test_machines_that_start_at_once_number_their_runs_apart(machine: Machine) -> None:
+    configs = [machine(name) for name in ("one", "two", "three")]
+    names, together = [], threading.Barrier(3)
+
+    def start(config: Config) -> None:
+        with claimed(config) as run_dir:
+            names.append(run_dir.name)
+            together.wait(30)
+
+    threads = [threading.Thread(target=start, args=(config,)) for config in configs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(names) == ["debug-1", "debug-2", "debug-3"]

@@ -1,0 +1,115 @@
+"""A training that cannot fit is refused, and the settings that are named do fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from flows.presets import configure
+from infini_model.config import Config, load_config
+from infini_model.runtime import main_memory
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.main_memory import available_memory
+from infini_model.training.sizing.estimate import GIB
+from infini_model.training.sizing.fitting import (
+    MARGIN,
+    Machine,
+    Need,
+    changed,
+    check_memory,
+    remedy,
+)
+from infini_model.training.sizing.shape import UnknownShapeError, known_shape
+
+# As NVML counts it.
+H100 = int(79.6 * GIB)
+EIGHT = Machine("cuda", 8, 8, True, H100, 512 * GIB)
+DESKTOP = Machine("cpu", 1, 1, True, 0, 16 * GIB)
+
+
+def known(preset: str, *overrides: str) -> Config:
+    return known_shape(configure([preset], overrides=overrides))
+
+
+def applied(config: Config, words: str) -> Config:
+    """The settings that a remedy names, as a user types them."""
+    return load_config(overrides=[config.model_dump(mode="json"), *words.split()])
+
+
+def test_production_fits_the_machine_that_its_first_line_names_and_not_a_single_gpu() -> None:
+    config = known("production")
+    need = check_memory(config, EIGHT)
+    assert not need.exceeds(EIGHT, MARGIN)
+    # In main memory 8 billion weights with two moments.
+    assert need.main > 12 * 8e9
+    assert not need.exceeds(replace(EIGHT, main_bytes=128 * GIB))
+    with pytest.raises(ConfigError, match=r"needs 1\d\d GiB \(weights 30, .*on \d+ such GPUs wou"):
+        check_memory(config, replace(EIGHT, processes=1, local=1))
+    with pytest.raises(
+        ConfigError, match=r"not enough memory: .*; launch.strategy=fsdp would fit;"
+    ):
+        check_memory(known("production", "launch.strategy=ddp"), EIGHT)
+
+
+def test_a_training_that_cannot_fit_runs_by_force_alone() -> None:
+    config = known("production")
+    with pytest.raises(ConfigError, match=r"launch\.force=true"):
+        check_memory(config, DESKTOP)
+    forced = applied(config, "launch.force=true")
+    assert check_memory(forced, DESKTOP).exceeds(DESKTOP)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine"),
+    [
+        (["training.batch_size=48"], DESKTOP),
+        (["training.batch_size=48", "launch.processes=2"], replace(DESKTOP, processes=2, local=2)),
+        (["training.batch_size=6", "model.num_hidden_layers=30"], DESKTOP),
+    ],
+)
+def test_the_settings_that_would_fit_do_and_keep_the_global_batch(
+    overrides: list[str], machine: Machine
+) -> None:
+    shape = ("model.hidden_size=768", "model.intermediate_size=3072", "model.num_hidden_layers=20")
+    config = known("arxiv", *shape, *overrides)
+    assert Need.of(config, machine).exceeds(machine)
+    words, _, rest = remedy(config, machine).partition(" would fit")
+    assert rest == ""
+    better = applied(config, words)
+    assert not Need.of(better, machine).exceeds(machine)
+    for each in (better.training, config.training):
+        windows = each.batch_size * each.gradient_accumulation_steps
+        assert windows == config.training.batch_size * config.training.gradient_accumulation_steps
+
+
+def test_the_cheapest_settings_are_named_first() -> None:
+    config = known("quickstart", "training.batch_size=8")
+    lean = changed(config, {"launch.gradient_checkpointing": True})
+    enough = Need.of(lean, DESKTOP).main / (1 - MARGIN) + 1
+    tight = replace(DESKTOP, main_bytes=int(enough))
+    assert remedy(config, tight) == "launch.gradient_checkpointing=true would fit"
+    none = replace(DESKTOP, main_bytes=GIB // 4)
+    assert remedy(config, none).startswith("no setting makes it fit; a smaller model")
+
+
+def test_a_shape_that_only_weights_or_a_tokenizer_know_is_not_guessed() -> None:
+    for preset, name in (("llada-shakespeare", "weights GSAI-ML/LLaDA-8B-Base"), ("arxiv", "tok")):
+        config = configure([preset], overrides=["data.tokenizer.spec=team/tokenizer"])
+        with pytest.raises(UnknownShapeError, match=f"not known before the {name}"):
+            known_shape(config)
+    assert known("quickstart").model.vocab_size == 256
+    trained = known("quickstart", "data.tokenizer.spec=train", "data.tokenizer.vocab_size=5000")
+    assert trained.model.vocab_size == 5000
+    assert known("diffusion-quickstart").model.vocab_size == 257
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch) -> None:
+    free = available_memory()
+    assert free > 0
+    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 150000\n")
+    for limit, left in (("1000000\n", 450_000), ("100\n", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert available_memory() == left
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 1_000_000

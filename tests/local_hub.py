@@ -1,0 +1,223 @@
+"""A Hugging Face hub on this machine: repositories of files, and what was asked of it."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+PAGE = 3  # entries of a tree in one answer
+TOKEN = "hf_secret"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    range: str | None
+    authorized: bool
+    sent: int
+
+
+@dataclasses.dataclass
+class Repository:
+    files: dict[str, bytes]
+    gated: bool = False
+
+    @property
+    def commit(self):
+        return git_id("".join(f"{p} {git_id(data)}" for p, data in self.files.items()).encode())
+
+    def is_lfs(self, path):
+        return path.endswith((".parquet", ".gz", ".zip", ".safetensors"))
+
+    def entry(self, path):
+        data = self.files[path]
+        entry = {"type": "file", "path": path, "size": len(data), "oid": git_id(data)}
+        if self.is_lfs(path):
+            lfs = {"oid": sha256(data), "size": len(data), "pointerSize": 130}
+            entry |= {"oid": git_id(json.dumps(lfs).encode()), "lfs": lfs}
+        return entry
+
+    def tree(self, folder, recursive):
+        prefix = f"{folder}/" if folder else ""
+        names = [name for name in self.files if name.startswith(prefix)]
+        folders = {
+            name[:end]
+            for name in names
+            for end in (match.start() for match in re.finditer("/", name))
+            if end > len(prefix)
+        }
+        entries = [{"type": "directory", "path": f, "size": 0, "oid": git_id(b"")} for f in folders]
+        entries += [self.entry(name) for name in names]
+        if not recursive:
+            entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
+        return sorted(entries, key=lambda entry: entry["path"])
+
+
+def git_id(data):
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+class LocalHub(ThreadingHTTPServer):
+    """`repositories` are served at `address`; `cuts` bodies are cut in the middle, `busy` refused;
+    without `ranges` files are sent whole; a `held` file is not sent until `released` is set. Large
+    files lie on another host, as the hub's do.
+    """
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.storage = f"http://localhost:{self.server_port}/storage"
+        self.repositories: dict[str, Repository] = {}
+        self.requests: list[Request] = []
+        self.cuts = self.busy = 0
+        self.ranges = True
+        self.held: bytes | None = None
+        self.released = threading.Event()
+
+    def handle_error(self, request, client_address):
+        pass
+
+
+@contextlib.contextmanager
+def serve_hub():
+    with LocalHub() as hub:
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: LocalHub
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_POST(self):
+        self.do_GET()
+
+    def do_GET(self):
+        self.form = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        url = urlsplit(self.path)
+        path = unquote(url.path)
+        name = re.match(r"/(?:api/)?(?:datasets/|models/)?([^/]+/[^/]+)(?:/(.*))?$", path)
+        if path.startswith("/storage/"):
+            self.stored(path.rpartition("/")[2])
+        elif name is None or name[1] not in self.server.repositories:
+            self.refuse(401, "RepoNotFound")
+        else:
+            self.repository = self.server.repositories[name[1]]
+            action, _, rest = (name[2] or "").partition("/")
+            if action in ("revision", "tree", "paths-info", "resolve"):
+                revision, _, rest = rest.partition("/")
+                if revision not in ("main", self.repository.commit):
+                    self.refuse(404, "RevisionNotFound")
+                    return
+            getattr(self, action.replace("-", "_") or "revision")(rest, parse_qs(url.query))
+
+    def revision(self, _, query):
+        self.give_json({"id": "team/data", "sha": self.repository.commit})
+
+    def refs(self, _, query):
+        main = {"name": "main", "ref": "refs/heads/main", "targetCommit": self.repository.commit}
+        self.give_json({"branches": [main], "tags": [], "converts": []})
+
+    def tree(self, folder, query):
+        entries = self.repository.tree(folder, query.get("recursive") == ["true"])
+        if not entries:
+            self.refuse(404, "EntryNotFound")
+            return
+        start = int(query.get("cursor", ["0"])[0])
+        more = f"?recursive={query.get('recursive', [''])[0]}&cursor={start + PAGE}"
+        here = self.server.address + quote(urlsplit(self.path).path)
+        headers = {"Link": f'<{here}{more}>; rel="next"'} if start + PAGE < len(entries) else {}
+        self.give_json(entries[start : start + PAGE], headers)
+
+    def paths_info(self, _, query):
+        paths = parse_qs(self.form)["paths"]
+        files = [path for path in paths if path in self.repository.files]
+        self.give_json([self.repository.entry(path) for path in files])
+
+    def resolve(self, path, query):
+        if self.repository.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            status = 403 if "Authorization" in self.headers else 401
+            self.refuse(status, "GatedRepo")
+        elif path not in self.repository.files:
+            self.refuse(404, "EntryNotFound")
+        else:
+            data = self.repository.files[path]
+            headers = {"X-Repo-Commit": self.repository.commit}
+            if not self.repository.is_lfs(path):
+                self.give(data, headers | {"ETag": f'"{git_id(data)}"'})
+                return
+            headers["X-Linked-ETag"] = f'"{sha256(data)}"'
+            headers["X-Linked-Size"] = str(len(data))
+            headers["Location"] = f"{self.server.storage}/{sha256(data)}?Signature=hf_signed"
+            self.answer(302, b"", headers)
+
+    def stored(self, name):
+        files = (data for each in self.server.repositories.values() for data in each.files.values())
+        data = next(data for data in files if sha256(data) == name)
+        if data == self.server.held:
+            self.server.released.wait()
+        self.give(data, {})
+
+    def give_json(self, value, headers=None):
+        kind = {"Content-Type": "application/json"}
+        self.answer(200, json.dumps(value).encode(), kind | (headers or {}))
+
+    def refuse(self, status, code):
+        self.answer(status, b"", {"X-Error-Code": code})
+
+    def give(self, data, headers):
+        part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if self.server.busy:
+            self.server.busy -= 1
+            self.answer(503, b"", {})
+        elif part and self.server.ranges:
+            found = data[int(part[1]) : int(part[2]) + 1]
+            where = {"Content-Range": f"bytes {part[1]}-{part[2]}/{len(data)}"}
+            self.answer(206, found, headers | where)
+        else:
+            self.answer(200, data, headers)
+
+    def answer(self, status, body, headers):
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            body = b""
+        cut = status in (200, 206) and "api" not in self.path and len(body) > 1 and self.server.cuts
+        if cut:
+            self.server.cuts -= 1
+            body = body[: len(body) // 2]
+            self.close_connection = True
+        self.server.requests.append(
+            Request(
+                self.command,
+                unquote(self.path),
+                self.headers.get("Range"),
+                "Authorization" in self.headers,
+                len(body),
+            )
+        )
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,12 +29,49 @@ def write_corpus(folder: Path, megabytes: float, copies: int = 1) -> int:
         written = 0
         for number, texts in enumerate(_files(megabytes * 1e6)):
             if copy:
-                texts = [f"# Copy {copy}\n{text}" for text in texts]
-            path = folder / f"{copy:02d}-{number:03d}.parquet"
-            pq.write_table(pa.table({"text": texts}), path, row_group_size=ROWS_OF_A_GROUP)
+                texts = _distinct(texts, copy)
+            write_parquet(folder / f"{copy:02d}-{number:03d}.parquet", texts)
             written += sum(len(text.encode()) for text in texts)
         total += written
     return total
+
+
+def write_parquet(path: Path, texts: Sequence[str], rows_of_a_group: int = ROWS_OF_A_GROUP) -> None:
+    """Write documents to a Parquet file."""
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=rows_of_a_group)
+
+
+def write_as_json_lines(corpus: Path, folder: Path) -> None:
+    """Write each Parquet file of `corpus` as JSON lines."""
+    folder.mkdir(parents=True)
+    for path in sorted(corpus.glob("*.parquet")):
+        with (folder / f"{path.stem}.jsonl").open("w", encoding="utf-8") as file:
+            for text in pq.read_table(path)["text"].to_pylist():
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+
+
+def write_as_texts(corpus: Path, folder: Path) -> None:
+    """Write each document of the Parquet files of `corpus` to a text file of its own."""
+    folder.mkdir(parents=True)
+    for number, text in enumerate(pq.read_table(corpus)["text"].to_pylist()):
+        (folder / f"{number:06d}.txt").write_bytes(text.encode())
+
+
+def documents_of_size(size: float) -> Iterator[list[str]]:
+    """Lists of about `size` bytes of distinct documents each, without end."""
+    for copy in itertools.count():
+        texts: list[str] = []
+        left = size
+        for text in _sources():
+            texts.append(text)
+            left -= len(text.encode())
+            if left <= 0:
+                yield _distinct(texts, copy)
+                texts, left = [], size
+
+
+def _distinct(texts: Iterable[str], copy: int) -> list[str]:
+    return [f"# Copy {copy}\n{text}" for text in texts]
 
 
 def _files(most: float) -> Iterator[list[str]]:

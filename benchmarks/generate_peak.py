@@ -11,7 +11,7 @@ import sys
 import torch
 
 from infini_model.config import ModelConfig
-from infini_model.model.generation import generate
+from infini_model.model.generation.causal import generate
 from infini_model.model.llama import InfiniLlama
 
 NEW_TOKENS = 8

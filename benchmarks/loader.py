@@ -1,20 +1,23 @@
 """Tokens per second from shards to batches in host memory, on one core.
 
-`infini` is this project's loader. `DataLoader` is PyTorch's, over the same tokens from `datasets`
-in torch format, already cut into blocks (not timed). Both shuffle and return int64 `input_ids` and
-`labels` of the same shape, and both run on one core including their threads.
+`infini` is this project's loader, in each mode of packing. `DataLoader` is PyTorch's, over the same
+tokens from `datasets` in torch format, already cut into blocks across documents (not timed). Both
+shuffle and return int64 `input_ids` and `labels` of the same shape, and both run on one core
+including their threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -28,9 +31,12 @@ from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import open_windows
 from infini_model.objectives.causal import CausalLM
 
+Mode: TypeAlias = Literal["packed", "document", "aligned"]
 OURS, PEER = "infini", "DataLoader"
 # The small batches of the quickstart, and batches of long windows.
 SHAPES = ((8, 512), (8, 8192))
+MODES: tuple[Mode, ...] = ("packed", "document", "aligned")
+SEGMENT_LENGTH = 256
 OBJECTIVE = CausalLM()
 
 
@@ -50,10 +56,10 @@ def make_shards(megabytes: float, folder: Path) -> Path:
     return folder / "datasets" / "latest"
 
 
-def infini(dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
+def infini(mode: Mode, dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
     """Our loader with a training's inputs and labels; yields the token count of each batch."""
-    packing = PackingConfig(context_length=length)
-    windows = open_windows(dataset_dir, "train", packing, segment_length=length)
+    packing = PackingConfig(mode=mode, context_length=length)
+    windows = open_windows(dataset_dir, "train", packing, SEGMENT_LENGTH)
     with Loader(windows, batch_size=batch) as loader:
         for batches in loader:
             inputs = [OBJECTIVE.inputs(each) for each in batches]
@@ -109,30 +115,34 @@ def seconds_per_token(batches: Iterator[int], seconds: float) -> Callable[[], fl
 
 
 def compare(
-    dataset_dir: Path, batch: int, length: int, options: argparse.Namespace
+    mode: Mode, dataset_dir: Path, batch: int, length: int, options: argparse.Namespace
 ) -> tuple[dict[str, Cell], Ratio]:
-    """The table row of one batch shape, and our speed relative to PyTorch's."""
+    """The table row of one mode and batch shape, and our speed relative to PyTorch's."""
     streams = {
         name: seconds_per_token(make(dataset_dir, batch, length), options.seconds)
-        for name, make in ((OURS, infini), (PEER, peer))
+        for name, make in ((OURS, functools.partial(infini, mode)), (PEER, peer))
     }
     seconds = take_turns(streams, options.turns)
     ratio = speed_ratio(seconds[OURS], seconds[PEER])
     rates = {f"{name} M tokens/s": 1e-6 / statistics.median(each) for name, each in seconds.items()}
-    return {"batch": f"{batch} x {length}", **rates, f"speed / {PEER}": ratio}, ratio
+    shape = f"{batch} x {length}"
+    return {"mode": mode, "batch": shape, **rates, f"speed / {PEER}": ratio}, ratio
 
 
 def main() -> None:
-    """Measure both shapes on one core and print the results."""
+    """Measure all modes and shapes on one core and print the results."""
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
         dataset_dir = make_shards(options.megabytes, Path(folder))
         # Threads started from here on inherit the single core.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         torch.set_num_threads(1)
-        compared = [compare(dataset_dir, *shape, options) for shape in SHAPES]
+        compared = [
+            compare(mode, dataset_dir, *shape, options)
+            for mode, shape in itertools.product(MODES, SHAPES)
+        ]
     rows = [row for row, _ in compared]
-    ratios = {f"{PEER}, {row['batch']}": ratio for row, ratio in compared}
+    ratios = {f"{PEER}, {row['mode']}, {row['batch']}": ratio for row, ratio in compared}
     publish("loader", "Shards to batches in host memory, on one core", rows, ratios)
 
 

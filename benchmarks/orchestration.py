@@ -75,9 +75,9 @@ class Peers:
     def stages(self) -> float:
         """Every stage as a separate process, without Prefect."""
         began = time.perf_counter()
-        corpus = self._stage("download")["corpus"]
-        plan = self._stage("plan", "--corpus", corpus)
-        dataset = self._stage("shard", "--corpus", corpus)["folder"]
+        listing = self._stage("download")["listing"]
+        plan = self._stage("plan", "--listing", listing)
+        dataset = self._stage("shard", "--listing", listing)["folder"]
         with claim_run(self._config, plan["key"], Path(dataset), adopt=False) as run_dir:
             where = ["--dataset", dataset, "--run-dir", str(run_dir)]
             run(sys.executable, "-m", "infini_model.training", "--config", self._file, *where)

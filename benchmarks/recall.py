@@ -5,6 +5,10 @@ follows each question, never its answer: the local attention cannot see an answe
 guessed by elimination. In the rewritten trials each key is written again in a later segment with
 another value, and the newest value is the answer. Chance is 3%.
 
+In the trials of block diffusion the answer itself, a masked token, follows each question, and the
+last segment is bidirectional. It reads the memory of the clean segments before it, as a noisy
+segment does in training.
+
 Every trial trains the same small Infini-Llama on sequences that grow from two segments to 32, then
 tests it at 8, 16 and 64. Short sequences teach where to look, long ones to keep fillers out of the
 memory. The controls, each with one thing removed, use only the first seed. Each training is a
@@ -30,13 +34,15 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.report import Cell, publish
 from infini_model.config import ModelConfig, TrainingConfig
+from infini_model.evaluation.retrieval.associations import Questions, Shape, draw
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.cores import available_cores
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 
-SEGMENT, PAIRS, KEYS, VALUES, FILLERS = 32, 8, 32, 32, 16
+SEGMENT, PAIRS = 32, 8
+TASK = Shape(SEGMENT, PAIRS)
 SHAPE: dict[str, Any] = {
-    "vocab_size": KEYS + VALUES + FILLERS,
+    "vocab_size": TASK.vocabulary.size,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -46,11 +52,14 @@ SHAPE: dict[str, Any] = {
     # default makes the initial keys small, with nearly equal features, and it takes longer until
     # the memory can tell them apart.
     "initializer_range": 0.125,
+    # The task has nothing but the memory to learn, and then this is sooner than the default of -2.
+    "gate_start": 0.0,
 }
 STEPS, BATCH = 1500, 8
 # Not used in training; every model gets the same questions.
 EXAMINATION = 1 << 20
 LENGTHS = {f"{segments} segments": segments for segments in (8, 16, 64)}
+MASK = SHAPE["vocab_size"]
 QUARTER, KNOCKED_OUT, OVER_LINEAR = "worst quarter", "knocked out", "over linear"
 COLUMNS = (*LENGTHS, QUARTER, KNOCKED_OUT, OVER_LINEAR, "gate 0", "gate 1", "CPU seconds")
 RELATIONS = {"≥": operator.ge, "≤": operator.le, ">": operator.gt}
@@ -101,60 +110,25 @@ REMEMBERS = {
     KNOCKED_OUT: Need("≤", 10),
 }
 REWRITES = {"16 segments": Need("≥", 95), OVER_LINEAR: Need(">", 0)}
+RECALLS_MASKED = {"64 segments": Need("≥", 95), KNOCKED_OUT: Need("≤", 10)}
+BLOCKS = {"vocab_size": MASK + 1, "mask_token_id": MASK, "bidirectional": True}
+BLOCKS_SHIFTED = BLOCKS | {"memory_query_shift": True}
 TRIALS = {
     "linear": Trial(needs=REMEMBERS),
     "no-key-shift": Trial({"memory_key_shift": False}, control=True),
     "gates-frozen": Trial(gates_learn=False, control=True),
     "fixed-length": Trial(shortest=8, longest=8, control=True),
+    "small-gates": Trial({"gate_start": -2.0}, control=True),
     "small-start": Trial({"initializer_range": 0.02}, control=True),
     "no-memory": Trial({"memory": "none"}, control=True),
+    "query-shift": Trial({"memory_query_shift": True}, control=True),
+    "block-diffusion": Trial(BLOCKS_SHIFTED, needs=RECALLS_MASKED),
+    "block-diffusion-no-query-shift": Trial(BLOCKS, control=True),
+    "block-diffusion-no-memory": Trial(BLOCKS_SHIFTED | {"memory": "none"}, control=True),
     # At least two segments to write in and one to ask in.
     "rewritten-linear": Trial(writings=2, shortest=3),
     "rewritten-delta": Trial({"memory": "delta"}, writings=2, shortest=3, needs=REWRITES),
 }
-
-
-class Questions(NamedTuple):
-    """Sequences of one length.
-
-    Attributes:
-        input_ids: [B, T] int64; keys come first in the vocabulary, then values, then fillers.
-        labels: [B, T] int64, the answer at each question and -100 elsewhere.
-        written: [B, T] int64, at each question the segment of its answer.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    written: Tensor
-
-
-def draw(rows: int, segments: int, writings: int, generator: torch.Generator) -> Questions:
-    """Sequences whose last segment asks for `PAIRS` keys, each written in `writings` segments.
-
-    They are drawn uniformly from all but the last, so there must be more than `writings` segments.
-    """
-
-    def shuffled(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator).argsort(dim=-1)
-
-    row, pair = torch.arange(rows)[:, None], torch.arange(PAIRS)[:, None]
-    keys = shuffled(rows, KEYS)[:, :PAIRS]
-    values = KEYS + shuffled(rows, PAIRS, VALUES)[..., :writings]
-    segment = shuffled(rows, PAIRS, segments - 1)[..., :writings].sort(dim=-1).values
-    # Each segment's places are shuffled and pair i takes the ith, so no two pairs overlap.
-    place = shuffled(rows, segments - 1, SEGMENT // 2)[row[..., None], segment, pair]
-    start = segment * SEGMENT + 2 * place
-    question = (segments - 1) * SEGMENT + shuffled(rows, SEGMENT)[:, :PAIRS]
-
-    shape = (rows, segments * SEGMENT)
-    input_ids = KEYS + VALUES + torch.randint(FILLERS, shape, generator=generator)
-    input_ids[row[..., None], start] = keys[..., None].expand_as(start)
-    input_ids[row[..., None], start + 1] = values
-    input_ids[row, question] = keys
-    labels, written = torch.full(shape, -100), torch.full(shape, -100)
-    labels[row, question] = values[..., -1]
-    written[row, question] = segment[..., -1]
-    return Questions(input_ids, labels, written)
 
 
 def lengths_at(trial: Trial, step: int, steps: int) -> range:
@@ -162,6 +136,32 @@ def lengths_at(trial: Trial, step: int, steps: int) -> range:
     `trial.longest` at the last step."""
     growth = (trial.longest / trial.shortest) ** (step / steps)
     return range(trial.shortest, round(trial.shortest * growth) + 1)
+
+
+def answers(model: InfiniLlama, batch: Questions) -> Tensor:
+    """Logits of the answer to each question, [N, vocab_size]."""
+    asked = batch.labels >= 0
+    if not model.config.bidirectional:
+        logits: Tensor = model(batch.input_ids).logits[asked]
+        return logits
+    state = None
+    if model.config.memory != "none":
+        _, state = model.hidden(batch.input_ids[:, :-SEGMENT])
+    hidden, _ = model.hidden(batch.input_ids[:, -SEGMENT:], state)
+    masked: Tensor = model.lm_head(hidden[asked[:, -SEGMENT:]])
+    return masked
+
+
+def training_config(steps: int) -> TrainingConfig:
+    """The optimization of a small model that has to find what it is asked for."""
+    return TrainingConfig(
+        max_steps=steps,
+        learning_rate=6e-3,
+        gate_learning_rate=6e-2,
+        min_learning_rate_ratio=0.05,
+        warmup_steps=50,
+        weight_decay=0.0,
+    )
 
 
 def train(trial: Trial, seed: int, steps: int) -> InfiniLlama:
@@ -172,23 +172,16 @@ def train(trial: Trial, seed: int, steps: int) -> InfiniLlama:
     for name, parameter in model.named_parameters():
         if name.endswith(".gate"):
             parameter.requires_grad_(trial.gates_learn)
-    config = TrainingConfig(
-        max_steps=steps,
-        learning_rate=6e-3,
-        gate_learning_rate=6e-2,
-        min_learning_rate_ratio=0.05,
-        warmup_steps=50,
-        weight_decay=0.0,
-    )
+    config = training_config(steps)
     optimizer = make_optimizer(model, config)
     for step in range(1, steps + 1):
         lengths = lengths_at(trial, step, steps)
         segments = lengths[int(torch.randint(len(lengths), (), generator=generator))]
-        batch = draw(BATCH, segments, trial.writings, generator)
-        asked = batch.labels >= 0
+        masked = model.config.bidirectional
+        batch = draw(TASK, BATCH, segments, trial.writings, generator, masked=masked)
         # Few tokens are questions: `labels` would compute the loss of all tokens.
-        answers = model(batch.input_ids).logits[asked]
-        functional.cross_entropy(answers, batch.labels[asked]).backward()
+        right = batch.labels[batch.labels >= 0]
+        functional.cross_entropy(answers(model, batch), right).backward()
         clip_grad_norm_(model.parameters(), config.max_grad_norm)
         set_learning_rate(optimizer, step, config)
         optimizer.step()
@@ -210,10 +203,9 @@ def ask(model: InfiniLlama, segments: int, writings: int, batches: int) -> tuple
     generator = torch.Generator().manual_seed(EXAMINATION + segments)
     right, quarters = [], []
     for _ in range(batches):
-        batch = draw(BATCH, segments, writings, generator)
+        batch = draw(TASK, BATCH, segments, writings, generator, masked=model.config.bidirectional)
         asked = batch.labels >= 0
-        answers = model(batch.input_ids).logits[asked].argmax(dim=-1)
-        right.append(answers == batch.labels[asked])
+        right.append(answers(model, batch).argmax(dim=-1) == batch.labels[asked])
         quarters.append(batch.written[asked] * 4 // (segments - 1))
     return torch.cat(right), torch.cat(quarters)
 

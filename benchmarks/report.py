@@ -25,6 +25,9 @@ from infini_model.runtime.cores import available_cores
 
 PACKAGES = (
     "torch",
+    "triton",
+    "flash-attn-4",
+    "flash-attn",
     "numpy",
     "pyarrow",
     "pydantic",
@@ -34,6 +37,7 @@ PACKAGES = (
     "tiktoken",
     "datatrove",
     "datasets",
+    "ray",
     "infini-transformer-pytorch",
     "prefect",
     "mlflow",
@@ -179,13 +183,14 @@ def publish(
     rows: Sequence[Mapping[str, Cell]],
     ratios: Mapping[str, Ratio],
     targets: Mapping[str, float] | None = None,
+    limits: Mapping[str, float] | None = None,
 ) -> None:
     """Print the table, the ratios that have a target and, last, everything as one line of JSON.
 
     `rows` have the same columns; `ratios`, by peer, are the results of the benchmark; `targets` are
-    minimum values for the medians of some of them.
+    minimum values and `limits` maximum values for the medians of some of them.
     """
-    targets = targets or {}
+    targets, limits = targets or {}, limits or {}
     about = environment()
     machine = about["machine"]
     print(f"\n{heading}")
@@ -201,11 +206,15 @@ def publish(
     for name, least in targets.items():
         met = "met" if ratios[name].median >= least else "missed"
         print(f"{name}: {ratios[name]}, at least {least:.3g}: {met}")
+    for name, most in limits.items():
+        met = "met" if ratios[name].median <= most else "missed"
+        print(f"{name}: {ratios[name]}, at most {most:.3g}: {met}")
     summary = {
         "benchmark": benchmark,
         **about,
         "ratios": {peer: ratio._asdict() for peer, ratio in ratios.items()},
         "targets": dict(targets),
+        "limits": dict(limits),
         "table": [{name: _plain(cell) for name, cell in row.items()} for row in rows],
     }
     print(json.dumps(summary, allow_nan=False), flush=True)

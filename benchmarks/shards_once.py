@@ -16,11 +16,11 @@ from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 
 
-def text_to_shards(corpus: Path, spec: str, folder: Path) -> None:
-    """Make shards of the Parquet files below `corpus` with this project's pipeline, in `folder`."""
+def text_to_shards(corpus: Path, spec: str, folder: Path, pattern: str = "*.parquet") -> None:
+    """Make shards of the files in `corpus` with this project's pipeline, in `folder`."""
     config = DataConfig.model_validate(
         {
-            "source": {"paths": [str(corpus / "*.parquet")]},
+            "source": {"paths": [str(corpus / pattern)]},
             "tokenizer": {"spec": spec},
         }
     )

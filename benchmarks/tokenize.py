@@ -1,16 +1,17 @@
 """Text in Parquet to finished, checksummed shards, compared with common pipelines.
 
 - `infini`: read and fingerprint the corpus, tokenise, check a sample, append end-of-text, split
-  documents, write shards with checksums and a manifest.
+  documents, write shards with checksums and a manifest; also of the same documents as JSON lines
+  and as text files of one document each.
 - `datasets.map`: `load_dataset`, a `map` with `tokenizers`, a `map` that cuts the ids into blocks.
 - `datatrove`: its Parquet reader and its `DocumentTokenizer`, which writes files of ids.
 - `composite`: Parquet to `gigatoken` to Arrow; no fingerprints, splits or checks.
 - `gigatoken`, `tiktoken`: only these, from text in memory to ids in memory.
 
 All are warmed up on a megabyte, to exclude imports. Then each run starts from scratch and uses all
-cores. The ids must match: per document for `datasets.map`, in number for the others. Finally
-`infini` runs in a separate process on the corpus and on a corpus several times as large, to measure
-throughput and peak memory.
+cores; its CPU seconds include all threads and children. The ids must match: per document for
+`datasets.map`, in number for the others. Finally `infini` runs in a separate process on the corpus
+and on a corpus several times as large, to measure throughput and peak memory.
 """
 
 from __future__ import annotations
@@ -32,10 +33,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.corpus import write_corpus
-from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, stopwatch, take_turns
+from benchmarks.corpus import write_as_json_lines, write_as_texts, write_corpus
+from benchmarks.report import (
+    Cell,
+    Ratio,
+    publish,
+    run,
+    speed_ratio,
+    spread,
+    stopwatch,
+    take_turns,
+)
 from benchmarks.shards_once import text_to_shards
 from benchmarks.tokenize_peers import composite, datatrove, gigatoken_ids, tiktoken_of, usual
+from benchmarks.usage import cpu_seconds
 from infini_model.data.manifest import SPLITS
 from infini_model.data.shards.stream import open_split
 from infini_model.data.tokenizers.bpe import train_tokenizer
@@ -43,6 +54,9 @@ from infini_model.runtime.cores import available_cores
 
 OURS, USUAL, DATATROVE, COMPOSITE = "infini", "datasets.map", "datatrove", "composite"
 GIGATOKEN, TIKTOKEN = "gigatoken", "tiktoken"
+JSON_LINES, TEXTS = "infini, JSON lines", "infini, text files"
+CPU = "CPU of infini / composite's, BPE"
+JSON_LINES_RATE, TEXTS_RATE = "rate of JSON lines / Parquet", "rate of text files / Parquet"
 MEBIBYTE = 1 << 20
 CORES = available_cores()
 
@@ -64,12 +78,15 @@ def parse() -> argparse.Namespace:
 
 
 class Corpus:
-    """The text of a comparison, in Parquet files and in memory."""
+    """The text of a comparison, in Parquet files, in other formats and in memory."""
 
     def __init__(self, folder: Path, megabytes: float) -> None:
-        self.folder = folder
-        self.bytes = write_corpus(folder, megabytes)
-        column = pq.read_table(folder)["text"].cast(pa.large_string())
+        self.folder = folder / "parquet"
+        self.json_lines, self.text_files = folder / "jsonl", folder / "txt"
+        self.bytes = write_corpus(self.folder, megabytes)
+        write_as_json_lines(self.folder, self.json_lines)
+        write_as_texts(self.folder, self.text_files)
+        column = pq.read_table(self.folder)["text"].cast(pa.large_string())
         self.texts: list[str] = column.to_pylist()
 
 
@@ -80,12 +97,19 @@ class Comparison:
         self._corpus, self._spec, self._folder = corpus, spec, folder
         self._documents: dict[str, Counter[bytes]] = {}
         self._tokens: dict[str, int] = {}
+        self.cpu_seconds: dict[str, list[float]] = {}
 
     def peers(self) -> dict[str, Callable[[], float]]:
         """The pipelines for `take_turns`; some need a byte-level BPE."""
-        peers = {OURS: self._ours, USUAL: self._usual}
+        corpus = self._corpus
+        peers: dict[str, Callable[[], float]] = {
+            OURS: functools.partial(self._ours, OURS, corpus.folder, "*.parquet"),
+            USUAL: self._usual,
+        }
         if self._spec != "bytes":
             peers |= {
+                JSON_LINES: functools.partial(self._ours, JSON_LINES, corpus.json_lines, "*.jsonl"),
+                TEXTS: functools.partial(self._ours, TEXTS, corpus.text_files, "*.txt"),
                 COMPOSITE: self._composite,
                 DATATROVE: self._datatrove,
                 GIGATOKEN: self._gigatoken,
@@ -95,26 +119,27 @@ class Comparison:
 
     def check_same_ids(self) -> int:
         """The number of documents. Raises `SystemExit` unless all pipelines give the same ids."""
-        if self._documents[OURS] != self._documents[USUAL]:
-            raise SystemExit(f"{self._spec}: {OURS} and {USUAL} give different ids")
+        for name, documents in self._documents.items():
+            if documents != self._documents[OURS]:
+                raise SystemExit(f"{self._spec}: {OURS} and {name} give different ids")
         if len(set(self._tokens.values())) > 1:
             raise SystemExit(f"{self._spec}: different numbers of tokens: {self._tokens}")
         return self._documents[OURS].total()
 
-    def _ours(self) -> float:
-        folder = self._emptied(OURS)
-        seconds = stopwatch(lambda: text_to_shards(self._corpus.folder, self._spec, folder))()
-        self._documents[OURS] = documents_of_ours(folder)
+    def _ours(self, name: str, corpus: Path, pattern: str) -> float:
+        folder = self._emptied(name)
+        seconds = self._timed(name, lambda: text_to_shards(corpus, self._spec, folder, pattern))
+        self._documents[name] = documents_of_ours(folder)
         splits = [open_split(folder / "datasets" / "latest", split) for split in SPLITS]
-        self._tokens[OURS] = sum(sum(map(len, split.values)) for split in splits)
+        self._tokens[name] = sum(split.tokens for split in splits)
         return seconds
 
     def _usual(self) -> float:
         folder = self._emptied(USUAL)
         made: list[Any] = []
-        seconds = stopwatch(
-            lambda: made.append(usual(self._corpus.folder, self._spec, CORES, folder))
-        )()
+        seconds = self._timed(
+            USUAL, lambda: made.append(usual(self._corpus.folder, self._spec, CORES, folder))
+        )
         self._documents[USUAL] = documents_of_usual(made[0])
         return seconds
 
@@ -124,6 +149,7 @@ class Comparison:
     def _datatrove(self) -> float:
         folder = self._emptied(DATATROVE)
         work = functools.partial(datatrove, self._corpus.folder, self._spec, CORES, folder)
+        # Its processes are not children of this one, which cannot tell their CPU time.
         seconds = stopwatch(work)()
         files = folder.glob("ids/*.ds")
         self._tokens[DATATROVE] = sum(path.stat().st_size for path in files) // 2
@@ -143,8 +169,15 @@ class Comparison:
         """The seconds of `work`, which returns its token count without end-of-text tokens."""
         made: list[int] = []
         loaded = Path(self._spec).read_text()
-        seconds = stopwatch(lambda: made.append(work(loaded, *arguments)))()
+        seconds = self._timed(name, lambda: made.append(work(loaded, *arguments)))
         self._tokens[name] = made[0] + len(self._corpus.texts)
+        return seconds
+
+    def _timed(self, name: str, work: Callable[[], object]) -> float:
+        """The seconds of `work`; notes its CPU seconds."""
+        began = cpu_seconds()
+        seconds = stopwatch(work)()
+        self.cpu_seconds.setdefault(name, []).append(cpu_seconds() - began)
         return seconds
 
     def _emptied(self, name: str) -> Path:
@@ -193,14 +226,25 @@ def compare(
     comparison = Comparison(corpus, spec, folder / name)
     seconds = take_turns(comparison.peers(), turns)
     documents = comparison.check_same_ids()
+    cpu = comparison.cpu_seconds
     ratios = {
         peer: speed_ratio(seconds[OURS], times) for peer, times in seconds.items() if peer != OURS
     }
+    cpu_ratios = {peer: speed_ratio(cpu[peer], cpu[OURS]) for peer in cpu if peer != OURS}
     rows = [
         row(f"{name}, {peer}", documents, corpus.bytes, times, ratio=ratios.get(peer))
+        | {
+            "CPU s": statistics.median(cpu[peer]) if peer in cpu else None,
+            "CPU of infini / its": cpu_ratios.get(peer),
+        }
         for peer, times in seconds.items()
     ]
-    return rows, {f"{peer}, {name}": ratio for peer, ratio in ratios.items()}
+    named = {f"{peer}, {name}": ratio for peer, ratio in ratios.items()}
+    if COMPOSITE in ratios:
+        named[CPU] = cpu_ratios[COMPOSITE]
+        named[JSON_LINES_RATE] = speed_ratio(seconds[JSON_LINES], seconds[OURS])
+        named[TEXTS_RATE] = speed_ratio(seconds[TEXTS], seconds[OURS])
+    return rows, named
 
 
 def row(
@@ -217,6 +261,8 @@ def row(
         "documents": documents,
         "MB/s": size / 1e6 / statistics.median(seconds),
         "speed of infini / its": ratio,
+        "CPU s": None,
+        "CPU of infini / its": None,
         "peak MiB": peak,
     }
 
@@ -268,6 +314,7 @@ def main() -> None:
         warm_up = Corpus(folder / "warm-up", 1.0)
         rows, ratios = compare("BPE", bpe, corpus, warm_up, options.turns, folder)
         targets |= {f"{USUAL}, BPE": 40.0, f"{COMPOSITE}, BPE": 1.0}
+        targets |= {JSON_LINES_RATE: 0.6, TEXTS_RATE: 0.6}
         more_rows, more = compare("bytes", "bytes", corpus, warm_up, options.turns, folder)
         rows, ratios = rows + more_rows, ratios | more
         if options.times > 1:
@@ -278,7 +325,7 @@ def main() -> None:
         f"Parquet to shards, {corpus.bytes / 1e6:.1f} MB of text, a BPE of {options.vocab_size} or "
         f"bytes, {CORES} cores"
     )
-    publish("tokenize", heading, rows, ratios, targets)
+    publish("tokenize", heading, rows, ratios, targets, {CPU: 1.1})
 
 
 if __name__ == "__main__":

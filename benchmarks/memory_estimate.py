@@ -1,0 +1,182 @@
+"""The memory estimate of a training, compared with the measured peak of its tensors.
+
+Each case is a small model, of which one part of the estimate is large: activations, weights, the
+loss, or what FSDP gathers. It takes two steps, and the peak is that of the second. On a GPU it is
+PyTorch's `max_memory_allocated`, on a CPU the allocations that the profiler saw. DDP has two
+processes; under FSDP one of two runs, whose collectives allocate and send nothing. The ratio is
+estimate / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import torch
+
+from benchmarks.report import Cell, publish, run, spread
+from infini_model.config import Config, merge, validate
+from infini_model.training.sizing.estimate import Device, MemoryEstimate, estimate_memory
+from infini_model.training.sizing.shape import with_objective
+
+Tree = dict[str, Any]
+
+CUDA = torch.cuda.is_available()
+MEBIBYTE = 1 << 20
+# The estimate may be wrong by this share.
+TOLERANCE = 0.15
+SMALL: Tree = {
+    "packing": {"context_length": 512},
+    "model": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 704,
+        "segment_length": 128,
+    },
+    "training": {"batch_size": 4},
+    "launch": {"gpus": "auto" if CUDA else "cpu"},
+}
+HEAVY: Tree = {
+    "model": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6},
+    "training": {"batch_size": 1},
+}
+LORA: Tree = {
+    "model": {"memory_key_shift": True},
+    "training": {"lora": {"target_modules": ["q_proj", "v_proj", "down_proj"]}},
+}
+RECOMPUTED: Tree = {"launch": {"gradient_checkpointing": True}}
+BF16: Tree = {"training": {"precision": "bf16"}}
+FSDP: Tree = {"launch": {"strategy": "fsdp"}}
+ACCUMULATED: Tree = {"training": {"gradient_accumulation_steps": 3}}
+LARGE_VOCABULARY: Tree = {"model": {"vocab_size": 50_000}}
+# Settings laid over `SMALL`, and the number of processes.
+CASES: dict[str, tuple[list[Tree], int]] = {
+    "activations": ([], 1),
+    "tiled kernel": ([{"model": {"segment_length": 256}}], 1),
+    "16 bits": ([BF16], 1),
+    "grouped heads": ([{"model": {"num_attention_heads": 8, "num_key_value_heads": 2}}], 1),
+    "long window": (
+        [
+            {"packing": {"mode": "aligned", "context_length": 4096}},
+            {"model": {"segment_length": 512}, "training": {"batch_size": 1}},
+        ],
+        1,
+    ),
+    "no memory": ([{"model": {"memory": "none"}}], 1),
+    "delta rule": (
+        [
+            {"packing": {"context_length": 2048}, "training": {"batch_size": 1}},
+            {"model": {"memory": "delta", "segment_length": 64}},
+        ],
+        1,
+    ),
+    "plain attention": ([{"launch": {"attention_backend": "math"}}], 1),
+    "recomputed": ([RECOMPUTED, {"model": {"num_hidden_layers": 8}}], 1),
+    "recomputed in 16 bits": ([RECOMPUTED, BF16, {"model": {"num_hidden_layers": 8}}], 1),
+    "weights": ([HEAVY], 1),
+    "accumulated": ([HEAVY, ACCUMULATED], 1),
+    "large vocabulary": ([LARGE_VOCABULARY], 1),
+    "large vocabulary in 16 bits": ([LARGE_VOCABULARY, BF16], 1),
+    "tied embeddings": ([LARGE_VOCABULARY, {"model": {"tie_word_embeddings": True}}], 1),
+    "masked diffusion": (
+        [
+            {"model": {"memory": "none", "segment_length": 512}},
+            {"training": {"objective": "masked_diffusion"}},
+        ],
+        1,
+    ),
+    "block diffusion": ([{"training": {"objective": "block_diffusion"}}], 1),
+    "LoRA": ([LORA], 1),
+    "LoRA in 16 bits": ([LORA, BF16], 1),
+    "DDP": ([HEAVY], 2),
+    "FSDP": ([HEAVY, FSDP], 2),
+    "FSDP, accumulated": ([HEAVY, FSDP, ACCUMULATED], 2),
+    "FSDP, recomputed in 16 bits": ([HEAVY, FSDP, RECOMPUTED, BF16], 2),
+    "FSDP, large vocabulary": ([HEAVY, FSDP, LARGE_VOCABULARY], 2),
+}
+
+
+def settings(name: str) -> Tree:
+    """The settings of a case."""
+    tree = SMALL
+    for change in CASES[name][0]:
+        tree = merge(tree, change)
+    return tree
+
+
+def complete(tree: Tree) -> Config:
+    """The configuration of a case, without the weights that LoRA begins from."""
+    lora = tree["training"].get("lora")
+    rest = merge(tree, {"training": {"lora": None}})
+    config = with_objective(validate(rest))
+    if lora is None:
+        return config
+    section = type(config.training).model_validate(tree["training"])
+    return config.model_copy(update={"training": section})
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory_estimate", description=__doc__
+    )
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES], metavar="CASE")
+    return parser.parse_args()
+
+
+def started_processes(name: str) -> int:
+    """Processes to start for a case: under FSDP one, whose group sends nothing."""
+    is_sharded = complete(settings(name)).launch.strategy == "fsdp"
+    return 1 if is_sharded else CASES[name][1]
+
+
+def measured(names: list[str], processes: int) -> dict[str, int]:
+    """Bytes at the peak of rank 0, by case; `processes` are those of torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher = torchrun if processes > 1 else []
+    ended = run([*launcher, "-m", "benchmarks.memory_peak", *names], threads=1)
+    peaks: dict[str, int] = json.loads(ended.last_line)
+    return peaks
+
+
+def row(name: str, estimate: MemoryEstimate, peak: int) -> dict[str, Cell]:
+    """A line of the table."""
+    return {
+        "": name,
+        "processes": CASES[name][1],
+        "measured MiB": peak // MEBIBYTE,
+        "estimate MiB": estimate.total // MEBIBYTE,
+        "estimate / measured": estimate.total / peak,
+        "parts in GiB": str(estimate).partition(" GiB ")[2].strip("()"),
+    }
+
+
+def main() -> None:
+    """Measure all cases and print the results."""
+    rows, ratios = [], {}
+    asked = parse().only
+    device: Device = "cuda" if CUDA else "cpu"
+    started = {name: started_processes(name) for name in asked}
+    for processes in sorted(set(started.values())):
+        if CUDA and processes > torch.cuda.device_count():
+            continue
+        peaks = measured([name for name in asked if started[name] == processes], processes)
+        for name, peak in peaks.items():
+            estimate = estimate_memory(complete(settings(name)), CASES[name][1], device)
+            ratios[name] = spread([estimate.total / peak])
+            rows.append(row(name, estimate, peak))
+    publish(
+        "memory_estimate",
+        "Estimated memory of a training process, and the peak of its second step",
+        rows,
+        ratios,
+        dict.fromkeys(ratios, 1 - TOLERANCE),
+        dict.fromkeys(ratios, 1 + TOLERANCE),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Pass keys far beyond the trained length: does the memory keep one thing among much else?
+
+A small Infini-Llama is trained on the haystacks of the evaluation task `passkey`: a number is
+hidden in random sentences and asked for at the end. The sequences grow from two segments to 32
+until half of the training is over, and the loss is that of the answers alone. Then it is asked at
+32 segments, and at 4 and 16 times as many, with the needle at every depth in steps of 5%. As a
+control, the same weights are asked without the memory.
+
+A word is a token, and so is each group of two digits, as large tokenizers group them. Each training
+is a process with one thread. Exits with status 1 if a cell of the grid misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.recall import Trial, lengths_at, training_config, without_memory
+from benchmarks.report import Cell, publish
+from infini_model.config import ModelConfig
+from infini_model.evaluation.retrieval.asking import ask
+from infini_model.evaluation.retrieval.filler import RANDOM, random_sentences
+from infini_model.evaluation.retrieval.haystack import Haystacks, build, draw_key, pass_key
+from infini_model.evaluation.retrieval.heat_map import plot_heat_map
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.cores import available_cores
+from infini_model.training.optimizer import make_optimizer, set_learning_rate
+
+SEGMENT, DIGITS = 32, 5
+LENGTHS = Trial(shortest=2, longest=32)
+# Segments at which it is asked, and those of them at which every cell must reach the target.
+ASKED, JUDGED = (32, 128, 512), (32, 128)
+TARGET = 95.0
+DEPTHS = [5.0 * step for step in range(21)]
+STEPS = 3000
+# A step reads so many segments, and at least so many sequences: short ones have few answers each.
+SEGMENTS_PER_STEP, SEQUENCES = 128, 8
+# Not used in training; every model gets the same questions.
+EXAMINATION = 1 << 20
+WIDTH = 64
+
+PIECE = re.compile(r"\d\d?|\w+|[^\w\s]")
+TEXT = " ".join([*RANDOM, " The pass key is. Remember it. What is the pass key?"])
+WORDS = sorted({*PIECE.findall(TEXT), *map(str, range(10)), *(f"{n:02}" for n in range(100))})
+NUMBERS = {word: number for number, word in enumerate(WORDS)}
+
+
+def encode(text: str) -> list[int]:
+    """The tokens of the haystacks' words."""
+    return [NUMBERS[word] for word in PIECE.findall(text)]
+
+
+FILLER = random_sentences(encode)
+
+
+class Outcome(NamedTuple):
+    """What one training gave.
+
+    Attributes:
+        right: Percent of right answers by number of segments, by depth: each [len(DEPTHS)].
+        knocked_out: Percent of right answers at the fewest segments without the memory.
+        gates: Mean share of the memory by layer, in percent.
+        train_seconds: CPU seconds of the training.
+        seconds: CPU seconds of all.
+    """
+
+    right: dict[int, list[float]]
+    knocked_out: float
+    gates: list[float]
+    train_seconds: float
+    seconds: float
+
+
+def draw(rng: np.random.Generator, segments: int, depths: Sequence[float]) -> Haystacks:
+    """Haystacks of a pass key each, at `depths` in percent."""
+    length = segments * SEGMENT
+    fillers = [FILLER(rng, length) for _ in depths]
+    keys = [[pass_key(encode, draw_key(rng, DIGITS))] for _ in depths]
+    return build(fillers, keys, [[depth / 100] for depth in depths], length)
+
+
+def answers(model: InfiniLlama, haystacks: Haystacks) -> Tensor:
+    """Logits of the answers' tokens, [N, A, vocab_size]."""
+    _, question, answer = (each.flatten(1) for each in haystacks)
+    hidden, _ = model.hidden(torch.cat((haystacks.bodies, question, answer), 1))
+    logits: Tensor = model.lm_head(hidden[:, -answer.size(1) - 1 : -1])
+    return logits
+
+
+def train(seed: int, steps: int) -> InfiniLlama:
+    """Train a model on the answers only; deterministic."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    model = InfiniLlama(
+        ModelConfig(
+            vocab_size=len(WORDS),
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            segment_length=SEGMENT,
+            # As in benchmarks.recall.
+            initializer_range=WIDTH**-0.5,
+            gate_start=0.0,
+        )
+    )
+    config = training_config(steps)
+    optimizer = make_optimizer(model, config)
+    for step in range(1, steps + 1):
+        # The second half has sequences of all lengths: they teach to keep fillers out.
+        segments = int(rng.choice(lengths_at(LENGTHS, min(2 * step, steps), steps)))
+        rows = max(SEQUENCES, SEGMENTS_PER_STEP // segments)
+        # The ends, 0 and 100%, are as frequent as any step of 5%.
+        haystacks = draw(rng, segments, rng.uniform(-5, 105, rows).clip(0, 100).tolist())
+        logits = answers(model, haystacks).flatten(0, 1)
+        functional.cross_entropy(logits, haystacks.answers.flatten()).backward()
+        clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        set_learning_rate(optimizer, step, config)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def examine(model: InfiniLlama, segments: int, trials: int) -> list[float]:
+    """The percentage of right answers at each depth."""
+    shares = []
+    for number, depth in enumerate(DEPTHS):
+        rng = np.random.default_rng((EXAMINATION, segments, number))
+        right, tokens = ask(model, draw(rng, segments, [depth] * trials), SEQUENCES)
+        shares.append(100.0 * (right == tokens).double().mean().item())
+    return shares
+
+
+def run(seed: int, steps: int, trials: int) -> Outcome:
+    """Train and examine one model."""
+    began = time.process_time()
+    model = train(seed, steps)
+    trained = time.process_time()
+    right = {segments: examine(model, segments, trials) for segments in ASKED}
+    knocked_out = float(np.mean(examine(without_memory(model), ASKED[0], trials)))
+    gates = [100.0 * gates.mean for gates in model.gate_statistics()]
+    return Outcome(right, knocked_out, gates, trained - began, time.process_time() - began)
+
+
+def run_all(options: argparse.Namespace) -> dict[int, Outcome]:
+    """Train and examine a model per seed, each in its own process, one process per core."""
+    with ProcessPoolExecutor(
+        options.processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    ) as pool:
+        jobs = {
+            pool.submit(run, seed, options.steps, options.trials): seed for seed in options.seeds
+        }
+        outcomes = {}
+        for job in as_completed(jobs):
+            outcomes[jobs[job]] = job.result()
+            print(f"seed {jobs[job]}: done", file=sys.stderr)
+    return {seed: outcomes[seed] for seed in options.seeds}
+
+
+def tabulate(outcomes: Mapping[int, Outcome]) -> list[dict[str, Cell]]:
+    """A row per seed, and one of targets."""
+    rows: list[dict[str, Cell]] = []
+    for seed, outcome in outcomes.items():
+        row: dict[str, Cell] = {"": f"seed {seed}"}
+        for segments, right in outcome.right.items():
+            row[f"{segments} segments"] = float(np.mean(right))
+            row[f"worst of {segments}"] = min(right)
+        row["no memory"] = outcome.knocked_out
+        row |= {f"gate {layer}": gate for layer, gate in enumerate(outcome.gates)}
+        row |= {"training, CPU s": outcome.train_seconds, "all, CPU s": outcome.seconds}
+        rows.append(row)
+    needs = dict.fromkeys(rows[0], None) | {"": "needs"}
+    for segments in JUDGED:
+        met = all(min(outcome.right[segments]) >= TARGET for outcome in outcomes.values())
+        needs[f"worst of {segments}"] = f"≥ {TARGET:g} {'met' if met else 'missed'}"
+    return [*rows, needs]
+
+
+def by_depth(outcomes: Mapping[int, Outcome]) -> np.ndarray:
+    """The share of right answers over all seeds, [len(DEPTHS), len(ASKED)]."""
+    grids = [[outcome.right[segments] for segments in ASKED] for outcome in outcomes.values()]
+    mean: np.ndarray = np.mean(grids, axis=0).T / 100
+    return mean
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.passkey", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per training")
+    parser.add_argument("--trials", type=int, default=40, help="answers per cell and seed")
+    parser.add_argument("--processes", type=int, default=available_cores(), help="at once")
+    parser.add_argument("--heat-map", type=Path, help="picture of the grid over all seeds")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the trainings and print the results."""
+    options = parse()
+    torch.set_num_threads(1)  # as in the trainings, so that the reported setting is theirs
+    outcomes = run_all(options)
+    rows = tabulate(outcomes)
+    grid = by_depth(outcomes)
+    if options.heat_map is not None:
+        plot_heat_map(
+            grid,
+            [f"{segments} segments\n{segments * SEGMENT:,} tokens" for segments in ASKED],
+            DEPTHS,
+            options.heat_map,
+            title="Pass keys found",
+            trained=sum(segments <= LENGTHS.longest for segments in ASKED),
+        )
+    rows += [
+        dict.fromkeys(rows[0], None)
+        | {"": f"depth {depth:g}%"}
+        | {
+            f"{segments} segments": 100.0 * float(share)
+            for segments, share in zip(ASKED, shares, strict=True)
+        }
+        for depth, shares in zip(DEPTHS, grid, strict=True)
+    ]
+    heading = (
+        f"Pass keys of {DIGITS} digits found, in percent: segments of {SEGMENT} tokens, trained on "
+        f"at most {LENGTHS.longest} segments in {options.steps} steps, {options.trials} answers "
+        "per depth and seed; the depths are means over the seeds"
+    )
+    publish("passkey", heading, rows, {})
+    if any("missed" in str(cell) for row in rows for cell in row.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,13 +22,13 @@ from benchmarks.report import Cell, publish, speed_ratio, spread, take_turns
 from infini_model.config import DataConfig, SplitsConfig
 from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.shards.engine import make_engine
-from infini_model.data.shards.on_ray.joining import joined
 from infini_model.data.shards.partition_store import LocalPartitions
 from infini_model.data.shards.partitions import PartitionSpec
 from infini_model.data.shards.writing import id_dtype
 from infini_model.data.sources.formats import Reading
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime.cores import available_cores
+from infini_model.runtime.on_ray.joining import joined
 from infini_model.runtime.storage import content_key
 
 LOOP, LOCAL, RAY, TASKS = "one loop", "local", "ray", "empty Ray tasks"
@@ -104,7 +104,7 @@ def empty_tasks(address: str) -> Make:
     def run(todo: Sequence[PartitionSpec], _folder: Path) -> None:
         import ray
 
-        with joined(address):
+        with joined(address, "data"):
             task = ray.remote(lambda _spec: None)
             ray.get([task.remote(spec.model_dump_json()) for spec in todo])
 

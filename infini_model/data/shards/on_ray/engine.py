@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from infini_model.config import DataConfig
 from infini_model.config.places import is_url
-from infini_model.data.shards.on_ray.joining import check_room, joined, reserved
-from infini_model.data.shards.on_ray.worker import Failure, Job, sources_fingerprint
+from infini_model.data.shards.on_ray.room import check_room, reserved
+from infini_model.data.shards.on_ray.worker import Job
 from infini_model.data.shards.partition_store import PARTITIONS, PartitionStore
 from infini_model.data.shards.partitions import PartitionSpec
 from infini_model.data.shards.workers import why_unsupported
 from infini_model.data.threads import Advance
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.runtime import storage
 from infini_model.runtime.errors import StageError, UnreachableError, UserError
+from infini_model.runtime.on_ray.joining import joined
+from infini_model.runtime.on_ray.nodes import Failure, marked, on_node, sources_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RayEngine:
         Raises also what `joined` and `check_room` do, and `StageError` for a partition that lost
         its worker time and again.
         """
-        with joined(self._address) as address, _job(store, self._device) as job:
+        with joined(self._address, "data") as address, _job(store, self._device) as job:
             import ray
 
             check_room(self._needs, ray.nodes(), address)
@@ -70,14 +70,10 @@ def _job(store: PartitionStore, device: str) -> Iterator[Job]:
     """What the tasks have in common. A file marks the folder of the datasets meanwhile."""
     place, sources = store.place.removesuffix(f"/{PARTITIONS}"), sources_fingerprint()
     if is_url(place):
-        yield Job(place=place, token=None, sources=sources, device=device)
+        yield Job(place=place, mark=None, sources=sources, device=device)
         return
-    folder = storage.make_folder(Path(place)).resolve()
-    with (
-        storage.named_os_errors(folder),
-        tempfile.NamedTemporaryFile(prefix=f"{storage.TEMPORARY}ray-", dir=folder) as token,
-    ):
-        yield Job(place=str(folder), token=token.name, sources=sources, device=device)
+    with marked(Path(place)) as mark:
+        yield Job(place=str(mark.parent), mark=str(mark), sources=sources, device=device)
 
 
 def _run(
@@ -120,22 +116,7 @@ def _task(needs: Mapping[str, float]) -> Any:
         num_gpus=needs.get("GPU", 0),
         memory=int(needs.get("memory", 0)) or None,
         max_retries=0,
-    )(_portable())
-
-
-def _portable() -> Callable[[str, str], Failure | None]:
-    """The function of a task, which travels by value: a node may lack this package."""
-
-    def make_partition(job: str, spec: str) -> Failure | None:
-        try:
-            from infini_model.data.shards.on_ray.worker import make
-        except ImportError as error:
-            import socket
-
-            return "user", f"infini_model: cannot be imported on {socket.gethostname()}: {error}"
-        return make(job, spec)
-
-    return make_partition
+    )(on_node("infini_model.data.shards.on_ray.worker", "make"))
 
 
 def _window(needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:

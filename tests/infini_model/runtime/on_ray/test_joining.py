@@ -1,0 +1,34 @@
+"""What is in the way of a Ray cluster is one line that names the setting, within seconds."""
+
+import socket
+import time
+
+import pytest
+
+from infini_model.runtime.errors import UnreachableError, UserError
+from infini_model.runtime.on_ray.joining import joined
+
+
+@pytest.mark.parametrize("section", ["data", "launch"])
+def test_a_cluster_that_does_not_answer(section):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    began = time.monotonic()
+    with (
+        pytest.raises(
+            UnreachableError, match=rf"^{section}\.ray_address: {address}: no Ray cluster.*$"
+        ),
+        joined(address, section),
+    ):
+        pass
+    assert time.monotonic() - began < 10
+
+
+def test_an_address_of_the_environment_that_is_none(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with (
+        pytest.raises(UserError, match=r"^RAY_ADDRESS: got 'ray://head:10001': takes auto or HOST"),
+        joined("auto", "data"),
+    ):
+        pass

@@ -41,6 +41,9 @@ def check_training_memory(config: Config, weights: InitialWeights | None = None)
     Raises `ConfigError` if that is more than this machine has, `DeviceError` as `choose_gpus` does.
     """
     log = get_run_logger()
+    if config.launch.launcher == "ray":
+        log.info("Memory of the training: checked on the nodes of the Ray cluster")
+        return
     try:
         shaped = known_shape(config) if weights is None else weights.shaped(config)
     except UnknownShapeError as unknown:

@@ -52,9 +52,9 @@ class RayCluster:
             made = self._cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)
         self._nodes.append(made)
 
-    def workers(self) -> list[psutil.Process]:
+    def workers(self, task: str = TASK) -> list[psutil.Process]:
         """The processes that run a task now."""
-        return [process for node in self._nodes for process in _workers(node)]
+        return [process for node in self._nodes for process in _workers(node, task)]
 
     def kill_worker(self) -> None:
         """Kill a process of the first node in the middle of a task."""
@@ -66,6 +66,12 @@ class RayCluster:
         worker = _in_a_task(node)
         _raylet(node).kill()
         worker.kill()
+
+    def lose_node_of(self, task: str) -> None:
+        """Kill the raylet of a node that runs `task`, and with it the node."""
+        node = next(node for node in reversed(self._nodes) if _workers(node, task))
+        self._nodes.remove(node)
+        _raylet(node).kill()
 
     def kill_head(self) -> None:
         """Kill the process without which there is no cluster, in the middle of a task."""
@@ -85,8 +91,8 @@ def _pid(node: Any, kind: str) -> int:
     return int(node.all_processes[kind][0].process.pid)
 
 
-def _workers(node: Any) -> list[psutil.Process]:
-    return [each for each in _raylet(node).children(recursive=True) if TASK in _name(each)]
+def _workers(node: Any, task: str = TASK) -> list[psutil.Process]:
+    return [each for each in _raylet(node).children(recursive=True) if task in _name(each)]
 
 
 def _in_a_task(node: Any) -> psutil.Process:

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from infini_model.config.places import LocalFolder, Place
+from infini_model.config.places import LocalFolder, Place, RayAddress
 from infini_model.config.section import Fraction, Section
 
 MEBIBYTE = 1 << 20
@@ -34,12 +34,6 @@ def _check_device(value: str) -> str:
 # Pattern for the form. The validator's message is clearer than a failed pattern match.
 DEVICE_SCHEMA = {"type": "string", "pattern": r"^(auto|cpu|cuda(:\d+)?|mixed)$"}
 Device = Annotated[str, AfterValidator(_check_device), WithJsonSchema(DEVICE_SCHEMA)]
-
-
-def _check_cluster(value: str) -> str:
-    if re.fullmatch(r"auto|[^\s/:]+:\d+", value):
-        return value
-    raise ValueError("takes auto or HOST:PORT; this machine must be a node of the cluster")
 
 
 def _check_units(value: float) -> float:
@@ -235,7 +229,7 @@ class DataConfig(Section):
         description="Where partitions are made: local is threads of this machine, ray the nodes of "
         "a Ray cluster, one task a partition.",
     )
-    ray_address: Annotated[str, AfterValidator(_check_cluster)] = Field(
+    ray_address: RayAddress = Field(
         "auto",
         description="Ray cluster to join, HOST:PORT of its head; auto is that of RAY_ADDRESS, or "
         "the one that runs on this machine. This machine must be one of its nodes.",

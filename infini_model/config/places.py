@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, WithJsonSchema
 
 STORES = ("s3://", "gs://", "az://")
 
@@ -41,6 +42,16 @@ def _refuse_address(value: Any) -> Any:
 
 
 LocalFolder = Annotated[Path, BeforeValidator(_refuse_address)]
+
+
+def _check_cluster(value: str) -> str:
+    if re.fullmatch(r"auto|[^\s/:]+:\d+", value):
+        return value
+    raise ValueError("takes auto or HOST:PORT; this machine must be a node of the cluster")
+
+
+# A Ray cluster to join.
+RayAddress = Annotated[str, AfterValidator(_check_cluster)]
 
 
 def working_folder(address: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from infini_model.config.places import LocalFolder
+from infini_model.config.places import LocalFolder, RayAddress
 from infini_model.config.section import Fraction, Section
 
 
@@ -32,6 +33,21 @@ def _check_gpus(value: str) -> str:
 # Pattern for the form. The validator's message is clearer than a failed pattern match.
 GPUS_SCHEMA = {"type": "string", "pattern": r"^(auto|all|cpu|\d+(,\d+)*)$"}
 Gpus = Annotated[str, AfterValidator(_check_gpus), WithJsonSchema(GPUS_SCHEMA)]
+
+
+def _to_text(value: Any) -> Any:
+    # YAML and the command line give a single number as an integer.
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _check_nodes(value: str) -> str:
+    least, _, most = value.partition("-")
+    if re.fullmatch(r"\d+(-\d+)?", value) and 1 <= int(least) <= int(most or least):
+        return value
+    raise ValueError("takes a number of nodes, or a range such as 2-4")
+
+
+Nodes = Annotated[str, BeforeValidator(_to_text), AfterValidator(_check_nodes)]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SavedModule = Literal[
     "embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"
@@ -156,7 +172,25 @@ class LaunchConfig(Section):
         None,
         description="Processes on this machine; null (default) is one per GPU, or one on the CPU.",
     )
-    num_nodes: PositiveInt = Field(1, description="Number of machines that train together.")
+    launcher: Literal["local", "ray"] = Field(
+        "local",
+        description="Where the processes are started: local is this machine, ray the nodes of a "
+        "Ray cluster. With ray a node that is lost costs the steps since the last checkpoint; the "
+        "training goes on with the nodes that there are.",
+    )
+    nodes: Nodes | None = Field(
+        None,
+        description="Nodes of the Ray cluster to train on, a number or a range such as 2-4; null "
+        "(default) is one.",
+    )
+    ray_address: RayAddress = Field(
+        "auto",
+        description="Ray cluster to join if launcher is ray, HOST:PORT of its head; auto is that "
+        "of RAY_ADDRESS, or the one that runs on this machine.",
+    )
+    num_nodes: PositiveInt = Field(
+        1, description="Number of machines that train together, each with a launcher of its own."
+    )
     node_rank: NonNegativeInt = Field(
         0, description="Rank of this machine, from 0 to num_nodes - 1."
     )
@@ -214,6 +248,26 @@ class LaunchConfig(Section):
         if self.num_nodes > 1 and self.rdzv_endpoint is None:
             raise ValueError("num_nodes over 1 needs rdzv_endpoint=host:port")
         return self
+
+    @model_validator(mode="after")
+    def _ray_chooses_the_nodes(self) -> Self:
+        if self.launcher == "local":
+            if self.nodes is not None:
+                raise ValueError("nodes needs launcher=ray; elsewhere num_nodes is their number")
+            return self
+        if self.num_nodes > 1:
+            raise ValueError("num_nodes needs launcher=local; on Ray nodes is their number")
+        if self.gpus not in ("auto", "all", "cpu"):
+            raise ValueError(
+                f"gpus {self.gpus} needs launcher=local; Ray chooses the GPUs of a node"
+            )
+        return self
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the most nodes of a Ray cluster to train on."""
+        least, _, most = (self.nodes or "1").partition("-")
+        return int(least), int(most or least)
 
 
 class LoggingConfig(Section):

@@ -27,14 +27,13 @@ from infini_model.training.initial_weights import (
     check_frozen,
     with_initial_weights,
 )
+from infini_model.training.launch.division import Division, divide
 from infini_model.training.optimizer import make_optimizer
 from infini_model.training.parallel.distributed import World
 from infini_model.training.replica import Replica
 from infini_model.training.setup import (
-    Division,
     Start,
     build_module,
-    divide,
     find_start,
     machine_of,
     record_settings,

@@ -1,5 +1,6 @@
 """Partitions on a real Ray cluster of two nodes: the same bytes, whatever is killed meanwhile."""
 
+import re
 import shutil
 import signal
 import sys
@@ -275,5 +276,7 @@ def test_a_dead_head_is_an_error_of_the_stage_and_another_cluster_goes_on(
     finally:
         second.end()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(standing)} present" in done.stdout + done.stderr
+    # A worker may have outlived its cluster for as long as a partition takes.
+    (present,) = re.findall(r"(\d+) present", done.stdout + done.stderr)
+    assert len(standing) <= int(present) < 18
     assert shards(tmp_path) == expected

@@ -48,6 +48,7 @@ from infini_model.runtime.storage import (
     sha256,
 )
 from infini_model.training.checkpoints.folders import (
+    STATE,
     checkpoint_path,
     checkpoints_dir,
     listed,
@@ -56,7 +57,6 @@ from infini_model.training.checkpoints.folders import (
 )
 from infini_model.training.parallel.sharding import own_shard
 
-STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 GENERATORS = "generators.safetensors"
 SEPARATOR = "/"

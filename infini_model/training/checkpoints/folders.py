@@ -10,6 +10,9 @@ from infini_model.runtime.metrics_file import read_validation_losses
 from infini_model.runtime.runs import CHECKPOINTS, STEP, kept_steps, step_key
 from infini_model.runtime.storage import MANIFEST, sha256
 
+# The file of a checkpoint that says where in the training it was saved.
+STATE = "state.json"
+
 
 def checkpoints_dir(run_dir: Path) -> Path:
     """The folder of a run's checkpoints."""

@@ -11,7 +11,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -116,27 +116,54 @@ _USER_ERRORS: dict[Kind, type[UserError]] = {"user error": UserError, "data": Da
 class Report:
     """How one rank failed, on which physical GPU (None on the CPU), and when.
 
-    `consumed` is that of `NonFiniteFailure`.
+    `rank` is None where the failure is not that of a rank; `consumed` is that of
+    `NonFiniteFailure`.
     """
 
     kind: Kind
     message: str
-    rank: int
+    rank: int | None
     gpu: int | None
     time: float
     consumed: int | None = None
 
     @classmethod
     def now(
-        cls, kind: Kind, message: str, rank: int, gpu: int | None, consumed: int | None = None
+        cls,
+        kind: Kind,
+        message: str,
+        rank: int | None,
+        gpu: int | None,
+        consumed: int | None = None,
     ) -> Report:
         """A report with the current time."""
         return cls(kind, message, rank, gpu, time.time(), consumed)
 
+    @classmethod
+    def of(cls, error: Exception) -> Report:
+        """What `launch` has raised, to be raised elsewhere by `as_error`."""
+        if isinstance(error, TrainingFailure):
+            consumed = getattr(error, "consumed", None)
+            return cls.now(error.kind, error.message, error.rank, error.gpu, consumed)
+        if isinstance(error, UserError):
+            kind: Kind = "data" if isinstance(error, DataError) else "user error"
+            return cls.now(kind, str(error), None, None)
+        return cls.now("crash", str(error) or type(error).__name__, None, None)
+
+    def as_error(self) -> TrainingFailure | UserError:
+        """The failure as the launcher raises it."""
+        if self.kind in _USER_ERRORS:
+            return _USER_ERRORS[self.kind](self.message)
+        failure = _TYPES[self.kind](self.message, self.rank, self.gpu)
+        if isinstance(failure, NonFiniteFailure):
+            failure.consumed = self.consumed
+        return failure
+
     def save(self, run_dir: Path) -> None:
         """Write it to the run folder, if that can be written at all."""
+        name = "launcher.json" if self.rank is None else f"rank-{self.rank}.json"
         with contextlib.suppress(OSError, UserError):
-            write_json(_folder(run_dir) / f"rank-{self.rank}.json", asdict(self))
+            write_json(_folder(run_dir) / name, asdict(self))
 
 
 def _folder(run_dir: Path) -> Path:
@@ -183,30 +210,29 @@ def _signal(number: int, by_kernel: bool) -> tuple[Kind, str]:
     return "crash", f"killed by {signal.Signals(number).name}"
 
 
+def _reports(run_dir: Path, pattern: str) -> Iterator[Report]:
+    for path in _folder(run_dir).glob(pattern):
+        yield Report(**json.loads(path.read_text(encoding="utf-8")))
+
+
 def explain(
     run_dir: Path, exit_code: int, *, by_kernel: bool = False
 ) -> TrainingFailure | UserError:
     """The failure behind a nonzero `exit_code` of the process that the launcher started.
 
-    `by_kernel` says whether the kernel's OOM killer has killed processes meanwhile. A killed rank
-    takes precedence over the others' reports, since their connections break before the agent sees
-    the death; otherwise the earliest report is the cause.
+    `by_kernel` says whether the kernel's OOM killer has killed processes meanwhile. What a launcher
+    on a Ray cluster reported is the cause. Otherwise a killed rank takes precedence over the
+    others' reports, since their connections break before the agent sees the death, and then the
+    earliest report.
     """
-    reports = [
-        Report(**json.loads(path.read_text(encoding="utf-8")))
-        for path in _folder(run_dir).glob("rank-*.json")
-    ]
-    cause = _killed_rank(run_dir, by_kernel) or min(
-        reports, key=lambda report: report.time, default=None
+    cause = (
+        next(_reports(run_dir, "launcher.json"), None)
+        or _killed_rank(run_dir, by_kernel)
+        or min(_reports(run_dir, "rank-*.json"), key=lambda report: report.time, default=None)
     )
     if cause is None:
         return _explain_code(exit_code, by_kernel)
-    if cause.kind in _USER_ERRORS:
-        return _USER_ERRORS[cause.kind](cause.message)
-    failure = _TYPES[cause.kind](cause.message, cause.rank, cause.gpu)
-    if isinstance(failure, NonFiniteFailure):
-        failure.consumed = cause.consumed
-    return failure
+    return cause.as_error()
 
 
 def _explain_code(code: int, by_kernel: bool) -> TrainingFailure:

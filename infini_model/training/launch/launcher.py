@@ -1,8 +1,9 @@
 """Start a training in separate processes and raise its failure as one typed exception.
 
-A single process runs plain `python -m infini_model.training`; several run under torchrun. Every
-line they print goes to the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect. No
-process is left when `launch` returns or is killed.
+A single process runs plain `python -m infini_model.training`; several run under torchrun. On a Ray
+cluster, `infini_model.training.launch.on_ray` starts them on its nodes. Every line they print goes
+to the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect. No process is left when
+`launch` returns or is killed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -32,6 +33,8 @@ from infini_model.training.launch.reservation import reserve
 
 # From SIGTERM to SIGKILL: time to end the step and to write a checkpoint.
 GRACE_SECONDS = 60.0
+# What ending the launchers of a Ray cluster takes besides.
+CLUSTER_SECONDS = 30.0
 # Between two lines on the progress of copying shards.
 STAGING_SECONDS = 10.0
 # Anything else that ends a launch is a stop from outside: a signal, or what `stop` returned.
@@ -80,21 +83,83 @@ def launch(
     recovery = read_recovery(run_dir)
     if change := recovery.describe(config):
         on_line(change)
-    with _staged(config, dataset_dir, on_line, or_lost):
+    train = _train_on_ray if config.launch.launcher == "ray" else train_here
+    try:
+        train(
+            recovery.applied_to(config),
+            dataset_dir,
+            run_dir,
+            timeout_seconds=timeout_seconds,
+            on_line=on_line,
+            on_progress=on_progress,
+            stop=or_lost,
+        )
+    except BaseException as error:
+        if isinstance(error, failures.TrainingFailure):
+            record_failure(run_dir, error, config)
+        # A rank that was killed could not report its end to MLflow.
+        stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
+        end_record(run_dir, "KILLED" if stopped else "FAILED")
+        raise
+
+
+def train_here(
+    config: Config,
+    dataset_dir: Path,
+    run_dir: Path,
+    *,
+    timeout_seconds: float | None,
+    on_line: Callable[[str], None],
+    on_progress: OnProgress,
+    stop: Callable[[], Exception | None],
+) -> None:
+    """Train on this machine, with exactly these settings. Arguments and errors are `launch`'s."""
+    with (
+        _staged(config, dataset_dir, on_line, stop),
+        reserve(config, run_dir, on_line=on_line, stop=stop) as gpus,
+    ):
+        ranks = _LocalRanks.of(config, gpus)
+        # Lines without a known prefix: torchrun's, or those of native code in the only rank.
+        other = "rank-0.log" if ranks.is_single else "torchrun.log"
         try:
-            with reserve(config, run_dir, on_line=on_line, stop=or_lost) as gpus:
-                settings = recovery.applied_to(config)
-                ranks = _LocalRanks.of(settings, gpus)
-                with _Output(run_dir, ranks, on_line, on_progress) as output:
-                    handle = output.handle
-                    _run(settings, ranks, dataset_dir, run_dir, timeout_seconds, handle, or_lost)
-        except BaseException as error:
-            if isinstance(error, failures.TrainingFailure):
-                record_failure(run_dir, error, config)
-            # A rank that was killed could not report its end to MLflow.
-            stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
-            end_record(run_dir, "KILLED" if stopped else "FAILED")
+            with _Output(run_dir, ranks.by_prefix(), other, on_line, on_progress) as output:
+                _run(
+                    [*_command(config, ranks, run_dir), "--report-progress"],
+                    *(config, dataset_dir, run_dir, timeout_seconds),
+                    on_line=output.handle,
+                    stop=stop,
+                    watch=Watch(run_dir, ranks.numbers, config.launch.hang_timeout_seconds),
+                    environment=_environment(ranks),
+                )
+        except failures.Hung as hung:
+            if hung.rank is not None:
+                hung.gpu = ranks.physical_gpus().get(hung.rank)
             raise
+
+
+def _train_on_ray(
+    config: Config,
+    dataset_dir: Path,
+    run_dir: Path,
+    *,
+    timeout_seconds: float | None,
+    on_line: Callable[[str], None],
+    on_progress: OnProgress,
+    stop: Callable[[], Exception | None],
+) -> None:
+    """Train on the nodes of a Ray cluster, started by a driver in a process of its own.
+
+    Arguments and errors are those of `launch`.
+    """
+    with _Output(run_dir, {}, "ray.log", on_line, on_progress) as output:
+        _run(
+            [sys.executable, "-m", "infini_model.training.launch.on_ray"],
+            *(config, dataset_dir, run_dir, timeout_seconds),
+            on_line=output.handle,
+            stop=stop,
+            environment=_same_package(),
+            grace_seconds=GRACE_SECONDS + CLUSTER_SECONDS,
+        )
 
 
 @contextlib.contextmanager
@@ -163,39 +228,38 @@ class _LocalRanks:
 
 
 def _run(
+    command: Sequence[str],
     config: Config,
-    ranks: _LocalRanks,
     dataset_dir: Path,
     run_dir: Path,
     timeout_seconds: float | None,
+    *,
     on_line: Callable[[str], None],
     stop: Callable[[], Exception | None],
+    environment: Mapping[str, str],
+    watch: Callable[[int], Exception | None] = lambda _: None,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> None:
-    """Train with exactly these settings on these GPUs. Raises as `launch` does."""
+    """Run a command with these settings, this dataset and this run. Raises as `launch` does."""
     # Not the run's own config.yaml: this one holds what may differ between two launches.
     settings = run_dir / "logs" / f"launch-{config.launch.node_rank}.yaml"
     with atomic_file(settings) as temporary:
         temporary.write_text(dump_config(config), encoding="utf-8")
     failures.clear(run_dir)
     arguments = ["--config", settings, "--dataset", dataset_dir, "--run-dir", run_dir]
-    watch = Watch(run_dir, ranks.numbers, config.launch.hang_timeout_seconds)
     oom_kills = processes.oom_kills()
     try:
         code = processes.run(
-            [*_command(config, ranks, run_dir), *map(str, arguments), "--report-progress"],
+            [*command, *map(str, arguments)],
             on_line=on_line,
             timeout_seconds=timeout_seconds,
-            grace_seconds=GRACE_SECONDS,
+            grace_seconds=grace_seconds,
             watch=watch,
             stop=stop,
-            env=_environment(ranks),
+            env=environment,
         )
     except processes.ProcessTimeoutError as error:
         raise failures.TimedOut(f"not finished after {timeout_seconds:g} s") from error
-    except failures.Hung as hung:
-        if hung.rank is not None:
-            hung.gpu = ranks.physical_gpus().get(hung.rank)
-        raise
     if code != 0:
         by_kernel = processes.oom_kills() > oom_kills
         raise failures.explain(run_dir, code, by_kernel=by_kernel)
@@ -203,7 +267,8 @@ def _run(
 
 def _environment(ranks: _LocalRanks) -> dict[str, str]:
     """The environment variables that the ranks need besides the inherited ones."""
-    environment = {"PYTHONFAULTHANDLER": "1", GPU_NUMBERS: gpu_numbers(ranks.gpus)}
+    environment = _same_package()
+    environment |= {"PYTHONFAULTHANDLER": "1", GPU_NUMBERS: gpu_numbers(ranks.gpus)}
     if "OMP_NUM_THREADS" not in os.environ:
         # The ranks share the cores; more threads than cores slow all of them down.
         environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // len(ranks.numbers)))
@@ -211,11 +276,14 @@ def _environment(ranks: _LocalRanks) -> dict[str, str]:
         # NVML counts in PCI order, CUDA by default the fastest first.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.identifier for gpu in ranks.gpus)
-    # The ranks import the same package as this process, whatever their working directory.
+    return environment
+
+
+def _same_package() -> dict[str, str]:
+    """The variable by which a child imports this package, whatever its working directory is."""
     package_root = str(Path(__file__).resolve().parents[3])
     inherited = os.environ.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, inherited]))
-    return environment
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [package_root, inherited]))}
 
 
 def _command(config: Config, ranks: _LocalRanks, run_dir: Path) -> list[str]:
@@ -247,15 +315,15 @@ class _Output:
     def __init__(
         self,
         run_dir: Path,
-        ranks: _LocalRanks,
+        ranks: Mapping[str, int],
+        other: str,
         on_line: Callable[[str], None],
         on_progress: OnProgress,
     ) -> None:
+        """`ranks` are those behind prefixes of lines; all other lines go to the file `other`."""
         self._folder = make_folder(run_dir / "logs")
         self._on_line, self._on_progress = on_line, on_progress
-        self._ranks = ranks.by_prefix()
-        # Lines without a known prefix: torchrun's, or those of native code in the only rank.
-        self._other = "rank-0.log" if ranks.is_single else "torchrun.log"
+        self._ranks, self._other = ranks, other
         self._files: dict[str, IO[str]] = {}
 
     def __enter__(self) -> _Output:

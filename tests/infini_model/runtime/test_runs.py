@@ -31,7 +31,13 @@ def test_a_run_that_an_earlier_version_started_is_read_and_resumed(tmp_path: Pat
         for part in path:
             section = section[part]
         tree[before][key] = section.pop(name)
-    for new in ("force", "compile"):  # which earlier versions did not have
+    for new in (
+        "force",
+        "compile",
+        "launcher",
+        "nodes",
+        "ray_address",
+    ):  # which earlier versions did not have
         tree["launch"].pop(new)
     for emptied in ("launch", "logging", "checkpoint"):
         assert tree.pop(emptied) == {}

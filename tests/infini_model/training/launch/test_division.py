@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from infini_model.config import TrainingConfig
 from infini_model.runtime.errors import ConfigError
-from infini_model.training.setup import Division, divide
+from infini_model.training.launch.division import Division, divide
 
 small = st.integers(1, 12)
 

@@ -53,12 +53,12 @@ def marked(folder: Path) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def check_mark(mark: Path) -> None:
-    """Raise `DataError` unless this node sees the folder that `marked` has marked."""
+def check_mark(mark: Path, remedy: str) -> None:
+    """Raise `DataError`, with a remedy, unless this node sees the folder that `marked` marked."""
     if not mark.exists():
         raise DataError(
             f"{mark.parent}: is not the folder of this name on the machine that started the job; "
-            "use one that all nodes share, or an object store"
+            f"{remedy}"
         )
 
 

@@ -34,7 +34,7 @@ class _Bench:
     def __init__(self, job: Job, spec: PartitionSpec) -> None:
         check_sources(job.sources)
         if job.mark is not None:
-            check_mark(Path(job.mark))
+            check_mark(Path(job.mark), "use one that all nodes share, or an object store")
         check_device(job.device)
         self.store = _open_store(job.place)
         self.tokenizer: Tokenizer = on_device(self.store.tokenizer(spec), job.device)

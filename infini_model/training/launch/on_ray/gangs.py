@@ -107,12 +107,16 @@ class Gangs:
                         yield group, needs
                         return
                 self._end_if_stopped()
-            shortage = self._shortage(able, needs)
-            if able < self._config.launch.node_range[0] and time.monotonic() > deadline:
+            shortage, is_short = (
+                self._shortage(able, needs),
+                able < self._config.launch.node_range[0],
+            )
+            if is_short and time.monotonic() > deadline:
                 raise DeviceError(shortage)
             if time.monotonic() > next_line:
                 next_line = time.monotonic() + REPEAT_SECONDS
-                print(f"Waiting for nodes: {shortage}", flush=True)
+                in_use = "" if is_short else ", in use by others"
+                print(f"Waiting for nodes: {shortage}{in_use}", flush=True)
             self._end_if_stopped()
             time.sleep(POLL_SECONDS)
 

@@ -38,7 +38,7 @@ def survey(sources: str, mark: str) -> Place:
     from ray.util import get_node_ip_address
 
     check_sources(sources)
-    check_mark(Path(mark))
+    check_mark(Path(mark), "run.output_dir must be a folder that all nodes share")
     with socket.create_server(("", 0)) as free:
         return Place(socket.gethostname(), get_node_ip_address(), free.getsockname()[1])
 

@@ -1,0 +1,95 @@
+"""How many nodes of a Ray cluster a training takes, and what it reserves on each."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infini_model.config import LaunchConfig, load_config
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.on_ray.nodes import attempt, marked, sources_fingerprint
+from infini_model.training.launch.on_ray.gangs import Gangs, needs_of
+from infini_model.training.launch.on_ray.node import Place, survey
+
+
+def launch(**settings):
+    return LaunchConfig(launcher="ray", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "needs"),
+    [
+        ({}, [{"CPU": 8.0}], {"CPU": 1.0}),
+        ({"processes": 4}, [{"CPU": 8.0}], {"CPU": 4.0}),
+        ({"gpus": "cpu"}, [{"CPU": 8.0, "GPU": 4.0}], {"CPU": 1.0}),
+        ({}, [{"CPU": 8.0, "GPU": 4.0}], {"CPU": 4.0, "GPU": 4.0}),
+        ({"gpus": "all"}, [{"CPU": 8.0}], {"CPU": 1.0, "GPU": 1.0}),
+        ({"nodes": "2-4"}, [{"GPU": 8.0}, {"GPU": 4.0}, {"GPU": 2.0}], {"CPU": 4.0, "GPU": 4.0}),
+        ({"nodes": "1-4"}, [{"GPU": 8.0}, {"GPU": 4.0}, {"GPU": 2.0}], {"CPU": 8.0, "GPU": 8.0}),
+        ({"nodes": 2, "processes": 2}, [{"GPU": 8.0}, {"CPU": 4.0}], {"CPU": 2.0, "GPU": 2.0}),
+    ],
+)
+def test_what_a_launcher_reserves(settings, nodes, needs):
+    assert needs_of(launch(**settings), nodes) == needs
+
+
+def gangs(tmp_path: Path, batch: int | None, **settings):
+    if batch is not None:
+        checkpoint = tmp_path / "checkpoints" / "step-20"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text(json.dumps({"global_batch": batch}))
+    config = load_config(overrides=[{"launch": {"launcher": "ray", **settings}}])
+    return Gangs(config, tmp_path, tmp_path, "head:1", lambda: False)
+
+
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(0, 8))
+def test_the_nodes_that_are_tried_are_in_the_range_the_most_first(least, more, able):
+    sizes = gangs(Path("/nowhere"), None, nodes=f"{least}-{least + more}")._sizes(
+        able, {"CPU": 1.0}
+    )
+    assert sizes == [n for n in range(8, 0, -1) if least <= n <= least + more and n <= able]
+
+
+def test_only_numbers_of_nodes_that_divide_the_batch_of_the_run(tmp_path):
+    found = gangs(tmp_path, 12, nodes="2-8")
+    assert found._sizes(8, {"CPU": 1.0}) == [6, 4, 3, 2]
+    assert found._sizes(8, {"CPU": 4.0}) == [3]
+    with pytest.raises(ConfigError, match="5 processes cannot split this run's global batch"):
+        gangs(tmp_path / "other", 12, nodes=5)._sizes(8, {"CPU": 1.0})
+
+
+def test_a_node_is_taken_if_it_has_the_same_code_and_sees_the_run(tmp_path):
+    with marked(tmp_path) as mark:
+        place = survey(sources_fingerprint(), str(mark))
+        assert isinstance(place, Place)
+        assert place.host == socket.gethostname()
+        with socket.create_server(("", place.port)):
+            pass
+        kind, message = attempt(survey, "other", str(mark))
+        assert kind == "user"
+        assert "is not the infini_model that started the job" in message
+    kind, message = attempt(survey, sources_fingerprint(), str(mark))
+    assert kind == "user"
+    assert message.startswith(f"{tmp_path}: is not the folder of this name on the machine that")
+    assert "run.output_dir" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["launch.nodes=2"], "nodes needs launcher=ray"),
+        (["launch.launcher=ray", "launch.nodes=4-2"], "takes a number of nodes, or a range"),
+        (["launch.launcher=ray", "launch.nodes=0"], "takes a number of nodes, or a range"),
+        (["launch.launcher=ray", "launch.gpus=0,1"], "gpus 0,1 needs launcher=local"),
+        (
+            ["launch.launcher=ray", "launch.num_nodes=2", "launch.rdzv_endpoint=a:1", "run.name=a"],
+            "num_nodes needs launcher=local",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides=settings)

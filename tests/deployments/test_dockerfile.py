@@ -43,6 +43,13 @@ def test_triton_finds_a_compiler_and_the_driver_its_libraries() -> None:
     assert instructions("ENV") == ["NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
 
 
+def test_ray_has_the_dashboard_to_which_kuberay_gives_the_job_and_the_version_of_the_lock() -> None:
+    (install,) = [each for each in instructions("RUN") if "ray[default]" in each]
+    assert "--requirement requirements.lock" in install
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    assert re.search(r"^ray==", lock, re.MULTILINE)
+
+
 def test_the_linter_finds_nothing() -> None:
     # DL3008: Debian removes old versions, so that a pinned one would stop the build.
     # Beside Python itself: the environment need not be activated.

@@ -1,7 +1,7 @@
-"""A training on several machines: what JobSet and SkyPilot are given is valid, and starts one gang.
+"""A training on several machines: each file is valid for its reader, and starts one gang.
 
 There is no cluster here: a file is checked against the schema of whoever reads it, and its command
-is run with the environment that JobSet or SkyPilot would give it.
+is run with the environment that JobSet, KubeRay or SkyPilot would give it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ import functools
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
+import ray
 import typer.main
 import yaml
+from commands import eventually
 
 from flows.cli import app
 from flows.options import read
@@ -40,6 +44,12 @@ SKYPILOT = yaml.safe_load((DEPLOYMENTS / "skypilot.yaml").read_text(encoding="ut
 JOB = NODES["template"]["spec"]
 POD = JOB["template"]["spec"]
 (CONTAINER,) = POD["containers"]
+RAYJOB = yaml.safe_load((DEPLOYMENTS / "rayjob.yaml").read_text(encoding="utf-8"))
+RAY = RAYJOB["spec"]["rayClusterSpec"]
+HEAD = RAY["headGroupSpec"]
+(WORKERS,) = RAY["workerGroupSpecs"]
+((RAY_HEAD,), (RAY_WORKER,)) = (each["template"]["spec"]["containers"] for each in (HEAD, WORKERS))
+STARTED, ENDED = "started", "a checkpoint is saved"
 
 
 @functools.cache
@@ -52,12 +62,21 @@ def schema(name: str) -> jsonschema.Draft202012Validator:
 def check(name: str, document: Mapping[str, Any]) -> None:
     """Raise `ValidationError` for what the schema of this name refuses, or does not know."""
     schema(name).validate(document)
-    if name != "jobset":
-        return
-    for each in document["spec"]["replicatedJobs"]:
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": document["metadata"]}
-        job |= each["template"]
-        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+    for each in built_in(name, document):
+        kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
+
+
+def built_in(name: str, document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a document becomes of the kinds for which Kubernetes has a schema itself."""
+    if name == "jobset":
+        for each in document["spec"]["replicatedJobs"]:
+            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": document["metadata"]}
+            yield job | each["template"]
+    if name == "rayjob":
+        cluster = document["spec"]["rayClusterSpec"]
+        for each in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": document["metadata"]}
+            yield pod | each["template"]
 
 
 def keys(tree: Any, free: Collection[str], above: tuple[Any, ...] = ()) -> Iterator[tuple]:
@@ -91,9 +110,10 @@ def is_accepted_misspelt(name: str, document: Mapping[str, Any], path: Sequence[
     ("name", "document", "free"),
     [
         ("jobset", JOBSET, {"labels", "requests", "limits"}),
+        ("rayjob", RAYJOB, {"labels", "requests", "limits", "rayStartParams"}),
         ("skypilot", SKYPILOT, {"envs", "volumes"}),
     ],
-    ids=["jobset", "skypilot"],
+    ids=["jobset", "rayjob", "skypilot"],
 )
 def test_a_file_is_what_its_reader_declares_and_no_misspelt_key_passes(
     name: str, document: dict[str, Any], free: set[str]
@@ -105,23 +125,28 @@ def test_a_file_is_what_its_reader_declares_and_no_misspelt_key_passes(
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("name", "path", "value"),
     [
-        (("spec", "failurePolicy", "maxRestarts"), "ten"),
-        (("spec", "failurePolicy", "rules", 0, "action"), "Restart"),
-        (("spec", "failurePolicy", "rules", 0, "onJobFailureReasons", 0), "Disruption"),
-        (("spec", "replicatedJobs", 0, "template", "spec", "parallelism"), "2"),
+        ("jobset", ("failurePolicy", "maxRestarts"), "ten"),
+        ("jobset", ("failurePolicy", "rules", 0, "action"), "Restart"),
+        ("jobset", ("failurePolicy", "rules", 0, "onJobFailureReasons", 0), "Disruption"),
+        ("jobset", ("replicatedJobs", 0, "template", "spec", "parallelism"), "2"),
+        ("rayjob", ("submissionMode",), "HttpMode"),
+        ("rayjob", ("backoffLimit",), "10"),
+        ("rayjob", ("rayClusterSpec", "authOptions", "mode"), "Token"),
+        ("rayjob", ("rayClusterSpec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        ("rayjob", ("rayClusterSpec", "workerGroupSpecs", 0, "replicas"), "4"),
     ],
 )
-def test_a_value_of_another_kind_is_refused(path: Sequence[Any], value: str) -> None:
-    changed = copy.deepcopy(JOBSET)
+def test_a_value_of_another_kind_is_refused(name: str, path: Sequence[Any], value: object) -> None:
+    changed = copy.deepcopy({"jobset": JOBSET, "rayjob": RAYJOB}[name])
     *above, key = path
-    parent: Any = changed
+    parent: Any = changed["spec"]
     for step in above:
         parent = parent[step]
     parent[key] = value
     with pytest.raises(jsonschema.ValidationError):
-        check("jobset", changed)
+        check(name, changed)
 
 
 def started(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Config:
@@ -212,6 +237,109 @@ def test_the_nodes_of_skypilot_form_one_gang(
         assert str(config.run.output_dir) in SKYPILOT["volumes"]
 
 
+def plain(container: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables that a container has by its own `env`."""
+    return {each["name"]: each["value"] for each in container["env"]}
+
+
+def test_a_rayjob_trains_with_as_many_workers_as_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = plain(RAY_HEAD)
+    monkeypatch.setenv("INFINI_OUTPUT_DIR", environment["INFINI_OUTPUT_DIR"])
+    script = here(RAYJOB["spec"]["entrypoint"], tmp_path)
+    config = started(["sh", "-c", script], environment, tmp_path)
+    launch: Any = config.launch
+    assert (launch.launcher, launch.gpus, config.run.name) == ("ray", "all", "first")
+    fewest, most = map(int, launch.nodes.split("-"))
+    assert 0 < fewest < most == WORKERS["replicas"]
+    for container in (RAY_HEAD, RAY_WORKER):
+        assert plain(container) == environment
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert str(config.run.output_dir) in mounts
+
+
+def here(script: str, folder: Path) -> str:
+    """`script` with its file in `folder` instead of in /tmp."""
+    assert "/tmp/" in script
+    return script.replace("/tmp/", f"{folder}/")
+
+
+def test_kueue_admits_all_workers_of_a_rayjob_and_gets_their_room_back() -> None:
+    assert WORKERS["minReplicas"] == WORKERS["replicas"] == WORKERS["maxReplicas"]
+    assert RAY["enableInTreeAutoscaling"] is False
+    # What the webhooks of Kueue and KubeRay demand beyond their schemas.
+    assert RAYJOB["spec"]["shutdownAfterJobFinishes"] is True
+    assert WORKERS["groupName"] != "head"
+    assert RAYJOB["spec"]["backoffLimit"] == JOBSET["spec"]["failurePolicy"]["maxRestarts"]
+    assert RAYJOB["metadata"]["labels"] == JOBSET["metadata"]["labels"]
+
+
+def test_ray_places_work_on_workers_alone_and_knows_the_parameters_of_its_start() -> None:
+    # KubeRay takes num-gpus from the limits, and num-cpus from the request where there is no limit.
+    assert HEAD["rayStartParams"]["num-cpus"] == "0"
+    assert "nvidia.com/gpu" not in RAY_HEAD["resources"]["limits"]
+    assert "num-cpus" not in WORKERS["rayStartParams"]
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--help"]
+    known = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for parameters in (HEAD["rayStartParams"], WORKERS["rayStartParams"]):
+        for name in parameters:
+            assert re.search(rf"^ +--{name} ", known, re.MULTILINE), name
+        # It lies in /dev/shm, which NCCL needs.
+        assert int(parameters["object-store-memory"]) < GIB
+
+
+def test_the_cluster_of_a_rayjob_has_the_version_of_the_image_and_a_token() -> None:
+    requirements = (DEPLOYMENTS.parent / "requirements-ray.txt").read_text(encoding="utf-8")
+    assert f"ray=={RAY['rayVersion']}" in requirements.splitlines()
+    assert RAY["authOptions"] == {"mode": "token"}
+    assert plain(RAY_HEAD)["RAY_USAGE_STATS_ENABLED"] == "0"
+    # Other than these the head's service would have all ports, that of Ray's client too.
+    ports = {port["name"]: port["containerPort"] for port in RAY_HEAD["ports"]}
+    assert ports == {"gcs-server": 6379, "dashboard": 8265}
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [
+        ("RAY_JOB_STOP_WAIT_TIME_S", "dashboard/modules/job/job_supervisor.py"),
+        ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "_private/ray_constants.py"),
+    ],
+)
+def test_ray_waits_for_a_checkpoint_and_not_longer_than_kubernetes(name: str, reader: str) -> None:
+    assert f'"{name}"' in Path(ray.__file__).parent.joinpath(reader).read_text(encoding="utf-8")
+    seconds = int(plain(RAY_HEAD)[name])
+    for group in (HEAD, WORKERS):
+        assert GRACE_SECONDS < seconds < group["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_a_head_that_is_deleted_first_lets_the_training_save_a_checkpoint(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "infini").write_text(
+        f"#!/bin/sh\ntrap 'sleep 1; touch \"{tmp_path}/{ENDED}\"; exit 1' TERM\n"
+        f"touch '{tmp_path}/{STARTED}'\nwhile :; do sleep 0.1; done\n"
+    )
+    (programs / "infini").chmod(0o755)
+    hook = list(RAY_HEAD["lifecycle"]["preStop"]["exec"]["command"])
+    hook[-1] = here(hook[-1], tmp_path)
+    subprocess.run(hook, check=True, timeout=30)  # the training has not begun
+    entrypoint = subprocess.Popen(
+        ["sh", "-c", here(RAYJOB["spec"]["entrypoint"], tmp_path)],
+        env={"PATH": f"{programs}:{os.environ['PATH']}"},
+    )
+    try:
+        eventually((tmp_path / STARTED).exists, "the training", seconds=30)
+        # A zombie would still be there for the hook.
+        with ThreadPoolExecutor(1) as reaper:
+            ended = reaper.submit(entrypoint.wait)
+            subprocess.run(hook, timeout=30, check=False)
+            assert (tmp_path / ENDED).exists()
+            assert ended.result() == 1
+    finally:
+        entrypoint.kill()
+
+
 def test_skypilot_installs_from_the_lock() -> None:
     subprocess.run(["bash", "-n"], input=SKYPILOT["setup"], text=True, check=True)
     (lock,) = re.findall(r"--requirement (\S+)", SKYPILOT["setup"])
@@ -231,10 +359,14 @@ def test_any_failed_pod_restarts_all_and_a_disruption_does_not_count() -> None:
     assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 
-def test_a_pod_has_time_to_save_a_checkpoint_and_memory_to_exchange_gradients() -> None:
-    assert POD["terminationGracePeriodSeconds"] >= GRACE_SECONDS + 30
-    mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in POD["volumes"]}
+@pytest.mark.parametrize("pod", [POD, WORKERS["template"]["spec"]], ids=["jobset", "rayjob"])
+def test_a_pod_has_time_to_save_a_checkpoint_and_memory_to_exchange_gradients(
+    pod: dict[str, Any],
+) -> None:
+    assert pod["terminationGracePeriodSeconds"] >= GRACE_SECONDS + 30
+    (container,) = pod["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert set(mounts.values()) == set(volumes)
 
@@ -249,6 +381,8 @@ def test_the_first_node_has_the_memory_that_production_takes() -> None:
     (shared,) = [each["emptyDir"]["sizeLimit"] for each in POD["volumes"] if "emptyDir" in each]
     machine = Machine("cuda", JOB["completions"] * gpus, gpus, True, 80 * GIB, 0)
     needed = Need.of(known_shape(configure(["production"])), machine).main
+    # Ray may put any worker first.
+    assert RAY_WORKER["resources"] == CONTAINER["resources"]
     for memory in (
         CONTAINER["resources"]["limits"]["memory"],
         CONTAINER["resources"]["requests"]["memory"],
@@ -258,7 +392,9 @@ def test_the_first_node_has_the_memory_that_production_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "environment", [pod_environment(0), SKYPILOT["envs"]], ids=["jobset", "skypilot"]
+    "environment",
+    [pod_environment(0), plain(RAY_HEAD), plain(RAY_WORKER), SKYPILOT["envs"]],
+    ids=["jobset", "ray head", "ray worker", "skypilot"],
 )
 def test_runs_name_their_server_and_send_heartbeats_well_before_they_are_missed(
     environment: Mapping[str, str | None],

@@ -68,6 +68,11 @@ class Work:
         )
 
 
+def processes_of(needs: Mapping[str, float]) -> int:
+    """The number of ranks on a node where a launcher reserves `needs`."""
+    return int(needs.get("GPU", needs["CPU"]))
+
+
 @contextlib.contextmanager
 def reserved(needs: Mapping[str, float], count: int, seconds: float) -> Iterator[Any]:
     """A placement group of `count` nodes that have `needs` free; None if there are not so many.
@@ -186,7 +191,7 @@ def _start(
     import ray
 
     made = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))(Launcher)
-    processes = int(needs["CPU"])
+    processes = processes_of(needs)
     members = []
     for rank, place in enumerate(places):
         assignment = work.on(places, rank, processes)

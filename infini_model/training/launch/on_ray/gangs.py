@@ -14,7 +14,13 @@ from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.training.checkpoints.folders import STATE, listed
 from infini_model.training.launch.division import Division, divide
 from infini_model.training.launch.failures import Crashed, Preempted
-from infini_model.training.launch.on_ray.gang import NodesLostError, Work, reserved, train_in
+from infini_model.training.launch.on_ray.gang import (
+    NodesLostError,
+    Work,
+    processes_of,
+    reserved,
+    train_in,
+)
 
 Resources = Mapping[str, float]
 
@@ -28,7 +34,7 @@ MOST_LOSSES = 5
 
 
 def needs_of(launch: LaunchConfig, nodes: Sequence[Resources]) -> dict[str, float]:
-    """What a launcher reserves on its node, by Ray's names: a CPU and perhaps a GPU a process.
+    """What a launcher reserves on its node, by Ray's names: a GPU a process, or a CPU a process.
 
     Without `launch.processes` there is one process a GPU: as many as the least number of nodes
     that may train all have.
@@ -37,8 +43,7 @@ def needs_of(launch: LaunchConfig, nodes: Sequence[Resources]) -> dict[str, floa
     if launch.gpus == "cpu" or (launch.gpus == "auto" and not any(gpus)):
         return {"CPU": float(launch.processes or 1)}
     common = gpus[launch.node_range[0] - 1 :][:1] or [0.0]
-    processes = float(launch.processes or max(1, int(common[0])))
-    return {"CPU": processes, "GPU": processes}
+    return {"CPU": 1.0, "GPU": float(launch.processes or max(1, int(common[0])))}
 
 
 class Gangs:
@@ -141,7 +146,8 @@ class Gangs:
 
     def _divided(self, count: int, needs: Resources) -> Division:
         """How `count` nodes split the run's global batch, which the first gang fixes."""
-        return divide(self._config.training, count * int(needs["CPU"]), self._global_batch)
+        processes = count * processes_of(needs)
+        return divide(self._config.training, processes, self._global_batch)
 
     def _shortage(self, able: int, needs: Resources) -> str:
         launch = self._config.launch

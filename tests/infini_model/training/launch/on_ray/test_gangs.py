@@ -25,11 +25,11 @@ def launch(**settings):
         ({}, [{"CPU": 8.0}], {"CPU": 1.0}),
         ({"processes": 4}, [{"CPU": 8.0}], {"CPU": 4.0}),
         ({"gpus": "cpu"}, [{"CPU": 8.0, "GPU": 4.0}], {"CPU": 1.0}),
-        ({}, [{"CPU": 8.0, "GPU": 4.0}], {"CPU": 4.0, "GPU": 4.0}),
+        ({}, [{"CPU": 8.0, "GPU": 4.0}], {"CPU": 1.0, "GPU": 4.0}),
         ({"gpus": "all"}, [{"CPU": 8.0}], {"CPU": 1.0, "GPU": 1.0}),
-        ({"nodes": "2-4"}, [{"GPU": 8.0}, {"GPU": 4.0}, {"GPU": 2.0}], {"CPU": 4.0, "GPU": 4.0}),
-        ({"nodes": "1-4"}, [{"GPU": 8.0}, {"GPU": 4.0}, {"GPU": 2.0}], {"CPU": 8.0, "GPU": 8.0}),
-        ({"nodes": 2, "processes": 2}, [{"GPU": 8.0}, {"CPU": 4.0}], {"CPU": 2.0, "GPU": 2.0}),
+        ({"nodes": "2-4"}, [{"GPU": 8.0}, {"GPU": 4.0}, {"GPU": 2.0}], {"CPU": 1.0, "GPU": 4.0}),
+        ({"nodes": "1-4"}, [{"GPU": 8.0}, {"GPU": 4.0}, {"GPU": 2.0}], {"CPU": 1.0, "GPU": 8.0}),
+        ({"nodes": 2, "processes": 2}, [{"GPU": 8.0}, {"CPU": 4.0}], {"CPU": 1.0, "GPU": 2.0}),
     ],
 )
 def test_what_a_launcher_reserves(settings, nodes, needs):

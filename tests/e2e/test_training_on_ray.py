@@ -12,7 +12,7 @@ from trials import Make, Start
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = "ray::Launcher"
-STEPS = 400
+STEPS = 240
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 2},
     "logging": {"logging_steps": 5, "eval_steps": STEPS},

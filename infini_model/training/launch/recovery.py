@@ -54,12 +54,15 @@ class Recovery:
     skipped: tuple[int, ...] = ()
 
     def applied_to(self, config: Config) -> Config:
-        """`config` with its micro-batches split; the global batch stays the same."""
-        parts, training = self.micro_batch_divisor, config.training
-        smaller = {
-            "batch_size": training.batch_size // parts,
-            "gradient_accumulation_steps": training.gradient_accumulation_steps * parts,
-        }
+        """`config` with its micro-batches split; the global batch stays the same.
+
+        The micro-batches may be smaller than the user's, where a gang on Ray divides a batch anew.
+        """
+        training = config.training
+        windows = training.batch_size * training.gradient_accumulation_steps
+        most = max(1, training.batch_size // self.micro_batch_divisor)
+        size = next(size for size in range(most, 0, -1) if windows % size == 0)
+        smaller = {"batch_size": size, "gradient_accumulation_steps": windows // size}
         return config.model_copy(update={"training": training.model_copy(update=smaller)})
 
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:

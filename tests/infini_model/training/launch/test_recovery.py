@@ -37,6 +37,14 @@ def test_out_of_memory_cuts_the_micro_batch_until_it_is_one_window(make_config, 
     assert batch_size == 1 or "the same global batch" in recovery.describe(config)
 
 
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(3, 2), (1, 8), (5, 1)])
+def test_micro_batches_that_were_divided_anew_are_split_too(make_config, batch_size, accumulation):
+    training = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    now = Recovery(micro_batch_divisor=4).applied_to(make_config(training=training)).training
+    assert now.batch_size == 1
+    assert now.gradient_accumulation_steps == batch_size * accumulation
+
+
 def test_non_finite_numbers_are_retried_twice(make_config):
     config = make_config()
     recovery = Recovery()

@@ -87,7 +87,10 @@ class World:
         if self.size == 1:
             return read()
         content = read() if self.is_main else b""
-        like = torch.empty(self.from_main(len(content)), dtype=torch.uint8)
+        size = self.from_main(len(content))
+        if size == 0:
+            return b""
+        like = torch.empty(size, dtype=torch.uint8)
         return _as_bytes(self.tensor_from_main(lambda: _as_tensor(content), like))
 
     def json_from_main(self, read: Callable[[], Any]) -> Any:

@@ -15,6 +15,7 @@ from infini_model.config import Config
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.runs import REPORT, REPORT_PAGE, dataset_here, find_run
+from infini_model.runtime.stored.conditions import check_stores
 from infini_model.runtime.stored.working_copy import refresh_runs
 from tasks.failures import concluded
 from tasks.flow_run import FLOW, current_owner
@@ -38,6 +39,7 @@ def complete_run(config: Config) -> dict[str, Any]:
     owner, adopt = current_owner()
     # First of all: a store that refuses access is found out before any work is done.
     refresh_runs(config.run.runs_dir, config.run.store)
+    check_stores(config.run, builds_dataset=config.data.folder is None)
     weights = prepare_weights(config, owner, adopt=adopt)
     pinned = config if weights is None else weights.pinned_in(config)
     dataset = _own_dataset(config, owner) or prepare_dataset(pinned)

@@ -12,6 +12,7 @@ from prefect.states import Completed
 from flows.form import form, settings
 from infini_model.config import Config
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.stored.conditions import check_stores
 from tasks.clean import clean
 from tasks.download import download
 from tasks.failures import EXPECTED, concluded, reason
@@ -76,6 +77,7 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
 
     With `data.share`, the dataset may have `missing` partitions; the last share has none.
     """
+    check_stores(config.run, builds_dataset=True)
     dataset = _make_dataset(config)
     name = Path(dataset["folder"]).name
     if dataset["missing"]:

@@ -14,6 +14,7 @@ from infini_model.config import Config
 from infini_model.runtime.claims import claim_run, run_to_resume
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.runs import is_finished
+from infini_model.runtime.stored.conditions import check_stores
 from infini_model.runtime.stored.working_copy import has_checkpoint, refresh_runs
 from infini_model.training.initial_weights import (
     InitialWeights,
@@ -134,6 +135,7 @@ def _train(
 def train(config: Config) -> dict[str, str]:
     """Train on the dataset in `data.folder`, or the newest one. Returns the run folder."""
     refresh_runs(config.run.runs_dir, config.run.store)
+    check_stores(config.run, builds_dataset=False)
     owner, adopt = current_owner()
     weights = prepare_weights(config, owner, adopt=adopt)
     dataset = perform(plan_dataset, config.stages.shard, config, None)

@@ -217,3 +217,25 @@ class S3Server:
         self.line.disconnect()
         self._process.kill()
         self._process.wait()
+
+
+@contextmanager
+def careless_s3(*ignored: str) -> Iterator[tuple[str, list[str]]]:
+    """A server that ignores these headers; yields its URL, and the methods of the requests."""
+    from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
+    moto, methods = DomainDispatcherApplication(create_backend_app), []
+
+    def answer(request: dict[str, Any], start_response: Any) -> Any:
+        methods.append(request["REQUEST_METHOD"])
+        for name in ignored:
+            request.pop(f"HTTP_{name.upper().replace('-', '_')}", None)
+        return moto(request, start_response)
+
+    server = make_server("127.0.0.1", 0, answer, threaded=True, request_handler=MotoRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", methods
+    finally:
+        server.shutdown()

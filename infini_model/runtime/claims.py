@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infini_model.config import Config, dump_config, load_config
 from infini_model.config.places import folder_here
@@ -35,12 +35,20 @@ from infini_model.runtime.runs import (
     weights_fingerprint,
 )
 from infini_model.runtime.storage import atomic_file, make_folder, point_latest, write_json
-from infini_model.runtime.stored.working_copy import hold_run, refresh_runs, working_copy
+from infini_model.runtime.stored.working_copy import (
+    hold_run,
+    refresh_run,
+    refresh_runs,
+    working_copy,
+)
 
 log = logging.getLogger(__name__)
 
 # How long other machines wait for the first one to build the dataset and start the run.
 JOIN_SECONDS = 3600.0
+# How often they look for it, in a folder and in a store.
+JOIN_POLL_SECONDS = 0.5
+JOIN_POLL_STORE_SECONDS = 3.0
 # How long to wait for an earlier process of the same flow run: the grace period of training, and
 # some margin.
 RELEASE_SECONDS = 90.0
@@ -69,16 +77,34 @@ def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = 
     return config
 
 
+class Difference(NamedTuple):
+    """A key with its values in two trees of settings."""
+
+    key: str
+    one: Any
+    other: Any
+
+
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], above: str = ""
+) -> Difference | None:
+    """The first leaf in which two trees of settings differ; None if there is none."""
+    for key in {**one, **other}:
+        value, another = one.get(key), other.get(key)
+        if value == another:
+            continue
+        if isinstance(value, Mapping) and isinstance(another, Mapping):
+            return first_difference(value, another, f"{above}{key}.")
+        return Difference(f"{above}{key}", value, another)
+    return None
+
+
 def difference(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> str:
     """What distinguishes the settings `one` from those recorded, `other`: the first leaf."""
-    for key in {**one, **other}:
-        value, recorded = one.get(key), other.get(key)
-        if value == recorded:
-            continue
-        if isinstance(value, Mapping) and isinstance(recorded, Mapping):
-            return difference(value, recorded, f"{above}{key}.")
-        return f"{above}{key} is {recorded!r}, not {value!r}"
-    return "the dataset differs"
+    found = first_difference(one, other, above)
+    if found is None:
+        return "the dataset differs"
+    return f"{found.key} is {found.other!r}, not {found.one!r}"
 
 
 def _identities(
@@ -251,13 +277,24 @@ def _until_released(run_dir: Path, owner: Owner | None, seconds: float) -> Itera
 
 
 def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
-    """Wait for the first machine to start the run; the other machines write only logs there."""
-    run_dir = config.run.runs_dir / str(config.run.name)
+    """Wait for the first machine to start the run; the other machines write only logs there.
+
+    They share its output folder, or have one each and a store. Raises `ConfigError` if the run is
+    another one, which the first machine would refuse as well.
+    """
+    run_dir, store = config.run.runs_dir / str(config.run.name), config.run.store
     deadline = time.monotonic() + JOIN_SECONDS
-    while not _is_same_run(run_dir, config, dataset_key, None):
+    while not (refresh_run(run_dir, store) and is_started(run_dir)):
         if time.monotonic() > deadline:
-            raise ConfigError(f"run.name: the first machine has not started this run in {run_dir}")
-        time.sleep(0.5)
+            raise ConfigError(
+                f"run.name: the first machine has not started this run in {store or run_dir}"
+            )
+        time.sleep(JOIN_POLL_SECONDS if store is None else JOIN_POLL_STORE_SECONDS)
+    if not _is_same_run(run_dir, config, dataset_key, None):
+        other = difference(*_identities(run_dir, config, None))
+        holder = run_holder(run_dir)
+        by = "" if holder is None else f", in use by {holder}"
+        raise ConfigError(f"run.name: {run_dir} holds another run{by} ({other})")
     return run_dir
 
 

@@ -7,6 +7,7 @@ keeps what it found as `initial_weights.json`, and the ranks look nowhere else.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from infini_model.config import Config, ModelConfig
 from infini_model.config.tree import MODEL_SPEC
@@ -16,6 +17,10 @@ from infini_model.runtime.runs import INITIAL_WEIGHTS, weights_fingerprint
 from infini_model.runtime.stage_protocol import OnProgress
 from infini_model.runtime.storage import content_key
 from infini_model.training.run_status import saved_step
+
+if TYPE_CHECKING:
+    # It imports torch, which takes seconds to load, and flows only need the record.
+    from infini_model.training.parallel.distributed import World
 
 ADVICE = "choose another run.name or folder"
 
@@ -180,12 +185,22 @@ def record_initial_weights(run_dir: Path, weights: InitialWeights) -> None:
     write_record(run_dir / INITIAL_WEIGHTS, weights)
 
 
-def with_initial_weights(config: Config, run_dir: Path) -> tuple[Config, InitialWeights | None]:
+def with_initial_weights(
+    config: Config, run_dir: Path, world: World
+) -> tuple[Config, InitialWeights | None]:
     """`config` with the shape of the run's initial weights, and these; as it is without them.
 
-    Raises `CheckpointError` if the record in the run folder is missing or of other weights.
+    Rank 0 reads the record in the run folder.
+
+    Raises `CheckpointError` if the record is missing or of other weights.
     """
-    name, weights = config.model.initial_weights, read_initial_weights(run_dir)
+
+    def read() -> dict[str, Any] | None:
+        found = read_initial_weights(run_dir)
+        return None if found is None else found.model_dump(mode="json")
+
+    name, record = config.model.initial_weights, world.json_from_main(read)
+    weights = None if record is None else InitialWeights.model_validate(record)
     path = run_dir / INITIAL_WEIGHTS
     if weights is None and name is not None:
         raise CheckpointError(

@@ -31,7 +31,6 @@ from infini_model.training.callbacks.defaults import default_callbacks
 from infini_model.training.callbacks.diagnostics import REMEDIES, non_finite_error
 from infini_model.training.checkpoints.saving import only_writer
 from infini_model.training.initial_weights import record_initial_weights
-from infini_model.training.launch.recovery import read_recovery
 from infini_model.training.optimizer import set_learning_rate
 from infini_model.training.parallel.distributed import (
     StopSignals,
@@ -98,7 +97,7 @@ class Trainer:
         self.record, self.checkpointer = parts.record, parts.checkpointer
         self.step = parts.start.step
         self.stopped_by: int | None = None
-        self._skipped = read_recovery(parts.run_dir).skipped
+        self._skipped = parts.recovery.skipped
         defaults = default_callbacks(
             parts,
             before_pause=lambda: self._callbacks.before_pause(),

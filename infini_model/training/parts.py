@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +28,9 @@ from infini_model.training.initial_weights import (
     with_initial_weights,
 )
 from infini_model.training.launch.division import Division, divide
+from infini_model.training.launch.recovery import Recovery, read_recovery, recovery_of
 from infini_model.training.optimizer import make_optimizer
+from infini_model.training.parallel.agreement import check_agreement
 from infini_model.training.parallel.distributed import World
 from infini_model.training.replica import Replica
 from infini_model.training.setup import (
@@ -47,8 +49,9 @@ from infini_model.training.sizing.shape import with_objective, with_vocabulary
 class Parts:
     """What a training works with.
 
-    `config` has the shape of the `initial_weights`, if the run began from some. `windows` are by
-    split; `record` exists on rank 0 only.
+    `config` has the shape of the `initial_weights`, if the run began from some, and the
+    micro-batches that `recovery` calls for. `windows` are by split. Of the run folder the ranks
+    other than 0 know what rank 0 tells them; `record` exists there only.
     """
 
     config: Config
@@ -57,6 +60,7 @@ class Parts:
     manifest: Manifest
     world: World
     start: Start
+    recovery: Recovery
     initial_weights: InitialWeights | None
     division: Division
     windows: Mapping[str, Windows]
@@ -100,7 +104,10 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     Raises `UserError` if settings, dataset and run do not match, or a folder is not writable.
     """
     asked, manifest = config, read_manifest(dataset_dir)
-    config, weights = with_initial_weights(config, run_dir)
+    check_agreement(config, manifest.key, world)
+    recovery = recovery_of(world.json_from_main(lambda: asdict(read_recovery(run_dir))))
+    config = recovery.applied_to(config)
+    config, weights = with_initial_weights(config, run_dir, world)
     key = "model.vocab_size" if weights is None else "vocab_size of model.initial_weights"
     config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir, key)
     config = with_objective(config)
@@ -150,6 +157,7 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         manifest=manifest,
         world=world,
         start=start,
+        recovery=recovery,
         initial_weights=weights,
         division=division,
         windows=windows,
@@ -177,13 +185,12 @@ def _model_and_optimizer(
     if config.training.lora is not None:
         folder, adapter = None, start.model
     if folder is None and weights is not None and world.is_main:
-        # DDP and FSDP give the other ranks what rank 0 has; another machine has no such folder.
         folder = weights.folder
         if config.training.lora is not None:
             check_frozen(weights, config)
     module = build_module(config, make_objective(config), folder, world, adapter)
     optimizer = make_optimizer(module.model, config.training)
     if start.checkpoint is not None:
-        load_optimizer(start.checkpoint, module.model, optimizer)
-        set_generator_states(load_generators(start.checkpoint), world)
+        load_optimizer(start.checkpoint, module.model, optimizer, world)
+        set_generator_states(load_generators(start.checkpoint, world), world)
     return module, optimizer

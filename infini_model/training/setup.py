@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def record_settings(run_dir: Path, config: Config) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a training starts: at step 0, or from a checkpoint."""
+    """Where a training starts: at step 0, or from a checkpoint, which rank 0 alone reads."""
 
     checkpoint: Path | None = None
     position: Position | None = None
@@ -100,31 +100,23 @@ class Start:
 
 
 def find_start(run_dir: Path, config: Config, dataset_key: str, world: World) -> Start:
-    """The newest checkpoint of a run, the same on every rank; rank 0 chooses it and cleans up.
+    """The newest checkpoint of a run, the same on every rank; only rank 0 needs the run folder.
 
-    Raises `CheckpointError` if it belongs to another model or dataset, or if this machine does not
-    see the checkpoint that rank 0 chose.
+    Raises `CheckpointError` if it belongs to another model or dataset.
     """
-    checkpoint = _choose_checkpoint(run_dir, world)
-    if checkpoint is None:
-        return Start()
-    position = read_position(checkpoint)
-    _check_same_run(checkpoint, position, config, dataset_key)
-    return Start(checkpoint, position)
 
-
-def _choose_checkpoint(run_dir: Path, world: World) -> Path | None:
-    chosen = None
-    if world.is_main:
+    def choose() -> dict[str, Any] | None:
         chosen = newest_checkpoint(run_dir)
         clear_for_resume(run_dir, chosen)
-    step = world.from_main(-1 if chosen is None else int(chosen.name.removeprefix("step-")))
-    if step < 0:
-        return None
-    path = checkpoint_path(run_dir, step)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: does not exist; all machines must share the run folder")
-    return path
+        return None if chosen is None else asdict(read_position(chosen))
+
+    found = world.json_from_main(choose)
+    if found is None:
+        return Start()
+    position = Position(**found)
+    checkpoint = checkpoint_path(run_dir, position.step)
+    _check_same_run(checkpoint, position, config, dataset_key)
+    return Start(checkpoint, position)
 
 
 def build_module(
@@ -136,17 +128,18 @@ def build_module(
 ) -> LossModule:
     """The model in `folder`, or initialized from the seed, with its loss, on the device.
 
-    With `training.lora`, `folder` holds the weights to freeze, which only rank 0 reads; `adapter`
-    holds the trained ones, None if they are to be drawn from the seed.
+    With `training.lora`, `folder` holds the weights to freeze; `adapter` holds the trained ones,
+    None if they are to be drawn from the seed.
 
-    With `launch.strategy: fsdp` and several ranks, each rank gets its shards, and only rank 0 ever
-    holds the whole model. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
+    Rank 0 alone reads or draws weights. With `launch.strategy: fsdp` and several ranks each rank
+    gets its shards, and only rank 0 ever holds the whole model; without, `Replica` gives the others
+    rank 0's weights. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
     """
     sharded, lora = is_sharded(config.launch, world), config.training.lora
     device = torch.device("cpu") if sharded else world.device
     backend = config.launch.attention_backend
     torch.manual_seed(config.run.seed)
-    if (sharded or lora is not None) and not world.is_main:
+    if not world.is_main:
         with torch.device("meta"):
             model = InfiniLlama(config.model, attention_backend=backend, lora=lora)
         if not sharded:

@@ -16,7 +16,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -86,9 +86,19 @@ def client(root: str, retry_seconds: float = 0.0) -> Any:
     return _make_client(root, retry_seconds, tuple(sorted(environment.items())))
 
 
+def endpoint_of(root: str) -> str:
+    """The server that the environment names for `root`; empty for the provider's own."""
+    name = _endpoint_variable(os.environ) if root.startswith("s3://") else None
+    return "" if name is None else os.environ[name]
+
+
+def _endpoint_variable(environment: Mapping[str, str]) -> str | None:
+    return next((name for name in ENDPOINTS if environment.get(name)), None)
+
+
 def _check_endpoint(root: str, environment: dict[str, str]) -> None:
     """Say what is wrong before obstore does: it panics, or names no reason."""
-    name = next((name for name in ENDPOINTS if environment.get(name)), None)
+    name = _endpoint_variable(environment)
     if name is None:
         return
     found = ENDPOINT.fullmatch(environment[name])

@@ -197,6 +197,19 @@ def refresh_runs(runs_dir: Path, store: str | None) -> None:
         point_latest(runs_dir / newest)
 
 
+def refresh_run(run_dir: Path, store: str | None) -> bool:
+    """Bring the records of one run here; returns whether the store has any of it.
+
+    Without a store it does nothing and returns True. Raises as `ObjectStore` does.
+    """
+    if store is None:
+        return True
+    there = run_store(store, run_dir.name).list_below()
+    if there:
+        _refresh(run_dir, store, there)
+    return bool(there)
+
+
 def refresh_logs(run_dir: Path, store: str | None) -> None:
     """Bring all small files of one run here unless it is worked on here. Raises as above."""
     stored = _newer_store(run_dir, store)

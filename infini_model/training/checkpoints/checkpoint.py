@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from infini_model.config import Config, ModelConfig
@@ -55,7 +55,8 @@ from infini_model.training.checkpoints.folders import (
     superseded,
     verify_checkpoint,
 )
-from infini_model.training.parallel.sharding import own_shard
+from infini_model.training.parallel.distributed import World
+from infini_model.training.parallel.sharding import own_part
 
 OPTIMIZER = "optimizer.safetensors"
 GENERATORS = "generators.safetensors"
@@ -169,28 +170,28 @@ def prune_checkpoints(run_dir: Path, keep: int) -> None:
         _remove(old)
 
 
-def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> None:
     """Restore the state of `optimizer`, made for `model`, from `checkpoint`.
 
-    Call it on all ranks; if the model is sharded, rank 0 reads and each rank gets its shards.
+    Call it on all ranks: rank 0 reads, tensor by tensor, and each rank gets what it holds.
 
     Raises `CheckpointError` if the file is missing, broken, or of another model.
     """
     path = checkpoint / OPTIMIZER
     states: dict[str, dict[str, Tensor]] = {}
     parameters = dict(model.named_parameters())
-    try:
-        with safe_open(path, framework="pt") as file:
-            for full_name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                name, _, key = full_name.rpartition(SEPARATOR)
-                if name not in parameters:
-                    raise CheckpointError(f"{path}: the model has no parameter {name}")
-                read = partial(file.get_tensor, full_name)
-                is_number = not file.get_slice(full_name).get_shape()
-                value = read() if is_number else own_shard(read, parameters[name])
-                states.setdefault(name, {})[key] = value
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    for full_name, number in world.json_from_main(partial(_numbers, path)).items():
+        name, _, key = full_name.rpartition(SEPARATOR)
+        if name not in parameters:
+            raise CheckpointError(f"{path}: the model has no parameter {name}")
+        if number is None:
+            read = partial(_read_tensor, path, full_name)
+            value = own_part(read, parameters[name], world)
+        else:
+            value = torch.tensor(number)
+        states.setdefault(name, {})[key] = value
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     # The optimizer's own loader moves each tensor to its parameter's device.
@@ -199,16 +200,39 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def load_generators(checkpoint: Path) -> dict[str, Tensor]:
-    """The random states of all ranks; empty for older checkpoints.
+def _numbers(path: Path) -> dict[str, float | None]:
+    """The names of the tensors in a file, with the value of each that is a single number."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {
+                name: None if file.get_slice(name).get_shape() else file.get_tensor(name).item()
+                for name in file.keys()  # noqa: SIM118 - safe_open is no mapping
+            }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return cast("Tensor", file.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def load_generators(checkpoint: Path, world: World) -> dict[str, Tensor]:
+    """The random states of all ranks, read by rank 0; empty for older checkpoints.
 
     Raises `CheckpointError` if the file is broken.
     """
     path = checkpoint / GENERATORS
-    if not path.exists():
-        return {}
+
+    def read() -> bytes:
+        return path.read_bytes() if path.exists() else b""
+
     try:
-        return load_file(path)
+        content = world.bytes_from_main(read)
+        return load(content) if content else {}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 

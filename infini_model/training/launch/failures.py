@@ -1,20 +1,21 @@
 """Why a training failed, passed from a rank through torchrun to the caller of the launcher.
 
 A rank that fails writes `logs/failures/rank-N.json`. A rank killed by a signal cannot, so the agent
-writes the exit codes beside it. The launcher picks the cause from these files and raises one
-`TrainingFailure`. Nothing here imports torch.
+writes the exit codes beside it, and brings there what other machines have. The launcher picks the
+cause from these files and raises one `TrainingFailure`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from infini_model.runtime import processes
 from infini_model.runtime.errors import DataError, StageError, UserError
@@ -24,6 +25,7 @@ EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
 STOPS = processes.STOPS
+REPORT = re.compile(r"(rank|exit-codes-of)-\d+\.json")
 
 Kind = Literal[
     "user error",
@@ -171,11 +173,15 @@ def _folder(run_dir: Path) -> Path:
 
 
 class Exit(NamedTuple):
-    """The exit code of a rank, negative for a signal, and the physical number of its GPU."""
+    """The exit code of a rank, negative for a signal, and the physical number of its GPU.
+
+    `by_kernel` says whether the kernel's OOM killer has killed processes of its machine meanwhile.
+    """
 
     rank: int
     gpu: int | None
     code: int
+    by_kernel: bool = False
 
 
 def save_exits(run_dir: Path, exits: Sequence[Exit]) -> None:
@@ -193,13 +199,27 @@ def clear(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def read_reports(run_dir: Path) -> dict[str, Any]:
+    """What the ranks and agents of this machine have reported, by file name."""
+    found = [path for path in _folder(run_dir).glob("*.json") if REPORT.fullmatch(path.name)]
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in found}
+
+
+def keep_reports(run_dir: Path, reports: Mapping[str, Any]) -> None:
+    """Add what `read_reports` has found on another machine, if the folder can be written."""
+    for name, report in reports.items():
+        if REPORT.fullmatch(name):
+            with contextlib.suppress(OSError, UserError):
+                write_json(_folder(run_dir) / name, report)
+
+
 def _killed_rank(run_dir: Path, by_kernel: bool) -> Report | None:
     """A rank that was ended by a signal other than `STOPS`."""
     for path in _folder(run_dir).glob("exit-codes-*.json"):
         for end in json.loads(path.read_text(encoding="utf-8")):
-            rank, gpu, code = Exit(**end)
+            rank, gpu, code, killed_by_kernel = Exit(**end)
             if code < 0 and -code not in STOPS:
-                return Report.now(*_signal(-code, by_kernel), rank, gpu)
+                return Report.now(*_signal(-code, by_kernel or killed_by_kernel), rank, gpu)
     return None
 
 
@@ -223,12 +243,17 @@ def explain(
     `by_kernel` says whether the kernel's OOM killer has killed processes meanwhile. What a launcher
     on a Ray cluster reported is the cause. Otherwise a killed rank takes precedence over the
     others' reports, since their connections break before the agent sees the death, and then the
-    earliest report.
+    earliest report, of those that tell more than a crash if there are any: clocks differ, and what
+    breaks elsewhere is a crash for all others.
     """
     cause = (
         next(_reports(run_dir, "launcher.json"), None)
         or _killed_rank(run_dir, by_kernel)
-        or min(_reports(run_dir, "rank-*.json"), key=lambda report: report.time, default=None)
+        or min(
+            _reports(run_dir, "rank-*.json"),
+            key=lambda report: (report.kind == "crash", report.time),
+            default=None,
+        )
     )
     if cause is None:
         return _explain_code(exit_code, by_kernel)

@@ -53,15 +53,16 @@ def launch(
 ) -> None:
     """Train `config` on a dataset folder in `run_dir`, or resume from its newest checkpoint.
 
-    Applies what earlier failures of the run call for, and records a new one (`recovery.json`). On
-    SIGTERM and Ctrl-C a checkpoint is saved first; then they act on the caller as usual. Waits
-    while another training of the same output folder holds the devices. Shards that are in an object
-    store are copied to this machine first.
+    The ranks do what earlier failures of the run call for; a new one is recorded in
+    `recovery.json`. On SIGTERM and Ctrl-C a checkpoint is saved first; then they act on the caller
+    as usual. Waits while another training of the same output folder holds the devices. Shards that
+    are in an object store are copied to this machine first.
 
     Args:
         config: The whole configuration.
         dataset_dir: A finished dataset folder.
-        run_dir: The run folder; all nodes of a training share it.
+        run_dir: The run folder. Of several nodes the first one alone reads and writes it; the
+            others need no more than a folder of their own for their logs.
         timeout_seconds: After this long the training saves a checkpoint and ends.
         on_line: Called in this thread with every log line of every rank, `GPU<n>:` in front.
         on_progress: Called with the steps taken and the steps in all, at most twice a second and
@@ -80,13 +81,13 @@ def launch(
         """What `stop` returns, or that another machine has taken over the run."""
         return stop() or lease_lost(run_dir)
 
-    recovery = read_recovery(run_dir)
-    if change := recovery.describe(config):
+    is_first = config.launch.node_rank == 0
+    if is_first and (change := read_recovery(run_dir).describe(config)):
         on_line(change)
     train = _train_on_ray if config.launch.launcher == "ray" else train_here
     try:
         train(
-            recovery.applied_to(config),
+            config,
             dataset_dir,
             run_dir,
             timeout_seconds=timeout_seconds,
@@ -99,7 +100,8 @@ def launch(
             record_failure(run_dir, error, config)
         # A rank that was killed could not report its end to MLflow.
         stopped = isinstance(error, failures.Preempted) or not isinstance(error, FAILED)
-        end_record(run_dir, "KILLED" if stopped else "FAILED")
+        if is_first:
+            end_record(run_dir, "KILLED" if stopped else "FAILED")
         raise
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from infini_model.config import Config
 from infini_model.runtime.errors import CheckpointError
@@ -102,13 +104,17 @@ def _smallest_factor(number: int) -> int:
     return next((n for n in range(2, number + 1) if number % n == 0), 1)
 
 
+def recovery_of(tree: Mapping[str, Any]) -> Recovery:
+    """A recovery from its JSON. Raises `ValueError`, `KeyError` or `TypeError` if that is wrong."""
+    attempts = tuple(Attempt(**attempt) for attempt in tree["attempts"])
+    return Recovery(attempts, int(tree["micro_batch_divisor"]), tuple(tree["skipped"]))
+
+
 def read_recovery(run_dir: Path) -> Recovery:
     """Read `recovery.json` of a run folder. Raises `CheckpointError` if it is damaged."""
     path = run_dir / FILE
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        attempts = tuple(Attempt(**attempt) for attempt in tree["attempts"])
-        return Recovery(attempts, int(tree["micro_batch_divisor"]), tuple(tree["skipped"]))
+        return recovery_of(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return Recovery()
     except (ValueError, KeyError, TypeError) as error:

@@ -7,7 +7,7 @@ so `install` replaces that class by `Ranks`, which overrides
   own handlers would raise an exception at whatever line they interrupt;
 - `_close`, which ends the remaining ranks: here the first exit codes are known and no other rank
   has been killed yet. How long it waits for them depends on those codes; torchrun always waits
-  30 s;
+  30 s. Then other machines are told, and asked;
 
 and reads `_failures`, `envs` and `subprocess_handlers`: exit codes, environments and processes.
 tests/infini_model/training/launch/test_launch.py fails if a torch release renames any of them.
@@ -23,8 +23,9 @@ from typing import ClassVar
 
 from torch.distributed.elastic import multiprocessing
 
-from infini_model.runtime.processes import STOPS
+from infini_model.runtime.processes import STOPS, oom_kills
 from infini_model.training.launch.devices import physical_gpu
+from infini_model.training.launch.exchange import exchange_failures
 from infini_model.training.launch.failures import EXIT_NON_FINITE, Exit, save_exits
 
 # From the first exit of a rank to SIGKILL for the others, which may be stuck waiting for it. After
@@ -39,7 +40,9 @@ class Ranks(multiprocessing.SubprocessContext):
 
     run_dir: ClassVar[Path]
     stopped_by: ClassVar[int | None] = None
+    oom_kills: ClassVar[int] = 0
     _close_seconds: int | None = None
+    _is_failed = False
 
     def _start(self) -> None:
         for number in STOPS:
@@ -57,18 +60,23 @@ class Ranks(multiprocessing.SubprocessContext):
     def _close(self, death_sig: signal.Signals, timeout: int = 0) -> None:  # noqa: ARG002
         """End the remaining ranks; torchrun calls this after the first failure, and again later."""
         if self._close_seconds is None:
+            by_kernel = oom_kills() > Ranks.oom_kills
             exits = [
-                Exit(int(self.envs[local_rank]["RANK"]), physical_gpu(local_rank), end.exitcode)
-                for local_rank, end in self._failures.items()
+                Exit(int(self.envs[rank]["RANK"]), physical_gpu(rank), end.exitcode, by_kernel)
+                for rank, end in self._failures.items()
             ]
             if exits:
                 save_exits(self.run_dir, exits)
             coordinated = bool(exits) and COORDINATED_EXITS.issuperset(end.code for end in exits)
             self._close_seconds = SAVE_SECONDS if coordinated else DEATH_SECONDS
+            self._is_failed = bool(exits)
         super()._close(death_sig, self._close_seconds)
+        if self._is_failed:
+            self._is_failed = False
+            exchange_failures(self.run_dir, self.envs[0])
 
 
 def install(run_dir: Path) -> None:
     """Have torchrun start its ranks through `Ranks`, which saves exit codes in `run_dir`."""
-    Ranks.run_dir = run_dir
+    Ranks.run_dir, Ranks.oom_kills = run_dir, oom_kills()
     multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]

@@ -7,14 +7,17 @@ CUDA, gloo on the CPU. In plain Python there is one process and no process group
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -63,6 +66,53 @@ class World:
         shared = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.broadcast(shared, src=0)
         return int(shared.item())
+
+    def tensor_from_main(
+        self, read: Callable[[], torch.Tensor], like: torch.Tensor
+    ) -> torch.Tensor:
+        """The tensor that `read` returns on rank 0, on every rank; of `like`'s shape and dtype.
+
+        Only rank 0 calls `read`, so only its machine needs the files.
+        """
+        if self.size == 1:
+            return read()
+        shared = (
+            read().to(self.device) if self.is_main else torch.empty_like(like, device=self.device)
+        )
+        dist.broadcast(shared, src=0)
+        return shared
+
+    def bytes_from_main(self, read: Callable[[], bytes]) -> bytes:
+        """What `read` returns on rank 0, on every rank; only rank 0 calls it."""
+        if self.size == 1:
+            return read()
+        content = read() if self.is_main else b""
+        size = self.from_main(len(content))
+        if size == 0:
+            return b""
+        like = torch.empty(size, dtype=torch.uint8)
+        return _as_bytes(self.tensor_from_main(lambda: _as_tensor(content), like))
+
+    def json_from_main(self, read: Callable[[], Any]) -> Any:
+        """The JSON value that `read` returns on rank 0, on every rank; only rank 0 calls it."""
+        return json.loads(self.bytes_from_main(lambda: json.dumps(read()).encode()))
+
+    def texts(self, text: str) -> list[str]:
+        """The `text` of each rank, on every rank."""
+        own = _as_tensor(text.encode()).to(self.device)
+        sizes = self.gather(torch.tensor([len(own)], device=self.device)).flatten().tolist()
+        padded = own.new_zeros(max(sizes))
+        padded[: len(own)] = own
+        rows = zip(self.gather(padded), sizes, strict=True)
+        return [_as_bytes(row[:size]).decode() for row, size in rows]
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
 
 
 def choose_device(gpus: str, local_rank: int) -> torch.device:

@@ -62,21 +62,21 @@ def shard_model(
     weights = dict(model.named_parameters())
     sharded.assign(
         {
-            name: nn.Parameter(own_shard(weights[name].detach, parameter))
+            name: nn.Parameter(own_part(weights[name].detach, parameter, world))
             for name, parameter in sharded.named_parameters()
         }
     )
     return module
 
 
-def own_shard(read: Callable[[], Tensor], like: Tensor) -> Tensor:
-    """This rank's shard of a tensor that is sharded in the same way as `like`.
+def own_part(read: Callable[[], Tensor], like: Tensor, world: World) -> Tensor:
+    """What this rank holds of a tensor: a shard if `like` is sharded, else all of it.
 
-    `read` returns the whole tensor, of the shape and dtype of `like`: called on every rank if
-    `like` is not sharded, else on rank 0 alone, which sends the other ranks their shards.
+    `read` returns the whole tensor, of the shape and dtype of `like`. It is called on rank 0 alone,
+    which sends the other ranks their parts.
     """
     if not _is_dtensor(like):
-        return read()
+        return world.tensor_from_main(read, like)
     from torch.distributed.tensor import distribute_tensor
 
     like = cast("DTensor", like)

@@ -210,6 +210,22 @@ def test_other_machines_join_the_run_of_the_first_one(tmp_path: Path) -> None:
             assert joined.result(timeout=30) == run_dir
 
 
+def test_another_machine_does_not_wait_for_a_run_that_is_another_one(tmp_path: Path) -> None:
+    shared = ["run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500"]
+    second = config_of(tmp_path, *shared, "launch.node_rank=1")
+    other = config_of(tmp_path, *shared, "training.learning_rate=1e-4")
+    with claim_run(other, "k1", Path("data")):
+        match = r"mine holds another run, in use by process \d+ \(training\.learning_rate is"
+        with pytest.raises(ConfigError, match=match):
+            claim(second)
+    with pytest.raises(ConfigError, match=r"mine holds another run \(training\.learning_rate is"):
+        claim(second)
+    with pytest.raises(ConfigError, match="the dataset differs"):
+        claim(
+            config_of(tmp_path, *shared, "launch.node_rank=1", "training.learning_rate=1e-4"), "k2"
+        )
+
+
 def test_a_claim_killed_before_the_run_started_leaves_its_name_usable(tmp_path: Path) -> None:
     (tmp_path / "runs" / "debug-1").mkdir(parents=True)
     assert claim(config_of(tmp_path)).name == "debug-1"

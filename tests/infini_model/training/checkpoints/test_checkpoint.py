@@ -58,14 +58,14 @@ def test_weights_moments_and_position_are_restored_bit_for_bit(tmp_path, trained
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name))
     fresh = make_optimizer(again, TrainingConfig())
-    load_optimizer(path, again, fresh)
+    load_optimizer(path, again, fresh, WORLD)
     before, after = optimizer.state_dict()["state"], fresh.state_dict()["state"]
     assert before.keys() == after.keys()
     for index, state in before.items():
         for key, value in state.items():
             assert torch.equal(value, after[index][key])
     json.loads((path / "state.json").read_text())["versions"]["torch"]
-    assert torch.equal(load_generators(path)["cpu"][0], torch.get_rng_state())
+    assert torch.equal(load_generators(path, WORLD)["cpu"][0], torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path, trained):
     (path,) = save(tmp_path, trained, 4)
     smaller = InfiniLlama(MODEL.model_copy(update={"num_hidden_layers": 1}))
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\."):
-        load_optimizer(path, smaller, make_optimizer(smaller, TrainingConfig()))
+        load_optimizer(path, smaller, make_optimizer(smaller, TrainingConfig()), WORLD)

@@ -1,0 +1,197 @@
+"""Two machines train as one with nothing in common but a store: no folder, no disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Running, eventually, kill
+from curves import repeatable, weights
+from stored_datasets import without_shards
+from trainings import free_ports
+
+from infini_model.config import Config, dump_config, merge, validate
+from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.stored.copies import complete_steps
+
+# A flow without Prefect.
+COMMAND = """
+import logging, sys
+from pathlib import Path
+from infini_model.config import load_config
+from infini_model.runtime import claims
+from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.stored import lease
+from infini_model.training.launch.launcher import launch
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+lease.RENEWAL_SECONDS, claims.JOIN_POLL_STORE_SECONDS = 0.5, 0.5
+config, dataset = load_config(file=Path(sys.argv[1])), Path(sys.argv[2])
+try:
+    with claims.claim_run(config, "key", dataset) as run_dir:
+        print("in", run_dir, flush=True)
+        launch(config, dataset, run_dir, on_line=lambda line: print(line, flush=True))
+except (StageError, UserError) as error:
+    if isinstance(error, StageError):
+        print("recorded", (run_dir / "recovery.json").exists())
+    sys.exit(str(error))
+"""
+# Python reads it at its start; one rank of the training runs out of memory in its fifth step.
+SITE = """
+import os, sys
+if "infini_model.training" in sys.orig_argv and os.environ.get("RANK") == "1":
+    import torch
+    passes = 0
+    def fault(module, args, output):
+        global passes
+        if type(module).__name__ == "LossModule" and module.training:
+            passes += 1
+            if passes == 5:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+    torch.nn.modules.module.register_module_forward_hook(fault)
+"""
+STEPS = 9
+Start = Callable[..., list[Running]]
+
+
+@pytest.fixture
+def start(
+    make_config: Callable[..., Config], tmp_path: Path, dataset: Path, bucket: str
+) -> Iterator[Start]:
+    """Starts the launchers of one or two machines.
+
+    Each has a cache folder and a dataset folder of its own.
+    """
+    started: list[Running] = []
+    common = make_config(
+        run={"name": "gang"},
+        training={"max_steps": STEPS, "batch_size": 4, "warmup_steps": 2},
+        checkpoint={"save_steps": 3},
+        logging={"logging_steps": 1, "eval_steps": 3},
+    ).model_dump(mode="json")
+    del common["run"]["store"]
+    common["run"]["output_dir"] = f"{bucket}/team"
+
+    def nodes(count: int) -> Iterator[dict[str, Any]]:
+        """The settings of each node of so many; one trains with two processes."""
+        endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+        for rank in range(count):
+            launch: dict[str, Any] = {"processes": 2 // count}
+            if count > 1:
+                launch |= {"num_nodes": count, "node_rank": rank, "rdzv_endpoint": endpoint}
+            yield merge(common, {"launch": launch})
+
+    def on(*machines: str, env: dict[str, str] | None = None, **sections: Any) -> list[Running]:
+        for rank, tree in enumerate(nodes(len(machines))):
+            machine, tree = machines[rank], merge(tree, sections)
+            cache, file = tmp_path / machine, tmp_path / f"{machine}.yaml"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("INFINI_CACHE_DIR", str(cache))
+                file.write_text(dump_config(validate(tree)))
+            if not (folder := cache / "dataset").exists():
+                without_shards(dataset, folder, f"{bucket}/partitions")
+            command = [sys.executable, "-c", COMMAND, str(file), str(folder)]
+            own = os.environ | {"INFINI_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+            log = tmp_path / f"{machine}-{len(started)}.log"
+            started.append(Running(command, log, own | (env or {})))
+        return started[-len(machines) :]
+
+    yield on
+    for running in started:
+        running.end()
+
+
+def lose(running: Running, cache: Path) -> None:
+    """Kill everything on a machine, and its disk."""
+    for process in running.tree():
+        kill(process, signal.SIGKILL)
+    running.wait()
+    shutil.rmtree(cache)
+
+
+def folder(running: Running) -> Path:
+    """The run folder that a launcher works in."""
+    return Path(running.output.split("in ", 1)[1].split("\n", 1)[0])
+
+
+def files(run_dir: Path) -> set[str]:
+    return {path.name for path in run_dir.iterdir() if not path.name.startswith(".")}
+
+
+@pytest.mark.slow
+@pytest.mark.story
+def test_both_machines_are_lost_and_the_run_goes_on_with_the_same_bits(
+    start: Start, bucket: str, tmp_path: Path
+) -> None:
+    store = ObjectStore(f"{bucket}/team/runs/gang")
+    (undisturbed,) = start("u", run={"output_dir": f"{bucket}/undisturbed"})
+    assert undisturbed.wait() == 0, undisturbed.output
+    expected = folder(undisturbed)
+
+    first, second = start("m0", "m1")
+    eventually(
+        lambda: bool(complete_steps(each.key for each in store.list_below())),
+        lambda: first.output + second.output,
+        seconds=60,
+    )
+    lose(second, tmp_path / "m1")
+    lose(first, tmp_path / "m0")
+    saved = max(complete_steps(each.key for each in store.list_below()))
+    for step in (step for step in (6, STEPS) if step <= saved):
+        # It was faster than the blow.
+        keys = [each.key for each in store.list_below() if f"step-{step}/" in each.key]
+        store.delete(sorted(keys, key=lambda key: not key.endswith("manifest.json")))
+
+    # The lease of the lost machine ends by itself, as that of a dead process of this one.
+    again = start("n0", "n1")
+    assert [each.wait() for each in again] == [0, 0], again[0].output + again[1].output
+    assert "Resuming from" in again[0].output
+    run_dir, other = folder(again[0]), folder(again[1])
+    assert run_dir != other
+    assert weights(run_dir) == weights(expected)
+    assert repeatable(run_dir) == repeatable(expected)
+    assert STEPS in complete_steps(each.key for each in store.list_below())
+    assert not (other / "checkpoints").exists()
+    assert not (other / "model").exists()
+    assert {path.name for path in (other / "logs").iterdir()} >= {"rank-1.log"}
+
+
+@pytest.mark.slow
+@pytest.mark.story
+def test_the_first_machine_learns_of_memory_that_was_short_on_another(
+    start: Start, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    ended = start("m0", "m1", env={"PYTHONPATH": path})
+    assert [each.wait() for each in ended] == [1, 1]
+    for each in ended:
+        reason = "training failed: out of memory on rank 1: CUDA out of memory"
+        assert each.output.splitlines()[-1] == reason
+    recovery = json.loads((folder(ended[0]) / "recovery.json").read_text())
+    assert recovery["micro_batch_divisor"] == 2
+    assert "recorded False" in ended[1].output
+    # The divisor reaches the ranks of the other machine.
+    again = start("m0", "m1")
+    assert [each.wait() for each in again] == [0, 0], again[0].output + again[1].output
+    assert "Batch size per process: 2" in again[0].output
+    assert "Gradient accumulation: 2" in again[0].output
+
+
+def test_another_run_of_that_name_is_refused_at_once(start: Start) -> None:
+    (first,) = start("m0", training={"max_steps": 100_000})
+    first.wait_for("in ")
+    others = start("n0", "n1", model={"hidden_size": 64})
+    assert [each.wait(60) for each in others] == [1, 1]
+    last = others[1].output.splitlines()[-1]
+    assert last.startswith("run.name: ")
+    assert "holds another run, in use by process" in last
+    assert last.endswith("(model.hidden_size is 32, not 64)")

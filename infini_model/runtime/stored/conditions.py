@@ -22,13 +22,14 @@ def check_stores(run: RunConfig, *, builds_dataset: bool) -> None:
     ignores conditions, and as `ObjectStore` does.
     """
     if run.store is not None:
-        _check("run.output_dir", run.store, run)
+        _check("run.output_dir", run.store, "from using one run", run)
     if builds_dataset and run.datasets_store is not None:
         setting = "run.output_dir" if run.data_store is None else "run.data_dir"
-        _check(setting, run.datasets_store, run)
+        _check(setting, run.datasets_store, "from making different tokenizers", run)
 
 
-def _check(setting: str, address: str, run: RunConfig) -> None:
+def _check(setting: str, address: str, kept: str, run: RunConfig) -> None:
+    """Check one store, whose conditions keep two machines `kept`."""
     bucket = split_address(address)[0]
     remembered = remembered_here(run.output_dir)
     fact = f"conditional writes: {bucket} {endpoint_of(bucket)}"
@@ -36,7 +37,7 @@ def _check(setting: str, address: str, run: RunConfig) -> None:
         if not _honours_conditions(ObjectStore(address)):
             raise StoreError(
                 f"{setting}: {address}: the store ignores conditional writes, which keep two "
-                "machines from using one run; use one that honours If-None-Match and If-Match"
+                f"machines {kept}; use one that honours If-None-Match and If-Match"
             )
         remembered.put(fact, value=True)
     remembered.save()

@@ -40,31 +40,34 @@ def check_elsewhere(config: Config) -> None:
 
     Raises `ConfigError` in one line that names the key, `DeviceError` as `choose_gpus` does.
     """
-    for name in config.deployments:
-        _elsewhere(config, name)
-        if config.launch.num_nodes > 1:
-            raise ConfigError(
-                f"stages.{name}.deployment: is not for launch.num_nodes over 1; the machines of "
-                "one training start by themselves"
-            )
+    if config.deployments and config.launch.num_nodes > 1:
+        raise ConfigError(
+            f"stages.{next(iter(config.deployments))}.deployment: is not for launch.num_nodes over "
+            "1; the machines of one training start by themselves"
+        )
     if "shard" in config.deployments and config.data.share is not None:
         raise ConfigError("data.share: is not for stages.shard.deployment; run infini preprocess")
+    for name in config.deployments:
+        _elsewhere(config, name)
     if "train" in config.deployments and "evaluate" not in config.deployments:
         choose_gpus(config.launch.gpus)
 
 
 def _elsewhere(config: Config, name: str) -> Elsewhere:
     """A stage of this flow run; the runs of a sweep, which have names, have their own."""
-    key, context = f"stages.{name}.deployment", FlowRunContext.get()
+    key, flow, context = f"stages.{name}.deployment", FLOWS[name].name, FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise StageError(f"{key}: there is no flow run to be a part of")
-    deployment = find_deployment(key, config.deployments[name], FLOWS[name].name)
-    parts = (str(context.flow_run.id), name, config.run.name)
-    return Elsewhere(key, deployment, " ".join(filter(None, parts)))
+    deployment = find_deployment(key, config.deployments[name], flow)
+    identity = " ".join(filter(None, (str(context.flow_run.id), name, config.run.name)))
+    return Elsewhere(key, f"{flow} {config.run.preset or 'custom'}", deployment, identity)
 
 
-def _parameters(config: Config, name: str, **data: Any) -> Tree:
-    """What the flow of a stage is to be started with; `data` are changes of that section."""
+def parameters_elsewhere(config: Config, name: str, **data: Any) -> Tree:
+    """The parameters for the flow of a stage on another machine; `data` changes that section.
+
+    No stage of it is elsewhere again.
+    """
     flow, section = FLOWS[name], config.data.model_copy(update={"keep": None, **data})
     alone = config.model_copy(update={"data": section, "stages": config.stages.in_place})
     given = parameters_of(alone, flow)
@@ -97,7 +100,7 @@ def make_dataset(config: Config) -> dict[str, Any]:
                 raise
             raise _unseen(stage, flow_run, "dataset", folder, "run.data_dir") from error
 
-    return _opened(stage, _parameters(config, "shard"), opened)
+    return _opened(stage, parameters_elsewhere(config, "shard"), opened)
 
 
 def known_dataset(config: Config) -> str | None:
@@ -125,7 +128,7 @@ def train_elsewhere(config: Config, dataset: dict[str, Any]) -> Path:
             raise _unseen(stage, flow_run, "run", run_dir, "run.output_dir")
         return run_dir
 
-    run_dir = _opened(stage, _parameters(config, "train", folder=place), opened)
+    run_dir = _opened(stage, parameters_elsewhere(config, "train", folder=place), opened)
     name_flow_run(run_dir.name, f"preset:{run.preset or 'custom'}", f"run:{run_dir.name}")
     return run_dir
 
@@ -143,7 +146,7 @@ def evaluate_elsewhere(config: Config, dataset: dict[str, Any], run_dir: Path) -
             raise _unseen(stage, flow_run, "report", run_dir / REPORT, "run.output_dir")
         return {"report": str(run_dir / REPORT), "html": str(run_dir / REPORT_PAGE)}
 
-    return _opened(stage, _parameters(config, "evaluate", folder=place), opened)
+    return _opened(stage, parameters_elsewhere(config, "evaluate", folder=place), opened)
 
 
 def _opened(stage: Elsewhere, parameters: Tree, opened: Callable[[FlowRun], T]) -> T:

@@ -82,11 +82,13 @@ class Elsewhere:
 
     Attributes:
         key: The setting that names the deployment, for messages.
+        name: The name of the flow run until its engine renames it.
         deployment: The deployment's id.
         identity: What tells it from the other stages of all flow runs.
     """
 
     key: str
+    name: str
     deployment: UUID
     identity: str
 
@@ -123,6 +125,7 @@ class Elsewhere:
             started = run_deployment(
                 self.deployment,
                 parameters=dict(parameters),
+                flow_run_name=self.name,
                 idempotency_key=self.identity,
                 timeout=0,
             )
@@ -134,7 +137,7 @@ class Elsewhere:
     def _follow(self, client: SyncPrefectClient, flow_run: FlowRun, stop: Stop) -> FlowRun:
         """Wait for the end of a flow run; log what it does. An API that is down is waited for."""
         log, shown, crashed = get_run_logger(), None, 0
-        log.info("%s: %s", self.key, describe(flow_run))
+        log.info("%s: waiting for %s", self.key, describe(flow_run))
         while True:
             if change := stop():
                 raise change
@@ -143,7 +146,7 @@ class Elsewhere:
                 state = _state(now)
                 if state.name != shown:
                     shown = state.name
-                    log.info("%s: flow run %s is %s", self.key, now.name, shown)
+                    log.info("%s: flow run %s: %s", self.key, now.name, shown)
                 if state.is_completed():
                     return now
                 crashed = crashed + 1 if state.is_crashed() else 0

@@ -165,7 +165,7 @@ def _made(stage: Elsewhere, flow_run: FlowRun, kind: str) -> str:
     """The name of the dataset or the run that a flow run made."""
     name = tagged(flow_run, kind)
     if name is None:
-        raise StageError(f"{stage.key}: {describe(flow_run)} has no tag {kind}: that names it")
+        raise DataError(f"{stage.key}: {describe(flow_run)} has no tag {kind}:… that names it")
     return name
 
 

@@ -18,6 +18,7 @@ from uuid import UUID
 import httpx
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentFlowRunCreate
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterName,
@@ -26,9 +27,9 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
-from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError, TerminationSignal
-from prefect.states import AwaitingRetry, Cancelling
+from prefect.exceptions import ObjectNotFound, TerminationSignal
+from prefect.states import AwaitingRetry, Cancelling, Scheduled, to_state_create
+from prefect.tasks import Task
 from prefect.utilities.urls import url_for
 
 from infini_model.runtime.errors import ConfigError, StageError
@@ -104,8 +105,7 @@ class Elsewhere:
         Ends it when the current flow run is suspended or cancelled, and with a command that is
         interrupted, since the next one could not find it.
 
-        Raises `ConfigError` if the server rejects the parameters, `StageError` if the flow run does
-        not complete.
+        Raises `StageError` if the flow run does not complete.
         """
         with (
             stopped_with_flow_run(self._end) as stop,
@@ -114,25 +114,44 @@ class Elsewhere:
         ):
             known = self.known()
             if known is None:
-                return Outcome(self._follow(client, self._start(parameters), stop), is_new=True)
+                return Outcome(
+                    self._follow(client, self._start(client, parameters), stop), is_new=True
+                )
             if _state(known).is_completed() and not again:
                 return Outcome(known, is_new=False)
             _start_again(client, known)
             return Outcome(self._follow(client, known, stop), is_new=True)
 
-    def _start(self, parameters: Mapping[str, Any]) -> FlowRun:
-        try:
-            started = run_deployment(
-                self.deployment,
-                parameters=dict(parameters),
-                flow_run_name=self.name,
-                idempotency_key=self.identity,
-                timeout=0,
-            )
-        except PrefectHTTPStatusError as error:
-            answer = " ".join(f"{error.response.status_code} {error.response.text}".split())
-            raise ConfigError(f"{self.key}: the server rejected the flow run: {answer}") from error
-        return cast("FlowRun", started)
+    def _start(self, client: SyncPrefectClient, parameters: Mapping[str, Any]) -> FlowRun:
+        """Create the flow run, as Prefect's `run_deployment` does.
+
+        The parameters are those of settings that have been checked. The schema of a deployment is
+        that of a form, in which the preset cannot be left out.
+        """
+        created = DeploymentFlowRunCreate(
+            name=self.name,
+            parameters=dict(parameters),
+            enforce_parameter_schema=False,
+            state=to_state_create(Scheduled()),
+            idempotency_key=self.identity,
+            parent_task_run_id=self._task_run(client),
+        )
+        answer = client.request(
+            "POST",
+            "/deployments/{id}/create_flow_run",
+            path_params={"id": self.deployment},
+            json=created.model_dump(mode="json", exclude_unset=True),
+        )
+        return FlowRun.model_validate(answer.json())
+
+    def _task_run(self, client: SyncPrefectClient) -> UUID | None:
+        """The task run that stands for the stage in the current flow run."""
+        context = FlowRunContext.get()
+        if context is None or context.flow_run is None:
+            return None
+        stage: Task[[], None] = Task(fn=lambda: None, name=self.key)
+        found = client.create_task_run(stage, context.flow_run.id, dynamic_key=self.identity)
+        return found.id
 
     def _follow(self, client: SyncPrefectClient, flow_run: FlowRun, stop: Stop) -> FlowRun:
         """Wait for the end of a flow run; log what it does. An API that is down is waited for."""

@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -58,6 +59,15 @@ def pools(
                 worker.end()
 
 
+def create_without_preset(pools: Serving, advanced: dict[str, Any]) -> str:
+    """Run the pipeline with the settings of `undisturbed`, which no form would take."""
+    deployment = api(pools.url, "deployments/name/pipeline/pipeline", "GET")["id"]
+    path = f"deployments/{deployment}/create_flow_run"
+    parameters = {"preset": None, "advanced": advanced}
+    created = api(pools.url, path, parameters=parameters, enforce_parameter_schema=False)
+    return str(created["id"])
+
+
 def engine_of(pools: Serving, flow_run: str) -> psutil.Process:
     """The engine of a flow run."""
     (engine,) = [
@@ -94,10 +104,8 @@ def test_stages_in_other_pools_survive_a_cancelled_whole_and_a_killed_part_and_g
     undisturbed: Undisturbed, pools: Serving, pipeline: Make
 ) -> None:
     stages = {"shard": {"deployment": "preprocess"}, "train": {"deployment": "train/train"}}
-    # The rate of `undisturbed`, which has no preset.
-    tree = pipeline(pools.output, training={"learning_rate": 1e-3}, stages=stages)
-    whole = pools.create("pipeline", advanced=tree)
-    run_dir = pools.output / "runs" / "quickstart-1"
+    whole = create_without_preset(pools, pipeline(pools.output, stages=stages))
+    run_dir = pools.output / "runs" / "run-1"
 
     # Cancelling the whole ends the part, which saves a checkpoint first.
     trainer = suspended_trainer(pools, run_dir, above=0)
@@ -117,7 +125,7 @@ def test_stages_in_other_pools_survive_a_cancelled_whole_and_a_killed_part_and_g
     suspended_trainer(pools, run_dir, above=step)
     engine_of(pools, training).kill()
     state = pools.wait_for_state(whole, "Failed", seconds=120)
-    assert state["message"].startswith("stages.train.deployment: flow run train quickstart-1 (http")
+    assert state["message"].startswith("stages.train.deployment: flow run train run-1 (http")
     assert " is Crashed: " in state["message"]
     assert "\n" not in state["message"]
     eventually(lambda: pools.processes(TRAINER) == [], "the end of the training", seconds=60)
@@ -125,7 +133,7 @@ def test_stages_in_other_pools_survive_a_cancelled_whole_and_a_killed_part_and_g
     # The next retry finds the same part, and the part its run folder.
     pools.retry(whole)
     pools.wait_for_state(whole, "Completed", seconds=240)
-    assert [path.name for path in (pools.output / "runs").glob("*-*")] == ["quickstart-1"]
+    assert [path.name for path in (pools.output / "runs").glob("*-*")] == ["run-1"]
     assert shards(pools.output) == shards(undisturbed.output)
     assert repeatable(run_dir) == repeatable(undisturbed.run_dir)
     assert weights(run_dir) == weights(undisturbed.run_dir)

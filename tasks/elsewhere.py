@@ -59,8 +59,8 @@ def find_deployment(key: str, name: str, flow: str) -> UUID:
         server = str(client.api_url).rstrip("/")
     if wanted == flow and flow in found:
         return found[flow]
-    if other := given if given in found else next(iter(found), None) if not given else None:
-        raise ConfigError(f"{key}: {name} is a deployment of the flow {other}, not {flow}")
+    if others := [each for each in found if given in ("", each)]:
+        raise ConfigError(f"{key}: {name} is a deployment of the flow {others[0]}, not {flow}")
     raise ConfigError(f"{key}: there is no deployment {wanted}/{own_name} on {server}")
 
 
@@ -112,15 +112,14 @@ class Elsewhere:
             self._ended_with_command(),
             get_client(sync_client=True) as client,
         ):
-            known = self.known()
-            if known is None:
-                return Outcome(
-                    self._follow(client, self._start(client, parameters), stop), is_new=True
-                )
-            if _state(known).is_completed() and not again:
-                return Outcome(known, is_new=False)
-            _start_again(client, known)
-            return Outcome(self._follow(client, known, stop), is_new=True)
+            flow_run = self.known()
+            if flow_run is None:
+                flow_run = self._start(client, parameters)
+            elif _state(flow_run).is_completed() and not again:
+                return Outcome(flow_run, is_new=False)
+            else:
+                _start_again(client, flow_run)
+            return Outcome(self._follow(client, flow_run, stop), is_new=True)
 
     def _start(self, client: SyncPrefectClient, parameters: Mapping[str, Any]) -> FlowRun:
         """Create the flow run, as Prefect's `run_deployment` does.

@@ -10,11 +10,11 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 
 from flows.comparing import comparisons_dir, show
+from flows.elsewhere import check_elsewhere, make_dataset
 from flows.form import form, settings
 from flows.manage import named_runs
 from flows.parameters import parameters_of
 from flows.pipeline import complete_run
-from flows.preprocess import prepare_dataset
 from flows.sweep import runs_of
 from flows.train import prepare_weights
 from infini_model.config import Config
@@ -49,6 +49,8 @@ def compare(config: Config) -> dict[str, Any]:
     Raises `StageError` at the end if a run has failed.
     """
     named = named_runs(config)
+    if config.comparison.sweep:
+        check_elsewhere(config)
     swept = list(_run_sweep(config))
     folders = [*named, *(each.run_dir for each in swept if each.run_dir is not None)]
     failures = [f"{each.name}: {each.failure}" for each in swept if each.failure]
@@ -92,12 +94,12 @@ def _with_dataset(config: Config, datasets: dict[str, dict[str, Any]]) -> Config
     documents are added meanwhile.
     """
     pinned = config
-    if config.data.tokenizer.spec == MODEL_SPEC:
+    if config.data.tokenizer.spec == MODEL_SPEC and "train" not in config.deployments:
         weights = prepare_weights(config, None, adopt=True)
         pinned = config if weights is None else weights.pinned_in(config)
     key = content_key(pinned.data_to_tokenize.model_dump(mode="json"))
     if key not in datasets:
-        datasets[key] = prepare_dataset(pinned)
+        datasets[key] = make_dataset(pinned)
     dataset = datasets[key]
     folder = dataset["address"] or Path(dataset["folder"])
     data = config.data.model_copy(update={"folder": folder})

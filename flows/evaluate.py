@@ -27,6 +27,13 @@ def evaluate_run(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, 
     return report
 
 
+def evaluate_visited(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
+    """Score a run that this flow run has not claimed, and write its report."""
+    holder, keep = Holder.current(run_dir, current_owner()[0]), config.checkpoint.save_total_limit
+    with visited(run_dir, holder, config.run.store, keep):
+        return evaluate_run(config, dataset_dir, run_dir)
+
+
 def _as_trained(config: Config, run_dir: Path) -> Config:
     """The run's own settings, with evaluation, dataset folder, devices and stages of `config`."""
     trained = read_run_config(run_dir)
@@ -57,6 +64,4 @@ def evaluate(config: Config) -> dict[str, Any]:
     config = _as_trained(config, run_dir)
     name_flow_run(run_dir.name, f"run:{run_dir.name}")
     dataset = perform(plan_dataset, config.stages.shard, config, None)
-    holder, keep = Holder.current(run_dir, current_owner()[0]), config.checkpoint.save_total_limit
-    with visited(run_dir, holder, config.run.store, keep):
-        return evaluate_run(config, Path(dataset["folder"]), run_dir)
+    return evaluate_visited(config, Path(dataset["folder"]), run_dir)

@@ -9,9 +9,12 @@ from typing import Any
 
 import typer
 
-from flows.serving.connection import prefect_api
+from flows.serving.connection import configured_url, prefect_api, served_url
 from infini_model.config import Config
+from infini_model.runtime.errors import ConfigError
 
+# The flows whose stages may run elsewhere.
+OF_SEVERAL_STAGES = ("pipeline", "compare")
 # The start of Prefect's messages about a Ctrl-C.
 INTERRUPTED = (
     "Crash detected! Execution was aborted by",
@@ -29,14 +32,30 @@ class _WithoutReason(logging.Filter):
         return not hasattr(record, "is_reason") and not record.getMessage().startswith(INTERRUPTED)
 
 
-def run_flow(name: str, config: Config) -> Any:
-    """Run the flow `name` of `flows.<name>` and return its result.
+def _check(name: str, config: Config) -> None:
+    """Find out before anything slow is imported what cannot work.
 
-    Raises what the flow raises, and `typer.Exit` if it was ended from the Prefect UI.
+    Raises `ConfigError` if a deployment is named and nothing could run it, `DeviceError` as
+    `choose_gpus` does.
     """
     from infini_model.training.launch.devices import choose_gpus
 
-    choose_gpus(config.launch.gpus)
+    elsewhere = config.deployments if name in OF_SEVERAL_STAGES else {}
+    if elsewhere and not (configured_url() or served_url(config)):
+        raise ConfigError(
+            f"stages.{next(iter(elsewhere))}.deployment: needs a Prefect server that has workers; "
+            "start infini serve, or set PREFECT_API_URL"
+        )
+    if not {"train", "evaluate"} <= elsewhere.keys():
+        choose_gpus(config.launch.gpus)
+
+
+def run_flow(name: str, config: Config) -> Any:
+    """Run the flow `name` of `flows.<name>` and return its result.
+
+    Raises what `_check` and the flow raise, and `typer.Exit` if it was ended from the Prefect UI.
+    """
+    _check(name, config)
     with prefect_api(config) as wait_until_up:
         from prefect.exceptions import Abort, Pause
 

@@ -4,21 +4,25 @@ Prefect notifies an engine of a suspension only between tasks, and of a cancella
 the worker that started it. But training is one task of many hours, and outlives its worker. The
 state of the flow run is therefore polled while a stage's child process runs: once it is no longer
 Running, the child gets its grace period, in which it saves a checkpoint, and the engine exits.
-Where the flow run is a part of another one, either of them ends both.
+Where the flow run is a part of another one, either of them ends both. A part with an engine of its
+own, that of a deployment, is cancelled when the whole is suspended or cancelled, but survives the
+engine of the whole, which finds it again when it is retried (`tasks.elsewhere`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.exceptions import Abort, Pause, TerminationSignal
+from prefect.exceptions import Abort, ObjectNotFound, Pause, TerminationSignal
 from prefect.logging import get_run_logger
-from prefect.states import Cancelled, Running, Suspended
+from prefect.states import Cancelled, Cancelling, Running, Suspended
 
 from infini_model.runtime.processes import deferred_signals
 
@@ -35,12 +39,23 @@ class StateChangedError(Exception):
         self.flow_run, self.state = flow_run, state
 
 
+class _Followed(NamedTuple):
+    """The flow runs whose states decide when a stage ends.
+
+    `here` are those of this process, a whole before its part. `above` is the whole of a part that
+    has an engine of its own.
+    """
+
+    here: list[FlowRun]
+    above: UUID | None = None
+
+
 class _Poll(threading.Thread):
     """Reads the states of flow runs until one is no longer Running; ignores an API that is down."""
 
-    def __init__(self, flow_runs: Sequence[FlowRun]) -> None:
+    def __init__(self, followed: _Followed) -> None:
         super().__init__(name="flow run state", daemon=True)
-        self._flow_runs = flow_runs
+        self._followed = followed
         self._closed = threading.Event()
         self._found: StateChangedError | None = None
 
@@ -49,7 +64,7 @@ class _Poll(threading.Thread):
         with get_client(sync_client=True) as client:
             while self._found is None and not self._closed.wait(POLL_SECONDS):
                 with contextlib.suppress(Exception):
-                    self._found = _changed(client, self._flow_runs)
+                    self._found = _changed(client, self._followed)
 
     def stop(self) -> Exception | None:
         """The reason to end the stage, or None."""
@@ -60,9 +75,11 @@ class _Poll(threading.Thread):
         self._closed.set()
 
 
-def _changed(client: SyncPrefectClient, flow_runs: Iterable[FlowRun]) -> StateChangedError | None:
-    """The first flow run that is no longer Running."""
-    for flow_run in flow_runs:
+def _changed(client: SyncPrefectClient, followed: _Followed) -> StateChangedError | None:
+    """The first flow run of this process that is no longer Running."""
+    if followed.above is not None:
+        _pass_on(client, followed.above, followed.here[-1])
+    for flow_run in followed.here:
         state = client.read_flow_run(flow_run.id).state
         if state is None or state.is_running():
             continue
@@ -74,15 +91,34 @@ def _changed(client: SyncPrefectClient, flow_runs: Iterable[FlowRun]) -> StateCh
     return None
 
 
-def _with_whole(flow_run: FlowRun) -> list[FlowRun]:
-    """A flow run, after the one that it is a part of if there is one and the API answers."""
+def _pass_on(client: SyncPrefectClient, whole_id: UUID, part: FlowRun) -> None:
+    """Cancel a part whose whole was suspended or cancelled while it ran.
+
+    One that is retried by itself afterwards goes on by itself.
+    """
+    try:
+        whole = client.read_flow_run(whole_id)
+    except ObjectNotFound:
+        return  # It was deleted.
+    above, own = whole.state, client.read_flow_run(part.id).state
+    if above is None or own is None or not own.is_running():
+        return
+    is_ended = above.is_paused() or above.is_cancelling() or above.is_cancelled()
+    if is_ended and above.timestamp > own.timestamp:
+        client.set_flow_run_state(part.id, Cancelling(message=f"With {whole.name}"))
+
+
+def _with_whole(flow_run: FlowRun) -> _Followed:
+    """A flow run, and the one that it is a part of if there is one and the API answers."""
     if flow_run.parent_task_run_id is None:
-        return [flow_run]
+        return _Followed([flow_run])
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:
         whole = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
+        if whole is not None and flow_run.deployment_id is not None:
+            return _Followed([flow_run], above=whole)
         if whole is not None:
-            return [client.read_flow_run(whole), flow_run]
-    return [flow_run]
+            return _Followed([client.read_flow_run(whole), flow_run])
+    return _Followed([flow_run])
 
 
 @contextlib.contextmanager
@@ -98,30 +134,30 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
     if context is None or context.flow_run is None:
         yield lambda: None
         return
-    flow_runs = _with_whole(context.flow_run)
-    poll = _Poll(flow_runs)
+    followed = _with_whole(context.flow_run)
+    poll = _Poll(followed)
     poll.start()
     try:
         yield poll.stop
     except StateChangedError as change:
-        raise _conclude(flow_runs, change, saved()) from None
+        raise _conclude(followed.here, change, saved()) from None
     except TerminationSignal:
-        found = _change_of(flow_runs)
+        found = _change_of(followed)
         if found is None:
             raise
-        raise _conclude(flow_runs, found, saved()) from None
+        raise _conclude(followed.here, found, saved()) from None
     finally:
         poll.close()
 
 
-def _change_of(flow_runs: Iterable[FlowRun]) -> StateChangedError | None:
+def _change_of(followed: _Followed) -> StateChangedError | None:
     """The first flow run that is no longer Running; None as well if the API does not answer."""
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-        return _changed(client, flow_runs)
+        return _changed(client, followed)
     return None
 
 
-def _conclude(flow_runs: Iterable[FlowRun], change: StateChangedError, saved: str) -> BaseException:
+def _conclude(flow_runs: list[FlowRun], change: StateChangedError, saved: str) -> BaseException:
     """Record the end in the states of flow runs and task run; returns the signal to raise."""
     log = get_run_logger()
     flow_run, state = change.flow_run, change.state

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -32,7 +33,10 @@ FLOW: dict[str, Any] = {
 
 
 def name_flow_run(folder: str, *tags: str) -> None:
-    """Rename the flow run after its flow and the folder it works in, and add tags."""
+    """Rename the flow run after its flow and the folder it works in, and add tags.
+
+    A tag `kind:name` replaces one of its kind, which an earlier attempt may have left.
+    """
     context = FlowRunContext.get()
     if context is None or context.flow is None or context.flow_run is None:
         return
@@ -40,7 +44,21 @@ def name_flow_run(folder: str, *tags: str) -> None:
     with harmless("name of the run"):
         client = get_client(sync_client=True)
         known = client.read_flow_run(context.flow_run.id).tags
-        client.update_flow_run(context.flow_run.id, name=name, tags=sorted({*known, *tags}))
+        kinds = {_kind(tag) for tag in tags}
+        others = {tag for tag in known if _kind(tag) not in kinds}
+        client.update_flow_run(context.flow_run.id, name=name, tags=sorted({*others, *tags}))
+
+
+def tagged(flow_run: FlowRun, kind: str) -> str | None:
+    """What a flow run was tagged with as `kind:…` by `name_flow_run`; None if it was not."""
+    for tag in flow_run.tags:
+        if _kind(tag) == kind:
+            return tag.partition(":")[2]
+    return None
+
+
+def _kind(tag: str) -> str:
+    return tag.partition(":")[0]
 
 
 def current_owner() -> tuple[Owner | None, bool]:

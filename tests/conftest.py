@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +20,9 @@ from hypothesis import settings
 from shared import once
 from words import WORDS
 
-from infini_model.config import load_config, validate
+from infini_model.config import validate
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
-from infini_model.runtime.processes import end_tree
 
 if TYPE_CHECKING:
     from commands import Environment
@@ -105,23 +103,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"{survived + fell} faults tried, {survived} survived")
 
 
-@contextmanager
-def prefect_server(output: Path) -> Iterator[str]:
-    """Run a Prefect server with its database in an output folder; yields the API's address."""
-    from commands import answers, eventually
-
-    from flows.serving.services import free_port, start_prefect
-
-    config = load_config(overrides=[f"run.output_dir={output}"])
-    service = start_prefect(config, free_port())
-    eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server", seconds=120)
-    try:
-        yield f"{service.url}/api"
-    finally:
-        end_tree(service.process, 10.0)
-
-
 def _make_tables(output: Path) -> None:
+    from serving import prefect_server
+
     with prefect_server(output):
         pass
 
@@ -144,6 +128,8 @@ def with_tables(tmp_path_factory: pytest.TempPathFactory) -> WithTables:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, with_tables: WithTables) -> Iterator[str]:
     """The API of a Prefect server shared by all tests of a worker."""
+    from serving import prefect_server
+
     with prefect_server(with_tables(tmp_path_factory.mktemp("server"))) as url:
         yield url
 

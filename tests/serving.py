@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
-from commands import Running, alive, api, eventually
+from commands import Running, alive, answers, api, eventually
 
-from flows.serving.services import HOST
+from flows.serving.services import HOST, free_port, start_prefect
+from infini_model.config import load_config
+from infini_model.runtime.processes import end_tree
 
 PREFECT, MLFLOW = "flows.serving.guard:prefect_app", "flows.serving.guard:mlflow_app"
 WORKER = "worker"
@@ -121,3 +124,15 @@ def serve(start: Callable[..., Running], output: Path, ports: tuple[int, int]) -
     running = start("serve", "--output-dir", output, *options)
     running.wait_for("Ready: ")
     return Serving(running, output, f"http://{HOST}:{ports[0]}/api")
+
+
+@contextmanager
+def prefect_server(output: Path) -> Iterator[str]:
+    """Run a Prefect server with its database in an output folder; yields the API's address."""
+    config = load_config(overrides=[f"run.output_dir={output}"])
+    service = start_prefect(config, free_port())
+    eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server", seconds=120)
+    try:
+        yield f"{service.url}/api"
+    finally:
+        end_tree(service.process, 10.0)

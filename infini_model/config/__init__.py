@@ -28,7 +28,7 @@ from infini_model.config.training import (
     LoraConfig,
     TrainingConfig,
 )
-from infini_model.config.tree import Config, StageConfig
+from infini_model.config.tree import Config, FlowStageConfig, StageConfig
 
 __all__ = [
     "MEBIBYTE",
@@ -38,6 +38,7 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "FilesSource",
+    "FlowStageConfig",
     "HubSource",
     "LaunchConfig",
     "LoggingConfig",

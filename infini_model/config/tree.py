@@ -79,17 +79,40 @@ class StageConfig(Section):
     )
 
 
+class FlowStageConfig(StageConfig):
+    """The same for a stage with a flow of its own, which a worker elsewhere can run."""
+
+    deployment: Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)?$")] | None = Field(
+        None,
+        description="Deployment of the stage's flow, NAME or FLOW/NAME, as whose flow run the "
+        "pipeline and a sweep run the stage, in its work pool; null (default) runs it in place.",
+    )
+
+
 class StagesConfig(Section):
-    """Retries and timeouts of the stages of the pipeline, and of the cleaning after them."""
+    """Retries, timeouts and places of the stages of the pipeline and of the cleaning after them.
+
+    `shard` is the flow preprocess: the download, the plan and the shards.
+    """
 
     decides_weights = False
 
     weights: StageConfig = StageConfig(retries=4)
     download: StageConfig = StageConfig(retries=4)
-    shard: StageConfig = StageConfig()
-    train: StageConfig = StageConfig()
-    evaluate: StageConfig = StageConfig()
+    shard: FlowStageConfig = FlowStageConfig()
+    train: FlowStageConfig = FlowStageConfig()
+    evaluate: FlowStageConfig = FlowStageConfig()
     clean: StageConfig = StageConfig(retries=0)
+
+    @property
+    def in_place(self) -> Self:
+        """The same without deployments."""
+        own = {
+            name: stage.model_copy(update={"deployment": None})
+            for name, stage in self
+            if isinstance(stage, FlowStageConfig)
+        }
+        return self.model_copy(update=own)
 
 
 class ComparisonConfig(Section):
@@ -299,6 +322,18 @@ class Config(Section):
             return self.data
         named = tokenizer.model_copy(update={"spec": self.model.initial_weights})
         return self.data.model_copy(update={"tokenizer": named})
+
+    @property
+    def deployments(self) -> dict[str, str]:
+        """The deployments as which stages run, by stage; `data.folder` leaves nothing to shard."""
+        named = {
+            name: stage.deployment
+            for name, stage in self.stages
+            if isinstance(stage, FlowStageConfig) and stage.deployment is not None
+        }
+        if self.data.folder is not None:
+            named.pop("shard", None)
+        return named
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -243,17 +243,24 @@ def _exact_folder(config: Config, owner: Owner | None) -> Path | None:
     return None if owner is None else find_run(config.run.runs_dir, owner.id)
 
 
-def run_to_resume(config: Config, *, owner: Owner | None = None, adopt: bool = True) -> Path | None:
-    """The run that a claim of these settings would resume, if the dataset is still the same.
+def run_to_resume(
+    config: Config,
+    *,
+    dataset_key: str | None = None,
+    owner: Owner | None = None,
+    adopt: bool = True,
+) -> Path | None:
+    """The run that a claim of these settings would resume; None if it would start a new one.
 
-    None if it would start a new one. Which it gets is decided by `claim_run`, later.
+    Without the dataset's key, that is if the dataset is still the same. Which it gets is decided by
+    `claim_run`, later.
     """
     exact = _exact_folder(config, owner)
     if exact is not None:
-        return exact if _is_same_run(exact, config, None, None) else None
+        return exact if _is_same_run(exact, config, dataset_key, None) else None
     for run_dir in _numbered_folders(config.run.runs_dir, name_prefix(config)) if adopt else ():
         is_free = not is_finished(run_dir) and run_holder(run_dir) is None
-        if is_free and _is_same_run(run_dir, config, None, None):
+        if is_free and _is_same_run(run_dir, config, dataset_key, None):
             return run_dir
     return None
 

@@ -11,19 +11,12 @@ import pytest
 from commands import alive, eventually, kill, processes_about
 from curves import repeatable
 from serving import ENGINE, TRAINER, serve
-from trials import STEPS, Make, Start, Undisturbed
+from trials import STEPS, Make, Start, Undisturbed, is_pending
 
 from flows.serving.services import HOST, free_port
 from infini_model.runtime.metrics_file import read_metrics
 
 pytestmark = pytest.mark.story
-
-
-def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether a signal is pending for a stopped process."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    (mask,) = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
-    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the_same_bits(

@@ -1,10 +1,12 @@
 """Inputs of disturbed runs, and what they are compared by."""
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from commands import Running
 
 STEPS = 120
@@ -17,6 +19,13 @@ SETTINGS = {
 }
 Start = Callable[..., Running]
 Make = Callable[..., dict[str, Any]]
+
+
+def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether a signal is pending for a stopped process."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    (mask,) = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def shards(output: Path) -> dict[str, bytes]:

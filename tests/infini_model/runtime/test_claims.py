@@ -105,6 +105,10 @@ OTHER: dict[str, tuple[str, ...]] = {
     "evaluation.lm_eval.tasks": ("evaluation.lm_eval.tasks=[other]",),
     "evaluation.lm_eval.num_fewshot": ("evaluation.lm_eval.num_fewshot=3",),
     "evaluation.lm_eval.limit": ("evaluation.lm_eval.limit=3",),
+    **{
+        f"stages.{stage}.deployment": (f"stages.{stage}.deployment=elsewhere",)
+        for stage in ("shard", "train", "evaluate")
+    },
     "comparison.runs": ("comparison.runs=[other]",),
     "comparison.sweep": ("comparison.sweep=['run.seed=1,2']",),
     **{

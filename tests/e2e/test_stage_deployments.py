@@ -1,0 +1,156 @@
+"""A pipeline whose stages run as flow runs of deployments in other work pools."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from commands import Environment, Running, api, eventually
+from curves import repeatable, weights
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from serving import ENGINE, TRAINER, Serving, prefect_server
+from trials import STEPS, Make, Undisturbed, is_pending, shards
+
+from flows.serving.deploy import PROJECT, deploy, job_template
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.training.run_status import saved_step
+
+pytestmark = [pytest.mark.story, pytest.mark.timeout(900)]
+POOLS = {"cpu": ("pipeline", "preprocess"), "gpu": ("train", "evaluate")}
+
+
+def move_to_pools(url: str) -> None:
+    """What `prefect deploy --name NAME --pool POOL` does for each deployment."""
+    deploy(url)
+    with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+        for pool, names in POOLS.items():
+            template = job_template()
+            client.create_work_pool(
+                WorkPoolCreate(name=pool, type="process", base_job_template=template)
+            )
+            for name in names:
+                moved = DeploymentUpdate(work_pool_name=pool, work_queue_name="default")
+                found = client.read_deployment_by_name(f"{name}/{name}")
+                client.update_deployment(found.id, moved)
+
+
+@pytest.fixture
+def pools(
+    tmp_path: Path, with_tables: Callable[[Path], Path], alone: Environment
+) -> Iterator[Serving]:
+    """A Prefect server, two work pools, and a worker for each."""
+    output, started = with_tables(tmp_path / "output"), list[Running]()
+    home = {"PREFECT_HOME": str(output / "prefect"), "PYTHONPATH": str(PROJECT)}
+    with prefect_server(output) as url:
+        move_to_pools(url)
+        env = {**alone, **home, "PREFECT_API_URL": url, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+        for pool in POOLS:
+            command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool]
+            started.append(Running(command, tmp_path / f"worker-{pool}", env))
+        try:
+            yield Serving(started[0], output, url)
+        finally:
+            for worker in started:
+                worker.end()
+
+
+def create_without_preset(pools: Serving, advanced: dict[str, Any]) -> str:
+    """Run the pipeline with the settings of `undisturbed`, which no form would take."""
+    deployment = api(pools.url, "deployments/name/pipeline/pipeline", "GET")["id"]
+    path = f"deployments/{deployment}/create_flow_run"
+    parameters = {"preset": None, "advanced": advanced}
+    created = api(pools.url, path, parameters=parameters, enforce_parameter_schema=False)
+    return str(created["id"])
+
+
+def engine_of(pools: Serving, flow_run: str) -> psutil.Process:
+    """The engine of a flow run."""
+    (engine,) = [
+        process
+        for process in pools.processes(ENGINE)
+        if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run
+    ]
+    return engine
+
+
+def parts(pools: Serving, flow_run: str) -> dict[str, dict]:
+    """The flow runs that are parts of a flow run, by the name of their deployment."""
+    wanted = {"parent_flow_run_id": {"any_": [flow_run]}}
+    found = api(pools.url, "flow_runs/filter", flow_runs=wanted)
+    by_flow = {each["name"].split()[0]: each for each in found}
+    assert len(by_flow) == len(found), [each["name"] for each in found]
+    return by_flow
+
+
+def suspended_trainer(pools: Serving, run_dir: Path, above: int) -> psutil.Process:
+    """The training, stopped in its tracks after a step: it would end before it is disturbed."""
+
+    def has_trained() -> bool:
+        return any(line["step"] > above for line in read_metrics(run_dir))
+
+    eventually(lambda: pools.processes(TRAINER) != [], "the training", seconds=240)
+    eventually(has_trained, f"steps after {above}", seconds=120)
+    (trainer,) = pools.processes(TRAINER)
+    trainer.suspend()
+    return trainer
+
+
+def test_stages_in_other_pools_survive_a_cancelled_whole_and_a_killed_part_and_give_the_same_bits(
+    undisturbed: Undisturbed, pools: Serving, pipeline: Make
+) -> None:
+    stages = {"shard": {"deployment": "preprocess"}, "train": {"deployment": "train/train"}}
+    whole = create_without_preset(pools, pipeline(pools.output, stages=stages))
+    run_dir = pools.output / "runs" / "run-1"
+
+    # Cancelling the whole ends the part, which saves a checkpoint first.
+    trainer = suspended_trainer(pools, run_dir, above=0)
+    training = parts(pools, whole)["train"]["id"]
+    pools.cancel(whole)
+    eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM", seconds=60)
+    trainer.resume()
+    pools.wait_for_state(whole, "Cancelled", seconds=120)
+    pools.wait_for_state(training, "Cancelled", seconds=60)
+    eventually(lambda: pools.processes(ENGINE) == [], "the end of all engines", seconds=60)
+    step = saved_step(run_dir)
+    assert step is not None
+    assert 0 < step < STEPS
+
+    # A part whose engine is killed ends the whole with one line, and leaves the checkpoint.
+    pools.retry(whole)
+    suspended_trainer(pools, run_dir, above=step)
+    engine_of(pools, training).kill()
+    state = pools.wait_for_state(whole, "Failed", seconds=120)
+    assert state["message"].startswith("stages.train.deployment: flow run train run-1 (http")
+    assert " is Crashed: " in state["message"]
+    assert "\n" not in state["message"]
+    eventually(lambda: pools.processes(TRAINER) == [], "the end of the training", seconds=60)
+
+    # The next retry finds the same part, and the part its run folder.
+    pools.retry(whole)
+    pools.wait_for_state(whole, "Completed", seconds=240)
+    assert [path.name for path in (pools.output / "runs").glob("*-*")] == ["run-1"]
+    assert shards(pools.output) == shards(undisturbed.output)
+    assert repeatable(run_dir) == repeatable(undisturbed.run_dir)
+    assert weights(run_dir) == weights(undisturbed.run_dir)
+    assert (run_dir / "report.md").is_file()
+
+    found = parts(pools, whole)
+    assert found.keys() == {"preprocess", "train"}
+    assert found["train"]["id"] == training
+    assert found["train"]["work_pool_name"] == "gpu"
+    assert found["preprocess"]["run_count"] == 1
+    assert found["train"]["run_count"] == 3
+    assert "training" in keys(pools, training)
+    assert keys(pools, found["preprocess"]["id"]) >= {"dataset", "shard-progress"}
+    assert "report" in keys(pools, whole)
+
+
+def keys(pools: Serving, flow_run: str) -> set[str]:
+    """The artifacts of a flow run."""
+    wanted = {"flow_run_id": {"any_": [flow_run]}}
+    return {each["key"] for each in api(pools.url, "artifacts/filter", artifacts=wanted)}

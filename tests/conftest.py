@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ WithTables = Callable[[Path], Path]
 REHEARSAL = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available() and not REHEARSAL
 GPU = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
+BEGAN = time.monotonic()
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
@@ -47,6 +49,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of all folders; pytest only reads them from the root conftest."""
     parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
     parser.addoption("--every-story", action="store_true", help="also what takes long")
+    parser.addoption(
+        "--story-minutes",
+        type=float,
+        default=float("inf"),
+        metavar="N",
+        help="skip the stories that have not begun by then",
+    )
     parser.addoption("--screenshots", type=Path, metavar="DIR", help="keep those of the browser")
 
 
@@ -78,7 +87,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU where there is none, except in a rehearsal."""
+    """Skip what needs a GPU where there is none, except in a rehearsal, and stories too late."""
+    minutes = (time.monotonic() - BEGAN) / 60
+    if item.get_closest_marker("story") and minutes > item.config.getoption("--story-minutes"):
+        pytest.skip("the time for stories is used up")
     if item.get_closest_marker("cuda") and not (HAS_GPU or REHEARSAL):
         pytest.skip("needs a GPU; TRITON_INTERPRET=1 rehearses it on the CPU")
 

@@ -10,6 +10,11 @@ from curves import curve, repeatable, weights
 from ray_cluster import RayCluster
 from trials import Make, Start
 
+from infini_model.config import load_config
+from infini_model.runtime.errors import DeviceError
+from infini_model.runtime.on_ray.joining import joined
+from infini_model.training.launch.on_ray import gangs
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = "ray::Launcher"
 STEPS = 240
@@ -54,6 +59,35 @@ def begin(start: Start, environment: Environment, command: tuple[str | Path, ...
     running = start(*command, env=environment)
     running.wait_for("Checkpoint saved: ", seconds=120)
     return running
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"nodes": "5-6"}, "launch.nodes: got 5-6: the Ray cluster at {} has 3 with 1 CPU each"),
+        ({"gpus": "all"}, "launch.gpus: got 'all': no node of the Ray cluster at {} has a GPU"),
+        (
+            {"nodes": "3"},
+            "launch.nodes: got 3: the Ray cluster at {} has 3 with 1 CPU each; 3 nodes with 1 ranks "
+            "each cannot split the global batch of 8 windows",
+        ),
+    ],
+)
+def test_what_the_cluster_cannot_give_is_one_line(
+    cluster: RayCluster,
+    asked: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gangs, "PATIENCE_SECONDS", 0.0)
+    state = tmp_path / "checkpoints" / "step-20" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"global_batch": 8}')
+    config = load_config(overrides=[{"launch": {"launcher": "ray", **asked}}])
+    with joined(cluster.address, "launch"), pytest.raises(DeviceError) as refused:
+        gangs.Gangs(config, tmp_path, tmp_path, cluster.address, lambda: False).train()
+    assert str(refused.value) == message.format(cluster.address)
 
 
 def test_a_lost_node_changes_no_bit(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, LaunchConfig
-from infini_model.runtime.errors import ConfigError, DeviceError
+from infini_model.runtime.errors import ConfigError, DeviceError, UserError
 from infini_model.training.checkpoints.folders import STATE, listed
 from infini_model.training.launch.division import Division, divide
 from infini_model.training.launch.failures import Crashed, Preempted
@@ -69,8 +69,8 @@ class Gangs:
         Raises:
             TrainingFailure: As `train_in`; also `Crashed` when nodes are lost time and again.
             UserError: As `train_in`.
-            ConfigError: No number of nodes in the range divides the run's global batch.
-            DeviceError: The cluster has too few nodes, or no GPU where one is asked for.
+            DeviceError: The cluster has too few nodes, none of a number that divides the run's
+                global batch, or no GPU where one is asked for.
         """
         losses, saved = 0, self._saved_step()
         while True:
@@ -89,6 +89,10 @@ class Gangs:
 
     def _train_once(self) -> None:
         with self._nodes() as (group, needs):
+            if "GPU" in needs:
+                # `auto` chooses once: a gang that replaces another does not go on without them.
+                launch = self._config.launch.model_copy(update={"gpus": "all"})
+                self._config = self._config.model_copy(update={"launch": launch})
             division = self._divided(group.bundle_count, needs)
             self._global_batch = division.global_batch
             config = division.applied_to(self._config)
@@ -106,21 +110,19 @@ class Gangs:
             nodes = _alive()
             needs = needs_of(self._config.launch, nodes)
             able = sum(all(node.get(key, 0.0) >= needs[key] for key in needs) for node in nodes)
-            for count in self._sizes(able, needs):
+            sizes = self._sizes(able, needs)
+            for count in sizes:
                 with reserved(needs, count, RESERVE_SECONDS) as group:
                     if group is not None:
                         yield group, needs
                         return
                 self._end_if_stopped()
-            shortage, is_short = (
-                self._shortage(able, needs),
-                able < self._config.launch.node_range[0],
-            )
-            if is_short and time.monotonic() > deadline:
-                raise DeviceError(shortage)
+            shortage = self._shortage(able, needs)
+            if not sizes and time.monotonic() > deadline:
+                raise shortage
             if time.monotonic() > next_line:
                 next_line = time.monotonic() + REPEAT_SECONDS
-                in_use = "" if is_short else ", in use by others"
+                in_use = ", in use by others" if sizes else ""
                 print(f"Waiting for nodes: {shortage}{in_use}", flush=True)
             self._end_if_stopped()
             time.sleep(POLL_SECONDS)
@@ -128,20 +130,14 @@ class Gangs:
     def _sizes(self, able: int, needs: Resources) -> list[int]:
         """The numbers of nodes to try, of those that are able, the largest first.
 
-        Raises `ConfigError` if none of them divides the run's global batch.
+        All of them divide the run's global batch.
         """
         least, most = self._config.launch.node_range
-        allowed = range(min(most, able), least - 1, -1)
-        sizes, refusal = [], None
-        for count in allowed:
-            try:
+        sizes = []
+        for count in range(min(most, able), least - 1, -1):
+            with contextlib.suppress(ConfigError):
                 self._divided(count, needs)
-            except ConfigError as error:
-                refusal = error
-            else:
                 sizes.append(count)
-        if refusal is not None and not sizes:
-            raise refusal
         return sizes
 
     def _divided(self, count: int, needs: Resources) -> Division:
@@ -149,14 +145,20 @@ class Gangs:
         processes = count * processes_of(needs)
         return divide(self._config.training, processes, self._global_batch)
 
-    def _shortage(self, able: int, needs: Resources) -> str:
+    def _shortage(self, able: int, needs: Resources) -> UserError:
+        """Why no gang can be formed of the nodes that are able."""
         launch = self._config.launch
+        least, most = launch.node_range
         if "GPU" in needs and not any(node.get("GPU") for node in _alive()):
             where = f"no node of the Ray cluster at {self._address} has a GPU"
-            return f"launch.gpus: got {launch.gpus!r}: {where}"
+            return DeviceError(f"launch.gpus: got {launch.gpus!r}: {where}")
         wanted = " and ".join(f"{need:g} {name}" for name, need in needs.items())
         found = f"the Ray cluster at {self._address} has {able} with {wanted} each"
-        return f"launch.nodes: got {launch.nodes or 1}: {found}"
+        if able >= least and not self._sizes(able, needs):
+            counts = str(least) if least in (most, able) else f"{least} to {min(most, able)}"
+            ranks = f"{counts} nodes with {processes_of(needs)} ranks each"
+            found += f"; {ranks} cannot split the global batch of {self._global_batch} windows"
+        return DeviceError(f"launch.nodes: got {launch.nodes or 1}: {found}")
 
     def _end_if_stopped(self) -> None:
         if self._is_stopped():

@@ -156,8 +156,10 @@ class Gangs:
         found = f"the Ray cluster at {self._address} has {able} with {wanted} each"
         if able >= least and not self._sizes(able, needs):
             counts = str(least) if least in (most, able) else f"{least} to {min(most, able)}"
-            ranks = f"{counts} nodes with {processes_of(needs)} ranks each"
-            found += f"; {ranks} cannot split the global batch of {self._global_batch} windows"
+            found += (
+                f"; {counts} times {processes_of(needs)} processes cannot split the global batch "
+                f"of {self._global_batch} windows"
+            )
         return DeviceError(f"launch.nodes: got {launch.nodes or 1}: {found}")
 
     def _end_if_stopped(self) -> None:

@@ -25,6 +25,8 @@ TESTS = (
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+# The longest of all tests: forty seconds on a fast machine.
+@pytest.mark.story
 @pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="the tests run themselves")
 def test_interpreted():
     """The larger trials take too long here: `make fuzz`."""

@@ -23,7 +23,7 @@ from infini_model.config import Config, merge
 from infini_model.config.places import output_place
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.claims import run_to_resume
-from infini_model.runtime.errors import ConfigError, DataError, StageError
+from infini_model.runtime.errors import ConfigError, DataError, DeviceError, StageError
 from infini_model.runtime.runs import REPORT, REPORT_PAGE, is_finished, is_started
 from infini_model.runtime.stored.working_copy import refresh_logs, refresh_runs
 from infini_model.training.launch.devices import choose_gpus
@@ -38,7 +38,8 @@ T = TypeVar("T")
 def check_elsewhere(config: Config) -> None:
     """Check before any work that the deployments exist, and what the rest here needs.
 
-    Raises `ConfigError` in one line that names the key, `DeviceError` as `choose_gpus` does.
+    Raises `ConfigError` in one line that names the key; `DeviceError` if the evaluation, unlike the
+    training, is here and has not the GPUs that `launch.gpus` asks for.
     """
     if config.deployments and config.launch.num_nodes > 1:
         raise ConfigError(
@@ -49,8 +50,17 @@ def check_elsewhere(config: Config) -> None:
         raise ConfigError("data.share: is not for stages.shard.deployment; run infini preprocess")
     for name in config.deployments:
         _elsewhere(config, name)
-    if "train" in config.deployments and "evaluate" not in config.deployments:
+    trains_here = "train" not in config.deployments and config.launch.launcher == "local"
+    if not trains_here and "evaluate" not in config.deployments:
+        _check_gpus(config)
+
+
+def _check_gpus(config: Config) -> None:
+    try:
         choose_gpus(config.launch.gpus)
+    except DeviceError as error:
+        remedy = "name a stages.evaluate.deployment, or set launch.gpus=auto"
+        raise DeviceError(f"{error}, where the run is evaluated; {remedy}") from error
 
 
 def _elsewhere(config: Config, name: str) -> Elsewhere:

@@ -17,7 +17,7 @@ from flows.parameters import resolve, settings_of
 from flows.presets import configure
 from infini_model.config import Config, FlowStageConfig
 from infini_model.config.places import working_folder
-from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.errors import ConfigError, DeviceError
 
 ELSEWHERE = tuple(f"stages.{stage}.deployment=there" for stage in ("shard", "train", "evaluate"))
 
@@ -74,6 +74,17 @@ def test_a_dataset_that_is_given_leaves_nothing_to_shard() -> None:
 def test_what_needs_other_commands_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_elsewhere(config_of(*overrides))
+
+
+def test_a_machine_that_only_evaluates_needs_the_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = configure(["debug"], overrides=["launch.launcher=ray", "launch.gpus=all"])
+    with pytest.raises(DeviceError) as refused:
+        check_elsewhere(config)
+    assert str(refused.value) == (
+        "launch.gpus=all: no GPU on this machine, where the run is evaluated; name a "
+        "stages.evaluate.deployment, or set launch.gpus=auto"
+    )
 
 
 def test_without_a_server_that_has_workers_nothing_starts(

@@ -80,6 +80,8 @@ def on_node(module: str, name: str) -> Callable[..., Any]:
             return "user", f"infini_model: cannot be imported on {host}: {error}"
         return attempt(function, *arguments)
 
+    # Ray shows the name of the task, as that of the process too.
+    call.__name__ = call.__qualname__ = name
     return call
 
 

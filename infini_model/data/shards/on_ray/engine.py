@@ -116,7 +116,7 @@ def _task(needs: Mapping[str, float]) -> Any:
         num_gpus=needs.get("GPU", 0),
         memory=int(needs.get("memory", 0)) or None,
         max_retries=0,
-    )(on_node("infini_model.data.shards.on_ray.worker", "make"))
+    )(on_node("infini_model.data.shards.on_ray.worker", "make_partition"))
 
 
 def _window(needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:

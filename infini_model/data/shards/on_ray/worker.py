@@ -43,7 +43,7 @@ class _Bench:
 _benches: dict[str, _Bench] = {}
 
 
-def make(job: str, spec: str) -> None:
+def make_partition(job: str, spec: str) -> None:
     """Make the partition of a spec, unless it stands; both arguments are JSON."""
     wanted = PartitionSpec.model_validate_json(spec)
     if job not in _benches:

@@ -10,7 +10,7 @@ from infini_model.config import DataConfig
 from infini_model.data.shards.dataset import requested_dataset
 from infini_model.data.shards.on_ray import worker
 from infini_model.data.shards.on_ray.room import check_room, reserved
-from infini_model.data.shards.on_ray.worker import Job, make
+from infini_model.data.shards.on_ray.worker import Job, make_partition
 from infini_model.data.sources.download import download
 from infini_model.runtime.errors import ConfigError, UserError
 from infini_model.runtime.on_ray.nodes import attempt, sources_fingerprint
@@ -69,7 +69,7 @@ def test_a_node_that_does_not_see_the_folder(tmp_path, monkeypatch):
         sources=sources_fingerprint(),
         device="cpu",
     )
-    refused = attempt(make, job.model_dump_json(), spec.model_dump_json())
+    refused = attempt(make_partition, job.model_dump_json(), spec.model_dump_json())
     assert refused is not None
     kind, message = refused
     assert kind == "user"
@@ -78,5 +78,5 @@ def test_a_node_that_does_not_see_the_folder(tmp_path, monkeypatch):
     assert not list((tmp_path / "datasets").glob(".partitions/*"))
     (tmp_path / "datasets").mkdir(exist_ok=True)
     (tmp_path / "datasets" / "mark").touch()
-    assert attempt(make, job.model_dump_json(), spec.model_dump_json()) is None
+    assert attempt(make_partition, job.model_dump_json(), spec.model_dump_json()) is None
     assert (tmp_path / "datasets" / ".partitions" / spec.key / "partition.json").exists()

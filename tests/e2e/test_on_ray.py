@@ -1,6 +1,5 @@
 """Partitions on a real Ray cluster of two nodes: the same bytes, whatever is killed meanwhile."""
 
-import re
 import shutil
 import signal
 import sys
@@ -73,7 +72,9 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 def finished(folder: Path) -> set[str]:
-    return {path.parent.name for path in folder.glob("datasets/.partitions/*/partition.json")}
+    # Not those that a killed worker was writing, `.tmp-…`.
+    found = folder.glob("datasets/.partitions/[0-9a-f]*/partition.json")
+    return {path.parent.name for path in found}
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +277,5 @@ def test_a_dead_head_is_an_error_of_the_stage_and_another_cluster_goes_on(
     finally:
         second.end()
     assert done.returncode == 0, done.stdout + done.stderr
-    # A worker may have outlived its cluster for as long as a partition takes.
-    (present,) = re.findall(r"(\d+) present", done.stdout + done.stderr)
-    assert len(standing) <= int(present) < 18
+    assert f"{len(standing)} present" in done.stdout + done.stderr
     assert shards(tmp_path) == expected

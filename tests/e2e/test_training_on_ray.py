@@ -68,7 +68,7 @@ def begin(start: Start, environment: Environment, command: tuple[str | Path, ...
         ({"gpus": "all"}, "launch.gpus: got 'all': no node of the Ray cluster at {} has a GPU"),
         (
             {"nodes": "3"},
-            "launch.nodes: got 3: the Ray cluster at {} has 3 with 1 CPU each; 3 times 1 "
+            "launch.nodes: got 3: the Ray cluster at {} has 3 with 1 CPU each; 3 x 1 "
             "processes cannot split the global batch of 8 windows",
         ),
     ],

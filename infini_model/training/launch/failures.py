@@ -12,7 +12,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -235,6 +235,14 @@ def _reports(run_dir: Path, pattern: str) -> Iterator[Report]:
         yield Report(**json.loads(path.read_text(encoding="utf-8")))
 
 
+def first_cause(reports: Iterable[Report]) -> Report | None:
+    """The earliest report, of those that tell more than a crash if there are any; None of none.
+
+    Clocks differ, and what breaks elsewhere is a crash for all others.
+    """
+    return min(reports, key=lambda report: (report.kind == "crash", report.time), default=None)
+
+
 def explain(
     run_dir: Path, exit_code: int, *, by_kernel: bool = False
 ) -> TrainingFailure | UserError:
@@ -242,18 +250,12 @@ def explain(
 
     `by_kernel` says whether the kernel's OOM killer has killed processes meanwhile. What a launcher
     on a Ray cluster reported is the cause. Otherwise a killed rank takes precedence over the
-    others' reports, since their connections break before the agent sees the death, and then the
-    earliest report, of those that tell more than a crash if there are any: clocks differ, and what
-    breaks elsewhere is a crash for all others.
+    others' reports, since their connections break before the agent sees the death.
     """
     cause = (
         next(_reports(run_dir, "launcher.json"), None)
         or _killed_rank(run_dir, by_kernel)
-        or min(
-            _reports(run_dir, "rank-*.json"),
-            key=lambda report: (report.kind == "crash", report.time),
-            default=None,
-        )
+        or first_cause(_reports(run_dir, "rank-*.json"))
     )
     if cause is None:
         return _explain_code(exit_code, by_kernel)

@@ -13,7 +13,7 @@ from infini_model.config import Config
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.on_ray.nodes import marked, on_node, sources_fingerprint
 from infini_model.runtime.stage_protocol import write_progress
-from infini_model.training.launch.failures import Kind, Report
+from infini_model.training.launch.failures import Report, first_cause
 from infini_model.training.launch.on_ray.node import (
     END,
     LINE,
@@ -25,11 +25,6 @@ from infini_model.training.launch.on_ray.node import (
 )
 
 POLL_SECONDS = 0.2
-# What is told of a gang whose nodes fail in different ways: the others' connections break, too.
-BY_WEIGHT: tuple[Kind, ...] = (
-    *("user error", "data", "out of memory", "non-finite", "hang", "timeout"),
-    *("preempted", "crash"),
-)
 
 
 class NodesLostError(Exception):
@@ -149,9 +144,9 @@ def train_in(
     finally:
         for member in members:
             member.kill()
-    reports = [member.report for member in members if member.report is not None]
-    if reports:
-        raise min(reports, key=lambda report: BY_WEIGHT.index(report.kind)).as_error()
+    cause = first_cause(member.report for member in members if member.report is not None)
+    if cause is not None:
+        raise cause.as_error()
 
 
 def _on(group: Any, index: int) -> dict[str, Any]:

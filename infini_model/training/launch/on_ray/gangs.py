@@ -157,7 +157,7 @@ class Gangs:
         if able >= least and not self._sizes(able, needs):
             counts = str(least) if least in (most, able) else f"{least} to {min(most, able)}"
             found += (
-                f"; {counts} times {processes_of(needs)} processes cannot split the global batch "
+                f"; {counts} x {processes_of(needs)} processes cannot split the global batch "
                 f"of {self._global_batch} windows"
             )
         return DeviceError(f"launch.nodes: got {launch.nodes or 1}: {found}")

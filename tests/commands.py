@@ -29,6 +29,9 @@ from infini_model import __main__ as stages
 from infini_model.runtime.stage_protocol import ERROR, RESULT
 
 Environment = dict[str, str]
+# Seconds that a test waits for what must happen, however slow the machine: long enough that only a
+# hang takes longer, and short enough for pytest's own timeout to leave it time to be named.
+PATIENCE = 300.0
 
 
 def write_texts(folder: Path, count: int, words: int = 60, seed: int = 0) -> Path:
@@ -100,8 +103,8 @@ class Running:
         """Its output so far."""
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, text: str, seconds: float = 120.0) -> None:
-        """Wait until `text` has been printed; fail if the command ends or takes too long."""
+    def wait_for(self, text: str) -> None:
+        """Wait until `text` has been printed; fail if the command ends without it."""
 
         def is_printed() -> bool:
             ended = self.process.poll()
@@ -109,14 +112,14 @@ class Running:
             assert is_there or ended is None, f"ended with {ended}:\n{self.output}"
             return is_there
 
-        eventually(is_printed, lambda: f"{text!r} in\n{self.output}", seconds)
+        eventually(is_printed, lambda: f"{text!r} in\n{self.output}")
 
-    def wait(self, seconds: float = 180.0) -> int:
+    def wait(self) -> int:
         """Wait for the command to end; returns the exit status."""
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not done after {seconds} s:\n{self.output}") from None
+            raise AssertionError(f"not done after {PATIENCE} s:\n{self.output}") from None
 
     def tree(self) -> list[psutil.Process]:
         """The process and all its descendants."""
@@ -154,7 +157,7 @@ def infini(*arguments: str | Path) -> list[str]:
 
 
 def run(
-    command: Sequence[str], env: Environment, seconds: float = 180.0, **options: Any
+    command: Sequence[str], env: Environment, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to completion, with separate stdout and stderr."""
     return subprocess.run(
@@ -162,7 +165,7 @@ def run(
         env=env,
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=PATIENCE,
         check=False,
         stdin=subprocess.DEVNULL,
         **options,
@@ -253,18 +256,20 @@ def dataset_of(settings: Path) -> Path:
     return Path(preprocess(settings)["folder"])
 
 
-def eventually(
-    condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = 10.0
-) -> None:
-    """Wait until `condition` holds; fail, naming `what`, if it does not in time."""
-    if not poll(condition, every_seconds=0.02, timeout_seconds=seconds):
+def eventually(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    """Wait until `condition` holds; fail, naming `what`, if it does not in `PATIENCE`.
+
+    `what` is a function where it describes a state: it is then called when time is up. A condition
+    may be a query to a server that shares the cores, so it is checked five times a second.
+    """
+    if not poll(condition, every_seconds=0.2, timeout_seconds=PATIENCE):
         named = what if isinstance(what, str) else what()
-        raise AssertionError(f"not after {seconds} s: {named}")
+        raise AssertionError(f"not after {PATIENCE} s: {named}")
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those of `processes` that are still running, without zombies."""
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in processes if process.is_running() and not is_gone(process.pid)]
 
 
 def processes_about(folder: Path) -> list[str]:
@@ -291,7 +296,7 @@ def leftovers(folder: Path) -> list[Path]:
 def answers(url: str) -> bool:
     """Whether a server responds at an address."""
     try:
-        urllib.request.urlopen(url, timeout=1.0).close()
+        urllib.request.urlopen(url, timeout=10.0).close()
     except (urllib.error.URLError, OSError):
         return False
     return True
@@ -303,7 +308,7 @@ def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:
     request = urllib.request.Request(
         f"{url}/{path}", data, {"Content-Type": "application/json"}, method=method
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return json.load(answer)
 
 

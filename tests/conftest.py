@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from shared import once
 from words import WORDS
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # that share the cores do not wait for each other's threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-# How long an example takes depends on what else the machine does.
-settings.register_profile("any load", deadline=None)
+# How long an example takes to run, or to draw, depends on what else the machine does.
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 WithTables = Callable[[Path], Path]
 # Triton's interpreter runs kernels on the CPU, and with them every test that is for a GPU.
@@ -60,9 +60,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Do not pass on an ignored SIGINT, which shells give to commands in the background."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Do not pass on ignored signals: a shell ignores SIGINT in the background, nohup SIGHUP."""
+    for number, handler in {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+    }.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from commands import eventually
+from commands import PATIENCE, eventually
+from ports import free_port
 
 from infini_model.runtime.processes import bound
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 class MlflowServer:
@@ -43,11 +38,11 @@ class MlflowServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        eventually(self._answers, "the MLflow server", seconds=300)
+        eventually(self._answers, "the MLflow server")
 
     def _answers(self) -> bool:
         assert self._process.poll() is None
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -59,9 +54,12 @@ class MlflowServer:
     def kill(self) -> None:
         """Kill it and its workers with SIGKILL."""
         root = psutil.Process(self._process.pid)
-        for process in [root, *root.children(recursive=True)]:
+        workers = root.children(recursive=True)
+        for process in [root, *workers]:
             process.kill()
         self._process.wait()
+        # A worker that is still dying holds the port.
+        psutil.wait_procs(workers)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The metrics record of a training."""
 
+from commands import PATIENCE
+
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.training.callbacks.sinks import Sinks
 
@@ -14,7 +16,7 @@ class Record:
         self.sinks.start()
         self.append = self.file.append
 
-    def close(self, status, timeout_seconds=120.0):
-        """Close with a long timeout, as a busy machine is slow to import MLflow."""
+    def close(self, status, timeout_seconds=PATIENCE):
+        """Close, and wait longer for the sinks than a training does."""
         self.file.close()
         self.sinks.close(status, timeout_seconds)

@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 from commands import Running, alive, answers, api, eventually
+from ports import free_port
 
-from flows.serving.services import HOST, free_port, start_prefect
+from flows.serving.services import HOST, start_prefect
 from infini_model.config import load_config
 from infini_model.runtime.processes import end_tree
 
@@ -46,10 +47,25 @@ class Serving:
                 found += [process] if word in words else []
         return alive(found)
 
-    def kill(self, word: str) -> None:
-        """Send SIGKILL to the only process with `word` among its arguments."""
-        (process,) = self.processes(word)
+    def process(self, word: str) -> psutil.Process:
+        """The only process with `word` among its arguments.
+
+        Waits for it: a process that starts another one is there twice for a moment.
+        """
+        found: list[psutil.Process] = []
+
+        def is_single() -> bool:
+            found[:] = self.processes(word)
+            return len(found) == 1
+
+        eventually(is_single, lambda: f"one {word}, not {found}")
+        return found[0]
+
+    def kill(self, word: str) -> psutil.Process:
+        """Send SIGKILL to the only process with `word` among its arguments, and return it."""
+        process = self.process(word)
         process.kill()
+        return process
 
     def create(self, deployment: str, **parameters: Any) -> str:
         """What *Run* of a deployment does; returns the id of the flow run."""
@@ -63,27 +79,33 @@ class Serving:
         """The state of a flow run."""
         return dict(api(self.url, f"flow_runs/{flow_run}", "GET")["state"])
 
-    def wait_for_state(self, flow_run: str, name: str, seconds: float = 60.0) -> dict[str, Any]:
+    def wait_for_state(self, flow_run: str, name: str) -> dict[str, Any]:
         """Wait until the state is `name` and return it."""
         eventually(
             lambda: self.state(flow_run)["name"] == name,
-            f"{name}, not {self.state(flow_run)}\n" + "\n".join(self.log_of(flow_run)[-30:]),
-            seconds,
+            lambda: (
+                f"{name}, not {self.state(flow_run)}\n" + "\n".join(self.log_of(flow_run)[-30:])
+            ),
         )
         return self.state(flow_run)
 
     def log_of(self, flow_run: str) -> list[str]:
-        """The last lines that a flow run logged."""
+        """What a flow run has logged."""
         wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}}}
-        lines = api(self.url, "logs/filter", sort="TIMESTAMP_DESC", **wanted)
-        return [line["message"] for line in reversed(lines)]
+        lines: list[str] = []
+        # The server returns 200 lines at most, and a training may log more between two polls.
+        while len(lines) % 200 == 0:
+            page = api(self.url, "logs/filter", sort="TIMESTAMP_ASC", offset=len(lines), **wanted)
+            if not page:
+                break
+            lines += [line["message"] for line in page]
+        return lines
 
-    def wait_for_log(self, flow_run: str, text: str, seconds: float = 90.0) -> None:
+    def wait_for_log(self, flow_run: str, text: str) -> None:
         """Wait until a flow run has logged `text`."""
         eventually(
             lambda: any(text in line for line in self.log_of(flow_run)),
-            f"{text!r} in {self.log_of(flow_run)[-30:]}",
-            seconds,
+            lambda: f"{text!r} in {self.log_of(flow_run)[-30:]}",
         )
 
     def set_state(self, flow_run: str, kind: str, name: str, **details: Any) -> None:
@@ -113,7 +135,7 @@ class Serving:
         """Press Ctrl-C; all its processes must end."""
         everyone = self.running.tree()
         self.running.process.send_signal(signal.SIGINT)
-        assert self.running.wait(seconds=120) in (0, 130)
+        assert self.running.wait() in (0, 130)
         assert "Traceback" not in self.running.output
         eventually(lambda: not alive(everyone), "the end of all processes")
 
@@ -131,7 +153,7 @@ def prefect_server(output: Path) -> Iterator[str]:
     """Run a Prefect server with its database in an output folder; yields the API's address."""
     config = load_config(overrides=[f"run.output_dir={output}"])
     service = start_prefect(config, free_port())
-    eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server", seconds=120)
+    eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server")
     try:
         yield f"{service.url}/api"
     finally:

@@ -28,7 +28,7 @@ from infini_model.runtime.processes import bound, end_tree
 from infini_model.runtime.storage import make_folder
 
 HOST = "127.0.0.1"
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 GRACE_SECONDS = 10.0
 PROJECT = Path(__file__).resolve().parents[2]
 

@@ -1,19 +1,12 @@
-"""Multi-process trainings: starting ranks, and finding live ones."""
+"""Trainings in processes of their own: starting them, and finding live ones."""
 
 import os
-import socket
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
+from ports import free_port
 
 PRELOADED = ["infini_model.training.loop", "torch.distributed.fsdp"]
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def trainers(run_dir):
@@ -48,7 +41,15 @@ def on_two_ranks(work, *args):
     The processes fork from a server that has imported torch and the trainer once.
     """
     torch.multiprocessing.set_forkserver_preload(PRELOADED)
-    arguments = (*free_ports(1), work, *args)
+    arguments = (free_port(), work, *args)
     torch.multiprocessing.start_processes(
         _start, args=arguments, nprocs=2, start_method="forkserver"
     )
+
+
+def in_a_fork(work, *args):
+    """Run `work` in a new process, forked as those of two ranks are; raise what it raises here."""
+    torch.multiprocessing.set_forkserver_preload(PRELOADED)
+    context = torch.multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(work, *args).result()

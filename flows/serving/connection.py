@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -31,6 +32,12 @@ from infini_model.config import Config
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import lock
 from infini_model.training.callbacks.mlflow_record import PAGE
+
+# A server that many commands share may stall: only one that has been silent, or has hung up, for so
+# long is down.
+STALL_SECONDS = 60.0
+ANSWER_SECONDS = 10.0
+PAUSE_SECONDS = 0.5
 
 
 def _has_profile() -> bool:
@@ -82,13 +89,24 @@ def served_mlflow(config: Config) -> str | None:
 
 
 def status_of(url: str, auth_string: str | None) -> int:
-    """The HTTP status of a GET with "user:password". Raises `OSError` or `ValueError`."""
+    """The HTTP status of a GET with "user:password", repeated while the server stalls.
+
+    Raises `OSError`, at once if the connection is refused, or `ValueError`.
+    """
     request = authorized_request(url, auth_string)
-    try:
-        with urllib.request.urlopen(request, timeout=10.0) as answer:  # noqa: S310
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+    deadline = time.monotonic() + STALL_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError as error:
+            stall = getattr(error, "reason", error)
+            is_stalled = isinstance(stall, TimeoutError | ConnectionResetError | BrokenPipeError)
+            if not is_stalled or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_SECONDS)
 
 
 def _check_answers(url: str) -> None:

@@ -28,10 +28,10 @@ class Supervised:
         start: Callable[[], Service],
         needs: Callable[[], bool] = lambda: True,
         *,
-        first_delay_seconds: float = FIRST_DELAY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`needs` returns whether the service's dependencies are up; a restart waits for them."""
-        self._start, self._needs, self._first_delay = start, needs, first_delay_seconds
+        self._start, self._needs, self._clock = start, needs, clock
         self.service = start()
         self._exits: deque[float] = deque()
         self._due: float | None = None
@@ -45,7 +45,7 @@ class Supervised:
 
         Raises `UserError` in one line when it exits too often.
         """
-        status, now = self.service.process.poll(), time.monotonic()
+        status, now = self.service.process.poll(), self._clock()
         if status is None:
             return
         if self._due is None:
@@ -66,4 +66,4 @@ class Supervised:
                 f"{self.service.name} has exited {MOST_EXITS} times within "
                 f"{WITHIN_SECONDS / 60:g} minutes; see {self.service.log}"
             )
-        return min(LONGEST_DELAY_SECONDS, self._first_delay * 2.0 ** (len(self._exits) - 1))
+        return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** (len(self._exits) - 1))

@@ -9,10 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands import api
+from commands import PATIENCE, api
+from ports import free_port
 
 from flows.serving.database import check_database
-from flows.serving.services import HOST, free_port, start_prefect, wait_until_up
+from flows.serving.services import HOST, start_prefect, wait_until_up
 from infini_model.config import load_config
 from infini_model.runtime.errors import UserError
 
@@ -33,7 +34,7 @@ def postgresql() -> Iterator[str]:
 
     def call(program: str, *arguments: str) -> None:
         command = [str(BINARIES[-1] / program), *arguments]
-        env = {**os.environ, "PGPASSWORD": PASSWORD}
+        env = {**os.environ, "PGPASSWORD": PASSWORD, "PGCTLTIMEOUT": f"{PATIENCE:.0f}"}
         done = subprocess.run(
             command, user=ACCOUNT, cwd=folder, env=env, stderr=subprocess.PIPE, check=False
         )

@@ -13,6 +13,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from commands import Environment, eventually, infini, run
+from ports import free_port
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import (
     DeploymentScheduleCreate,
@@ -32,7 +33,6 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from flows.serving import deploy as module
 from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
-from flows.serving.services import free_port
 from infini_model.runtime.errors import UserError
 
 PREFECT_YAML = """
@@ -287,11 +287,13 @@ def test_a_queue_that_is_full_does_not_keep_preprocess_waiting(
         client.update_work_queue(default.id, concurrency_limit=None)
 
 
-def send_event(client: SyncPrefectClient, name: str, resource: str, **fields: Any) -> None:
+def send_event(
+    client: SyncPrefectClient, name: str, resource: str, seconds_ago: float = 0.0, **fields: Any
+) -> None:
     event = {
         "id": str(uuid4()),
         "event": name,
-        "occurred": datetime.now(UTC).isoformat(),
+        "occurred": (datetime.now(UTC) - timedelta(seconds=seconds_ago)).isoformat(),
         "resource": {"prefect.resource.id": resource},
         **fields,
     }
@@ -314,7 +316,7 @@ def test_a_new_dataset_starts_a_training_once_that_is_enabled(
     assert automation(client, TRAIN).enabled
     payload = {"folder": "/datasets/new-1234", "key": "1234"}
     send_event(client, NEW_DATASET, "infini.dataset.1234", payload=payload)
-    eventually(lambda: bool(runs_of(client, train)), "a training on the new dataset", 30)
+    eventually(lambda: bool(runs_of(client, train)), "a training on the new dataset")
     (flow_run,) = runs_of(client, train)
     assert flow_run.parameters == {"preset": "quickstart", "dataset": "/datasets/new-1234"}
     client.delete_flow_run(flow_run.id)
@@ -332,7 +334,8 @@ def test_a_run_whose_heartbeats_end_becomes_crashed(
     quick = AutomationCore(**definition | {"name": "quick", "enabled": True})
     automation_id = client.create_automation(quick)
     flow_runs = {}
-    for name in ("train", "stranger"):
+    # The stranger has been silent for longer: if it were to crash, it would be the first.
+    for name, seconds_ago in (("stranger", 5.0), ("train", 0.0)):
         flow_id = client.create_flow_from_name(name)
         answer = client.request(
             "POST", "/flow_runs/", json={"flow_id": str(flow_id), "state": {"type": "RUNNING"}}
@@ -344,13 +347,14 @@ def test_a_run_whose_heartbeats_end_becomes_crashed(
             "prefect.resource.name": name,
         }
         resource = f"prefect.flow-run.{flow_runs[name]}"
-        send_event(client, "prefect.flow-run.heartbeat", resource, related=[related])
+        heartbeat = "prefect.flow-run.heartbeat"
+        send_event(client, heartbeat, resource, seconds_ago, related=[related])
 
     def kind(name: str) -> StateType | None:
         return client.read_flow_run(flow_runs[name]).state_type
 
     try:
-        eventually(lambda: kind("train") is StateType.CRASHED, "the end of the silent run", 60)
+        eventually(lambda: kind("train") is StateType.CRASHED, "the end of the silent run")
         assert kind("stranger") is StateType.RUNNING
     finally:
         client.delete_automation(automation_id)

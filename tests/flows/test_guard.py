@@ -12,10 +12,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import pytest
-from commands import eventually, is_gone, kill
+from commands import PATIENCE, eventually, is_gone, kill
+from ports import free_port
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -24,7 +26,6 @@ from flows.serving.access import Access
 from flows.serving.services import (
     HOST,
     Service,
-    free_port,
     start_mlflow,
     start_prefect,
     wait_until_up,
@@ -65,7 +66,7 @@ def ask(
     port: int, path: str, method: str = "GET", body: str | None = None, **headers: str
 ) -> Answer:
     """Send exactly these headers (`content_type` is Content-Type)."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=30)
+    connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body, named)
     answer = connection.getresponse()
@@ -154,7 +155,7 @@ def test_what_a_foreign_page_posts_has_no_effect(
 ) -> None:
     prefect, mlflow = port_of(server), port_of(closed["mlflow"].url)
     foreign = at(prefect, "http://127.0.0.1:{other}")
-    evil = {"name": kind.replace("/", "-")}
+    evil = {"name": str(uuid4())}
 
     def flows() -> list[str]:
         answer = ask(prefect, "/api/flows/filter", "POST", "{}", **JSON)
@@ -270,7 +271,7 @@ def test_the_doctor_tells_when_a_server_asks_for_a_secret(
 
 
 STARTER = """
-import sys, time
+import signal, sys
 from flows.serving.services import start_mlflow, wait_until_up
 from infini_model.config import load_config
 
@@ -278,7 +279,7 @@ config = load_config(overrides=[f"run.output_dir={sys.argv[1]}"])
 service = start_mlflow(config, int(sys.argv[2]))
 wait_until_up(service, "/health")
 print(service.process.pid, flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 

@@ -1,14 +1,15 @@
 """`infini runs`, `resume`, `cancel` and `logs` on real runs, however they were started."""
 
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID
 
-import psutil
 import pytest
 from commands import (
+    PATIENCE,
     Environment,
     Running,
     api,
@@ -21,13 +22,13 @@ from commands import (
 )
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
+from stopping import Halt, is_pending
 
 from flows import manage
 from flows.presets import configure
 from infini_model.config import load_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import is_finished, owner_of, record_evaluation, run_holder
 from infini_model.training.run_status import saved_step
 from tasks.flow_run import current_owner
@@ -60,9 +61,9 @@ def start(tmp_path: Path, connected: Environment) -> Iterator[Started]:
     """Start a command in the background; what is left of it is killed at the end of the test."""
     started: list[Running] = []
 
-    def begin(*command: str | Path) -> Running:
+    def begin(*command: str | Path, **environment: str) -> Running:
         log = tmp_path / f"log-{len(started)}"
-        started.append(Running(list(map(str, command)), log, connected))
+        started.append(Running(list(map(str, command)), log, connected | environment))
         return started[-1]
 
     yield begin
@@ -82,13 +83,6 @@ def told(output: Path, connected: Environment) -> Callable[..., tuple[int, str]]
     return tell
 
 
-def process_of(running: Running, module: str) -> psutil.Process:
-    """The process of a command that runs `module`."""
-    names = [(process, process.cmdline()) for process in running.tree()]
-    (found,) = [p for p, words in names if words[1:3] == ["-m", module]]
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.story
 def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
@@ -102,25 +96,22 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     tree = tiny(
         text_files,
         output,
-        training={"max_steps": 600},
-        logging={"eval_steps": 600, "logging_steps": 1},
-        checkpoint={"save_steps": 200},
+        launch={"hang_timeout_seconds": PATIENCE},
+        checkpoint={"save_steps": 20},
     )
     settings = write_settings(tmp_path / "settings.yaml", tree)
     dataset_of(settings)
-    running = start(*infini("train", "--config", settings))
+    halt = Halt(tmp_path / "halt", 5)
+    running = start(*infini("train", "--config", settings), **halt.environment)
     run_dir = output / "runs" / "run-1"
-    eventually(lambda: read_newest(run_dir, "step").get("step", 0) > 3, "step 3", seconds=90)
+    (trainer,) = halt.wait()
     followed = start(*infini("logs", "run-1", "--follow", "--output-dir", output))
-    followed.wait_for("Step [5/600]")
-    # It would be at its end before all has been asked.
-    trainer = process_of(running, "infini_model.training")
-    trainer.suspend()
+    followed.wait_for("Step [5/20]")
 
     holder = f"process {running.process.pid} (flow run "
     _, table = told("runs")
     (row,) = [line for line in table.splitlines() if "run-1" in line]
-    assert re.search(rf"^run-1 +\d+/600 +running: process {running.process.pid} ", row)
+    assert re.search(rf"^run-1 +5/20 +running: process {running.process.pid} ", row)
     owner = owner_of(run_dir)
     assert owner is not None
     assert owner.url is not None
@@ -130,15 +121,18 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert f"{run_dir} is in use by {holder}" in line
     assert len(line.splitlines()) == 1
 
-    trainer.resume()
-    status, line = told("cancel", "run-1")
+    cancelling = start(*infini("cancel", "run-1", "--output-dir", output))
+    eventually(lambda: is_pending(trainer, signal.SIGTERM), lambda: cancelling.output)
+    halt.resume()
     assert running.wait() == 130, running.output
     saved = saved_step(run_dir)
     assert saved is not None
-    assert 3 < saved < 600
-    assert (status, line.splitlines()[-1]) == (0, f"Cancelled run-1; step {saved} is saved")
-    assert followed.wait(seconds=30) == 0
-    assert f"Step [{saved}/600]" in followed.output
+    assert 5 <= saved < 20
+    assert cancelling.wait() == 0
+    last = cancelling.output.splitlines()[-1]
+    assert last == f"Cancelled run-1; step {saved} is saved"
+    assert followed.wait() == 0
+    assert f"Step [{saved}/20]" in followed.output
     assert "interrupted" in told("runs")[1]
     assert told("cancel", "run-1") == (2, f"error: {run_dir}: is not running\n")
 
@@ -154,7 +148,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
     status, line = told("resume")
     assert (status, line) == (2, f"error: {output}/runs: there is no interrupted run to resume\n")
-    assert f"Step [{saved}/600]" in told("logs")[1]
+    assert f"Step [{saved}/20]" in told("logs")[1]
 
 
 @pytest.fixture
@@ -171,7 +165,7 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
 ) -> None:
     working = start(sys.executable, "-c", WORKING, output, flow_run)
     run_dir = output / "runs" / "debug-1"
-    eventually(lambda: run_holder(run_dir) is not None, "the claim", seconds=60)
+    eventually(lambda: run_holder(run_dir) is not None, "the claim")
     status, line = told("cancel", str(run_dir))
     assert (status, line.splitlines()[-1]) == (0, "Cancelled debug-1; nothing is saved")
     # Not by a signal: that would have ended it with another status.

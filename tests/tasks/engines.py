@@ -76,5 +76,5 @@ def create(server: str, entrypoint: str, **parameters: Any) -> FlowRun:
             created.append(run["id"])
         return bool(created)
 
-    eventually(is_created, "the flow run", seconds=60)
+    eventually(is_created, "the flow run")
     return FlowRun(server, str(ROOT / entrypoint), created[0])

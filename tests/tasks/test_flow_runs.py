@@ -4,14 +4,19 @@ Each test runs Prefect's engine as a worker does, and queries the server.
 """
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
+from uuid import uuid4
 
 import pytest
-from commands import Environment, Running, api, eventually, tiny, write_texts
+from commands import PATIENCE, Environment, Running, api, eventually, tiny, write_texts
 from engines import FlowRun, create
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from stopping import Halt, is_pending
 
-from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.run_status import saved_step
 
 NO_RETRIES: dict[str, Any] = {"download": {"retries": 0}, "train": {"retries": 0}}
@@ -37,6 +42,18 @@ def ready_events(run: FlowRun) -> list[dict[str, Any]]:
     return [event for event in found if event["payload"]["folder"] in str(run.artifacts())]
 
 
+def wait_for_events(server: str) -> None:
+    """Wait until the server has stored all events that it has got: it does so in order."""
+    number = str(uuid4())
+    occurred = datetime.now(UTC).isoformat()
+    resource = {"prefect.resource.id": f"marker.{number}"}
+    event = {"id": number, "event": "marker", "occurred": occurred, "resource": resource}
+    with temporary_settings({PREFECT_API_URL: server}), get_client(sync_client=True) as client:
+        client.request("POST", "/events", json=[event])
+    wanted = {"id": {"id": [number]}}
+    eventually(lambda: bool(api(server, "events/filter", filter=wanted)["events"]), "the marker")
+
+
 @pytest.mark.story
 def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     server: str, connected: Environment, tmp_path: Path
@@ -57,7 +74,8 @@ def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     write_texts(texts, 40)
     run.retry()
     state = attempt(run, connected, tmp_path)
-    assert run.tasks() == dict.fromkeys(("download", "plan", "shard"), "Completed")
+    completed = dict.fromkeys(("download", "plan", "shard"), "Completed")
+    eventually(lambda: run.tasks() == completed, lambda: str(run.tasks()))
     (folder,) = (tmp_path / "output" / "datasets").glob("tiny-*")
     assert run.read()["name"] == f"preprocess {folder.name}"
     assert f"dataset:{folder.name}" in run.read()["tags"]
@@ -76,14 +94,14 @@ def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     run.retry()
     attempt(run, connected, tmp_path)
     assert shard.read_bytes() == content
-    assert run.tasks()["shard"] == "Completed"
 
     run.retry()
     state = attempt(run, connected, tmp_path)
-    assert run.tasks()["shard"] == "Reused"
+    eventually(lambda: run.tasks()["shard"] == "Reused", lambda: str(run.tasks()))
     assert state["message"] == f"nothing new: dataset {folder.name} is reused"
     assert state["message"] in run.logs()
     assert keys(run) == shown
+    wait_for_events(server)
     assert len(ready_events(run)) == 1
 
 
@@ -105,8 +123,13 @@ def test_a_failed_training_reports_the_cause_and_stores_no_pickle(
     assert run.read()["name"] == "pipeline quickstart-1"
     assert "/output/runs/quickstart-1" in shown["run-folder"]["data"]
     wanted = {"flow_runs": {"id": {"any_": [run.number]}}}
-    tasks = {task["name"]: task for task in api(server, "task_runs/filter", **wanted)}
-    assert tasks["train quickstart-1"]["state"]["message"] == state["message"]
+
+    def messages() -> dict[str, str | None]:
+        tasks = api(server, "task_runs/filter", **wanted)
+        return {task["name"]: task["state"]["message"] for task in tasks}
+
+    told = {"train quickstart-1": state["message"]}.items()
+    eventually(lambda: told <= messages().items(), lambda: str(messages()))
     stored = list((tmp_path / "prefect-home" / "storage").iterdir())
     assert stored
     for file in stored:
@@ -133,7 +156,7 @@ def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_c
 
     try:
         validated = "a row of the table with a validation loss"
-        eventually(lambda: any(row["validation loss"] for row in table()), validated, seconds=90)
+        eventually(lambda: any(row["validation loss"] for row in table()), validated)
         newest = table()[0]
         assert newest.keys() == {"step", "loss", "validation loss", "tokens/s", "ETA"}
         assert newest["step"].endswith(" of 100000")
@@ -164,31 +187,33 @@ def test_a_sweep_that_is_ended_saves_the_run_that_is_its_part_and_a_retry_resume
     tree = tiny(
         text_files,
         tmp_path / "output",
-        training={"max_steps": 300},
-        logging={"eval_steps": 100, "logging_steps": 100},
+        launch={"hang_timeout_seconds": PATIENCE},
         checkpoint={"save_steps": 100_000},
     )
+    halt = Halt(tmp_path / "halt", 5)
     sweep = ["model.memory=linear,none"]
     run = create(server, "flows/compare.py:compare", sweep=sweep, advanced=tree)
-    running = run.start(connected, tmp_path / "engine.log")
+    running = run.start(connected | halt.environment, tmp_path / "engine.log")
     run_dir = tmp_path / "output" / "runs" / "quickstart-memory-linear"
     try:
-        steps = "the first steps"
-        eventually(lambda: bool(read_metrics(run_dir)), steps, seconds=90)
+        (rank,) = halt.wait()
         run.set_state(asked, {"CANCELLING": "Cancelling", "PAUSED": "Suspended"}[asked])
+        eventually(lambda: is_pending(rank, SIGTERM), "the signal")
+        halt.resume()
         running.wait()
     finally:
         running.end()
     state = run.read()["state"]
     step = saved_step(run_dir)
     assert step is not None
+    assert 5 <= step < 20
     assert state["type"] == ended[0]
     assert state["message"].startswith(f"{ended[1]}step {step} is saved")
     (part,) = parts(run)
     assert part["state_type"] == "CANCELLED"
 
     run.retry()
-    run.start(connected, tmp_path / "retry.log").wait(seconds=600)
+    run.start(connected, tmp_path / "retry.log").wait()
     assert run.read()["state"]["type"] == "COMPLETED"
     states = {each["name"]: [] for each in parts(run)}
     for each in parts(run):

@@ -5,15 +5,15 @@ Each test runs the command line against a real server and queries that server.
 
 import json
 import shutil
+import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from commands import (
+    PATIENCE,
     Environment,
     Running,
     alive,
@@ -29,13 +29,17 @@ from commands import (
     tiny,
     write_settings,
 )
+from ports import free_port
+from stopping import Halt
 
-from flows.serving.services import free_port, start_prefect
+from flows.serving.services import start_prefect
 from infini_model.config import ModelConfig, load_config
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.processes import end_tree
 from infini_model.training.initial_weights import read_initial_weights
 
+STAGES = ("download", "plan", "shard", "train", "evaluate")
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 NO_WAIT = ("stages.download.retry_delay_seconds=0", "stages.train.retry_delay_seconds=0")
 
 
@@ -53,9 +57,24 @@ def output_of(env: Environment, *arguments: str | Path, status: int = 0) -> str:
     return output
 
 
-def states(server: str, output: str) -> dict[str, str]:
-    """How the stages of a command ended."""
-    return {name: run["state_name"] for name, run in task_runs(server, output).items()}
+def ended_tasks(server: str, output: str, *names: str) -> dict[str, dict[str, Any]]:
+    """The task runs of a command once it is recorded how `names`, its last ones, have ended.
+
+    Prefect's server records them in the background, from events that it gets in order.
+    """
+    found: dict[str, dict[str, Any]] = {}
+
+    def is_recorded() -> bool:
+        found.update(task_runs(server, output))
+        return all(name in found and found[name]["state"]["type"] in FINAL for name in names)
+
+    eventually(is_recorded, lambda: f"the end of {names} in {found}")
+    return found
+
+
+def states(server: str, output: str, *names: str) -> dict[str, str]:
+    """How the stages of a command ended; `names` are the last ones."""
+    return {name: run["state_name"] for name, run in ended_tasks(server, output, *names).items()}
 
 
 def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
@@ -63,11 +82,11 @@ def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
 ) -> None:
     command = ("preprocess", "--config", settings, *NO_WAIT, "stages.download.retries=2")
     output = output_of(connected, *command, "data.source.paths=[/nowhere/*.txt]", status=2)
-    assert task_runs(server, output)["download"]["run_count"] == 1
+    assert ended_tasks(server, output, "download")["download"]["run_count"] == 1
     url = "http://127.0.0.1:9/a.txt"
     output = output_of(connected, *command, f"data.source.paths=['{url}']", status=2)
     assert f"error: {url}: cannot be reached" in output
-    assert task_runs(server, output)["download"]["run_count"] == 3
+    assert ended_tasks(server, output, "download")["download"]["run_count"] == 3
     assert flow_run(server, output)["state_type"] == "FAILED"
 
 
@@ -83,18 +102,18 @@ def test_initial_weights_are_checked_first_and_a_resumed_run_does_without_them(
     settings = write_settings(tmp_path / "settings.yaml", tree)
     hidden = (llama / "config.json").rename(tmp_path / "config.json")
     output = output_of(connected, "run", "--config", settings, status=2)
-    assert states(server, output) == {"weights": "Failed"}
+    assert states(server, output, "weights") == {"weights": "Failed"}
     assert f"error: {llama}/config.json: no such file" in output
     hidden.rename(llama / "config.json")
     output = output_of(connected, "run", "--config", settings)
-    assert list(states(server, output).values()) == ["Completed"] * 6
+    assert list(states(server, output, *STAGES).values()) == ["Completed"] * 6
     run_dir = (tmp_path / "output" / "runs" / "latest").resolve()
     assert read_initial_weights(run_dir) is not None
     (run_dir / "evaluation.json").unlink()
     (run_dir / "report.md").unlink()
     shutil.rmtree(llama)
     output = output_of(connected, "run", "--config", settings)
-    assert "weights" not in states(server, output)
+    assert "weights" not in states(server, output, "evaluate")
     assert (run_dir / "report.md").is_file()
 
 
@@ -104,55 +123,47 @@ def test_non_finite_numbers_are_retried_twice_and_explained_in_one_line(
 ) -> None:
     command = ("run", "--config", settings, *NO_WAIT, "stages.train.retries=5")
     output = output_of(connected, *command, "training.learning_rate=1e30", status=1)
-    assert task_runs(server, output)["train"]["run_count"] == 3
+    assert ended_tasks(server, output, "train")["train"]["run_count"] == 3
     assert output.count("Resuming after: non-finite at step ") == 2
     (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert "gradient norm nan" in line
     assert "a lower training.learning_rate" in line
 
 
-@pytest.fixture
-def silent_host() -> Iterator[str]:
-    """The address of a file on a host that accepts connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        taken: list[socket.socket] = []
-
-        def take() -> None:
-            while True:
-                try:
-                    taken.append(listener.accept()[0])
-                except OSError:
-                    return
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/a.txt"
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
-    for connection in taken:
-        connection.close()
+# Python reads it at its start. The command that starts a download is stopped until it is resumed,
+# so that it cannot end the download before that has reached its host.
+HALT_PARENT = """
+import os, signal, sys
+if "download" in sys.orig_argv:
+    os.kill(os.getppid(), signal.SIGSTOP)
+"""
 
 
 def test_a_timeout_ends_the_stage_and_all_its_processes(
-    server: str, connected: Environment, settings: Path, tmp_path: Path, silent_host: str
+    server: str, connected: Environment, settings: Path, tmp_path: Path
 ) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(HALT_PARENT)
     limits = ("stages.download.timeout_seconds=4", "stages.download.retries=0")
-    source = f"data.source.paths=['{silent_host}']"
-    command = infini("preprocess", "--config", settings, source, *limits)
-    running = Running(command, tmp_path / "log", connected)
-    seen: list[psutil.Process] = []
-
-    def is_downloading() -> bool:
-        seen[:] = [p for p in running.tree() if "download" in p.cmdline()]
-        return bool(seen)
-
-    eventually(is_downloading, "the download", seconds=60)
-    assert running.wait() == 1
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(PATIENCE)
+        source = f"data.source.paths=['http://127.0.0.1:{silent.getsockname()[1]}/a.txt']"
+        command = infini("preprocess", "--config", settings, source, *limits)
+        running = Running(command, tmp_path / "log", connected | {"PYTHONPATH": str(site)})
+        try:
+            with silent.accept()[0]:
+                seen = [each for each in running.tree() if "download" in each.cmdline()]
+                running.process.send_signal(signal.SIGCONT)
+                assert running.wait() == 1
+        finally:
+            running.end()
+    assert seen
     assert running.output.splitlines()[-1] == "error: download: not finished after 4 s"
     assert "Traceback" not in running.output
     assert not alive(seen)
     assert not processes_about(tmp_path)
-    assert task_runs(server, running.output)["download"]["state_name"] == "TimedOut"
+    assert states(server, running.output, "download") == {"download": "TimedOut"}
     assert flow_run(server, running.output)["state_type"] == "FAILED"
 
 
@@ -171,7 +182,7 @@ def test_a_run_shows_its_settings_progress_dataset_report_and_plots_and_leaves_a
     asked = flow_run(server, output)["parameters"]
     assert (asked["preset"], asked["steps"]) == (None, 19)
     assert asked["advanced"]["data"]["splits"] == {"train": 0.6, "validation": 0.2, "test": 0.2}
-    assert set(states(server, output).values()) == {"Completed"}
+    assert set(states(server, output, *STAGES).values()) == {"Completed"}
     shown = artifacts(server, output)
     for stage in ("shard", "train", "evaluate"):
         assert shown[f"{stage}-progress"]["type"] == "progress"
@@ -210,30 +221,33 @@ def test_training_continues_when_the_server_is_gone(
     tree = tiny(
         text_files,
         tmp_path / "output",
-        training={"max_steps": 400},
-        logging={"logging_steps": 20, "eval_steps": 400},
-        checkpoint={"save_steps": 100},
+        launch={"hang_timeout_seconds": PATIENCE},
         stages={"train": {"retries": 0}},
     )
     dataset_of(write_settings(settings, tree))
     config = load_config(overrides=[f"run.output_dir={with_tables(tmp_path / 'server')}"])
+    halt = Halt(tmp_path / "halt", 10)
     service = start_prefect(config, free_port())
+    env = {
+        **connected,
+        **halt.environment,
+        "PREFECT_API_URL": f"{service.url}/api",
+        "PREFECT_CLIENT_MAX_RETRIES": "0",
+    }
     try:
-        eventually(lambda: answers(f"{service.url}/api/health"), "the server", seconds=120)
-        env = {
-            **connected,
-            "PREFECT_API_URL": f"{service.url}/api",
-            "PREFECT_CLIENT_MAX_RETRIES": "0",
-        }
+        eventually(lambda: answers(f"{service.url}/api/health"), "the server")
         running = Running(infini("train", "--config", settings), tmp_path / "log", env)
-        running.wait_for("Step [20/")
+        try:
+            halt.wait()
+            end_tree(service.process, 0.0)
+            halt.resume()
+            running.wait_for("Step [20/20] | test/loss")
+            running.wait_for("Prefect did not accept the progress")
+            assert running.output.count("Seed: 0") == 1
+            run_dir = tmp_path / "output" / "runs" / "run-1"
+            last = run_dir / "checkpoints" / "step-20"
+            eventually(last.is_dir, "the last checkpoint")
+        finally:
+            running.end()
     finally:
         end_tree(service.process, 0.0)
-    try:
-        running.wait_for("Step [400/400] | test/loss")
-        assert running.output.count("Seed: 0") == 1
-        assert "Prefect did not accept the progress" in running.output
-        run_dir = tmp_path / "output" / "runs" / "run-1"
-        eventually(lambda: (run_dir / "checkpoints" / "step-400").is_dir(), "the last checkpoint")
-    finally:
-        running.end()

@@ -93,7 +93,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[Callable[[int], Callable[[], None]
             )
         servers.append(server)
         url = f"http://127.0.0.1:{port}/health"
-        eventually(lambda: answers(url), "MLflow's server", seconds=120.0)
+        eventually(lambda: answers(url), "MLflow's server")
         return lambda: kill_session(server)
 
     yield begin

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from commands import Running, alive, eventually, kill, leftovers
+from commands import PATIENCE, Running, alive, eventually, is_gone, kill, leftovers
 from curves import repeatable, weights
+from stopping import Halt, is_pending
 
 from infini_model.config import Config, dump_config, merge, validate
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 STEPS, SAVE_STEPS = 6, 2
-# Nothing may be left running after this many seconds.
-END_SECONDS = 10.0
-# A rank without a step for this long counts as hung; a step takes 20 ms.
-HANG_SECONDS = 4.0
+# A rank that is stopped for this long counts as hung, where a strike stops one.
+HANG_SECONDS = 20.0
 LAUNCH = """
 import sys
 from pathlib import Path
@@ -99,13 +97,13 @@ def settings(output: Path, kind: Kind, **sections: dict[str, Any]) -> Config:
             "segment_length": 16,
         },
         "training": {"max_steps": STEPS, "warmup_steps": 2},
-        "launch": {"gpus": "cpu", "hang_timeout_seconds": HANG_SECONDS},
+        "launch": {"gpus": "cpu", "hang_timeout_seconds": PATIENCE},
         "logging": {"logging_steps": 1, "eval_steps": 4},
         "evaluation": {"max_windows": 4},
         "checkpoint": {"save_steps": SAVE_STEPS},
         "tracking": {"mlflow": False, "tensorboard": False},
     }
-    return validate(merge(tree, KINDS[kind]) | sections)
+    return validate(merge(merge(tree, KINDS[kind]), sections))
 
 
 class Trial:
@@ -118,11 +116,12 @@ class Trial:
         self._settings.write_text(dump_config(config), encoding="utf-8")
         self._started: list[Running] = []
 
-    def start(self) -> Running:
-        """Launch it, or resume it."""
+    def start(self, halt: Halt | None = None) -> Running:
+        """Launch it, or resume it; its ranks halt at the moment of `halt`."""
         command = [sys.executable, "-c", LAUNCH, self._settings, self._dataset, self.run_dir]
         log = self._folder / f"launch-{len(self._started)}.log"
-        self._started.append(Running(list(map(str, command)), log, self._env))
+        env = self._env | (halt.environment if halt else {})
+        self._started.append(Running(list(map(str, command)), log, env))
         return self._started[-1]
 
     def everyone(self) -> list[psutil.Process]:
@@ -136,8 +135,8 @@ class Trial:
                 continue
         return alive(found)
 
-    def process(self, target: Target, launcher: Running) -> psutil.Process | None:
-        """The target process, unless it has ended."""
+    def process(self, target: Target, launcher: Running) -> psutil.Process:
+        """The target process, which is alive."""
         if target == "launcher":
             return psutil.Process(launcher.process.pid)
         for process in self.everyone():
@@ -151,7 +150,12 @@ class Trial:
                 return process
             if is_rank and target == f"rank {variables.get('RANK', '0')}":
                 return process
-        return None
+        raise AssertionError(f"no {target}:\n{launcher.output}")
+
+    def halt(self, moment: int | None) -> Halt:
+        """What halts its ranks after a step, or rank 0 in a checkpoint."""
+        steps = [] if moment is None else [moment]
+        return Halt(self._folder / "halt", *steps, in_a_checkpoint=moment is None)
 
     @property
     def logs(self) -> list[Path]:
@@ -176,38 +180,46 @@ class Trial:
 
 
 def strike(trial: Trial, fault: Strike) -> None:
-    """Launch the training, strike, and check that all of it ends in time."""
-    launcher = trial.start()
-    _wait_for(trial, launcher, fault.moment)
+    """Launch the training, strike while its ranks are halted, and check that all of it ends."""
+    halt = trial.halt(fault.moment)
+    launcher = trial.start(halt)
+    halted = halt.wait(1 if fault.kind == "one" or fault.moment is None else 2)
     target = trial.process(fault.target, launcher)
-    if target is None:
-        return  # It was faster than the blow.
-    kill(target, fault.number)
+    target.send_signal(fault.number)
+    if fault.number == signal.SIGSTOP:
+        eventually(lambda: target.status() == psutil.STATUS_STOPPED, f"the stop by {fault}")
+    elif fault.number == signal.SIGTERM:
+        # Whoever gets it passes it on; a rank acts on it once it goes on.
+        asked = [rank for rank in halted if not fault.target.startswith("rank") or rank == target]
+        eventually(lambda: all(map(_has_sigterm, asked)), f"SIGTERM by {fault}")
+    else:
+        eventually(lambda: is_gone(target.pid), f"the death by {fault}")
+    for rank in halted:
+        if fault.number != signal.SIGSTOP or rank != target:
+            kill(rank, signal.SIGCONT)
     if fault.number == signal.SIGSTOP and fault.target == "launcher":
-        # Nothing is left to detect the stop; continue it from here.
-        time.sleep(0.5)
-        kill(target, signal.SIGCONT)
+        # Nothing is left to detect the stop: the ranks train on, and then it is continued.
+        eventually(lambda: _last_step(trial) == STEPS, f"the last step after {fault}")
+        target.send_signal(signal.SIGCONT)
         assert launcher.wait() == 0, launcher.output
         return
-    patience = END_SECONDS + (HANG_SECONDS if fault.number == signal.SIGSTOP else 0.0)
-    eventually(lambda: not trial.everyone(), f"the end of all after {fault}", seconds=patience)
-    if fault.number == signal.SIGTERM and launcher.wait() != 0:
+    eventually(lambda: not trial.everyone(), f"the end of all after {fault}")
+    status = launcher.wait()
+    # A rank that is asked after the last step may have ended before it would stop.
+    assert status != 0 or (fault.number, fault.moment) == (signal.SIGTERM, STEPS), launcher.output
+    if fault.number == signal.SIGTERM and status != 0:
         # On a stop request it saves a checkpoint.
-        last = max((line["step"] for line in read_metrics(trial.run_dir)), default=0)
         checkpoint = newest_checkpoint(trial.run_dir)
         assert checkpoint is not None
-        assert checkpoint.name == f"step-{last}"
+        assert checkpoint.name == f"step-{_last_step(trial)}"
 
 
-def _wait_for(trial: Trial, launcher: Running, moment: int | None) -> None:
-    """Wait for the moment to strike, or until the training has ended."""
-    if moment is not None:
-        launcher.wait_for(f"Step [{moment}/{STEPS}]")
-        return
-    checkpoints = trial.run_dir / "checkpoints"
-    while launcher.process.poll() is None:
-        if checkpoints.is_dir() and any(p.name.startswith(".tmp-") for p in checkpoints.iterdir()):
-            return
+def _has_sigterm(rank: psutil.Process) -> bool:
+    return is_pending(rank, signal.SIGTERM)
+
+
+def _last_step(trial: Trial) -> int:
+    return max((int(line["step"]) for line in read_metrics(trial.run_dir)), default=0)
 
 
 def survives(trial: Trial, undisturbed: tuple[object, object]) -> None:

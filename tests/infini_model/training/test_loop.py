@@ -37,9 +37,14 @@ def test_a_training_learns_and_records_every_step_once(dataset, make_config, tmp
     losses = curve(run_dir, "validation/loss")
     assert losses[12] < losses[0] - 0.5
     line = next(line for line in read_metrics(run_dir) if line["step"] == 2)
-    for name in ("learning_rate", "grad_norm", "step_seconds", "tokens_per_second"):
+    for name in (
+        "learning_rate",
+        "grad_norm",
+        "step_seconds",
+        "tokens_per_second",
+        "data_wait_seconds",
+    ):
         assert line[f"train/{name}"] > 0
-    assert line["train/data_wait_seconds"] >= 0
     # The steps after a checkpoint record its stall.
     assert list(curve(run_dir, "checkpoint/stall_seconds")) == [5, 9]
     assert 0 < line["memory/layer_1/gate_mean"] < 1

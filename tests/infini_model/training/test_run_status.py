@@ -9,6 +9,7 @@ import pytest
 from infini_model.config import load_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
+from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import record_evaluation
 from infini_model.runtime.storage import make_folder, write_json
 from infini_model.training.launch.failures import Crashed, Preempted, TrainingFailure
@@ -44,7 +45,7 @@ def test_progress_and_records_of_a_run(tmp_path: Path) -> None:
     assert (run.step, run.total, run.train_loss, run.validation_loss) == (5, 10, 2.5, 3.5)
     assert run.owner == OWNER
     assert run.mlflow == {"run_id": "m1", "tracking_uri": "http://m"}
-    assert time.time() - 60 < run.updated <= time.time()
+    assert run.updated == read_metrics(run_dir)[-1]["time"]
     assert saved_step(run_dir) is None
     for step in (5, 10):
         (run_dir / "checkpoints" / f"step-{step}").mkdir(parents=True)
@@ -101,15 +102,10 @@ def test_a_damaged_folder_is_reported_and_does_not_affect_others(
     assert found["two"] == read_status(whole)
 
 
-def test_a_hundred_runs_are_listed_at_once(tmp_path: Path) -> None:
-    first = begin(tmp_path, "run-0", 5)
-    line = json.dumps({"step": 5, "time": 1.0, "train/loss": 2.5}) + "\n"
-    for number in range(1, 100):
-        run_dir = first.with_name(f"run-{number}")
-        run_dir.mkdir()
-        for name in ("run.json", "config.yaml"):
-            (run_dir / name).write_bytes((first / name).read_bytes())
-        (run_dir / "metrics.jsonl").write_text(line * 2000)
-    began = time.process_time()
-    assert len(list_runs(tmp_path / "runs")) == 100
-    assert time.process_time() - began < 2.0
+def test_the_length_of_a_run_does_not_matter(tmp_path: Path) -> None:
+    run_dir = begin(tmp_path, "one", 5)
+    newest = (run_dir / "metrics.jsonl").read_text()
+    # A reader of the whole file would find it damaged.
+    (run_dir / "metrics.jsonl").write_text("not JSON\n" + 2000 * newest)
+    (run,) = list_runs(tmp_path / "runs")
+    assert (run.state, run.step, run.validation_loss) == ("interrupted", 5, 3.5)

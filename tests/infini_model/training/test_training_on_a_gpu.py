@@ -2,11 +2,11 @@
 
 import os
 import signal
-import socket
 
 import pytest
 import torch
 from curves import curve, repeatable, weights
+from ports import free_port
 from stopping import StopAfter
 from torch import distributed as dist
 
@@ -145,8 +145,6 @@ def _wrapped_as_alone(config, device, port):
 
 
 def test_ddp_and_fsdp_of_one_process_give_the_gradients_of_the_bare_module(on_gpu, gpu):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     shape = on_gpu().model.model_dump() | {"vocab_size": 256}
     config = on_gpu(model=shape, training={"precision": "bf16"}, compiled=True)
-    assert in_a_process(_wrapped_as_alone, config, gpu, port) == 0
+    assert in_a_process(_wrapped_as_alone, config, gpu, free_port()) == 0

@@ -37,7 +37,7 @@ def test_a_long_noisy_curve_has_no_spike(noise, width):
     assert spikes_of(curve(20_000, noise, width, seed=1)) == {}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     noise=st.sampled_from(sorted(NOISES)),
     width=st.floats(0.0, 0.2),

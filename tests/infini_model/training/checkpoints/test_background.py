@@ -1,15 +1,15 @@
 """Background checkpoints: what is written is the snapshot, whatever happens meanwhile."""
 
-import contextlib
+import os
 import resource
-import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
+from commands import PATIENCE, run
 from curves import repeatable, weights
+from trainings import in_a_fork
 
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.llama import InfiniLlama
@@ -22,23 +22,45 @@ from infini_model.training.loop import train
 from infini_model.training.optimizer import make_optimizer
 from infini_model.training.parallel.distributed import World
 
-WRITE_FOREVER = """
-import sys
+# Saves three checkpoints again and again, killed before the first change of a file, before the
+# second and so on; prints how often.
+WRITE_AND_DIE = """
+import os, signal, sys
 from itertools import count
 from pathlib import Path
 import torch
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.llama import InfiniLlama
-from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.background import HostCopy
 from infini_model.training.checkpoints.checkpoint import Position, save_checkpoint
 from infini_model.training.parallel.distributed import World
 from infini_model.training.optimizer import make_optimizer
-model = InfiniLlama(ModelConfig(vocab_size=256, hidden_size=256))
+model = InfiniLlama(ModelConfig(vocab_size=256, hidden_size=64, num_attention_heads=2))
 optimizer = make_optimizer(model, TrainingConfig())
 snapshot = HostCopy(World(0, 1, torch.device("cpu"))).take(model, optimizer)
-for step in count(1):
-    save_checkpoint(Path(sys.argv[1]), snapshot, Position(step, 0, 0, 1, "", None, {}), keep=2)
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+def save(run_dir, fatal):
+    changes = 0
+    def strike(event, arguments):
+        nonlocal changes
+        if event in CHANGES:
+            changes += 1
+            if changes == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(strike)
+    # The third one deletes the first.
+    for step in (1, 2, 3):
+        save_checkpoint(run_dir, snapshot, Position(step, 0, 0, 1, "", None, {}), keep=2)
+for fatal in count(1):
+    child = os.fork()
+    if child == 0:
+        save(Path(sys.argv[1], str(fatal)), fatal)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        break
+    assert status == signal.SIGKILL, status
+print(fatal - 1)
 """
 
 
@@ -49,20 +71,22 @@ def writer():
     writer.close()
 
 
-def test_a_job_does_not_block_the_caller_but_the_next_job_waits(writer):
+def test_a_job_does_not_block_the_caller_but_the_next_job_waits(writer, monkeypatch):
     may_end, done = threading.Event(), []
 
     def job():
-        may_end.wait()
+        assert may_end.wait(PATIENCE)
         done.append("first")
 
     writer.start(job)
     writer.check()
     assert done == []
-    threading.Timer(0.1, may_end.set).start()
+    # The job ends only when it is waited for.
+    wait = writer.wait
+    monkeypatch.setattr(writer, "wait", lambda: (may_end.set(), wait()))
     writer.start(lambda: done.append("second"))
-    assert done[0] == "first"
-    writer.wait()
+    assert done[:1] == ["first"]
+    wait()
     assert done == ["first", "second"]
 
 
@@ -105,20 +129,12 @@ def test_a_snapshot_does_not_change_with_the_training(ahead):
         assert snapshot.moments[f"{name}/step"].item() == 1.0
 
 
-@contextlib.contextmanager
-def limit_file_size(size, step):
-    """A callback that limits the size of files after `step`, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+class Fill(Callback):
+    """Limits the size of files after step 6, as on a full disk."""
 
-    class Fill(Callback):
-        def after_step(self, taken, metrics):
-            if taken.number == step:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-
-    try:
-        yield Fill()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    def after_step(self, step, metrics):
+        if step.number == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 
 
 def test_a_full_disk_names_the_checkpoint_and_the_previous_one_resumes_to_the_same_bits(
@@ -126,11 +142,8 @@ def test_a_full_disk_names_the_checkpoint_and_the_previous_one_resumes_to_the_sa
 ):
     train(make_config(), dataset, tmp_path / "whole")
     run_dir = tmp_path / "run"
-    with (
-        pytest.raises(UserError, match="step-8: cannot be written: File too large") as caught,
-        limit_file_size(1 << 16, step=6) as fill,
-    ):
-        train(make_config(), dataset, run_dir, [fill])
+    with pytest.raises(UserError, match="step-8: cannot be written: File too large") as caught:
+        in_a_fork(train, make_config(), dataset, run_dir, [Fill()])
     assert ".tmp-" not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert [p.name for p in (run_dir / "checkpoints").glob("*step*")] == ["step-4"]
@@ -140,20 +153,16 @@ def test_a_full_disk_names_the_checkpoint_and_the_previous_one_resumes_to_the_sa
 
 
 def test_a_kill_during_a_write_leaves_only_complete_checkpoints(tmp_path):
-    folder = tmp_path / "checkpoints"
-    process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(tmp_path)])
-    try:
-        deadline = time.monotonic() + 60
-        # The third one, so that sometimes an old one is being deleted as well.
-        while not ((folder / "step-2").exists() and list(folder.glob(".tmp-step-*/model/*"))):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-    finally:
-        process.kill()
-        process.wait()
-    complete = list(folder.glob("step-*"))
-    assert complete
-    for checkpoint in complete:
-        verify_checkpoint(checkpoint)
-    assert newest_checkpoint(tmp_path) in complete
+    done = run([sys.executable, "-c", WRITE_AND_DIE, str(tmp_path)], dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    killed = int(done.stdout)
+    assert killed > 20
+    newest = []
+    for number in range(1, killed + 1):
+        run_dir = tmp_path / str(number)
+        complete = list((run_dir / "checkpoints").glob("step-*"))
+        for checkpoint in complete:
+            verify_checkpoint(checkpoint)
+        newest.append(newest_checkpoint(run_dir))
+        assert newest[-1] in complete or (newest[-1] is None and not complete)
+    assert {path and path.name for path in newest} == {None, "step-1", "step-2", "step-3"}

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 from commands import Environment, eventually, kill, run
-
-from flows.serving.services import free_port
+from ports import free_port
 
 NODES = ("n1", "n2", "n3")
 MISSING = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name) is None]
-# Requeued jobs start at once instead of after the two minutes for which credentials are valid.
+# Requeued jobs start soon instead of after the two minutes for which credentials are valid. All
+# other limits of time are those of a slow machine: a node that is lost is told to the controller.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -29,20 +29,24 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
 SlurmUser=root
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
+AuthInfo=socket={folder}/munge/socket,cred_expire=20
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SwitchType=switch/none
 MpiDefault=none
-SlurmdTimeout=10
+SlurmdTimeout=300
+MessageTimeout=100
+TCPTimeout=100
+BatchStartTimeout=300
+FirstJobId={first_job}
 ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n[1-3] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{nodes}] CPUs=1 State=UNKNOWN
-PartitionName=low Nodes=n[1-3] Default=YES PriorityTier=1 GraceTime=60
+PartitionName=low Nodes=n[1-3] Default=YES PriorityTier=1 GraceTime=300
 PartitionName=high Nodes=n[1-3] PriorityTier=10
 """
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN\n"
 
 
 @dataclass
@@ -81,19 +85,16 @@ class Cluster:
         words = self.command("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
-    def wait_for(self, job: str, state: str, seconds: float = 120.0) -> None:
+    def wait_for(self, job: str, state: str) -> None:
         """Wait until a job is in a state."""
         eventually(
             lambda: self.field(job, "JobState") == state,
             lambda: f"{state}, not {self.field(job, 'JobState')}:\n{self.output(job)}",
-            seconds,
         )
 
-    def wait_for_output(self, job: str, text: str, seconds: float = 120.0) -> None:
+    def wait_for_output(self, job: str, text: str) -> None:
         """Wait until a job has printed `text`."""
-        eventually(
-            lambda: text in self.output(job), lambda: f"{text!r} in\n{self.output(job)}", seconds
-        )
+        eventually(lambda: text in self.output(job), lambda: f"{text!r} in\n{self.output(job)}")
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """The processes that Slurm started on a node, or on all; its daemons last."""
@@ -101,20 +102,21 @@ class Cluster:
         for process in psutil.process_iter():
             try:
                 env = process.environ()
+                if env.get("SLURM_CONF") != self.env["SLURM_CONF"] or "SLURMD_NODENAME" not in env:
+                    continue
+                if node is None or env["SLURMD_NODENAME"] == node:
+                    found.append(process)
+                    daemons += [each for each in process.parents() if each.name() == "slurmstepd"]
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            if env.get("SLURM_CONF") != self.env["SLURM_CONF"] or "SLURMD_NODENAME" not in env:
-                continue
-            if node is None or env["SLURMD_NODENAME"] == node:
-                found.append(process)
-                daemons += [each for each in process.parents() if each.name() == "slurmstepd"]
         return [*found, *daemons]
 
     def lose(self, node: str) -> None:
-        """Kill everything on a node, as a power cut would."""
+        """Kill everything on a node, as a power cut would, and tell the controller."""
         self.daemons[node].kill()
         for process in reversed(self.processes(node)):
             kill(process, signal.SIGKILL)
+        self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
 
 def _daemon(command: list[str], env: Environment, log: Path) -> subprocess.Popen[bytes]:
@@ -122,6 +124,14 @@ def _daemon(command: list[str], env: Environment, log: Path) -> subprocess.Popen
         return subprocess.Popen(
             command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL
         )
+
+
+def _first_job() -> int:
+    """A number of a job whose port, which slurm.sh derives from it, is free."""
+    while True:
+        number = free_port() - 20_000
+        if 0 < number < 10_000:
+            return number
 
 
 @contextmanager
@@ -133,16 +143,13 @@ def slurm_cluster(folder: Path, env: Environment) -> Iterator[Cluster]:
     munge = {name: folder / "munge" / name for name in ("key", "socket", "pid", "log", "seed")}
     munge["key"].write_bytes(os.urandom(1024))
     munge["key"].chmod(0o600)
-    first = free_port()
-    configuration = folder / "slurm.conf"
-    configuration.write_text(
-        CONFIGURATION.format(
-            host=socket.gethostname(),
-            folder=folder,
-            controller=free_port(),
-            nodes=f"{first}-{first + len(NODES) - 1}",
-        )
+    host = socket.gethostname()
+    text = CONFIGURATION.format(
+        host=host, folder=folder, controller=free_port(), first_job=_first_job()
     )
+    nodes = [NODE.format(name=name, host=host, port=free_port()) for name in NODES]
+    configuration = folder / "slurm.conf"
+    configuration.write_text(text + "".join(nodes))
     cluster = Cluster(folder, {**env, "SLURM_CONF": str(configuration)}, {})
     files = [
         f"--{option}={munge[name]}"
@@ -164,7 +171,7 @@ def slurm_cluster(folder: Path, env: Environment) -> Iterator[Cluster]:
             cluster.daemons[name] = _daemon(command, cluster.env, folder / f"{name}.out")
             if name == "munged":
                 eventually(munge["socket"].exists, "munged")
-        eventually(cluster.is_idle, "idle nodes", seconds=30)
+        eventually(cluster.is_idle, "idle nodes")
         yield cluster
     finally:
         for process in cluster.daemons.values():

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pytest
 import ray
 import typer.main
 import yaml
-from commands import eventually
+from commands import PATIENCE, Running
 
 from flows.cli import app
 from flows.options import read
@@ -49,7 +48,6 @@ RAY = RAYJOB["spec"]["rayClusterSpec"]
 HEAD = RAY["headGroupSpec"]
 (WORKERS,) = RAY["workerGroupSpecs"]
 ((RAY_HEAD,), (RAY_WORKER,)) = (each["template"]["spec"]["containers"] for each in (HEAD, WORKERS))
-STARTED, ENDED = "started", "a checkpoint is saved"
 
 
 @functools.cache
@@ -314,30 +312,35 @@ def test_ray_waits_for_a_checkpoint_and_not_longer_than_kubernetes(name: str, re
 
 
 def test_a_head_that_is_deleted_first_lets_the_training_save_a_checkpoint(tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
+    programs, is_saved = tmp_path / "bin", tmp_path / "a checkpoint is saved"
     programs.mkdir()
     (programs / "infini").write_text(
-        f"#!/bin/sh\ntrap 'sleep 1; touch \"{tmp_path}/{ENDED}\"; exit 1' TERM\n"
-        f"touch '{tmp_path}/{STARTED}'\nwhile :; do sleep 0.1; done\n"
+        "#!/bin/sh\n"
+        f"trap 'echo saving; until [ -e \"{is_saved}\" ]; do sleep 0.1; done; exit 1' TERM\n"
+        "echo started; while :; do sleep 0.1; done\n"
     )
     (programs / "infini").chmod(0o755)
-    hook = list(RAY_HEAD["lifecycle"]["preStop"]["exec"]["command"])
-    hook[-1] = here(hook[-1], tmp_path)
-    subprocess.run(hook, check=True, timeout=30)  # the training has not begun
-    entrypoint = subprocess.Popen(
-        ["sh", "-c", here(RAYJOB["spec"]["entrypoint"], tmp_path)],
-        env={"PATH": f"{programs}:{os.environ['PATH']}"},
-    )
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    # With -x it shows when it waits.
+    shell, *options = RAY_HEAD["lifecycle"]["preStop"]["exec"]["command"]
+    hook = [shell, "-x", *options[:-1], here(options[-1], tmp_path)]
+    subprocess.run(hook, check=True, timeout=PATIENCE)  # the training has not begun
+    script = here(RAYJOB["spec"]["entrypoint"], tmp_path)
+    entrypoint = Running(["sh", "-c", script], tmp_path / "output", environment)
     try:
-        eventually((tmp_path / STARTED).exists, "the training", seconds=30)
-        # A zombie would still be there for the hook.
-        with ThreadPoolExecutor(1) as reaper:
-            ended = reaper.submit(entrypoint.wait)
-            subprocess.run(hook, timeout=30, check=False)
-            assert (tmp_path / ENDED).exists()
-            assert ended.result() == 1
+        entrypoint.wait_for("started")
+        waiting = Running(hook, tmp_path / "hook", environment)
+        try:
+            entrypoint.wait_for("saving")
+            waiting.wait_for("+ sleep")
+            assert waiting.process.poll() is None
+            is_saved.touch()
+            assert entrypoint.wait() == 1
+            waiting.wait()
+        finally:
+            waiting.end()
     finally:
-        entrypoint.kill()
+        entrypoint.end()
 
 
 def test_skypilot_installs_from_the_lock() -> None:

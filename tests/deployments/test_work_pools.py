@@ -6,12 +6,11 @@ import json
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Environment, run
+from commands import Environment, api, run
 
 from flows.presets import configure
 from flows.serving.deploy import HEARTBEAT_TIMEOUT
@@ -111,9 +110,9 @@ def test_the_slurm_script_is_one_and_sets_what_the_configuration_knows() -> None
 def test_a_server_takes_the_template(kind: str, connected: Environment) -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "work-pool", "create", kind]
     options = ["--type", kind, "--base-job-template", str(FOLDER / f"{kind}.json")]
-    ended = run([*command, *options], connected)
+    # The server may have one of this name already.
+    ended = run([*command, *options, "--overwrite"], connected)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    with urllib.request.urlopen(f"{connected['PREFECT_API_URL']}/work_pools/{kind}") as answer:
-        pool = json.load(answer)
+    pool = api(connected["PREFECT_API_URL"], f"work_pools/{kind}", "GET")
     assert pool["type"] == kind
     assert pool["base_job_template"] == load(kind)

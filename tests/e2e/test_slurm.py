@@ -1,20 +1,23 @@
 """slurm.sh on a real Slurm: trainings go through preemptions and lost nodes."""
 
 import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Environment, infini, run, write_settings
+from commands import PATIENCE, Environment, infini, run, write_settings
 from curves import curve, repeatable, weights
 from slurm_cluster import MISSING, Cluster, slurm_cluster
+from stopping import Halt
 from trials import Make
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deployments" / "work-pools" / "slurm.sh"
 STEPS = 400
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 2},
+    "launch": {"hang_timeout_seconds": PATIENCE},
     "logging": {"logging_steps": 5, "eval_steps": STEPS},
     "checkpoint": {"save_steps": 100},
 }
@@ -23,7 +26,6 @@ OPTIONS = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=20")
 
 pytestmark = [
     pytest.mark.story,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(MISSING != [], reason="apt-get install slurm-wlm munge"),
 ]
 
@@ -47,38 +49,52 @@ def settings(cluster: Cluster, pipeline: Make, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def halt_at(tmp_path: Path) -> Callable[[int], Halt]:
+    """Halt the ranks that start from now on at a step, and no longer at the one given before."""
+
+    def halt_at(step: int) -> Halt:
+        shutil.rmtree(tmp_path / "halt", ignore_errors=True)
+        return Halt(tmp_path / "halt", step)
+
+    return halt_at
+
+
 def steps_of(output: str) -> list[int]:
     """The steps that a job has reported."""
     return [int(step) for step in re.findall(r"Step \[(\d+)/", output)]
 
 
 def test_a_preempted_job_and_a_lost_node_change_no_bit(
-    cluster: Cluster, settings: Path, tmp_path: Path
+    cluster: Cluster, settings: Path, halt_at: Callable[[int], Halt], tmp_path: Path
 ) -> None:
     train = ("train", "--config", settings)
     undisturbed = tmp_path / "output" / "runs" / "undisturbed"
-    done = run(
-        infini(*train, "run.name=undisturbed", "launch.processes=2"), cluster.env, seconds=120
-    )
+    done = run(infini(*train, "run.name=undisturbed", "launch.processes=2"), cluster.env)
     assert done.returncode == 0, done.stdout + done.stderr
 
-    job = cluster.submit("--nodes=2", *OPTIONS, SCRIPT, *train, "run.name=slurm")
-    cluster.wait_for_output(job, "Step [10/")
+    halt = halt_at(10)
+    job = cluster.submit(
+        "--nodes=2", *OPTIONS, SCRIPT, *train, "run.name=slurm", **halt.environment
+    )
+    halt.wait(2)
+    # Slurm continues what it ends; the job that follows halts later than any step of this one.
+    halt = halt_at(STEPS - 50)
     first = cluster.submit("--partition=high", "--nodes=3", "--wrap", "true")
     cluster.wait_for(first, "COMPLETED")
     assert cluster.field(job, "Restarts") == "1"
     preempted = cluster.output(job)
     run_dir = tmp_path / "output" / "runs" / "slurm"
     saved = max(int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-*"))
-    assert max(steps_of(preempted)) - 5 <= saved < STEPS
+    assert max(steps_of(preempted)) - 5 <= saved < STEPS - 50
     assert f"Checkpoint saved: {run_dir}/checkpoints/step-{saved}" in preempted
 
     cluster.wait_for_output(job, f"Resuming from: {run_dir}/checkpoints/step-{saved}")
-    cluster.wait_for_output(job, f"Step [{saved // 5 * 5 + 10}/")
+    halt.wait(2)
     lost = cluster.field(job, "NodeList")
     assert lost == "n[1-2]"
     cluster.lose("n2")
-    cluster.wait_for(job, "COMPLETED", seconds=240)
+    cluster.wait_for(job, "COMPLETED")
     assert cluster.field(job, "NodeList") == "n[1,3]"
     assert cluster.field(job, "Restarts") == "2"
     assert repeatable(run_dir) == repeatable(undisturbed)
@@ -86,16 +102,16 @@ def test_a_preempted_job_and_a_lost_node_change_no_bit(
 
 
 def test_a_job_of_two_to_four_nodes_goes_on_with_those_that_are_left(
-    cluster: Cluster, settings: Path, tmp_path: Path
+    cluster: Cluster, settings: Path, halt_at: Callable[[int], Halt], tmp_path: Path
 ) -> None:
-    job = cluster.submit(
-        "--nodes=2-4", *OPTIONS, SCRIPT, "train", "--config", settings, "run.name=slurm"
-    )
-    cluster.wait_for_output(job, "Number of processes: 3, ddp")
-    cluster.wait_for_output(job, "Checkpoint saved: ")
+    halt = halt_at(205)
+    train = ("train", "--config", settings, "run.name=slurm")
+    job = cluster.submit("--nodes=2-4", *OPTIONS, SCRIPT, *train, **halt.environment)
+    halt.wait(3)
+    assert "Number of processes: 3, ddp" in cluster.output(job)
     cluster.lose("n1")
-    cluster.wait_for_output(job, "Number of processes: 2, ddp", seconds=240)
-    cluster.wait_for(job, "COMPLETED", seconds=240)
+    cluster.wait_for_output(job, "Number of processes: 2, ddp")
+    cluster.wait_for(job, "COMPLETED")
     assert "Resuming from: " in cluster.output(job)
     # Two windows for each of the three processes that the run began with.
     assert cluster.output(job).count("Total batch size: 6 windows") == 2

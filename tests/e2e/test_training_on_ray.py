@@ -1,13 +1,15 @@
 """Trainings on a real Ray cluster go through lost nodes, stops and killed drivers."""
 
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Environment, Running, eventually, infini, run, write_settings
+from commands import PATIENCE, Environment, eventually, infini, run, write_settings
 from curves import curve, repeatable, weights
 from ray_cluster import RayCluster
+from stopping import Halt, is_pending
 from trials import Make, Start
 
 from infini_model.config import load_config
@@ -17,20 +19,41 @@ from infini_model.training.launch.on_ray import gangs
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = "ray::Launcher"
-STEPS = 240
+STEPS = 120
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 2},
+    "launch": {"hang_timeout_seconds": PATIENCE},
     "logging": {"logging_steps": 5, "eval_steps": STEPS},
-    "checkpoint": {"save_steps": 20},
+    "checkpoint": {"save_steps": 10},
 }
+HaltAt = Callable[[int], Halt]
 
-pytestmark = [pytest.mark.story, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.story
 
 
 @pytest.fixture(scope="module")
-def environment(session_environment: Environment) -> Environment:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all ranks look for what halts them."""
+    return tmp_path_factory.mktemp("site") / "halt"
+
+
+@pytest.fixture(scope="module")
+def environment(session_environment: Environment, site: Path) -> Environment:
     """That of the nodes and of the driver."""
-    return {**session_environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = f"{site}:{ROOT}"
+    return {**session_environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def halt_at(site: Path) -> Iterator[HaltAt]:
+    """Halt the ranks that start from now on at a step, and no longer at the one given before."""
+
+    def halt_at(step: int) -> Halt:
+        shutil.rmtree(site, ignore_errors=True)
+        return Halt(site, step)
+
+    yield halt_at
+    shutil.rmtree(site, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +76,6 @@ def settings(pipeline: Make, tmp_path: Path, environment: Environment) -> Path:
 def on_ray(cluster: RayCluster, settings: Path, nodes: str) -> tuple[str | Path, ...]:
     where = (f"launch.ray_address={cluster.address}", f"launch.nodes={nodes}")
     return ("train", "--config", settings, "run.name=ray", "launch.launcher=ray", *where)
-
-
-def begin(start: Start, environment: Environment, command: tuple[str | Path, ...]) -> Running:
-    running = start(*command, env=environment)
-    running.wait_for("Checkpoint saved: ", seconds=120)
-    return running
 
 
 @pytest.mark.parametrize(
@@ -91,15 +108,22 @@ def test_what_the_cluster_cannot_give_is_one_line(
 
 
 def test_a_lost_node_changes_no_bit(
-    cluster: RayCluster, settings: Path, start: Start, environment: Environment, tmp_path: Path
+    cluster: RayCluster,
+    settings: Path,
+    start: Start,
+    environment: Environment,
+    halt_at: HaltAt,
+    tmp_path: Path,
 ) -> None:
     local = infini("train", "--config", settings, "run.name=undisturbed", "launch.processes=2")
-    done = run(local, environment, seconds=240)
+    done = run(local, environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    running = begin(start, environment, on_ray(cluster, settings, "2"))
+    halt = halt_at(45)
+    running = start(*on_ray(cluster, settings, "2"), env=environment)
+    halt.wait(2)
     cluster.lose_node_of(LAUNCHER)
     try:
-        assert running.wait(240) == 0, running.output
+        assert running.wait() == 0, running.output
     finally:
         cluster.add_node()
     # Within the one task of the flow.
@@ -112,27 +136,41 @@ def test_a_lost_node_changes_no_bit(
 
 
 def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
-    cluster: RayCluster, settings: Path, start: Start, environment: Environment, tmp_path: Path
+    cluster: RayCluster,
+    settings: Path,
+    start: Start,
+    environment: Environment,
+    halt_at: HaltAt,
+    tmp_path: Path,
 ) -> None:
     command = on_ray(cluster, settings, "1-3")
-    running = begin(start, environment, command)
+    halt = halt_at(25)
+    running = start(*command, env=environment)
+    ranks = halt.wait(3)
     running.process.send_signal(signal.SIGINT)
-    assert running.wait(120) == 130, running.output
+    eventually(
+        lambda: all(is_pending(rank, signal.SIGTERM) for rank in ranks), "the signal at all ranks"
+    )
+    halt.resume()
+    assert running.wait() == 130, running.output
     assert "the same command resumes" in running.output
     eventually(lambda: not cluster.workers(LAUNCHER), "the end of the launchers")
 
-    running = begin(start, environment, command)
+    halt = halt_at(55)
+    running = start(*command, env=environment)
+    halt.wait(3)
+    halt = halt_at(85)
     (driver,) = (
         child
         for child in running.tree()
         if "infini_model.training.launch.on_ray" in child.cmdline()
     )
     driver.kill()
-    running.wait_for("retry 1 of 2", seconds=60)
-    eventually(lambda: running.output.count("Resuming from: ") == 2, "another gang", seconds=120)
+    running.wait_for("retry 1 of 2")
+    halt.wait(3)
     cluster.lose_node_of(LAUNCHER)
     try:
-        assert running.wait(240) == 0, running.output
+        assert running.wait() == 0, running.output
     finally:
         cluster.add_node()
     assert "Number of processes: 2, ddp" in running.output

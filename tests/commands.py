@@ -32,6 +32,8 @@ Environment = dict[str, str]
 # Seconds that a test waits for what must happen, however slow the machine: long enough that only a
 # hang takes longer, and short enough for pytest's own timeout to leave it time to be named.
 PATIENCE = 300.0
+# The same for a command that goes through several stages, each in a process of its own.
+WHOLE = 3 * PATIENCE
 
 
 def write_texts(folder: Path, count: int, words: int = 60, seed: int = 0) -> Path:
@@ -117,9 +119,9 @@ class Running:
     def wait(self) -> int:
         """Wait for the command to end; returns the exit status."""
         try:
-            return self.process.wait(PATIENCE)
+            return self.process.wait(WHOLE)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not done after {PATIENCE} s:\n{self.output}") from None
+            raise AssertionError(f"not done after {WHOLE} s:\n{self.output}") from None
 
     def tree(self) -> list[psutil.Process]:
         """The process and all its descendants."""
@@ -165,7 +167,7 @@ def run(
         env=env,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=WHOLE,
         check=False,
         stdin=subprocess.DEVNULL,
         **options,

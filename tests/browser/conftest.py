@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from commands import (
+    PATIENCE,
     Environment,
     Running,
     api,
@@ -20,10 +21,9 @@ from commands import (
     write_texts,
 )
 from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
+from ports import free_port
 from serving import Serving, serve
 from ui import Prefect
-
-from flows.serving.services import free_port
 
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
 OPTIONS = (
@@ -34,8 +34,7 @@ OPTIONS = (
     "--disable-sync",
     "--no-first-run",
 )
-# Generous, as two cores may be shared with other work; no wait takes longer than needed.
-PATIENCE_MS = 120_000
+PATIENCE_MS = PATIENCE * 1000
 
 Launch = Callable[[], Serving]
 
@@ -83,15 +82,22 @@ def page(browser: Browser, request: pytest.FixtureRequest, screenshots: Path) ->
 
 
 @pytest.fixture(scope="module")
+def variables() -> Environment:
+    """What a module adds to the environment of `infini serve`."""
+    return {}
+
+
+@pytest.fixture(scope="module")
 def launch(
     tmp_path_factory: pytest.TempPathFactory,
     session_environment: Environment,
     with_tables: Callable[[Path], Path],
+    variables: Environment,
 ) -> Iterator[Launch]:
     """Starts or restarts `infini serve` for the same output folder."""
     folder = tmp_path_factory.mktemp("browser")
     output = with_tables(folder / "output")
-    env = {**session_environment, "PREFECT_HOME": str(folder / "home")}
+    env = {**session_environment, "PREFECT_HOME": str(folder / "home"), **variables}
     ports = free_port(), free_port()
     started: list[Serving] = []
     commands: list[Running] = []
@@ -111,7 +117,7 @@ def launch(
     finally:
         for command in commands:
             command.end()
-        eventually(lambda: not processes_about(folder), "the end of all processes", seconds=60)
+        eventually(lambda: not processes_about(folder), "the end of all processes")
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +135,8 @@ def small(texts: Path, output: Path) -> dict[str, Any]:
         texts,
         output,
         training={"max_steps": 60, "batch_size": 4, "warmup_steps": 2},
-        launch={"gpus": "cpu"},
-        logging={"logging_steps": 1, "eval_steps": 50},
+        launch={"gpus": "cpu", "hang_timeout_seconds": 4 * PATIENCE},
+        logging={"logging_steps": 20, "eval_steps": 50},
         checkpoint={"save_steps": 50},
         tracking={"mlflow": True},
         stages={"train": {"retries": 0}},
@@ -147,7 +153,7 @@ def _edit(serving: Serving, advanced: dict[str, Any]) -> None:
             {"Content-Type": "application/json"},
             method="PATCH",
         )
-        urllib.request.urlopen(request, timeout=60).close()
+        urllib.request.urlopen(request, timeout=PATIENCE).close()
 
 
 @pytest.fixture

@@ -45,8 +45,7 @@ def test_incompatible_values_fail_the_run_in_one_line(prefect: Prefect, serving:
     assert "context_length" in message
     assert "\n" not in message
     # Shown on the page of the run, not only in its state.
-    logs = prefect.newest_logs()
-    expect(logs.get_by_text("context_length").first).to_be_visible()
+    prefect.expect_log("context_length")
 
 
 def test_a_preset_without_the_weights_that_it_needs_says_what_to_give(
@@ -63,11 +62,9 @@ def test_a_preset_without_the_weights_that_it_needs_says_what_to_give(
     assert needs in serving.state(flow_run)["message"]
 
 
-def test_a_quick_run_shows_its_parameters(prefect: Prefect, serving: Serving) -> None:
+def test_a_quick_run_shows_its_parameters(prefect: Prefect) -> None:
     prefect.open_deployment("evaluate")
-    prefect.page.get_by_role("button", name="Run", exact=True).click()
-    prefect.page.get_by_role("menuitem", name="Quick run").click()
-    prefect.view_run()
-    shown = prefect.open_tab("Parameters").locator(".cm-content")
+    prefect.quick_run()
+    shown = prefect.expect_in_tab("Parameters", prefect.tab("Parameters").locator(".cm-content"))
     expect(shown).to_contain_text("quickstart")
     assert json.loads(shown.inner_text())["preset"] == "quickstart"

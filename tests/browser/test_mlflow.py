@@ -1,6 +1,7 @@
 """MLflow's pages of a training that was started in Prefect."""
 
 import re
+import secrets
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ pytestmark = pytest.mark.story
 def test_the_page_shows_the_experiment_the_curves_and_the_model(
     page: Page, serving: Serving, screenshots: Path
 ) -> None:
-    flow_run = serving.create("pipeline", name="curves")
-    serving.wait_for_state(flow_run, "Completed", seconds=300)
+    name = f"curves-{secrets.token_hex(4)}"
+    flow_run = serving.create("pipeline", name=name)
+    serving.wait_for_state(flow_run, "Completed")
     (address,) = re.findall(r"^MLflow +(http\S+)$", serving.running.output, re.MULTILINE)
     page.goto(address)
     # Hide the welcome dialog, which would cover the screenshots.
     page.get_by_role("button", name="Close").or_(page.get_by_label("Close")).last.click()
-    page.get_by_role("link", name="curves", exact=True).first.click()
+    page.get_by_role("link", name=name, exact=True).first.click()
     expect(page.get_by_role("status").get_by_text("Finished")).to_be_visible()
     expect(page.get_by_role("link", name=flow_run)).to_be_visible()
     model = page.get_by_role("grid").get_by_role("link", name="model", exact=True)
@@ -29,7 +31,7 @@ def test_the_page_shows_the_experiment_the_curves_and_the_model(
     # Of train/loss and validation/loss; each is a heading in the section of its split.
     page.get_by_role("searchbox", name="Search metric charts").fill("n/loss")
     for metric in ("train/loss", "validation/loss"):
-        expect(page.get_by_text(f"curves ({metric})").first).to_be_visible()
+        expect(page.get_by_text(f"{name} ({metric})").first).to_be_visible()
     expect(page.locator(".js-line").first).to_be_visible()
     page.screenshot(path=screenshots / "mlflow-curves.png")
 

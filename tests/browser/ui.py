@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from playwright.sync_api import Locator, Page, expect
+from commands import eventually
+from playwright.sync_api import Error, Locator, Page, expect
 
-REDRAWN_MS = 1000
+# How long to wait for what a click leads to before clicking again.
+REDRAWN_MS = 10_000
 
 
 @dataclass(frozen=True)
@@ -47,17 +50,31 @@ class Prefect:
         self.page.get_by_role("button", name="Submit").press("Enter")
 
     def submit(self) -> str:
-        """*Submit*, *View run*; returns the id of the flow run."""
-        self.press_submit()
-        return self.view_run()
+        """*Submit*, and the page of the flow run; returns its id."""
+        flow_run = self.created_by(self.press_submit)
+        self.page.goto(f"{self.url}/runs/flow-run/{flow_run}")
+        return flow_run
 
-    def view_run(self) -> str:
-        """*View run*, which is shown only briefly; returns the id of the flow run."""
-        self.page.get_by_role("link", name="View run").or_(
-            self.page.get_by_role("button", name="View run")
-        ).first.click()
-        self.page.wait_for_url("**/runs/flow-run/*")
-        return re.findall(r"flow-run/([0-9a-f-]{36})", self.page.url)[0]
+    def created_by(self, action: Callable[[], object]) -> str:
+        """The id of the flow run that an action on the page creates."""
+        with self.page.expect_response("**/create_flow_run") as response:
+            action()
+        return str(response.value.json()["id"])
+
+    def quick_run(self) -> None:
+        """*Quick run* of the open deployment, and *View run*.
+
+        The link is shown only briefly; a user who misses it would start another run.
+        """
+
+        def follow() -> None:
+            self.page.get_by_role("button", name="Run", exact=True).click(timeout=REDRAWN_MS)
+            item = self.page.get_by_role("menuitem", name="Quick run")
+            item.click(timeout=REDRAWN_MS)
+            link = self.page.get_by_role("link", name="View run")
+            link.first.click(timeout=REDRAWN_MS)
+
+        self.insist(follow, self.page.get_by_role("tab", name="Logs", exact=True))
 
     def refused(self) -> Locator:
         """The error on the page after a *Submit* that the server rejects."""
@@ -68,34 +85,74 @@ class Prefect:
         """Wait until the badge below the run's name shows this state."""
         expect(self.page.locator("main").get_by_text(name, exact=True).first).to_be_visible()
 
+    def insist(self, action: Callable[[], object], outcome: Locator) -> Locator:
+        """Repeat an action until what it leads to is visible; returns that.
+
+        The page forgets a tab, an order or a menu whenever it is redrawn, as when the run starts.
+        """
+
+        def is_visible() -> bool:
+            if outcome.is_visible():
+                return True
+            try:
+                action()
+                outcome.wait_for(timeout=REDRAWN_MS)
+            except Error:
+                # A menu that is still open hides everything else.
+                self.page.keyboard.press("Escape")
+                return False
+            return True
+
+        eventually(is_visible, f"{outcome}")
+        return outcome
+
     def open_tab(self, name: str) -> Locator:
         """Open a tab below the chart, with the keyboard, as the chart covers the tabs at first."""
         tab = self.page.get_by_role("tab", name=name, exact=True)
-        tab.press("Enter")
-        # The page returns to the logs whenever it is redrawn, as when the run starts.
-        self.page.wait_for_timeout(REDRAWN_MS)
-        if tab.get_attribute("aria-selected") != "true":
-            tab.press("Enter")
-        return self.page.locator("[role=tabpanel][data-state=active]")
+        if tab.get_attribute("aria-selected", timeout=REDRAWN_MS) != "true":
+            tab.press("Enter", timeout=REDRAWN_MS)
+        return self.tab(name)
 
-    def newest_logs(self) -> Locator:
-        """The log, newest line first; only visible lines are in the DOM."""
-        logs = self.open_tab("Logs")
-        order = logs.get_by_role("combobox", name="log sort order")
-        if "Newest" not in order.inner_text():
-            order.click()
-            self.page.get_by_role("option", name="Newest to oldest").click()
-        return logs
+    def tab(self, name: str) -> Locator:
+        """What an open tab shows."""
+        return self.page.get_by_role("tabpanel", name=name, exact=True)
+
+    def expect_in_tab(self, name: str, shown: Locator) -> Locator:
+        """Open a tab, and wait until it shows that."""
+        return self.insist(lambda: self.open_tab(name), shown)
+
+    def expect_log(self, text: str | re.Pattern[str]) -> None:
+        """Wait until the log shows a line, newest first; only visible lines are in the DOM."""
+
+        def sort() -> None:
+            order = self.open_tab("Logs").get_by_role("combobox", name="log sort order")
+            if "Newest" not in order.inner_text(timeout=REDRAWN_MS):
+                order.click(timeout=REDRAWN_MS)
+                newest = self.page.get_by_role("option", name="Newest to oldest")
+                newest.click(timeout=REDRAWN_MS)
+
+        self.insist(sort, self.tab("Logs").get_by_text(text).first)
 
     def open_artifact(self, key: str) -> None:
         """The newest artifact of a key, from the run's *Artifacts*."""
-        self.open_tab("Artifacts").get_by_role("link", name=re.compile(rf"\b{key}\b")).first.click()
-        self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
+        link = self.tab("Artifacts").get_by_role("link", name=re.compile(rf"\b{key}\b")).first
+
+        def follow() -> None:
+            self.expect_in_tab("Artifacts", link).click(timeout=REDRAWN_MS)
+
+        newest = self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first
+        self.insist(follow, newest).click()
 
     def press(self, action: str, confirmed_by: str) -> None:
         """An action in the menu of a run, and the button of its confirmation dialog."""
-        self.page.get_by_role("button", name="Open menu").first.click()
-        self.page.get_by_role("menuitem", name=action, exact=True).click()
         dialog = self.page.get_by_role("dialog").or_(self.page.get_by_role("alertdialog"))
+        item = self.page.get_by_role("menuitem", name=action, exact=True)
+
+        def choose() -> None:
+            if not item.is_visible():
+                self.page.get_by_role("button", name="Open menu").first.click(timeout=REDRAWN_MS)
+            item.click(timeout=REDRAWN_MS)
+
+        self.insist(choose, dialog)
         dialog.get_by_role("button", name=confirmed_by, exact=True).click()
         expect(dialog).to_be_hidden()

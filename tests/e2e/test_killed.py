@@ -3,7 +3,7 @@
 import os
 import pty
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,15 +19,25 @@ from commands import (
     leftovers,
     processes_about,
     write_settings,
-    write_texts,
 )
 from curves import repeatable
+from stopping import Halt, is_pending
 from trials import STEPS, Make, Start, Undisturbed, shards
 
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.story
+# Python reads it at its start.
+SITE = """
+import sys
+if {stage!r} in sys.orig_argv and "infini_model.runtime.processes" not in sys.orig_argv:
+    import os, signal
+    def halt(event, _arguments):
+        if event == "os.rename":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    sys.addaudithook(halt)
+"""
 
 
 def stage_of(running: Running, name: str) -> list[psutil.Process]:
@@ -43,10 +53,26 @@ def stage_of(running: Running, name: str) -> list[psutil.Process]:
     return found
 
 
-def trainer_of(running: Running) -> psutil.Process:
-    """The training process."""
-    (process,) = stage_of(running, "infini_model.training")
-    return process
+def halting(stage: str, folder: Path) -> Environment:
+    """What makes a stage stop itself (SIGSTOP) when it is about to put a file in place."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE.format(stage=stage))
+    return {"PYTHONPATH": str(folder)}
+
+
+def wait_until_halted(running: Running, stage: str) -> None:
+    """Wait until a stage that was made to stop itself has done so."""
+
+    def is_halted() -> bool:
+        return any(each.status() == psutil.STATUS_STOPPED for each in stage_of(running, stage))
+
+    eventually(is_halted, lambda: f"the stage {stage}, halted, in\n{running.output}")
+
+
+def expect_no_process(everyone: Sequence[psutil.Process], output: Path) -> None:
+    """The processes of a command end, and others that use its output folder."""
+    eventually(lambda: not alive(everyone), "the end of all processes")
+    eventually(lambda: not processes_about(output), lambda: f"the end of {processes_about(output)}")
 
 
 def sigkill(running: Running, output: Path) -> None:
@@ -54,14 +80,14 @@ def sigkill(running: Running, output: Path) -> None:
     everyone = running.tree()
     kill(everyone[0], signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL
-    eventually(lambda: not alive(everyone), "the end of all processes", seconds=10)
-    assert not processes_about(output)
+    expect_no_process(everyone, output)
 
 
 def test_sigkill_in_every_stage_and_the_same_command_gives_the_same_result(
     undisturbed: Undisturbed,
     start: Start,
     connected: Environment,
+    alone: Environment,
     pipeline: Make,
     with_tables: Callable[[Path], Path],
     tmp_path: Path,
@@ -70,20 +96,22 @@ def test_sigkill_in_every_stage_and_the_same_command_gives_the_same_result(
     output = with_tables(tmp_path / "output")
     command = ("run", "--config", write_settings(tmp_path / "settings.yaml", pipeline(output)))
     for stage in ("download", "shard"):
-        running = start(*command, env=connected)
-        eventually(lambda: stage_of(running, stage) != [], stage, seconds=60)  # noqa: B023
+        running = start(*command, env=connected | halting(stage, tmp_path / stage))
+        wait_until_halted(running, stage)
         sigkill(running, output)
+        assert "Traceback" not in running.output
 
-    running = start(*command)
+    halt = Halt(tmp_path / "halt", 50)
+    running = start(*command, env=alone | halt.environment)
+    halt.wait()
     running.wait_for("Step [50/")
     sigkill(running, output)
     run_dir = output / "runs" / "run-1"
     begun = read_metrics(run_dir)
-    assert begun[-1]["step"] < STEPS
     assert not (run_dir / "report.md").exists()
 
-    running = start(*command, env=connected)
-    running.wait_for("Task run 'evaluate")
+    running = start(*command, env=connected | halting("evaluate", tmp_path / "evaluate"))
+    wait_until_halted(running, "evaluate")
     assert "Resuming from:" in running.output
     sigkill(running, output)
 
@@ -108,6 +136,7 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_resumed_in_one_mlflow_run(
     undisturbed: Undisturbed,
     start: Start,
     connected: Environment,
+    alone: Environment,
     pipeline: Make,
     with_tables: Callable[[Path], Path],
     tmp_path: Path,
@@ -121,23 +150,25 @@ def test_a_killed_rank_is_retried_and_ctrl_c_is_resumed_in_one_mlflow_run(
     command = ("run", "--config", write_settings(tmp_path / "settings.yaml", tree))
     run_dir = output / "runs" / "run-1"
 
-    running = start(*command)
-    running.wait_for("Step [30/")
-    trainer_of(running).kill()
+    halt = Halt(tmp_path / "halt", 30, 60)
+    running = start(*command, env=alone | halt.environment)
+    (trainer,) = halt.wait()
+    trainer.kill()
     running.wait_for("retry 1 of 2 starts")
     running.wait_for("Resuming after: crash at step ")
     running.wait_for("Resuming from:")
-    running.wait_for("Step [60/")
+    (trainer,) = halt.wait()
     everyone = running.tree()
     running.process.send_signal(signal.SIGINT)
-    assert running.wait(seconds=60) == 130
+    eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
+    halt.resume()
+    assert running.wait() == 130
     last_line = running.output.splitlines()[-1]
     assert last_line == "interrupted; the same command resumes where this one stopped"
     assert "Traceback" not in running.output
-    assert not alive(everyone)
-    assert not processes_about(output)
+    expect_no_process(everyone, output)
     saved, last = newest_checkpoint(run_dir), int(read_metrics(run_dir)[-1]["step"])
-    assert last < STEPS
+    assert 60 <= last < STEPS
     assert saved is not None
     assert saved.name == f"step-{last}"
 
@@ -160,73 +191,49 @@ def test_closing_the_terminal_leaves_a_checkpoint(
     output = tmp_path / "output"
     settings = write_settings(tmp_path / "settings.yaml", pipeline(output))
     dataset_of(settings)
-    command = infini("train", "--config", settings)
+    command, halt = infini("train", "--config", settings), Halt(tmp_path / "halt", 20)
     child, terminal = pty.fork()
     if child == 0:
         # When the tests run in the background, the signal may be ignored.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        os.execve(command[0], command, connected)
+        os.execve(command[0], command, connected | halt.environment)
     run_dir = output / "runs" / "run-1"
     with os.fdopen(terminal, "rb", buffering=0) as screen:
         printed = b""
         while b"Step [20/" not in printed:
             printed += screen.read(4096)
+        (trainer,) = halt.wait()
+    eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
+    halt.resume()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
     last = read_metrics(run_dir)[-1]["step"]
-    assert last < STEPS
+    assert 20 <= last < STEPS
     saved = newest_checkpoint(run_dir)
     assert saved is not None
     assert saved.name == f"step-{last}"
-    assert not processes_about(output)
-
-
-@pytest.fixture
-def two(tmp_path: Path, start: Start, connected: Environment) -> Callable[[], list[Running]]:
-    """Two concurrent commands for the same dataset, large enough for them to overlap."""
-    texts = write_texts(tmp_path / "texts", 200, words=24_000)
-    tree = {
-        "run": {"output_dir": str(tmp_path / "output")},
-        "data": {
-            "name": "tiny",
-            "source": {"paths": [str(texts / "*.txt")]},
-            "tokenizer": {"spec": "train", "vocab_size": 300},
-            "partition_megabytes": 4,
-            "workers": 1,
-        },
-    }
-    settings = write_settings(tmp_path / "settings.yaml", tree)
-    return lambda: [start("preprocess", "--config", settings, env=connected) for _ in range(2)]
-
-
-def test_two_commands_for_the_same_dataset_build_it_once(
-    two: Callable[[], list[Running]], tmp_path: Path
-) -> None:
-    pair = two()
-    for running in pair:
-        assert running.wait() == 0, running.output
-    printed = "".join(running.output for running in pair)
-    assert printed.count(" to make, ") == 1
-    assert len(list(tmp_path.glob("output/datasets/tiny-*"))) == 1
-    assert not leftovers(tmp_path / "output")
+    expect_no_process([], output)
 
 
 def test_a_killed_lock_holder_blocks_no_other_command(
-    two: Callable[[], list[Running]], tmp_path: Path
+    start: Start, connected: Environment, pipeline: Make, tmp_path: Path
 ) -> None:
-    pair = two()
-    working: list[Running] = []
+    output = tmp_path / "output"
+    settings = write_settings(tmp_path / "settings.yaml", pipeline(output))
+    command = ("preprocess", "--config", settings)
+    holder = start(*command, env=connected | halting("shard", tmp_path / "halt"))
+    wait_until_halted(holder, "shard")
+    other = start(*command, env=connected)
 
-    def one_works() -> bool:
-        working[:] = [running for running in pair if "'shard " in running.output]
-        return bool(working)
+    def is_waiting() -> bool:
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        waiting = {int(line[5]) for line in locks if line[1:3] == ["->", "FLOCK"]}
+        return any(each.pid in waiting for each in other.tree())
 
-    eventually(one_works, "a worker", seconds=90)
-    holder = working[0]
-    (other,) = [running for running in pair if running is not holder]
+    eventually(is_waiting, lambda: f"a process that waits for the lock, in\n{other.output}")
     kill(psutil.Process(holder.process.pid), signal.SIGKILL)
-    assert "is ready" not in holder.output
     assert other.wait() == 0, other.output
+    assert "is ready" not in holder.output
     assert "is ready" in other.output
-    (manifest,) = tmp_path.glob("output/datasets/tiny-*/manifest.json")
+    (manifest,) = output.glob("datasets/tiny-*/manifest.json")
     assert manifest.is_file()
-    assert not leftovers(tmp_path / "output")
+    assert not leftovers(output)

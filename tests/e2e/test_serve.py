@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import (
+    PATIENCE,
     Environment,
     alive,
     api,
@@ -19,9 +20,10 @@ from commands import (
     run,
     write_settings,
 )
+from ports import free_port
 from trials import Make, Start
 
-from flows.serving.services import HOST, free_port
+from flows.serving.services import HOST
 from infini_model.runtime.runs import owner_of
 
 pytestmark = pytest.mark.slow
@@ -65,7 +67,7 @@ def test_serve_runs_deployments_serves_other_commands_and_stops_all_on_ctrl_c(
         assert state not in ("FAILED", "CRASHED"), log_of(url, number)
         return bool(state == "COMPLETED")
 
-    eventually(has_ended, "the flow run of the deployment", seconds=180)
+    eventually(has_ended, "the flow run of the deployment")
     assert (output / "runs" / "quickstart-1" / "report.md").is_file()
     assert "quickstart-1" in mlflow_runs(page)
     owner = owner_of(output / "runs" / "quickstart-1")
@@ -84,10 +86,10 @@ def test_serve_runs_deployments_serves_other_commands_and_stops_all_on_ctrl_c(
 
     everyone = serving.tree()
     serving.process.send_signal(signal.SIGINT)
-    assert serving.wait(seconds=60) in (0, 130)
+    assert serving.wait() in (0, 130)
     assert "Traceback" not in serving.output
-    assert not alive(everyone)
-    assert not processes_about(output)
+    eventually(lambda: not alive(everyone), "the end of all processes")
+    eventually(lambda: not processes_about(output), "the end of all processes")
     for port in ports:
         with socket.create_server((HOST, port)):
             pass
@@ -102,7 +104,7 @@ def log_of(url: str, number: str) -> str:
 def mlflow_runs(page: str) -> set[str]:
     """The names of the runs in MLflow."""
     found = "api/2.0/mlflow/experiments/get-by-name?experiment_name=infini-llama"
-    with urllib.request.urlopen(f"{page}/{found}", timeout=30) as answer:
+    with urllib.request.urlopen(f"{page}/{found}", timeout=PATIENCE) as answer:
         experiment = json.load(answer)["experiment"]["experiment_id"]
     runs = api(f"{page}/api/2.0/mlflow", "runs/search", experiment_ids=[experiment])
     return {run["info"]["run_name"] for run in runs["runs"]}

@@ -1,5 +1,6 @@
 """`infini serve` stopped or killed in the middle of a training."""
 
+import functools
 import signal
 import socket
 from collections.abc import Callable
@@ -8,13 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import alive, eventually, kill, processes_about
+from commands import Environment, alive, eventually, kill, processes_about
 from curves import repeatable
-from serving import ENGINE, TRAINER, serve
-from trials import STEPS, Make, Start, Undisturbed, is_pending
+from ports import free_port
+from serving import ENGINE, serve
+from stopping import Halt, is_pending
+from trials import STEPS, Make, Start, Undisturbed
 
-from flows.serving.services import HOST, free_port
-from infini_model.runtime.metrics_file import read_metrics
+from flows.serving.services import HOST
 
 pytestmark = pytest.mark.story
 
@@ -23,38 +25,40 @@ def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the
     undisturbed: Undisturbed,
     start: Start,
     pipeline: Make,
+    alone: Environment,
     with_tables: Callable[[Path], Path],
     tmp_path: Path,
 ) -> None:
     output, ports = with_tables(tmp_path / "output"), (free_port(), free_port())
-    serving = serve(start, output, ports)
+    halt = Halt(tmp_path / "halt", 10, 60)
+    halting = functools.partial(start, env=alone | halt.environment)
+    serving = serve(halting, output, ports)
     # The rate of `undisturbed`, which has no preset.
     rate, rarely = {"learning_rate": 1e-3}, {"save_steps": 10 * STEPS}
     tree = pipeline(output, training=rate, checkpoint=rarely)
     flow_run = serving.create("pipeline", advanced=tree)
     run_dir = output / "runs" / "quickstart-1"
-    eventually(lambda: len(read_metrics(run_dir)) > 5, "some steps", seconds=120)
-    # It would have ended before being asked to.
-    (trainer,) = serving.processes(TRAINER)
-    trainer.suspend()
+    (trainer,) = halt.wait()
     with ThreadPoolExecutor() as pool:
         stopping = pool.submit(serving.stop)
-        eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM", seconds=60)
-        trainer.resume()
+        eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
+        halt.resume()
         stopping.result()
     assert "Waiting for the flow runs to save their checkpoints" in serving.running.output
-    assert not processes_about(output)
+    eventually(lambda: not processes_about(output), "the end of all processes")
     (saved,) = (run_dir / "checkpoints").glob("step-*")
 
-    serving = serve(start, output, ports)
+    serving = serve(halting, output, ports)
     state = serving.state(flow_run)
     assert state["name"] == "Suspended"
     assert saved.name.replace("-", " ") in state["message"]
     serving.resume(flow_run)
-    eventually(lambda: serving.processes(TRAINER) != [], "the training", seconds=60)
-    everyone = [*serving.running.tree(), *serving.processes(ENGINE), *serving.processes(TRAINER)]
+    (trainer,) = halt.wait()
+    everyone = [*serving.running.tree(), *serving.processes(ENGINE), trainer]
     kill(psutil.Process(serving.running.process.pid), signal.SIGKILL)
-    eventually(lambda: not alive(everyone), "the end of all processes", seconds=90)
+    eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
+    halt.resume()
+    eventually(lambda: not alive(everyone), "the end of all processes")
     for port in ports:
         with socket.create_server((HOST, port)):
             pass
@@ -62,7 +66,7 @@ def test_ctrl_c_suspends_the_training_and_after_sigkill_it_can_be_retried_to_the
     serving = serve(start, output, ports)
     assert serving.state(flow_run)["name"] == "Crashed"
     serving.retry(flow_run)
-    serving.wait_for_state(flow_run, "Completed", seconds=120)
+    serving.wait_for_state(flow_run, "Completed")
     assert [path.name for path in (output / "runs").glob("*-*")] == ["quickstart-1"]
     assert (run_dir / "checkpoints" / f"step-{STEPS}").is_dir()
     assert repeatable(run_dir) == repeatable(undisturbed.run_dir)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Environment, api
+from commands import PATIENCE, Environment, api
 from local_hub import LocalHub, Repository, serve_hub, sha256
+from ports import free_port
 from serving import Serving, serve
 from transformers import LlamaConfig, LlamaForCausalLM
 from trials import Make, Start
 
-from flows.serving.services import free_port
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.training.initial_weights import read_initial_weights
 
@@ -60,7 +60,9 @@ def test_a_killed_download_is_retried_and_the_run_finishes(
 ) -> None:
     output = with_tables(tmp_path / "output")
     variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hub")}
-    env = alone | variables | {"HF_HUB_OFFLINE": "0"}
+    # The file that is held must not be given up.
+    timeouts = dict.fromkeys(("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"), f"{PATIENCE:.0f}")
+    env = alone | variables | timeouts | {"HF_HUB_OFFLINE": "0"}
     serving = serve(functools.partial(start, env=env), output, (free_port(), free_port()))
     tree = pipeline(output, training={"max_steps": 5})
 
@@ -78,7 +80,7 @@ def test_a_killed_download_is_retried_and_the_run_finishes(
     serving.kill("weights")
     serving.wait_for_log(flow_run, "weights ended with status -9")
     hub.released.set()
-    serving.wait_for_state(flow_run, "Completed", seconds=180)
+    serving.wait_for_state(flow_run, "Completed")
     assert progress_of(serving, flow_run) == 100.0
     wanted = {"flow_runs": {"id": {"any_": [flow_run]}}}
     runs = {run["name"].split()[0]: run for run in api(serving.url, "task_runs/filter", **wanted)}

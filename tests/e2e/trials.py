@@ -1,31 +1,23 @@
 """Inputs of disturbed runs, and what they are compared by."""
 
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-from commands import Running
+from commands import PATIENCE, Running
 
 STEPS = 120
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 4, "warmup_steps": 10},
-    "launch": {"gpus": "cpu"},
+    # A training that a test has halted is not hung.
+    "launch": {"gpus": "cpu", "hang_timeout_seconds": 4 * PATIENCE},
     "logging": {"logging_steps": 5, "eval_steps": 40},
     "evaluation": {"max_windows": 16},
     "checkpoint": {"save_steps": 20},
 }
 Start = Callable[..., Running]
 Make = Callable[..., dict[str, Any]]
-
-
-def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether a signal is pending for a stopped process."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    (mask,) = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
-    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def shards(output: Path) -> dict[str, bytes]:

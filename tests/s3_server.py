@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from commands import eventually
-from mlflow_server import free_port
+from commands import PATIENCE, eventually
+from ports import free_port
 
 from infini_model.runtime.processes import bound
 
@@ -38,9 +38,19 @@ class Line:
     """A TCP proxy in front of a server, which it reaches at `port` of this machine."""
 
     def __init__(self, server_port: int) -> None:
-        self._server_port, self.port = server_port, free_port()
+        self._server_port = server_port
+        # Bound but never listening: nobody else can take the port while the line is cut.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", free_port()))
+        self.port = self._reserved.getsockname()[1]
         self._open: list[socket.socket] = []
+        self._changing = threading.Lock()
         self._cut_after: int | None = None
+        self._hold_after: int | None = None
+        self._holds = threading.Event()
+        self._let_go = threading.Event()
+        self._listener: socket.socket | None = None
         self._hang_up = False
         self._speaks = threading.Event()
         self._speaks.set()
@@ -52,61 +62,80 @@ class Line:
 
     def connect(self) -> None:
         """Take connections again."""
+        if self._listener is not None:
+            return
         self._listener = socket.create_server(("127.0.0.1", self.port))
         threading.Thread(target=self._listen, args=(self._listener,), daemon=True).start()
 
     def disconnect(self) -> None:
         """Cut all connections and refuse others, as if the server had died."""
-        # Closing alone would leave the port to the thread that still accepts.
-        with contextlib.suppress(OSError):
+        if self._listener is not None:
+            # Closing alone would leave the port to the thread that still accepts.
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self._listener.close()
+            self._listener = None
         self.cut_all()
 
     @contextmanager
-    def gone(self, seconds: float) -> Iterator[None]:
-        """The server is gone from the start of the block for some seconds."""
+    def gone(self) -> Iterator[None]:
+        """The server is gone while the block runs, or until `connect` is called in it."""
         self.disconnect()
-        back = threading.Timer(seconds, self.connect)
-        back.start()
         try:
             yield
         finally:
-            back.join()
+            self.connect()
 
     @contextmanager
-    def hanging_up(self, seconds: float) -> Iterator[None]:
+    def hanging_up(self) -> Iterator[None]:
         """Connections are accepted and closed, as by a proxy that has lost its server."""
         self._hang_up = True
         self.cut_all()
-        back = threading.Timer(seconds, setattr, (self, "_hang_up", False))
-        back.start()
         try:
             yield
         finally:
-            back.join()
+            self._hang_up = False
 
     @contextmanager
-    def silent(self, seconds: float) -> Iterator[None]:
-        """Connections stay open, but no answer comes for some seconds."""
+    def silent(self) -> Iterator[None]:
+        """Connections stay open while the block runs, but no answer comes."""
         self._speaks.clear()
-        back = threading.Timer(seconds, self._speaks.set)
-        back.start()
         try:
             yield
         finally:
-            back.join()
+            self._speaks.set()
+
+    @contextmanager
+    def holding_after(self, count: int) -> Iterator[threading.Event]:
+        """While the block runs, hold what clients send after `count` bytes from now on.
+
+        Yields an event that says that something is held. It goes on after the block, unless its
+        connection has been cut.
+        """
+        self._holds.clear()
+        self._let_go.clear()
+        self._hold_after = count
+        try:
+            yield self._holds
+        finally:
+            self._hold_after = None
+            self._let_go.set()
 
     def cut_after(self, count: int) -> None:
         """Cut the connection on which the server has sent `count` bytes from now on, once."""
         self._cut_after = count
 
+    @property
+    def has_cut(self) -> bool:
+        """Whether the connection that was to be cut has been."""
+        return self._cut_after is None
+
     def cut_all(self) -> None:
         """Cut all connections."""
-        for each in self._open:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        self._open = []
+        with self._changing:
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+            self._open = []
 
     def _listen(self, listener: socket.socket) -> None:
         while True:
@@ -114,17 +143,24 @@ class Line:
                 client = listener.accept()[0]
             except OSError:
                 return
-            if self._hang_up:
-                client.close()
-                continue
-            server = socket.create_connection(("127.0.0.1", self._server_port))
-            self._open += [client, server]
+            with self._changing:
+                # It may have been accepted just before all connections were cut.
+                if self._hang_up or self._listener is not listener:
+                    client.close()
+                    continue
+                server = socket.create_connection(("127.0.0.1", self._server_port))
+                self._open += [client, server]
             for pump, ends in ((self._send, (client, server)), (self._answer, (server, client))):
                 threading.Thread(target=pump, args=ends, daemon=True).start()
 
     def _send(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while content := client.recv(1 << 16):
+                if self._hold_after is not None:
+                    self._hold_after -= len(content)
+                    if self._hold_after < 0:
+                        self._holds.set()
+                        self._let_go.wait()
                 server.sendall(content)
         _end(client, server)
 
@@ -162,7 +198,7 @@ class S3Server:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        eventually(self._answers, "the S3 server", seconds=60)
+        eventually(self._answers, "the S3 server")
         self.line = Line(port)
 
     def _answers(self) -> bool:
@@ -175,7 +211,7 @@ class S3Server:
         """Let so many requests pass before credentials are checked; it knows none."""
         url = f"{self.url}/moto-api/reset-auth"
         request = urllib.request.Request(url, requests, {"Content-Type": "text/plain"})
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=PATIENCE).close()
 
     def environment(self) -> dict[str, str]:
         """How a client reaches it, over the line."""

@@ -25,9 +25,9 @@ from pathlib import Path
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
-# How long to drain the pipe after the command has exited: a grandchild may keep the other end open
-# indefinitely.
-DRAIN_SECONDS = 1.0
+# How much to read after the command has exited. No pipe holds more, so whatever follows is from a
+# grandchild, which may keep the other end open and write to it indefinitely.
+PIPE_BYTES = 1 << 20
 
 
 class ProcessTimeoutError(TimeoutError):
@@ -97,15 +97,15 @@ class _Lines:
         self._selector = selectors.DefaultSelector()
         self._selector.register(descriptor, selectors.EVENT_READ)
 
-    def read(self, seconds: float) -> bool:
-        """Wait up to `seconds` for output; False if there was none or the pipe is closed."""
+    def read(self, seconds: float) -> int:
+        """Wait up to `seconds` for output; how many bytes, 0 also if the pipe is closed."""
         if not self._selector.select(seconds):
-            return False
+            return 0
         chunk = os.read(self._descriptor, 1 << 16)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             self._on_line(line.decode("utf-8", "replace"))
-        return bool(chunk)
+        return len(chunk)
 
     def close(self) -> None:
         if self._rest:
@@ -230,9 +230,9 @@ def run(
                     )
         finally:
             end_tree(process, grace_seconds, keep_reading)
-            drained = time.monotonic() + DRAIN_SECONDS
-            while lines.read(0.0) and time.monotonic() < drained:
-                pass
+            left = PIPE_BYTES
+            while left > 0 and (count := lines.read(0.0)):
+                left -= count
             lines.close()
     return process.returncode
 

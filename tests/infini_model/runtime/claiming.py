@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from commands import PATIENCE
+
 from infini_model.config import Config, load_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
@@ -22,7 +24,7 @@ def claim(
     finish: bool = False,
     owner: Owner | None = None,
     adopt: bool = True,
-    release_seconds: float = 30.0,
+    release_seconds: float = PATIENCE,
 ) -> Path:
     with claim_run(
         config,

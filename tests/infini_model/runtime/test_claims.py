@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import get_args
 
 import pytest
 from claiming import NIGHT, UI, claim, config_of
+from commands import PATIENCE, eventually
 
 from flows.evaluate import _as_trained
 from infini_model.config import Section, load_config
@@ -19,7 +19,7 @@ from infini_model.runtime import claims
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import Owner
-from infini_model.runtime.runs import find_run, is_finished, owner_of, run_holder
+from infini_model.runtime.runs import find_run, is_finished, is_started, owner_of, run_holder
 
 
 def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not(tmp_path: Path) -> None:
@@ -204,14 +204,24 @@ def test_a_named_run_gets_its_folder_or_fails(tmp_path: Path) -> None:
         claim(named)
 
 
-def test_other_machines_join_the_run_of_the_first_one(tmp_path: Path) -> None:
+def test_other_machines_join_the_run_of_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Event()
+
+    def is_started_yet(run_dir: Path) -> bool:
+        looked.set()
+        return is_started(run_dir)
+
+    monkeypatch.setattr(claims, "is_started", is_started_yet)
     shared = ["run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500"]
     first = config_of(tmp_path, *shared)
     second = config_of(tmp_path, *shared, "launch.node_rank=1")
     with ThreadPoolExecutor() as pool:
         joined = pool.submit(claim, second)
+        assert looked.wait(PATIENCE)
         with claim_run(first, "k1", Path("data")) as run_dir:
-            assert joined.result(timeout=30) == run_dir
+            assert joined.result(PATIENCE) == run_dir
 
 
 def test_another_machine_does_not_wait_for_a_run_that_is_another_one(tmp_path: Path) -> None:
@@ -274,26 +284,28 @@ def test_a_second_claim_fails_and_names_the_holder(tmp_path: Path) -> None:
     assert run_holder(run_dir) is None
 
 
-def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(tmp_path: Path) -> None:
+def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of(tmp_path)
     released = threading.Event()
 
     def hold_until_released() -> None:
         with claim_run(config, "k1", Path("data"), owner=UI):
             begun.set()
-            assert released.wait(30)
+            assert released.wait(PATIENCE)
 
     begun = threading.Event()
     with ThreadPoolExecutor() as pool:
         pool.submit(hold_until_released)
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE)
         with pytest.raises(ConfigError, match="in use by process"):
             claim(config, owner=UI, release_seconds=0.0)
         second = pool.submit(claim, config, owner=UI)
-        time.sleep(3 * claims.RELEASE_POLL_SECONDS)
+        eventually(lambda: "Waiting for process" in caplog.text, "the wait")
         assert not second.done()
         released.set()
-        assert second.result(timeout=30).name == "debug-1"
+        assert second.result(PATIENCE).name == "debug-1"
 
 
 def test_a_run_is_resumed_with_its_own_settings_and_dataset(tmp_path: Path) -> None:

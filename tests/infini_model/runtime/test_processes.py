@@ -1,15 +1,15 @@
 """Child processes end at their deadline or with their parent, with their whole process tree."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import is_gone
+from commands import PATIENCE, eventually, is_gone
 
 from infini_model.runtime.processes import ProcessTimeoutError, run
 
@@ -21,15 +21,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 print(child.pid, flush=True)
 time.sleep({seconds})
 """
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_lines_arrive_whole_and_in_order() -> None:
@@ -47,25 +38,44 @@ def test_a_million_lines_are_all_read() -> None:
     assert lines == [str(number) for number in range(100_000)]
 
 
-def test_a_deadline_ends_grandchildren_in_other_sessions_too() -> None:
+def test_a_command_ends_at_its_deadline() -> None:
+    with pytest.raises(ProcessTimeoutError, match=r"^timed out after 0\.1 s: "):
+        run(
+            [sys.executable, "-c", "import signal; signal.pause()"],
+            on_line=lambda _: None,
+            timeout_seconds=0.1,
+        )
+
+
+def test_a_stop_ends_grandchildren_in_other_sessions_too() -> None:
     lines: list[str] = []
-    code = GRANDCHILD.format(seconds=600)
-    with pytest.raises(ProcessTimeoutError):
-        run([sys.executable, "-c", code], on_line=lines.append, timeout_seconds=1.5)
-    assert eventually(lambda: is_gone(int(lines[0])))
+    with pytest.raises(InterruptedError):
+        run(
+            [sys.executable, "-c", GRANDCHILD.format(seconds=600)],
+            on_line=lines.append,
+            stop=lambda: InterruptedError("enough") if lines else None,
+        )
+    eventually(lambda: is_gone(int(lines[0])), "the end of the grandchild")
+
+
+# A child that prints its id once it ignores SIGTERM.
+DEAF = (
+    "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print(os.getpid(), flush=True)\n"
+    "while True: signal.pause()"
+)
 
 
 def test_a_child_that_ignores_sigterm_is_killed() -> None:
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    began = time.monotonic()
-    with pytest.raises(ProcessTimeoutError):
+    lines: list[str] = []
+    with pytest.raises(InterruptedError):
         run(
-            [sys.executable, "-c", code],
-            on_line=lambda _: None,
-            timeout_seconds=0.5,
+            [sys.executable, "-c", DEAF],
+            on_line=lines.append,
+            stop=lambda: InterruptedError("enough") if lines else None,
             grace_seconds=0.5,
         )
-    assert time.monotonic() - began < 10
+    assert is_gone(int(lines[0]))
 
 
 def test_output_during_shutdown_is_read_however_long() -> None:
@@ -77,8 +87,13 @@ def test_output_during_shutdown_is_read_however_long() -> None:
         "signal.signal(signal.SIGTERM, leave); print('ready', flush=True); time.sleep(600)"
     )
     lines: list[str] = []
-    with pytest.raises(ProcessTimeoutError):
-        run([sys.executable, "-c", code], on_line=lines.append, timeout_seconds=1.0)
+    with pytest.raises(InterruptedError):
+        run(
+            [sys.executable, "-c", code],
+            on_line=lines.append,
+            stop=lambda: InterruptedError("enough") if lines else None,
+            grace_seconds=PATIENCE,
+        )
     assert lines == ["ready", "x" * 300_000, "saved"]
 
 
@@ -101,7 +116,7 @@ def test_an_error_during_shutdown_does_not_leave_it_running() -> None:
 
     with pytest.raises(RuntimeError, match="no more lines"):
         run([sys.executable, "-c", code], on_line=refuse, stop=stop)
-    assert eventually(lambda: is_gone(int(lines[0])))
+    eventually(lambda: is_gone(int(lines[0])), "the end of the child")
 
 
 def test_the_reason_to_stop_is_raised_after_a_graceful_shutdown() -> None:
@@ -118,75 +133,87 @@ def test_the_reason_to_stop_is_raised_after_a_graceful_shutdown() -> None:
             [sys.executable, "-c", code],
             on_line=lines.append,
             stop=lambda: reason if lines else None,
+            grace_seconds=PATIENCE,
         )
     assert raised.value is reason
     assert lines == ["ready", "saved"]
 
 
+def caller(child: str) -> subprocess.Popen[str]:
+    """A process that runs a child and prints its lines."""
+    program = (
+        "import sys; from infini_model.runtime.processes import run\n"
+        f"run([sys.executable, '-c', {child!r}], grace_seconds={PATIENCE},\n"
+        "    on_line=lambda line: print(line, flush=True))"
+    )
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_a_repeated_signal_ends_both_and_loses_no_line(number: signal.Signals, status: int) -> None:
+def test_a_repeated_signal_ends_both_and_loses_no_line(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
     """Also if it arrives while the caller polls the command."""
-    child = (
-        "import signal, sys, time\n"
+    gate = tmp_path / "gate"
+    process = caller(
+        "import os, signal, sys, time\n"
         "def leave(*_):\n"
-        "    time.sleep(1.5); print('saved', flush=True); sys.exit()\n"
+        "    print('leaving', flush=True)\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.05)\n"
+        "    print('saved', flush=True); sys.exit()\n"
         "signal.signal(signal.SIGTERM, leave); print('ready', flush=True); time.sleep(600)"
     )
-    caller = (
-        "import sys; from infini_model.runtime.processes import run; "
-        f"run([sys.executable, '-c', {child!r}], on_line=lambda line: print(line, flush=True))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", caller], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout as output:
         assert output.readline() == "ready\n"
+        process.send_signal(number)
+        assert output.readline() == "leaving\n"
         for _ in range(20):
             process.send_signal(number)
-            time.sleep(0.01)
+            time.sleep(0.01)  # Each meets the caller at another line.
+        gate.touch()
         assert output.read() == "saved\n"
     assert process.wait() == status
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
     """As the shell sets it for background jobs."""
-    child = "import time; print('ready', flush=True); time.sleep(1); print('done')"
-    caller = (
-        "import signal, sys; from infini_model.runtime.processes import run; "
-        "signal.signal(signal.SIGINT, signal.SIG_IGN); "
-        f"run([sys.executable, '-c', {child!r}], on_line=lambda line: print(line, flush=True))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", caller], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout as output:
-        assert output.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert output.read() == "done\n"
-    assert process.wait() == 0
+    handlers: list[object] = []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run(
+            [sys.executable, "-c", "print('ready')"],
+            on_line=lambda _: handlers.append(signal.getsignal(signal.SIGINT)),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handlers == [signal.SIG_IGN]
 
 
 def test_an_error_from_watch_kills_at_once() -> None:
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    seen: list[int] = []
+    """The grace has no end: it would never return if it granted any."""
+    lines: list[str] = []
 
-    def watch(pid: int) -> Exception | None:
-        seen.append(pid)
-        return LookupError("hung") if len(seen) == 5 else None
+    def watch(_pid: int) -> Exception | None:
+        return LookupError("hung") if lines else None
 
-    began = time.monotonic()
     with pytest.raises(LookupError, match="hung"):
-        run([sys.executable, "-c", code], on_line=lambda _: None, watch=watch)
-    assert time.monotonic() - began < 10
-    assert is_gone(seen[0])
+        run(
+            [sys.executable, "-c", DEAF],
+            on_line=lines.append,
+            watch=watch,
+            grace_seconds=math.inf,
+        )
+    assert is_gone(int(lines[0]))
 
 
 def test_an_inherited_pipe_does_not_keep_a_dead_command_running() -> None:
     """The grandchild keeps the pipe open long after the command has exited."""
     lines: list[str] = []
-    began = time.monotonic()
     assert run([sys.executable, "-c", GRANDCHILD.format(seconds=0)], on_line=lines.append) == 0
-    assert time.monotonic() - began < 10
+    assert not is_gone(int(lines[0]))
     os.kill(int(lines[0]), signal.SIGKILL)
 
 
@@ -200,12 +227,8 @@ def test_sigkill_to_the_caller_ends_the_command(tmp_path: Path) -> None:
     sleeper = (
         f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     )
-    caller = (
-        "import sys; from infini_model.runtime.processes import run; "
-        f"run([sys.executable, '-c', {sleeper!r}], on_line=print)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", caller])
-    assert eventually(lambda: number.exists() and number.read_text() != "")
+    process = caller(sleeper)
+    eventually(lambda: number.exists() and number.read_text() != "", "the command's id")
     process.kill()
-    process.wait()
-    assert eventually(lambda: is_gone(int(number.read_text())))
+    process.communicate()
+    eventually(lambda: is_gone(int(number.read_text())), "the end of the command")

@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from commands import eventually
+from commands import PATIENCE, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,7 +136,7 @@ def test_latest_points_at_the_newest(tmp_path):
         assert (tmp_path / "latest").readlink() == Path(name)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.binary(max_size=200))
 def test_sha256_matches_hashlib(tmp_path_factory, data):
     path = Path(tmp_path_factory.mktemp("sha") / "file")
@@ -172,20 +171,25 @@ def test_holders_of_a_shared_lock_exclude_exclusive_ones_only(tmp_path):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("again", [False, True])
-def test_who_waits_for_a_lock_whose_file_is_deleted_takes_the_new_one(tmp_path, shared, again):
+def test_who_waits_for_a_lock_whose_file_is_deleted_takes_the_new_one(
+    tmp_path, monkeypatch, shared, again
+):
     path = tmp_path / "below" / "lock"
-    waiting, end = threading.Event(), threading.Event()
+    opened, end, flock = threading.Event(), threading.Event(), storage._flock
 
     def wait():
-        waiting.set()
         with storage.lock(path, shared=shared):
             end.wait()
 
+    def flock_of_an_open_file(descriptor, kind):
+        opened.set()
+        return flock(descriptor, kind)
+
     waiter = threading.Thread(target=wait, daemon=True)
     with storage.lock(path):
+        monkeypatch.setattr(storage, "_flock", flock_of_an_open_file)
         waiter.start()
-        waiting.wait()
-        time.sleep(0.1)  # It has the file open by now.
+        assert opened.wait(PATIENCE)
         shutil.rmtree(path.parent)
         if again:
             with storage.lock(path, wait=False) as other:

@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from commands import Running, eventually, kill
+from commands import PATIENCE, Running, eventually, kill
 from curves import repeatable, weights
+from stopping import Halt
 
 from infini_model.config import Config, dump_config, merge, validate
 from infini_model.runtime.object_stores.object_store import ObjectStore
@@ -57,19 +58,18 @@ def start(tmp_path: Path, dataset: Path, settings: dict[str, Any]) -> Start:
     """Starts the command on a machine, that is, with a cache folder of its own."""
     started: list[Running] = []
 
-    def on(machine: str, output_dir: object, **sections: dict[str, Any]) -> Running:
+    def on(
+        machine: str, output_dir: object, env: dict[str, str] | None = None, **sections: Any
+    ) -> Running:
         tree = merge(settings, {"run": {"output_dir": str(output_dir)}, **sections})
         file = tmp_path / f"{machine}.yaml"
-        env = os.environ | {
-            "INFINI_CACHE_DIR": str(tmp_path / machine),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        own = {"INFINI_CACHE_DIR": str(tmp_path / machine), "CUDA_VISIBLE_DEVICES": ""}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("INFINI_CACHE_DIR", env["INFINI_CACHE_DIR"])
+            patch.setenv("INFINI_CACHE_DIR", own["INFINI_CACHE_DIR"])
             file.write_text(dump_config(validate(tree)))
         command = [sys.executable, "-c", COMMAND, str(file), str(dataset)]
         log = tmp_path / f"{machine}-{len(started)}.log"
-        started.append(Running(command, log, env))
+        started.append(Running(command, log, os.environ | own | (env or {})))
         return started[-1]
 
     yield on
@@ -99,13 +99,14 @@ def test_a_killed_training_goes_on_elsewhere_with_the_same_bits(
 ) -> None:
     undisturbed = start("undisturbed", tmp_path / "local")
     store = ObjectStore(f"{bucket}/team/runs/run-1")
-    # Step 4 does not come before it is killed.
-    held = start("one", f"{bucket}/team")
-    eventually(lambda: 3 in steps(store), lambda: held.output, seconds=60)
+    halt = Halt(tmp_path / "halt", 4)
+    patient = {"hang_timeout_seconds": PATIENCE}
+    held = start("one", f"{bucket}/team", halt.environment, launch=patient)
+    halt.wait()
+    eventually(lambda: 3 in steps(store), lambda: held.output)
     kill_all(held)
     assert undisturbed.wait() == 0, undisturbed.output
-    for key in [each.key for each in store.list_below() if "step-6" in each.key]:
-        store.delete([key])  # it was faster than the blow
+    assert steps(store) == {3}
     resumed = start("two", f"{bucket}/team")
     assert resumed.wait() == 0, resumed.output
     assert "Resuming from" in resumed.output
@@ -124,10 +125,10 @@ def test_a_training_that_loses_its_run_is_stopped_and_says_to_whom(
     store = ObjectStore(f"{bucket}/team/runs/run-1")
     held = start("one", f"{bucket}/team", training={"max_steps": 100_000})
     # Any step: the newest goes up first, and a busy machine may never come to the third.
-    eventually(lambda: bool(steps(store)), lambda: held.output, seconds=60)
+    eventually(lambda: bool(steps(store)), lambda: held.output)
     rank = next(p for p in psutil.Process(held.process.pid).children(recursive=True))
     store.write("lease.json", lease.LeaseRecord(2, "another").dumps())
-    assert held.wait(60) == 1
+    assert held.wait() == 1
     assert held.output.splitlines()[-1].startswith(
         "run.name: run-1 was taken over by another process, since this machine could not reach"
     )

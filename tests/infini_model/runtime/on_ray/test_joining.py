@@ -1,7 +1,6 @@
-"""What is in the way of a Ray cluster is one line that names the setting, within seconds."""
+"""What is in the way of a Ray cluster is one line that names the setting."""
 
 import socket
-import time
 
 import pytest
 
@@ -11,18 +10,13 @@ from infini_model.runtime.on_ray.joining import joined
 
 @pytest.mark.parametrize("section", ["data", "launch"])
 def test_a_cluster_that_does_not_answer(section):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    began = time.monotonic()
-    with (
-        pytest.raises(
-            UnreachableError, match=rf"^{section}\.ray_address: {address}: no Ray cluster.*$"
-        ),
-        joined(address, section),
-    ):
-        pass
-    assert time.monotonic() - began < 10
+    """Ray itself, which takes minutes, is not asked: it would answer in other words."""
+    with socket.socket() as deaf:  # bound, but not listening
+        deaf.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        message = rf"^{section}\.ray_address: {address}: no Ray cluster answers: .*refused$"
+        with pytest.raises(UnreachableError, match=message), joined(address, section):
+            pass
 
 
 def test_an_address_of_the_environment_that_is_none(monkeypatch):

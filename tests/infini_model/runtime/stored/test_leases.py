@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from commands import eventually
@@ -16,36 +16,44 @@ from infini_model.runtime.errors import LeaseLostError, StoreError, UnreachableE
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.object_stores.object_store import ObjectStore
 from infini_model.runtime.stored import lease, record
-from infini_model.runtime.stored.lease import Lease, await_sign_of_life, read_lease, take_lease
+from infini_model.runtime.stored.lease import (
+    LEASE_SECONDS,
+    Lease,
+    await_sign_of_life,
+    read_lease,
+    take_lease,
+)
 from infini_model.runtime.stored.record import lease_lost, stored_holder
 
-LEASE_SECONDS = 1.5
+if TYPE_CHECKING:
+    from conftest import Clock
+
 ELSEWHERE = Holder(pid=7, started=1.0, host="elsewhere", run="/runs/mine")
 HOLD = """
 import sys, time
 from pathlib import Path
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.object_stores.object_store import ObjectStore
-from infini_model.runtime.stored.lease import take_lease
+from infini_model.runtime.stored import lease
+lease.LEASE_SECONDS = 1e9
 run_dir = Path(sys.argv[2])
 run_dir.mkdir()
 for line in sys.stdin:
     holder = Holder.current(run_dir, None)
-    lease = take_lease(ObjectStore(sys.argv[1] + line.strip()), run_dir, holder)
-    print("refused" if lease is None else "taken", flush=True)
+    held = lease.take_lease(ObjectStore(sys.argv[1] + line.strip()), run_dir, holder)
+    print("refused" if held is None else "taken", flush=True)
 """
 
 
 @pytest.fixture
 def store(bucket: str) -> ObjectStore:
-    return ObjectStore(f"{bucket}/team/runs/mine", patience=5.0)
+    return ObjectStore(f"{bucket}/team/runs/mine")
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases that expire in a moment."""
-    monkeypatch.setattr(lease, "LEASE_SECONDS", LEASE_SECONDS)
-    monkeypatch.setattr(lease, "RENEWAL_SECONDS", LEASE_SECONDS / 5)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are renewed twenty times a second."""
+    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -78,24 +86,28 @@ def test_a_held_run_is_refused_and_its_holder_named(store: ObjectStore, folders:
     assert stored_holder(folders / "two") is None
 
 
-@pytest.mark.usefixtures("brief")
-def test_a_lease_is_renewed_while_it_is_held(store: ObjectStore, folders: Path) -> None:
+@pytest.mark.usefixtures("often")
+def test_a_lease_is_renewed_while_it_is_held(
+    store: ObjectStore, folders: Path, clock: Clock
+) -> None:
     first = taken(store, folders / "one")
-    time.sleep(2 * LEASE_SECONDS)
-    assert take(store, folders / "two") is None
+    for _ in range(3):
+        clock.now += 0.9 * LEASE_SECONDS
+        until = clock.now + LEASE_SECONDS
+        eventually(lambda: read_lease(store)[0].until == until, "the renewal")  # noqa: B023
+        assert take(store, folders / "two") is None
     await_sign_of_life(store, folders / "two")
     first.close()
 
 
-@pytest.mark.usefixtures("brief")
-def test_a_lease_of_a_dead_machine_expires(store: ObjectStore, folders: Path) -> None:
-    until = time.time() + LEASE_SECONDS
+def test_a_lease_of_a_dead_machine_expires(store: ObjectStore, folders: Path, clock: Clock) -> None:
+    until = clock.now + 5.0
     dead = record.LeaseRecord(3, "t", 0, ELSEWHERE, "another machine", until)
     store.create("lease.json", dead.dumps())
     assert take(store, folders / "one") is None
     assert str(stored_holder(folders / "one")) == "process 7 on elsewhere"
     await_sign_of_life(store, folders / "two")
-    assert time.time() >= until
+    assert clock.now >= until
     second = taken(store, folders / "one")
     assert second.epoch == 4
     second.close()
@@ -103,18 +115,18 @@ def test_a_lease_of_a_dead_machine_expires(store: ObjectStore, folders: Path) ->
 
 def test_a_dead_process_of_this_machine_holds_nothing(store: ObjectStore, folders: Path) -> None:
     dead = replace(Holder.current(folders, None), pid=2**22 + 1)
-    left = record.LeaseRecord(1, "t", 0, dead, record.this_machine(), time.time() + 1000)
+    left = record.LeaseRecord(1, "t", 0, dead, record.this_machine(), 4e9)
     store.create("lease.json", left.dumps())
     taken(store, folders / "one").close()
 
 
-@pytest.mark.usefixtures("brief")
+@pytest.mark.usefixtures("often")
 def test_a_lease_survives_a_server_that_is_gone_if_nobody_takes_it(
-    s3, store: ObjectStore, folders: Path
+    s3, store: ObjectStore, folders: Path, clock: Clock
 ) -> None:
     first = taken(store, folders / "one")
-    with s3.line.gone(2 * LEASE_SECONDS):
-        time.sleep(1.5 * LEASE_SECONDS)
+    with s3.line.gone():
+        clock.now += 1.5 * LEASE_SECONDS
         with pytest.raises(UnreachableError):
             first.confirm()
     assert first.confirm()
@@ -122,20 +134,20 @@ def test_a_lease_survives_a_server_that_is_gone_if_nobody_takes_it(
     first.close()
 
 
-@pytest.mark.usefixtures("brief")
+@pytest.mark.usefixtures("often")
 def test_a_lease_that_another_has_taken_meanwhile_is_lost(
-    s3, store: ObjectStore, folders: Path
+    s3, store: ObjectStore, folders: Path, clock: Clock
 ) -> None:
     first = taken(store, folders / "one")
-    with s3.line.gone(2 * LEASE_SECONDS):
-        time.sleep(1.2 * LEASE_SECONDS)
+    with s3.line.gone():
+        clock.now += 1.2 * LEASE_SECONDS
         # The other machine has its own way to the server.
-        current = record.LeaseRecord(2, "t", 0, ELSEWHERE, "another machine", time.time() + 60)
+        current = record.LeaseRecord(2, "t", 0, ELSEWHERE, "another machine", clock.now + 60)
         key = "team/runs/mine/lease.json"
         s3.client().put_object(
             Bucket=store.address[5:].split("/")[0], Key=key, Body=current.dumps()
         )
-    eventually(lambda: first.is_lost, "the loss", seconds=20)
+    eventually(lambda: first.is_lost, "the loss")
     assert not first.confirm()
     lost = lease_lost(folders / "one")
     assert isinstance(lost, LeaseLostError)
@@ -144,13 +156,17 @@ def test_a_lease_that_another_has_taken_meanwhile_is_lost(
     assert read_lease(store)[0] == current
 
 
-@pytest.mark.usefixtures("brief")
-def test_an_answer_that_was_cut_loses_no_lease(s3, store: ObjectStore, folders: Path) -> None:
+@pytest.mark.usefixtures("often")
+def test_an_answer_that_was_cut_loses_no_lease(
+    s3, store: ObjectStore, folders: Path, clock: Clock
+) -> None:
     first = taken(store, folders / "one")
     for _ in range(8):
+        # Only renewals use the line.
         s3.line.cut_after(10)
-        time.sleep(LEASE_SECONDS / 5)
-    assert first.confirm()
+        eventually(lambda: s3.line.has_cut, "a renewal")
+    clock.now += LEASE_SECONDS
+    eventually(first.confirm, "a renewal whose answer arrives")
     assert not first.is_lost
     first.close()
     assert read_lease(store)[0].holder is None
@@ -191,7 +207,7 @@ def test_a_folder_takes_back_a_lease_that_it_could_not_release(
 ) -> None:
     """As after a restart of the machine: nobody can tell whether that process is alive."""
     (folders / "one" / ".token").write_text("t")
-    left = record.LeaseRecord(1, "t", 0, ELSEWHERE, "before the restart", time.time() + 1000)
+    left = record.LeaseRecord(1, "t", 0, ELSEWHERE, "before the restart", 4e9)
     store.create("lease.json", left.dumps())
     await_sign_of_life(store, folders / "one")
     assert take(store, folders / "two") is None

@@ -200,7 +200,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)
-        self.end_headers()
         if self.command == "HEAD":
             body = b""
         cut = status in (200, 206) and "api" not in self.path and len(body) > 1 and self.server.cuts
@@ -208,6 +207,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.cuts -= 1
             body = body[: len(body) // 2]
             self.close_connection = True
+        # Before anything is sent: whoever has the answer may look at once.
         self.server.requests.append(
             Request(
                 self.command,
@@ -217,6 +217,7 @@ class Handler(BaseHTTPRequestHandler):
                 len(body),
             )
         )
+        self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *arguments):

@@ -25,9 +25,9 @@ def test_another_name_is_not():
 )
 def test_importing_costs_no_torch(statement):
     code = f"import sys; {statement}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_the_model_costs_no_compiler():
     code = "import sys, infini_model.model.llama; sys.exit('torch._dynamo' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -566,13 +566,16 @@ def test_a_cleaning_killed_at_any_moment_is_finished_by_the_next(output, source,
 
 
 BUILDING = """
-import sys
+import itertools, sys
 from pathlib import Path
 from infini_model.config import load_config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 output_dir = Path(sys.argv[1])
-for number in range(int(sys.argv[3])):
+enough = Path(sys.argv[3])
+for number in itertools.count():
+    if number >= 30 and enough.exists():
+        break
     source = Path(sys.argv[2])
     (source / "changing.txt").write_text(f"{number % 3} " * 300_000)
     data = {"name": "corpus", "workers": 2, "partition_megabytes": 1}
@@ -589,16 +592,22 @@ class Hurried(Scope):
         return not path.name.startswith(storage.TEMPORARY) and super().is_older(path, seconds)
 
 
-def test_builds_and_cleanings_at_once_do_each_other_no_harm(output, source):
+def test_builds_and_cleanings_at_once_do_each_other_no_harm(output, source, tmp_path):
     """Nothing is protected by its age, only by what builds have noted and locked."""
-    command = [sys.executable, "-c", BUILDING, output, source, "30"]
+    enough = tmp_path / "enough"
+    command = [sys.executable, "-c", BUILDING, output, source, enough]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as builder:
         removed = 0
-        while builder.poll() is None:
-            later = time.time() + 30 * DAY
-            cleaned = clean_up(Hurried(output, output / "datasets", keep=1, now=later))
-            assert cleaned.failures == []
-            removed += cleaned.counts[Kind.PARTITION]
+        try:
+            while builder.poll() is None:
+                later = time.time() + 30 * DAY
+                cleaned = clean_up(Hurried(output, output / "datasets", keep=1, now=later))
+                assert cleaned.failures == []
+                removed += cleaned.counts[Kind.PARTITION]
+                if removed > 3:
+                    enough.touch()
+        finally:
+            enough.touch()
         assert builder.returncode == 0, builder.stderr.read().decode()
     assert removed > 3
     assert_intact(*datasets(output))

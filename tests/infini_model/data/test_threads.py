@@ -6,8 +6,16 @@ import threading
 import time
 
 import pytest
+from commands import PATIENCE
 
 from infini_model.data.threads import for_each, thread_count
+
+
+def report_until_stopped(advance):
+    """Only the error that a report raises ends it; without one the test hangs."""
+    while True:
+        advance(1)
+        time.sleep(0.001)
 
 
 def test_every_item_is_processed_once_and_reported_one_at_a_time():
@@ -38,18 +46,13 @@ def test_the_first_error_is_raised_and_stops_the_other_workers():
 
     def work(item, advance):
         started.append(item)
-        all_at_work.wait(timeout=10)
+        all_at_work.wait(PATIENCE)
         if item == 1:
             raise ValueError("item 1")
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            advance(1)
-            time.sleep(0.001)
+        report_until_stopped(advance)
 
-    began = time.monotonic()
     with pytest.raises(ValueError, match="item 1"):
         for_each(range(100), [work] * 3, lambda _: None)
-    assert time.monotonic() - began < 5
     assert sorted(started) == [0, 1, 2]
 
 
@@ -65,15 +68,10 @@ def test_an_error_of_the_iterable_is_raised():
 def test_ctrl_c_stops_the_work():
     def work(_item, advance):
         os.kill(os.getpid(), signal.SIGINT)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            advance(1)
-            time.sleep(0.001)
+        report_until_stopped(advance)
 
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         for_each([1], [work], lambda _: None)
-    assert time.monotonic() - began < 5
 
 
 def test_threads_are_as_many_as_requested_or_as_cores():

@@ -10,7 +10,7 @@ from trained_run import evaluated, make_all, make_run, settings
 from infini_model.evaluation.tasks import throughput
 
 ONLY = {"evaluation.tasks": ["throughput"], "evaluation.throughput.new_tokens": 4}
-ONLY |= {"evaluation.throughput.lengths": [4, 1], "evaluation.throughput.max_seconds": 0.5}
+ONLY |= {"evaluation.throughput.lengths": [4, 1], "evaluation.throughput.max_seconds": 1e6}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_each_length_has_speeds_and_a_peak_and_is_kept(made):
         for metric in ("prompt_tokens_per_second", "new_tokens_per_second"):
             assert result.metrics[f"evaluation/throughput/{name}/{metric}"] > 0
     trials = [trial for trials in result.details.values() for trial in trials]
-    assert 2 <= len(trials) <= 2 * throughput.MAX_TRIALS
+    assert len(trials) == 2 * throughput.MAX_TRIALS
     for length, trials in result.details.items():
         for trial in trials:
             reading = int(length) / trial["prompt_rate"]
@@ -41,9 +41,11 @@ def test_each_length_has_speeds_and_a_peak_and_is_kept(made):
 
 
 def test_a_length_that_would_take_too_long_is_named_and_left_out(made):
+    # Nothing reads as many tokens in a millisecond; one trial is made of the first in any case.
     lengths = {"evaluation.throughput.lengths": [1, 1_000_000]}
-    result = measured(made, **lengths)
+    result = measured(made, **lengths | {"evaluation.throughput.max_seconds": 1e-3})
     assert list(result.details) == ["32"]
+    assert len(result.details["32"]) >= 1
     assert "32,000,000 tokens" in result.section
     assert "evaluation.throughput.max_seconds" in result.section
 

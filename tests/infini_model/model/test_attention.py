@@ -22,7 +22,7 @@ from infini_model.model.rotary import rope_tables, rotate
 from infini_model.runtime.errors import ConfigError
 from infini_model.training.parallel.distributed import deterministic_algorithms
 
-FEW = settings(max_examples=25, deadline=None, derandomize=True)
+FEW = settings(max_examples=25, derandomize=True)
 BOTH = pytest.mark.parametrize("update", ["linear", "delta"])
 
 

@@ -14,7 +14,7 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import summed_loss
 from infini_model.runtime.errors import ConfigError
 
-FEW = settings(max_examples=20, deadline=None, derandomize=True)
+FEW = settings(max_examples=20, derandomize=True)
 
 
 def config(**changes):

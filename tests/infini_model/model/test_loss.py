@@ -119,7 +119,7 @@ def test_chunks_of_whole_tiles_equal_the_whole(monkeypatch, autocast):
 
 
 @given_(st.integers(1, 10_000), st.integers(1, 2000), st.integers(1, 1 << 20))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_chunks_are_as_few_as_fit_and_whole_tiles(rows, vocabulary, at_once):
     found = module._rows_at_once(rows, vocabulary, at_once)
     longest = max(1, at_once // vocabulary)

@@ -89,7 +89,7 @@ def test_batches_do_not_depend_on_how_many_are_gathered_at_once(windows):
         assert all(batch.tokens.shape == (3, 1, 65) for batch in batches)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2]), st.integers(0, 500))
 def test_any_number_of_processes_sees_the_same_global_batches(
     windows, world_size, accumulation, consumed
@@ -139,7 +139,7 @@ def test_batches_are_int64(windows):
     assert batch.tokens.is_contiguous()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(0, 40))
 def test_keys_are_positions_in_the_training_order(
     windows, batch_size, accumulation, world_size, start
@@ -155,7 +155,7 @@ def test_keys_are_positions_in_the_training_order(
     assert sorted(keys) == list(range(start * together, (start + 3) * together))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(1, 30))
 def test_validation_covers_each_window_once_at_any_world_size(
     byte_dataset, batch_size, world_size, max_windows

@@ -73,7 +73,6 @@ def plain_rows(lengths, row_length, pad):
 many = st.lists(st.lists(st.integers(1, 4) | st.integers(1, 60), max_size=3 * BLOCK), max_size=4)
 
 
-@settings(deadline=None)
 @given(many, st.integers(1, 20), st.booleans(), st.integers(1, 3), st.data())
 def test_rows_are_those_of_the_plain_definition(
     shard_folder, shape, row_length, pad, together, data

@@ -1,13 +1,15 @@
 """Batches of windows in a store are those of the folder, whatever happens to the connection."""
 
 import functools
+import sys
 import threading
-import time
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+from commands import PATIENCE, eventually
 from stored_datasets import without_shards
 from streams import reading_threads, stored_stream
 
@@ -19,7 +21,7 @@ from infini_model.data.loading.read_ahead import WINDOWS_AHEAD
 from infini_model.data.loading.validation import validation_batches
 from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.shards.stored import objects
-from infini_model.data.shards.stored.pool import THREADS
+from infini_model.data.shards.stored.pool import THREADS, make_pool
 from infini_model.runtime.errors import DataError, ObjectMissingError, UnreachableError
 from infini_model.runtime.object_stores.object_store import ObjectStore
 
@@ -125,35 +127,57 @@ def test_a_dataset_folder_may_lack_its_shards(byte_dataset, tmp_path, bucket, mo
             assert local.spans(number) == stored.spans(number)
 
 
-@pytest.fixture
-def slow_reads(monkeypatch):
-    """Reads take 20 ms; how many there were, and how many at most at the same time."""
-    lock = threading.Lock()
-    counts = {"now": 0, "most": 0, "all": 0}
-    plain = ObjectStore.read_range
+class Reads(Executor):
+    """The threads of a loader, and what they were told to read.
 
-    def read(self, *arguments):
-        with lock:
-            counts["now"] += 1
-            counts["all"] += 1
-            counts["most"] = max(counts["most"], counts["now"])
-        time.sleep(0.02)
+    From read number `held` on they wait for `go_on`. `most` is how many were under way at once.
+    """
+
+    def __init__(self, held):
+        self.begun, self.go_on = [], threading.Event()
+        self.now = self.most = 0
+        self._held, self._pool, self._lock = held, make_pool(), threading.Lock()
+
+    def submit(self, function, *arguments):
+        is_held = len(self.begun) >= self._held
+        self.begun.append(self._pool.submit(self._read, is_held, function, *arguments))
+        return self.begun[-1]
+
+    def _read(self, is_held, function, *arguments):
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        if is_held:
+            self.go_on.wait(PATIENCE)
         try:
-            return plain(self, *arguments)
+            return function(*arguments)
         finally:
-            with lock:
-                counts["now"] -= 1
+            with self._lock:
+                self.now -= 1
 
-    monkeypatch.setattr(ObjectStore, "read_range", read)
-    return counts
+    def shutdown(self, **options):
+        self._pool.shutdown(**options)
+
+    def settle(self, loader):
+        """Wait until nothing more is read."""
+        wait([loader._prefetched])
+        wait(self.begun)
 
 
-def settled(reads):
-    """Wait until nothing more is read."""
-    seen = -1
-    while reads["now"] or seen != reads["all"]:
-        seen = reads["all"]
-        time.sleep(0.2)
+@pytest.fixture
+def watched(monkeypatch):
+    """Makes the next loader's `Reads`, of which those from `held` on wait."""
+    made = []
+
+    def make(held=sys.maxsize):
+        reads = Reads(held)
+        made.append(reads)
+        monkeypatch.setattr(read_ahead, "make_pool", lambda: reads)
+        return reads
+
+    yield make
+    for each in made:
+        each.go_on.set()
 
 
 def test_connections_that_are_cut_are_not_noticed(both, s3):
@@ -167,29 +191,35 @@ def test_connections_that_are_cut_are_not_noticed(both, s3):
     assert_same_batches(local, stored, 8, cut, batch_size=8, tokens_at_once=1)
 
 
-def test_a_server_that_is_gone_for_two_seconds_is_waited_for(both, s3):
+def test_a_server_that_comes_back_is_waited_for(both, s3, caplog):
     local, stored, _ = both()
     options = {"batch_size": 32, "seed": 2, "tokens_at_once": 1}
-    with Loader(local, **options) as plain, Loader(stored, **options) as loader:
+    with (
+        Loader(local, **options) as plain,
+        Loader(stored, **options) as loader,
+        ThreadPoolExecutor(1) as pool,
+    ):
         assert same(next(plain)[0], next(loader)[0])
-        with s3.line.gone(2.0):
-            began = time.monotonic()
-            for _ in range(2 * WINDOWS_AHEAD // 32):
-                assert same(next(plain)[0], next(loader)[0])
-            assert time.monotonic() - began > 1
+        # More than was read ahead.
+        count = 2 * WINDOWS_AHEAD // 32
+        with s3.line.gone():
+            reading = pool.submit(lambda: [next(loader)[0] for _ in range(count)])
+            eventually(lambda: "; trying again" in caplog.text, "an attempt that is repeated")
+            assert not reading.done()
+            s3.line.connect()
+            assert all(same(next(plain)[0], batch) for batch in reading.result())
 
 
-def test_what_was_read_ahead_outlasts_an_outage(both, s3, slow_reads):
+def test_what_was_read_ahead_outlasts_an_outage(both, s3, watched):
     local, stored, _ = both()
+    reads = watched()
     options = {"batch_size": 8, "seed": 2, "tokens_at_once": 1}
     with Loader(local, **options) as plain, Loader(stored, **options) as loader:
         assert same(next(plain)[0], next(loader)[0])
-        settled(slow_reads)
-        with s3.line.gone(1.5):
-            began = time.monotonic()
+        reads.settle(loader)
+        with s3.line.gone():
             for _ in range(WINDOWS_AHEAD // 8 // 2):
                 assert same(next(plain)[0], next(loader)[0])
-            assert time.monotonic() - began < 1
 
 
 def test_a_store_that_stays_away_is_the_error_of_the_loader(both, s3, bucket, monkeypatch):
@@ -222,41 +252,62 @@ def test_a_missing_object_is_the_error_of_the_loader(both, bucket):
             next(loader)
 
 
-def test_as_much_is_read_ahead_as_is_said_and_no_more(both, slow_reads, monkeypatch):
+def test_as_much_is_read_ahead_as_is_said_and_no_more(both, watched, monkeypatch):
     monkeypatch.setattr(read_ahead, "WINDOWS_AHEAD", 40)
     _, stored, _ = both()
+    # The shards are so small that a batch takes one read of each at most.
+    reads = watched(held=len(SHAPE))
     with Loader(stored, batch_size=8, tokens_at_once=1) as loader:
+        next(loader)
+        eventually(lambda: reads.now > 8, "reads at the same time")
+        reads.go_on.set()
         for step in range(1, 6):
-            next(loader)
-            settled(slow_reads)
+            reads.settle(loader)
             # The batches that were returned, the next one, and those that were begun.
-            assert slow_reads["all"] <= 8 * (step + 1) + 40
-        assert 8 < slow_reads["most"] <= THREADS
+            assert len(SHAPE) * len(reads.begun) > 40
+            assert len(reads.begun) <= len(SHAPE) * (step + 5)
+            next(loader)
+        assert reads.most <= THREADS
         assert 0 < reading_threads() <= THREADS
     assert reading_threads() == 0
 
 
-def test_tokens_that_wait_are_bounded(both, slow_reads, monkeypatch):
+def test_tokens_that_wait_are_bounded(both, watched, monkeypatch):
     """In bytes, but for the next batch; those of a folder never wait."""
     monkeypatch.setattr(read_ahead, "BYTES_AHEAD", 10 * 32 * 4)
     local, stored, _ = both()
+    reads = watched()
     with Loader(stored, batch_size=8, tokens_at_once=1) as loader:
         next(loader)
-        settled(slow_reads)
-        assert slow_reads["all"] <= 8 * 2 + 16
+        reads.settle(loader)
+        # Of the batch that was returned, of the next one, and of the one after it.
+        assert len(reads.begun) <= 3 * len(SHAPE)
     with Loader(local, batch_size=8) as loader:
         list(islice(loader, 3))
         assert reading_threads() == 0
 
 
-def test_closing_waits_for_nothing_but_the_reads_under_way(both, slow_reads):
+@pytest.mark.parametrize("steps", [1, 3])
+def test_closing_waits_for_nothing_but_the_reads_under_way(both, watched, steps):
     _, stored, _ = both()
-    for steps in (0, 1, 3):
-        loader = Loader(stored, batch_size=8)
-        for _ in range(steps):
-            next(loader)
-        began = time.monotonic()
-        loader.close()
-        assert time.monotonic() - began < 1
-        assert reading_threads() == 0
-        loader.close()
+    free = steps * len(SHAPE)
+    reads = watched(held=free)
+    loader = Loader(stored, batch_size=8, tokens_at_once=1)
+    for _ in range(steps):
+        next(loader)
+    eventually(lambda: reads.now == THREADS, "reads by all threads")
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(loader.close)
+        eventually(lambda: any(each.cancelled() for each in reads.begun), "what is not read")
+        assert not closing.done()
+        reads.go_on.set()
+        closing.result()
+    assert sum(not each.cancelled() for each in reads.begun) <= free + THREADS
+    assert reading_threads() == 0
+    loader.close()
+
+
+def test_a_loader_that_was_not_used_can_be_closed(both):
+    _, stored, _ = both()
+    Loader(stored, batch_size=8).close()
+    assert reading_threads() == 0

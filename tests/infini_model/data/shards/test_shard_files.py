@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,22 +43,12 @@ def opened(folder):
     return sum(os.path.realpath(link).startswith(f"{folder}/") for link in links)
 
 
-@pytest.mark.parametrize(("mode", "seconds"), [("packed", 2), ("document", 6), ("aligned", 6)])
-def test_a_hundred_thousand_shards_open_in_seconds(many_shards, mode, seconds):
-    """Here a fifth of them, in a fifth of the processor time.
-
-    A pass over all documents takes less than two seconds too, but not on a busy machine.
-    """
+@pytest.mark.parametrize("mode", ["packed", "document", "aligned"])
+def test_many_shards_are_packed_and_none_stays_open(many_shards, mode):
     folder, shards = many_shards
     config = PackingConfig(mode=mode, context_length=2)
-    took = []
-    for _ in range(3):
-        began = time.process_time()
-        stream = TokenStream(ShardFiles(folder, shards, INT32), 0)
-        packing = pack(stream, config, 2)
-        took.append(time.process_time() - began)
-        assert packing.windows == (MANY * 30 - 1) // 2 if mode == "packed" else MANY * 10
-    assert min(took) < seconds * MANY / 100_000
+    packing = pack(TokenStream(ShardFiles(folder, shards, INT32), 0), config, 2)
+    assert packing.windows == ((MANY * 30 - 1) // 2 if mode == "packed" else MANY * 10)
     assert mapped(folder) == opened(folder) == 0
 
 
@@ -80,7 +69,7 @@ def test_arrays_outlive_the_mapping_of_their_shard(tmp_path):
     assert [document.tolist() for document in documents] == [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.lists(st.integers(1, 9), max_size=9), min_size=1, max_size=9).filter(any),
     st.integers(1, 3),

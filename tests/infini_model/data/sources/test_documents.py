@@ -51,7 +51,7 @@ def write_all_formats(folder: Path, texts: list[str]) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.text(), max_size=6))
 def test_all_formats_hold_the_same_documents(tmp_path_factory, texts):
     kept = [text for text in texts if text]

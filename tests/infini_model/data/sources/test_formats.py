@@ -33,7 +33,7 @@ def rows(*parts: FileRange, batch_bytes: int = MEGABYTE) -> list[str | None]:
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     texts=st.lists(st.none() | st.text(max_size=5), max_size=12),
     group=st.integers(1, 4),

@@ -93,7 +93,7 @@ def mutated(draw) -> bytes:
 BLOCKS = st.lists(LINES | LINES | mutated() | SOUP, max_size=5).map(b"\n".join)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(BLOCKS, st.sampled_from(ERRORS), st.sampled_from(["text", "x", "a"]))
 @example(b'{"text":"a"}{"text":"b"}\n{"text":"c","x":{}\n}', "fail", "text")
 @example(b'{"text":"a","text":"b"}\n{"text":"a","text":null}', "fail", "text")
@@ -118,7 +118,7 @@ def test_both_parsers_agree(data, errors, column):
     assert fast == outcome(parse_each, data, errors, column)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(LINES, max_size=8))
 def test_arrow_reads_what_is_usual(lines):
     is_usual = all(isinstance(json.loads(line)["text"], str) for line in lines)
@@ -144,7 +144,7 @@ def test_limits_of_python_are_not_those_of_a_line():
         assert outcome(parse, nested, "fail") == (10, "is not JSON: it is nested too deeply")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.text("ab\né{}\"'\\", max_size=12), max_size=8),
     st.sampled_from([b"\n", b"\r\n", b"\n\n"]),

@@ -130,9 +130,10 @@ def test_a_refusal_is_final(server, tmp_path):
 def test_a_dead_host_is_a_connection_error_that_names_it(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
+        # Bound but not listening: nobody else can take the port.
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/corpus.jsonl"
-    with pytest.raises(ConnectionError, match=url) as caught:
-        download(files_config(url), tmp_path)
+        with pytest.raises(ConnectionError, match=url) as caught:
+            download(files_config(url), tmp_path)
     assert "\n" not in str(caught.value)
     with pytest.raises(ConnectionError, match=r"no-such-host\.invalid"):
         download(files_config("http://no-such-host.invalid/a.txt"), tmp_path)

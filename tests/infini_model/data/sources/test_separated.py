@@ -29,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("search_bytes", [1, 2, 3, 7, 1 << 18])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     text=st.text("ab\né", max_size=40),
     separator=st.sampled_from(["\n", "\n\n", "aa", "aba", "abab", "ab", "é", "aab", "zz"]),
@@ -50,7 +50,7 @@ def test_ranges_hold_what_the_whole_splits_into(
     assert list(itertools.chain(*parts)) == text.split(separator)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.text("ab", max_size=5), min_size=1), st.data())
 def test_a_document_belongs_to_the_range_in_which_it_begins(path, documents, data):
     text = "#-".join(documents)

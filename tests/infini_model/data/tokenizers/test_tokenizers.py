@@ -69,7 +69,7 @@ def test_arrow_slices_are_encoded_like_lists(trained):
             assert np.array_equal(one, other)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(adversarial, max_size=5))
 def test_ids_are_those_of_tokenizers(tokenizer_file, texts):
     tokenizer = load_tokenizer(str(tokenizer_file))
@@ -84,7 +84,7 @@ def test_ids_are_those_of_tokenizers(tokenizer_file, texts):
         assert tokenizer.decode([*row, tokenizer.eos_token_id]) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(adversarial | st.just(BOS + "twice"))
 def test_a_prompt_begins_as_tokenizers_begins_a_text(tokenizer_file, text):
     definition = with_bos(tokenizer_file.read_text())

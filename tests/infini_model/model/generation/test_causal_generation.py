@@ -42,7 +42,7 @@ def greedy(model, prompt, count):
 
 
 @given(st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=14), min_size=1, max_size=4))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 def test_greedy_batches_equal_full_passes(prompts):
     new = generate(MODEL, prompts, max_new_tokens=7, temperature=0)
     assert new == [greedy(MODEL, prompt, 7) for prompt in prompts]

@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make run` and `make test`. Each installs what it needs first.
 PYTHON ?= python3
 ARGS ?=
-BENCHMARKS ?= attention model step loss generate train_step memory_estimate tokenize incremental engines scale requests loader stored_loader
+BENCHMARKS ?= attention model step loss generate train_step memory_estimate tokenize incremental scale requests loader stored_loader
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

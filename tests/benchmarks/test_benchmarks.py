@@ -27,7 +27,6 @@ TINY = {each.name: list(each.rehearsal) for each in gpu.BENCHMARKS} | {
         *("--files", "3", "--megabytes", "0.2", "--small-files", "10", "--partitions", "160"),
         *("--turns", "1"),
     ],
-    "engines": ["--partitions", "30", "--turns", "1"],
     "scale": ["--largest", "10000", "--turns", "1"],
     "requests": ["--partition-megabytes", "1", "--partitions-per-file", "1"],
     "loader": ["--megabytes", "1", "--seconds", "0.01", "--turns", "1"],
@@ -49,7 +48,7 @@ LEARNING = {
 }
 # These take the longest.
 LONG = (
-    *("tokenize", "tokenize_device", "incremental", "engines", "model", "step", "memory_gain"),
+    *("tokenize", "tokenize_device", "incremental", "model", "step", "memory_gain"),
     *("train_step", "scale", "requests"),
 )
 # Without a GPU, only Triton's interpreter runs it, which says nothing about its speed.

@@ -264,7 +264,6 @@ def test_as_much_is_read_ahead_as_is_said_and_no_more(both, watched, monkeypatch
         for step in range(1, 6):
             reads.settle(loader)
             # The batches that were returned, the next one, and those that were begun.
-            assert len(SHAPE) * len(reads.begun) > 40
             assert len(reads.begun) <= len(SHAPE) * (step + 5)
             next(loader)
         assert reads.most <= THREADS

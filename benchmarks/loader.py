@@ -104,9 +104,10 @@ def seconds_per_token(batches: Iterator[int], seconds: float) -> Callable[[], fl
     """A peer for `take_turns` that reads batches for `seconds`."""
 
     def measure() -> float:
-        tokens, began = 0, time.perf_counter()
-        while (passed := time.perf_counter() - began) < seconds:
+        tokens, passed, began = 0, 0.0, time.perf_counter()
+        while passed < seconds:
             tokens += next(batches)
+            passed = time.perf_counter() - began
         return passed / tokens
 
     # Warm up: open files, start threads, load pages into memory.

@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,7 @@ from infini_model.runtime.object_stores.object_store import ObjectStore
 KINDS = ("LIST", "GET", "HEAD", "PUT", "POST")
 FIRST, NOTHING, MORE, COPY = "all new", "nothing new", "one file more", "copied to a machine"
 REQUEST = re.compile(r'"([A-Z]+) (/\S*) HTTP/')
-START_SECONDS = 60.0
+LISTENING = re.compile(r"Running on (http://127\.0\.0\.1:\d+)\s")
 DOCUMENT_BYTES = 4000
 
 
@@ -76,20 +75,17 @@ def _kind(method: str, path: str) -> str:
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[Log]:
     """moto's server, which this process and those that it starts reach while the block runs."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     path = folder / "log"
     with path.open("w") as log:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-    os.environ |= CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
-    os.environ["INFINI_CACHE_DIR"] = str(folder / "cache")
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
+        while not (found := LISTENING.search(path.read_text())):
+            if server.poll() is not None:
+                raise SystemExit(path.read_text())
             time.sleep(0.1)
+        os.environ |= CREDENTIALS | {"AWS_ENDPOINT_URL": found[1]}
+        os.environ["INFINI_CACHE_DIR"] = str(folder / "cache")
         yield Log(path)
     finally:
         server.kill()

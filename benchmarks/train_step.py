@@ -215,7 +215,7 @@ def ratios_of(
     steps = [(each.seconds / options.steps, each.stall_seconds) for each in measured.timings[OURS]]
     found = {
         PLAIN: speed_ratio(seconds[OURS], seconds[PLAIN]),
-        CHECKS: spread([1 - measured.check_seconds / step for step, _ in steps]),
+        CHECKS: spread([step / (step + measured.check_seconds) for step, _ in steps]),
         CHECKPOINTS: spread([between * step / (between * step + stall) for step, stall in steps]),
         ONE_STEP: spread([step / (step + stall) for step, stall in steps]),
     }

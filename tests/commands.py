@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -310,8 +311,15 @@ def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:
     request = urllib.request.Request(
         f"{url}/{path}", data, {"Content-Type": "application/json"}, method=method
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-        return json.load(answer)
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            # The database was locked for seconds; Prefect's own client asks again, too.
+            if error.code != 503:
+                raise
+            time.sleep(0.2)
 
 
 def flow_run(url: str, output: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from commands import PATIENCE, eventually
+from commands import PATIENCE, eventually, kill
 from ports import free_port
 
 from infini_model.runtime.processes import bound
@@ -56,7 +57,7 @@ class MlflowServer:
         root = psutil.Process(self._process.pid)
         workers = root.children(recursive=True)
         for process in [root, *workers]:
-            process.kill()
+            kill(process, signal.SIGKILL)  # One may end when its parent does.
         self._process.wait()
         # A worker that is still dying holds the port.
         psutil.wait_procs(workers)

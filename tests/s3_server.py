@@ -7,6 +7,7 @@ would be noticed.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -29,9 +30,20 @@ CREDENTIALS = {
     "AWS_SESSION_TOKEN": "unt0ldsessiontoken",
 }
 
-
 # An answer lists so many objects; of a real store, 1000.
 LISTED_AT_ONCE = 100
+# Left alone, moto lets another write come between the check of a condition and the write.
+MOTO = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+one_at_a_time, put_object = threading.Lock(), S3Response.put_object
+def put(self):
+    with one_at_a_time:
+        return put_object(self)
+S3Response.put_object = put
+main()
+"""
 
 
 class Line:
@@ -47,7 +59,7 @@ class Line:
         self._open: list[socket.socket] = []
         self._changing = threading.Lock()
         self._cut_after: int | None = None
-        self._hold_after: int | None = None
+        self._hold_after: float = math.inf
         self._holds = threading.Event()
         self._let_go = threading.Event()
         self._listener: socket.socket | None = None
@@ -113,11 +125,13 @@ class Line:
         """
         self._holds.clear()
         self._let_go.clear()
-        self._hold_after = count
+        with self._changing:
+            self._hold_after = count
         try:
             yield self._holds
         finally:
-            self._hold_after = None
+            with self._changing:
+                self._hold_after = math.inf
             self._let_go.set()
 
     def cut_after(self, count: int) -> None:
@@ -156,11 +170,12 @@ class Line:
     def _send(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while content := client.recv(1 << 16):
-                if self._hold_after is not None:
+                with self._changing:
                     self._hold_after -= len(content)
-                    if self._hold_after < 0:
-                        self._holds.set()
-                        self._let_go.wait()
+                    is_held = self._hold_after < 0
+                if is_held:
+                    self._holds.set()
+                    self._let_go.wait()
                 server.sendall(content)
         _end(client, server)
 
@@ -168,14 +183,14 @@ class Line:
         with contextlib.suppress(OSError):
             while content := server.recv(1 << 16):
                 self._speaks.wait()
-                if self._cut_after is not None:
-                    content, cut = content[: self._cut_after], len(content) >= self._cut_after
-                    self._cut_after = None if cut else self._cut_after - len(content)
-                    client.sendall(content)
-                    if cut:
-                        break
-                else:
-                    client.sendall(content)
+                with self._changing:
+                    left = self._cut_after
+                    cut = left is not None and len(content) >= left
+                    if left is not None:
+                        self._cut_after = None if cut else left - len(content)
+                client.sendall(content[:left])
+                if cut:
+                    break
         _end(client, server)
 
 
@@ -191,7 +206,7 @@ class S3Server:
     def __init__(self) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, "-c", MOTO, "-H", "127.0.0.1", "-p", str(port)]
         self._process = subprocess.Popen(
             bound(command),
             env=os.environ | {"MOTO_S3_DEFAULT_MAX_KEYS": str(LISTED_AT_ONCE)},

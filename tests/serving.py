@@ -115,8 +115,8 @@ class Serving:
         assert answer["status"] == "ACCEPT", answer
 
     def suspend(self, flow_run: str) -> None:
-        """The *Pause* button, with its default of five minutes."""
-        until = (datetime.now(UTC) + timedelta(minutes=5)).isoformat()
+        """The *Pause* button, but not for five minutes only, which may pass on a slow machine."""
+        until = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
         self.set_state(flow_run, "PAUSED", "Suspended", pause_timeout=until, pause_reschedule=True)
 
     def resume(self, flow_run: str) -> None:

@@ -65,7 +65,8 @@ class Halt:
     A test that polls for a step and then sends a signal races with the end of the training. A rank
     that has halted waits for the signal: one other than SIGKILL stays pending (`is_pending`) until
     `resume`. The launcher takes a process that is stopped for `launch.hang_timeout_seconds` for
-    hung, so set it to `PATIENCE`.
+    hung, so set it to `PATIENCE`. The thread that writes checkpoints stops as well: the newest one
+    may be unfinished for ever, and the one before it is on disk.
 
     `environment` is laid over that of the command. The steps must be among those that are logged.
     """

@@ -283,7 +283,8 @@ def test_no_test_module_imports_another() -> None:
 
 def test_deployments_open_no_port_to_everyone() -> None:
     files = [path for path in (ROOT / "deployments").rglob("*") if path.is_file()]
-    texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix != ".pyc"}
+    sources = [path for path in files if path.parent.name != "__pycache__"]
+    texts = {path: path.read_text(encoding="utf-8") for path in sources}
     assert texts
     assert [path for path, text in texts.items() if OPEN_TO_ALL.search(text)] == []
 

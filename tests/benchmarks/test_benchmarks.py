@@ -51,6 +51,8 @@ LONG = (
     *("tokenize", "tokenize_device", "incremental", "model", "step", "memory_gain"),
     *("train_step", "scale", "requests"),
 )
+# They bind their process to one core, or give it the address of a store.
+APART = ("loader", "stored_loader")
 # Without a GPU, only Triton's interpreter runs it, which says nothing about its speed.
 ON_A_GPU = "tokenize_device"
 # Packages missing on a machine with only torch, numpy, pyarrow, pydantic and safetensors.
@@ -103,7 +105,7 @@ def test_output_ends_with_a_line_of_json(
     elif name == ON_A_GPU:
         pytest.importorskip("triton")
         printed = run("-m", f"benchmarks.{name}", *options, TRITON_INTERPRET="1")
-    elif name in LONG:
+    elif name in (*LONG, *APART):
         printed = run("-m", f"benchmarks.{name}", *options)
     else:
         monkeypatch.setattr(sys, "argv", [name, *options])

@@ -20,6 +20,7 @@ def measured(page: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.story
+@pytest.mark.timeout(3600)  # some twenty programs
 def test_the_rehearsal_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--output", str(page)])

@@ -1,5 +1,6 @@
 """Chromium with a real `infini serve`."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from commands import (
     tiny,
     write_texts,
 )
-from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, Response, expect, sync_playwright
 from ports import free_port
 from serving import Serving, serve
 from ui import Prefect
@@ -57,7 +58,9 @@ def browser() -> Iterator[Browser]:
     if program is None:
         pytest.skip(f"{CHROMIUM} is not installed; make e2e installs it")
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=OPTIONS)
+        chromium = playwright.chromium.launch(
+            executable_path=program, args=OPTIONS, timeout=PATIENCE_MS
+        )
         yield chromium
         chromium.close()
 
@@ -65,7 +68,10 @@ def browser() -> Iterator[Browser]:
 def _tell(response: Response) -> None:
     """Print API errors, which pytest shows with a failure."""
     if response.status >= 400 and "/api/" in response.url:
-        print(response.status, response.request.method, response.url, response.text())
+        print(response.status, response.request.method, response.url)
+        # Its text is lost when the page goes on to another address.
+        with contextlib.suppress(Error):
+            print(response.text())
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 import re
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import api, eventually
+from commands import api, eventually, kill
 from serving import ENGINE, TRAINER, Serving
 from ui import Prefect
 
@@ -41,9 +42,10 @@ def saved_step(run_dir: Path) -> int:
     return step
 
 
-def expect_resumed(prefect: Prefect, serving: Serving, flow_run: str, run_dir: Path) -> None:
-    """The run resumes from its newest checkpoint, in its folder."""
+def go_on(action: str, prefect: Prefect, serving: Serving, flow_run: str, run_dir: Path) -> None:
+    """By this button the run resumes from its newest checkpoint, in its folder."""
     checkpoint = newest_checkpoint(run_dir)
+    prefect.press(action, confirmed_by=action)
     serving.wait_for_log(flow_run, f"Resuming from: {checkpoint}")
     prefect.expect_state("Running")
     known = read_metrics(run_dir)[-1]["step"]
@@ -56,7 +58,7 @@ def _nothing_else_trains(serving: Serving) -> Iterator[None]:
     """A failed test must not leave a training that slows down the next one."""
     yield
     for process in serving.processes(ENGINE):
-        process.terminate()
+        kill(process, signal.SIGTERM)
     eventually(lambda: not serving.processes(ENGINE), "the end of the engines")
 
 
@@ -72,8 +74,7 @@ def test_a_failed_training_is_retried_from_its_step_in_its_mlflow_run(
     prefect.expect_state("Failed")
     prefect.keep("run-failed")
     assert "\n" not in serving.state(flow_run)["message"]
-    prefect.press("Retry", confirmed_by="Retry")
-    expect_resumed(prefect, serving, flow_run, run_dir)
+    go_on("Retry", prefect, serving, flow_run, run_dir)
     prefect.keep("run-retried")
     assert read_mlflow_record(run_dir)["run_id"] == mlflow_run
 
@@ -100,6 +101,5 @@ def test_a_paused_training_ends_and_resume_continues_it(prefect: Prefect, servin
     step = saved_step(run_dir)
     assert f"step {step} is saved" in serving.state(flow_run)["message"]
     prefect.keep("run-suspended")
-    prefect.press("Resume", confirmed_by="Resume")
-    expect_resumed(prefect, serving, flow_run, run_dir)
+    go_on("Resume", prefect, serving, flow_run, run_dir)
     prefect.keep("run-resumed")

@@ -76,10 +76,9 @@ class Prefect:
 
         self.insist(follow, self.page.get_by_role("tab", name="Logs", exact=True))
 
-    def refused(self) -> Locator:
-        """The error on the page after a *Submit* that the server rejects."""
-        self.press_submit()
-        return self.page.locator("[data-sonner-toast]")
+    def expect_refusal(self, text: str) -> None:
+        """*Submit*, until the error that the server answers is seen: it is shown only briefly."""
+        self.insist(self.press_submit, self.page.get_by_text(text).first)
 
     def expect_state(self, name: str) -> None:
         """Wait until the badge below the run's name shows this state."""

@@ -216,7 +216,9 @@ def test_another_version_of_the_package_or_of_ray_is_refused(
     settings = on_ray(tmp_path / "output", sources, cluster)
     listing = stage("download", settings)["listing"]
     other = tmp_path / "other"
-    shutil.copytree(ROOT / "infini_model", other / "infini_model")
+    # Whatever else runs may be writing there.
+    compiled = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "infini_model", other / "infini_model", ignore=compiled)
     with (other / "infini_model" / "data" / "threads.py").open("a") as file:
         file.write("# Another version.\n")
     words = ("shard", settings, "--listing", listing)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from commands import processes_about
+from commands import eventually, processes_about
 from trials import STEPS, Undisturbed
 
 from infini_model.data.manifest import SPLITS
@@ -31,7 +31,7 @@ def test_a_run_from_scratch_ends_with_a_report_and_leaves_no_process(
         if "validation/loss" in line
     ]
     assert losses[-1] < losses[0] - 1.0
-    assert not processes_about(undisturbed.output)
+    eventually(lambda: not processes_about(undisturbed.output), "the end of all processes")
 
 
 def test_the_dataset_opens_with_datasets_and_holds_each_document_once(

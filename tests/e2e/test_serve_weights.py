@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PATIENCE, Environment, api
+from commands import PATIENCE, Environment, api, eventually
 from local_hub import LocalHub, Repository, serve_hub, sha256
 from ports import free_port
 from serving import Serving, serve
@@ -17,6 +17,7 @@ from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.training.initial_weights import read_initial_weights
 
 pytestmark = pytest.mark.story
+SUFFIX = ".safetensors"
 
 
 @pytest.fixture
@@ -77,15 +78,26 @@ def test_a_killed_download_is_retried_and_the_run_finishes(
         "pipeline", preset="uptrain", initial_weights="team/llama", advanced=tree
     )
     serving.wait_for_log(flow_run, "% of ")
+    files = hub.repositories["team/llama"].files
+    others = {name for name, data in files.items() if name.endswith(SUFFIX) and data != hub.held}
+
+    def have_arrived() -> bool:
+        return others <= {path.name for path in (tmp_path / "hub").rglob(f"*{SUFFIX}")}
+
+    eventually(have_arrived, f"{others}, but for the file that is held")
     serving.kill("weights")
     serving.wait_for_log(flow_run, "weights ended with status -9")
     hub.released.set()
     serving.wait_for_state(flow_run, "Completed")
     assert progress_of(serving, flow_run) == 100.0
     wanted = {"flow_runs": {"id": {"any_": [flow_run]}}}
-    runs = {run["name"].split()[0]: run for run in api(serving.url, "task_runs/filter", **wanted)}
-    assert runs["weights"]["name"] == "weights team/llama"
-    assert runs["weights"]["run_count"] == 2
+
+    def runs() -> dict[str, int]:
+        found = api(serving.url, "task_runs/filter", **wanted)
+        return {run["name"]: run["run_count"] for run in found}
+
+    # The server records it in the background.
+    eventually(lambda: runs().get("weights team/llama") == 2, lambda: f"two attempts in {runs()}")
     run_dir = output / "runs" / "uptrain-1"
     found = read_initial_weights(run_dir)
     assert found is not None

@@ -436,8 +436,11 @@ def test_a_full_disk_is_named_and_with_space_the_same_command_resumes(
 
 @pytest.mark.story
 def test_a_disk_that_fills_up_in_training_keeps_the_checkpoint_before(
-    settings: Path, disk: SmallDisk, alone: Environment
+    settings: Path, text_files: Path, output: Path, disk: SmallDisk, alone: Environment
 ) -> None:
+    # A metrics line that finds the disk full beside the checkpoint would be named in its place.
+    rarely = {"logging_steps": 20, "eval_steps": 20}
+    write_settings(settings, tiny(text_files, output, logging=rarely))
     arguments = ["--dataset", dataset_of(settings), "--run-dir", disk.folder / "run"]
     command = [sys.executable, "-m", "infini_model.training", "--config", str(settings)]
     command += map(str, arguments)

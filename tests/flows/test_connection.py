@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from commands import PATIENCE
 from ports import free_port
 
 from flows.serving import connection
@@ -23,7 +24,12 @@ def address(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}/"
 
 
-def test_a_server_that_hangs_up_is_asked_again(listener: socket.socket) -> None:
+def test_a_server_that_hangs_up_is_asked_again(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "STALL_SECONDS", PATIENCE)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE)
+
     def serve() -> None:
         for answer in (b"", ANSWER):
             taken, _ = listener.accept()

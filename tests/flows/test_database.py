@@ -12,6 +12,7 @@ import pytest
 from commands import PATIENCE, api
 from ports import free_port
 
+from flows.serving import database
 from flows.serving.database import check_database
 from flows.serving.services import HOST, start_prefect, wait_until_up
 from infini_model.config import load_config
@@ -22,6 +23,11 @@ BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 # PostgreSQL refuses to run as root.
 ACCOUNT = "postgres" if os.geteuid() == 0 else None
 needs_postgresql = pytest.mark.skipif(not BINARIES, reason="PostgreSQL is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "CONNECT_SECONDS", PATIENCE)
 
 
 @pytest.fixture(scope="module")

@@ -187,7 +187,8 @@ def test_websockets_are_for_own_pages_and_for_those_who_have_the_secret(
 ) -> None:
     def greet(port: int, token: str | None, **options: Any) -> str:
         url = f"ws://{HOST}:{port}{path}"
-        with connect(url, subprotocols=["prefect"], **options) as opened:  # type: ignore[list-item]
+        patience: dict[str, Any] = {"open_timeout": PATIENCE, "ping_interval": None}
+        with connect(url, subprotocols=["prefect"], **patience, **options) as opened:  # type: ignore[list-item]
             opened.send(json.dumps({"type": "auth", "token": token}))
             with ExitStack() as closing:
                 closing.callback(opened.close)

@@ -54,10 +54,15 @@ class FlowRun:
     def logs(self) -> list[str]:
         """The lines of the run's log, in order."""
         wanted = {"flow_run_id": {"any_": [self.number]}}
-        return [
-            line["message"]
-            for line in api(self.server, "logs/filter", logs=wanted, sort="TIMESTAMP_ASC")
-        ]
+        lines: list[str] = []
+        # The server returns 200 lines at most.
+        while len(lines) % 200 == 0:
+            order = {"sort": "TIMESTAMP_ASC", "offset": len(lines)}
+            page = api(self.server, "logs/filter", logs=wanted, **order)
+            if not page:
+                break
+            lines += [line["message"] for line in page]
+        return lines
 
     @property
     def _mine(self) -> dict[str, Any]:

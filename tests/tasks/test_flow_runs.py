@@ -143,9 +143,9 @@ def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_c
     tree = tiny(
         text_files,
         tmp_path / "output",
-        training={"max_steps": 100_000},
+        training={"max_steps": 1_000_000},
         logging={"eval_steps": 20, "logging_steps": 20},
-        checkpoint={"save_steps": 100_000},
+        checkpoint={"save_steps": 1_000_000},
     )
     run = create(server, "flows/pipeline.py:pipeline", advanced=tree)
     running: Running = run.start(connected, tmp_path / "engine.log")
@@ -159,7 +159,7 @@ def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_c
         eventually(lambda: any(row["validation loss"] for row in table()), validated)
         newest = table()[0]
         assert newest.keys() == {"step", "loss", "validation loss", "tokens/s", "ETA"}
-        assert newest["step"].endswith(" of 100000")
+        assert newest["step"].endswith(" of 1000000")
         run.set_state("CANCELLING", "Cancelling")
         running.wait()
     finally:

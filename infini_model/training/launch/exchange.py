@@ -17,9 +17,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from infini_model.training.launch.failures import keep_reports, read_reports
 
-# How long an agent waits for the others: their ranks may take five seconds to end. A machine that
-# is lost says nothing.
-PATIENCE = timedelta(seconds=8)
+# How long an agent waits for the others: their ranks take five seconds to end, or longer on a busy
+# machine. A machine that is lost says nothing.
+PATIENCE = timedelta(seconds=30)
 
 
 def exchange_failures(run_dir: Path, rank_environment: Mapping[str, str]) -> None:

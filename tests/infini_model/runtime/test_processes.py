@@ -115,7 +115,7 @@ def test_an_error_during_shutdown_does_not_leave_it_running() -> None:
         return InterruptedError("enough") if lines else None
 
     with pytest.raises(RuntimeError, match="no more lines"):
-        run([sys.executable, "-c", code], on_line=refuse, stop=stop)
+        run([sys.executable, "-c", code], on_line=refuse, stop=stop, grace_seconds=PATIENCE)
     eventually(lambda: is_gone(int(lines[0])), "the end of the child")
 
 

@@ -139,14 +139,15 @@ def test_both_machines_are_lost_and_the_run_goes_on_with_the_same_bits(
     assert undisturbed.wait() == 0, undisturbed.output
     expected = folder(undisturbed)
 
-    halt = Halt(tmp_path / "halt", 4)
+    # The second checkpoint, which they may never finish, has waited for the first.
+    halt = Halt(tmp_path / "halt", 7)
     patient = {"hang_timeout_seconds": PATIENCE}
     first, second = start("m0", "m1", env=halt.environment, launch=patient)
     halt.wait(2)
-    eventually(lambda: steps(store) == {3}, lambda: first.output + second.output)
+    eventually(lambda: bool(steps(store)), lambda: first.output + second.output)
     lose(second, tmp_path / "m1")
     lose(first, tmp_path / "m0")
-    assert steps(store) == {3}
+    assert STEPS not in steps(store)
 
     # The lease of the lost machine ends by itself, as that of a dead process of this one.
     again = start("n0", "n1")

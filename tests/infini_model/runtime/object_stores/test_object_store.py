@@ -40,7 +40,7 @@ LEAST_PART = 5 << 20  # bytes; S3 takes none smaller, but the last
 
 @pytest.fixture
 def store(bucket) -> ObjectStore:
-    return ObjectStore(f"{bucket}/some/prefix")
+    return ObjectStore(f"{bucket}/some/prefix", PATIENCE)
 
 
 @pytest.fixture

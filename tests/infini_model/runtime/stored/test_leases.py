@@ -73,6 +73,7 @@ def taken(store: ObjectStore, run_dir: Path) -> Lease:
     return held
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_held_run_is_refused_and_its_holder_named(store: ObjectStore, folders: Path) -> None:
     first = taken(store, folders / "one")
     assert take(store, folders / "two") is None

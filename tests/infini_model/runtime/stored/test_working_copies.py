@@ -57,7 +57,11 @@ with claim_run(config, "k1", Path("data")) as run_dir:
 
 @pytest.fixture
 def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """The settings of a command on a machine; all machines have the same store."""
+    """The settings of a command on a machine; all machines have the same store.
+
+    No lease expires because this machine was slow.
+    """
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1e6)
 
     def on(name: str, *overrides: str) -> Config:
         monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / name))
@@ -233,11 +237,13 @@ def test_a_store_that_is_gone_stops_nothing(
 def test_what_could_not_be_copied_is_named_and_copied_by_the_next_command(
     s3, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     config = machine("one")
     with contextlib.ExitStack() as later:
         with claimed(config) as run_dir:
             save(run_dir, 2)
-            eventually(lambda: steps_of(stored(config)) == {2}, "the copy")
+            # Not when the store has it: the answer could still be cut.
+            eventually(lambda: "Copied step-2 of debug-1" in caplog.text, "the copy")
             later.enter_context(s3.line.gone())
             save(run_dir, 4)
         (line,) = [each for each in caplog.messages if "not in s3://" in each]

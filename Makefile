@@ -9,13 +9,12 @@ CHROMIUM ?= chromium
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export CHROMIUM
 
-.PHONY: help install run test chromium e2e faults fuzz lint serve bench gpu clean lock
+.PHONY: help install run test chromium e2e fuzz lint serve bench gpu clean lock
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
-	@echo "make test     run the tests, but for those that take longest: make e2e, make faults"
-	@echo "make e2e      kill, stop and resume whole programs; use the pages of Prefect and MLflow in a browser"
-	@echo "make faults   kill, stop and starve small trainings at every step and see that all survive"
+	@echo "make test     run the tests, but for those that take longest: make e2e"
+	@echo "make e2e      kill, stop and resume trainings at any moment; use the pages of Prefect and MLflow in a browser"
 	@echo "make fuzz     compare the GPU tokenizer with tokenizers on far more text, in Triton's interpreter"
 	@echo "make lint     formatting, linting and types, as in CI"
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
@@ -52,9 +51,6 @@ chromium:
 e2e: install chromium
 	@command -v slurmctld >/dev/null || echo "skipping the tests of slurm.sh; they need: sudo apt-get install slurm-wlm munge"
 	$(BIN)/python -m pytest $(WORKERS) --every-story -m story $(ARGS)
-
-faults: install
-	$(BIN)/python -m pytest --numprocesses 2 --every-fault --every-story tests/faults $(ARGS)
 
 fuzz: install
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --every-story -m "cuda and story" tests/infini_model/data/tokenizers/gpu $(ARGS)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # that share the cores do not wait for each other's threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-# How long an example takes to run, or to draw, depends on what else the machine does. An example that
-# is one in thousands must not turn up in a run that is about something else.
+# How long an example takes to run, or to draw, depends on what else the machine does. An example
+# that is one in thousands must not turn up in a run that is about something else.
 settings.register_profile(
     "repeatable",
     deadline=None,
@@ -53,7 +53,6 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of all folders; pytest only reads them from the root conftest."""
-    parser.addoption("--every-fault", action="store_true", help="try all faults, not a selection")
     parser.addoption("--every-story", action="store_true", help="also what takes long")
     parser.addoption(
         "--story-minutes",
@@ -84,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if stories and not config.getoption("--every-story"):
         config.hook.pytest_deselected(items=stories)
         items[:] = [item for item in items if item not in stories]
-    longest = {"e2e", "faults", "flows", "tasks", "training"}
+    longest = {"e2e", "flows", "tasks", "training"}
     items.sort(key=lambda item: longest.isdisjoint(item.path.parts))
 
 
@@ -115,14 +114,6 @@ def each_device(request: pytest.FixtureRequest) -> torch.device:
 def gpu() -> torch.device:
     """The GPU, or the CPU in a rehearsal, for tests that are marked `cuda`."""
     return GPU
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Report how many faults were injected and survived."""
-    if not terminalreporter.config.getoption("--every-fault"):
-        return
-    survived, fell = (len(terminalreporter.getreports(end)) for end in ("passed", "failed"))
-    terminalreporter.write_line(f"{survived + fell} faults tried, {survived} survived")
 
 
 def _make_tables(output: Path) -> None:

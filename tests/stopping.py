@@ -33,12 +33,7 @@ if "infini_model.training" in sys.orig_argv and not {{
         for step in {steps!r}:
             if f"Step [{{step}}/" in record.getMessage():
                 halt(step)
-    def halt_in_a_checkpoint(event, arguments):
-        if event == "open" and "/checkpoints/.tmp-step-" in str(arguments[0]):
-            halt("checkpoint")
     logging.Logger.callHandlers = call_handlers_and_halt
-    if {in_a_checkpoint!r}:
-        sys.addaudithook(halt_in_a_checkpoint)
 """
 
 
@@ -60,8 +55,6 @@ class StopAfter(Callback):
 class Halt:
     """Every rank of a run stops itself (SIGSTOP) once, right after it has logged one of `steps`.
 
-    With `in_a_checkpoint`, rank 0 does so while it writes its first checkpoint.
-
     A test that polls for a step and then sends a signal races with the end of the training. A rank
     that has halted waits for the signal: one other than SIGKILL stays pending (`is_pending`) until
     `resume`. The launcher takes a process that is stopped for `launch.hang_timeout_seconds` for
@@ -71,10 +64,10 @@ class Halt:
     `environment` is laid over that of the command. The steps must be among those that are logged.
     """
 
-    def __init__(self, folder: Path, *steps: int, in_a_checkpoint: bool = False) -> None:
+    def __init__(self, folder: Path, *steps: int) -> None:
         self._folder = folder
         folder.mkdir()
-        site = _SITE.format(folder=str(folder), steps=steps, in_a_checkpoint=in_a_checkpoint)
+        site = _SITE.format(folder=str(folder), steps=steps)
         (folder / "sitecustomize.py").write_text(site, encoding="utf-8")
         self.environment = {"PYTHONPATH": str(folder)}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from commands import PATIENCE, eventually
 from curves import curve, repeatable, weights
+from disks import frozen
 from ports import free_port
 from stopping import Halt, is_pending
 from trainings import trainers
@@ -253,6 +256,68 @@ def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
     with pytest.raises(Crashed, match="killed by SIGKILL"):
         launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     none_left(run_dir)
+
+
+@pytest.mark.story
+def test_no_process_outlives_a_killed_launcher(make_config, tmp_path, start, halt):
+    run_dir = tmp_path / "run"
+    process = start(["-c", LAUNCH], make_config(**merge(PAIR, PATIENT)), run_dir)
+    halt.wait(2)
+    process.kill()
+    none_left(run_dir)
+
+
+@pytest.mark.story
+def test_a_launcher_that_is_stopped_finds_the_training_finished(make_config, tmp_path, start, halt):
+    run_dir = tmp_path / "run"
+    pair = {"training": {"batch_size": 4}, "launch": {"processes": 2}}
+    process = start(["-c", LAUNCH], make_config(**merge(pair, PATIENT)), run_dir)
+    halt.wait(2)
+    process.send_signal(signal.SIGSTOP)
+    launcher = psutil.Process(process.pid)
+    eventually(lambda: launcher.status() == psutil.STATUS_STOPPED, "the stop of the launcher")
+    halt.resume()
+    eventually(lambda: not ranks(run_dir), "the end of the ranks")
+    assert (run_dir / "model").exists()
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=PATIENCE) == 0
+    none_left(run_dir)
+
+
+@pytest.mark.story
+def test_sigterm_to_an_agent_saves_first(make_config, tmp_path, start, halt):
+    run_dir = tmp_path / "run"
+    process = start(["-c", LAUNCH], make_config(**merge(PAIR, PATIENT)), run_dir)
+    halted = halt.wait(2)
+    agent(run_dir).terminate()
+    for rank in halted:
+        eventually(lambda rank=rank: is_pending(rank, signal.SIGTERM), "SIGTERM for the ranks")
+    halt.resume()
+    assert process.wait(timeout=PATIENCE) != 0
+    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
+    none_left(run_dir)
+
+
+@pytest.mark.story
+def test_a_folder_that_turns_read_only_is_named_and_the_run_resumes_once_it_is_writable(
+    dataset, make_config, tmp_path, start, halt
+):
+    run_dir = tmp_path / "run"
+    config = make_config(**PATIENT)
+    process = start(["-c", LAUNCH], config, run_dir)
+    halt.wait()
+    checkpoints = run_dir / "checkpoints"
+    with frozen(checkpoints) as done:
+        if not done:
+            pytest.skip("needs the right to mount a folder read-only")
+        halt.resume()
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    assert re.search(rf"{checkpoints}/step-\d+: cannot be written", errors)
+    launch(config, dataset, run_dir, on_line=lambda _: None)
+    train(config, dataset, tmp_path / "undisturbed")
+    assert repeatable(run_dir) == repeatable(tmp_path / "undisturbed")
+    assert weights(run_dir) == weights(tmp_path / "undisturbed")
 
 
 @pytest.mark.story

@@ -1,0 +1,168 @@
+"""A training that is struck at any moment resumes to the bits of an undisturbed one.
+
+Its ranks are forked and have no launcher, so that a strike costs about a second. If one of them is
+killed, the others are killed after it, as torchrun's agent does; what becomes of all processes when
+the launcher, the agent or a rank is struck is in `launch/test_launch.py`.
+"""
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from commands import PATIENCE, leftovers
+from curves import repeatable, weights
+from stopping import StopAfter
+from trainings import start_ranks
+
+from infini_model.config import merge
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.runs import MODEL
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
+from infini_model.training.loop import train
+
+pytestmark = pytest.mark.story
+
+STEPS = 4
+SHORT = {
+    "training": {"max_steps": STEPS},
+    "logging": {"logging_steps": 1, "eval_steps": 2},
+    "evaluation": {"max_windows": 4},
+    # The second checkpoint removes the first one.
+    "checkpoint": {"save_steps": 2, "save_total_limit": 1},
+}
+KINDS = {
+    "one rank": {},
+    "two ranks": {"training": {"batch_size": 4}},
+    "two sharded ranks": {
+        "launch": {"strategy": "fsdp"},
+        "training": {"batch_size": 4, "precision": "fp16"},
+    },
+}
+
+
+class Strike(NamedTuple):
+    """A signal to a rank after a step, or before its n-th change of the run's files."""
+
+    number: signal.Signals
+    rank: int
+    step: int | None = None
+    change: int | None = None
+
+
+def is_change(event, arguments, run_dir):
+    """Whether an audit event announces a change of a run's files.
+
+    `safetensors` writes without any; that its files are renamed into place announces itself.
+    """
+    if event not in ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"):
+        return False
+    path = arguments[0]
+    if not isinstance(path, str | os.PathLike) or run_dir not in Path(path).parents:
+        return False
+    if event == "open":
+        return bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+    return event != "os.mkdir" or not Path(path).exists()
+
+
+def rank_of_a_training(config, dataset, run_dir, strike, changes_made):
+    """Train as one rank, which may be struck; rank 0 writes how many changes it has made."""
+    # Two threads make changes.
+    changes = itertools.count(1)
+    is_target = strike is not None and strike.rank == int(os.environ["RANK"])
+
+    def before_a_change(event, arguments):
+        if is_change(event, arguments, run_dir):
+            number = next(changes)
+            if is_target and number == strike.change:
+                os.kill(os.getpid(), strike.number)
+
+    sys.addaudithook(before_a_change)
+    stops = is_target and strike.step is not None
+    train(config, dataset, run_dir, [StopAfter(strike.step, strike.number)] if stops else [])
+    if os.environ["RANK"] == "0":
+        changes_made.write_text(str(next(changes) - 1))
+
+
+class Training:
+    """A training of some kind, how it ends undisturbed, and strikes at it."""
+
+    def __init__(self, kind, config, dataset, folder):
+        self.count = 1 if kind == "one rank" else 2
+        self._config, self._dataset, self._folder = config, dataset, folder
+        self._changes_made = folder / "changes"
+        whole = folder / "whole"
+        self._run(whole)
+        self.changes = int(self._changes_made.read_text())
+        self._expected = self._outcome(whole)
+
+    def _run(self, run_dir, strike=None):
+        """Train until all ranks have ended, or the one that is struck has been killed."""
+        arguments = (self._config, self._dataset, run_dir, strike, self._changes_made)
+        ranks = start_ranks(self.count, rank_of_a_training, *arguments)
+        try:
+            if strike is not None and strike.number == signal.SIGKILL:
+                ranks[strike.rank].join(PATIENCE)
+                assert ranks[strike.rank].exitcode == -signal.SIGKILL, strike
+                return
+            for rank in ranks:
+                rank.join(PATIENCE)
+            assert [rank.exitcode for rank in ranks] == [0] * self.count, strike
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+    def _outcome(self, run_dir):
+        """All that must not depend on strikes, bit for bit."""
+        exported = {path.name: path.read_bytes() for path in (run_dir / MODEL).iterdir()}
+        return repeatable(run_dir), weights(run_dir), exported
+
+    def survives(self, strike):
+        """Strike; train on; all must be as in the undisturbed training."""
+        run_dir = self._folder / "run"
+        self._run(run_dir, strike)
+        if strike.number == signal.SIGTERM:
+            # It has saved before it left.
+            last = max(line["step"] for line in read_metrics(run_dir))
+            assert newest_checkpoint(run_dir).name == f"step-{last}", strike
+            assert not (run_dir / MODEL).exists() or last == STEPS, strike
+        self._run(run_dir)
+        assert self._outcome(run_dir) == self._expected, strike
+        assert not leftovers(run_dir), strike
+        shutil.rmtree(run_dir)
+
+
+@pytest.fixture(scope="module")
+def _trainings():
+    return {}
+
+
+@pytest.fixture(params=list(KINDS))
+def training(request, _trainings, dataset, make_config, tmp_path_factory):
+    kind = request.param
+    if kind not in _trainings:
+        config, folder = (
+            make_config(**merge(SHORT, KINDS[kind])),
+            tmp_path_factory.mktemp("strikes"),
+        )
+        _trainings[kind] = Training(kind, config, dataset, folder)
+    return _trainings[kind]
+
+
+def test_a_rank_killed_before_any_change_of_a_file(training):
+    # Two checkpoints, the removal of the first one, and the export, each in several files.
+    assert training.changes > 25
+    for change in range(1, training.changes + 1):
+        training.survives(Strike(signal.SIGKILL, rank=0, change=change))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_any_rank_struck_after_any_step(training, number):
+    for rank in range(training.count):
+        for step in range(STEPS + 1):
+            training.survives(Strike(number, rank, step=step))

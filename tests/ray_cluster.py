@@ -128,14 +128,14 @@ class RayCluster:
         """Kill the raylet of the last node, whose worker is held, and with it the node."""
         node = self._nodes.pop()
         worker = self._held(node)
-        _raylet(node).kill()
+        _kill_raylet(node)
         worker.kill()
 
     def lose_node_of(self, task: str) -> None:
         """Kill the raylet of a node that runs `task`, and with it the node."""
         node = next(node for node in reversed(self._nodes) if _workers(node, task))
         self._nodes.remove(node)
-        _raylet(node).kill()
+        _kill_raylet(node)
 
     def kill_head(self) -> None:
         """Kill the process without which there is no cluster."""
@@ -161,6 +161,13 @@ def _patiently(*arguments: Any) -> Any:
 
 def _raylet(node: Any) -> psutil.Process:
     return psutil.Process(_pid(node, "raylet"))
+
+
+def _kill_raylet(node: Any) -> None:
+    """Its workers live on for as long as it is a zombie, with the locks that they hold."""
+    raylet = node.all_processes["raylet"][0].process
+    raylet.kill()
+    raylet.wait()
 
 
 def _pid(node: Any, kind: str) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from commands import api
 from playwright.sync_api import expect
 from serving import Serving
 from ui import Prefect
@@ -14,6 +15,7 @@ def test_an_edited_schedule_survives_a_restart_of_serve(
     prefect: Prefect, serving: Serving, launch: Callable[[], Serving]
 ) -> None:
     page = prefect.page
+    api(serving.url, f"deployments/{serving.deployment('preprocess')}/resume_deployment")
     prefect.open_deployment("preprocess")
     page.get_by_role("switch", name="toggle At 03:00 AM").wait_for()
     # The first menu is that of the deployment.

@@ -1,4 +1,7 @@
-"""A corpus available on every machine: the Python sources of this interpreter and its packages."""
+"""A corpus available on every machine: the Python sources of this interpreter and its packages.
+
+And its shards, made with this project's pipeline.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from infini_model.config import DataConfig
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.sources.download import download
 
 # Small enough that several processes each get a file, with row groups of a typical size.
 FILE_BYTES = 25e6
@@ -55,6 +62,14 @@ def write_as_texts(corpus: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     for number, text in enumerate(pq.read_table(corpus)["text"].to_pylist()):
         (folder / f"{number:06d}.txt").write_bytes(text.encode())
+
+
+def text_to_shards(corpus: Path, spec: str, folder: Path, pattern: str = "*.parquet") -> None:
+    """Make shards of the files in `corpus` with the tokenizer `spec`, in `folder`."""
+    config = DataConfig.model_validate(
+        {"source": {"paths": [str(corpus / pattern)]}, "tokenizer": {"spec": spec}}
+    )
+    build_dataset(download(config, folder), config, folder)
 
 
 def documents_of_size(size: float) -> Iterator[list[str]]:

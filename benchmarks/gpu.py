@@ -1,9 +1,9 @@
 """Test and measure on a GPU: `make gpu`.
 
-Runs the tests that are marked `cuda`, a process per file, then the short benchmarks beside their
-peers, and writes a table of claim, target and measured into `docs/gpu.md`. A part that fails or
-takes too long is a row, and the rest goes on; the exit status is then 1. A target that is missed is
-a result, not a failure.
+Runs the tests that are marked `cuda`, a process per file, then short benchmarks beside their peers,
+and writes a table of claim, target and measured into `docs/gpu.md`. A part that fails or takes too
+long is a row, and the rest goes on; the exit status is then 1. A target that is missed is a result,
+not a failure.
 
 With `--rehearse` the same runs on a CPU, in tiny sizes and with Triton's interpreter, and the page
 stays as it is.
@@ -27,17 +27,37 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.report import Ratio, environment
+from benchmarks.report import Ratio, environment, verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu.md"
 LOGS = ROOT / "outputs" / "gpu"
 RESULTS = "## Results\n"
-TESTS = "tests/infini_model"
+# A broken GPU context spoils the tests of one file at most.
+TESTS = ROOT / "tests" / "infini_model"
 PART_SECONDS, TOTAL_SECONDS = 300.0, 1200.0
 # What the tests need beside the library.
 NEEDED = ("pytest", "pytest_timeout", "hypothesis", "triton")
 REHEARSAL = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+# Options of `python -m benchmarks.NAME` on a GPU, and in a rehearsal.
+BENCHMARKS = {
+    "attention": (
+        "--lengths 8192 32768 131072 --seconds 6",
+        "--lengths 64 128 --segment 32 --heads 1 --head-dim 16 --full-limit 64 --turns 1",
+    ),
+    "generate": (
+        "",
+        "--hidden-size 64 --layers 1 --vocabulary 100 --segment 16 --prompt 20 --new-tokens 4 "
+        "--turns 1",
+    ),
+    "train_step": (
+        "--turns 2 tracking.mlflow=false tracking.tensorboard=false",
+        "--steps 2 --skip 1 --turns 1 --processes 1 training.batch_size=1 "
+        "packing.context_length=64 model.segment_length=32 model.num_hidden_layers=1 "
+        "data.source.paths=['{stdlib}/json/*.py'] data.splits.validation=0 data.splits.train=1 "
+        "data.splits.test=0 tracking.mlflow=false tracking.tensorboard=false",
+    ),
+}
 # Lines shown of a part that failed; all of its output is in its log.
 SHOWN_LINES = 40
 
@@ -50,82 +70,17 @@ class Row(NamedTuple):
     measured: str
     failed: bool = False
 
+    def __str__(self) -> str:
+        measured = f"**failed**: {self.measured}" if self.failed else self.measured
+        cells = (cell.replace("|", "\\|") for cell in (self.claim, self.target, measured))
+        return f"| {' | '.join(cells)} |"
+
 
 class Part(NamedTuple):
-    """A program to run: `tests` prints a summary of pytest, else a benchmark a line of JSON."""
+    """A program to run: of a file of tests, or of a benchmark, by their path in the repository."""
 
-    name: str
+    path: str
     command: Sequence[str]
-    tests: bool = False
-
-
-class Benchmark(NamedTuple):
-    """The options of `python -m benchmarks.NAME` on a GPU, and in a rehearsal."""
-
-    name: str
-    options: Sequence[str]
-    rehearsal: Sequence[str]
-
-
-BENCHMARKS = (
-    Benchmark(
-        "attention",
-        ("--lengths", "8192", "32768", "131072", "--seconds", "6"),
-        (
-            *("--lengths", "64", "128", "--segment", "32", "--heads", "1", "--head-dim", "16"),
-            *("--full-limit", "64", "--turns", "1"),
-        ),
-    ),
-    Benchmark(
-        "step",
-        (),
-        (
-            *("--length", "64", "--segments", "32", "16", "--layers", "1", "--hidden-size", "32"),
-            *("--turns", "1"),
-        ),
-    ),
-    Benchmark(
-        "model",
-        (),
-        (
-            *("--lengths", "32", "64", "--prompts", "20", "40", "--segment", "16", "--turns", "1"),
-            *("--hidden-size", "64", "--layers", "1"),
-        ),
-    ),
-    Benchmark(
-        "loss",
-        (),
-        (
-            *("--rows", "64", "--hidden-size", "32", "--vocabularies", "100"),
-            *("--turns", "1", "--bf16"),
-        ),
-    ),
-    Benchmark(
-        "generate",
-        (),
-        (
-            *("--hidden-size", "64", "--layers", "1", "--vocabulary", "100", "--segment", "16"),
-            *("--prompt", "20", "--new-tokens", "4", "--turns", "1"),
-        ),
-    ),
-    Benchmark(
-        "tokenize_device",
-        (),
-        ("--megabytes", "0.03", "--vocab-size", "300", "--turns", "1"),
-    ),
-    Benchmark(
-        "train_step",
-        ("--turns", "2", "tracking.mlflow=false", "tracking.tensorboard=false"),
-        (
-            *("--steps", "2", "--skip", "1", "--turns", "1", "--processes", "1"),
-            "training.batch_size=1",
-            *("packing.context_length=64", "model.segment_length=32", "model.num_hidden_layers=1"),
-            *("data.source.paths=['{stdlib}/json/*.py']", "data.splits.validation=0"),
-            *("data.splits.train=1", "data.splits.test=0"),
-            *("tracking.mlflow=false", "tracking.tensorboard=false"),
-        ),
-    ),
-)
 
 
 def parse() -> argparse.Namespace:
@@ -142,7 +97,7 @@ def parse() -> argparse.Namespace:
         help="file for the page; by default docs/gpu.md, or none if rehearsed or with --only",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="parts whose name contains one of these"
+        "--only", nargs="+", metavar="WORD", help="parts whose path contains one of these"
     )
     options = parser.parse_args()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -153,54 +108,34 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def test_parts(variables: Mapping[str, str]) -> list[Part]:
-    """The files of tests marked `cuda`; a broken GPU context then spoils one of them at most.
-
-    Raises `SystemExit` with the output of pytest if it cannot collect them.
-    """
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", TESTS, "--collect-only"]
-    listed = subprocess.run(
-        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False
-    )
-    if listed.returncode != 0:
-        raise SystemExit(f"the tests cannot be collected:\n{listed.stdout}{listed.stderr}")
-    files = dict.fromkeys(re.findall(r"^(\S+\.py)::", listed.stdout, re.MULTILINE))
-    pytest = (sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", "--tb=short")
-    return [Part(file, (*pytest, file), tests=True) for file in files]
+def parts(*, rehearse: bool) -> Iterator[Part]:
+    """The files with tests marked `cuda`, as `pytest -m cuda` collects them, and the benchmarks."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        if re.search("mark.cuda|each_device", path.read_text(encoding="utf-8")):
+            file = path.relative_to(ROOT).as_posix()
+            pytest = (sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", "--tb=short", file)
+            yield Part(file, pytest)
+    for name, options in BENCHMARKS.items():
+        module = (sys.executable, "-m", f"benchmarks.{name}")
+        yield Part(f"benchmarks/{name}.py", (*module, *options[rehearse].split()))
 
 
-def benchmark_parts(*, rehearse: bool) -> list[Part]:
-    """The benchmarks with the options of a GPU or of a rehearsal."""
-    return [
-        Part(
-            f"benchmarks/{each.name}.py",
-            (
-                *(sys.executable, "-m", f"benchmarks.{each.name}"),
-                *(each.rehearsal if rehearse else each.options),
-            ),
-        )
-        for each in BENCHMARKS
-    ]
-
-
-def run(part: Part, variables: Mapping[str, str], seconds: float, logs: Path) -> list[Row]:
-    """Run a part for at most `seconds`; its output is kept in `logs`."""
-    failed = Row(f"`{part.name}` runs", "exit status 0", "", failed=True)
+def run(part: Part, variables: Mapping[str, str], seconds: float) -> list[Row]:
+    """Run a part for at most `seconds`; its output is kept in `LOGS`."""
+    failed = Row(f"`{part.path}` runs", "exit status 0", "", failed=True)
     if seconds <= 0:
         return [failed._replace(measured=f"not run: the {TOTAL_SECONDS:.0f} s were over")]
-    logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{part.name.replace('/', '.')}.log"
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / f"{part.path.replace('/', '.')}.log"
     with log.open("w", encoding="utf-8") as output:
         status = _status(part, variables, seconds, output.fileno())
     printed = log.read_text(encoding="utf-8", errors="replace")
     ended = f"stopped after {seconds:.0f} s" if status is None else f"exit status {status}"
-    summary = None if status != 0 or part.tests else _summary(printed)
-    if part.tests:
-        rows = [_row_of_tests(part, printed, ended, succeeded=status == 0)]
-    elif summary is not None:
-        rows = list(_rows_of_benchmark(summary))
+    if part.path.startswith("tests/"):
+        rows = [_row_of_tests(part.path, printed, ended, succeeded=status == 0)]
     else:
-        rows = [failed._replace(measured=ended)]
+        summary = _summary(printed) if status == 0 else None
+        rows = [*_rows_of_benchmark(summary)] if summary else [failed._replace(measured=ended)]
     if any(row.failed for row in rows):
         print("\n".join(printed.splitlines()[-SHOWN_LINES:]), flush=True)
     return rows
@@ -227,11 +162,11 @@ def _status(part: Part, variables: Mapping[str, str], seconds: float, output: in
             process.wait()
 
 
-def _row_of_tests(part: Part, printed: str, ended: str, *, succeeded: bool) -> Row:
+def _row_of_tests(file: str, printed: str, ended: str, *, succeeded: bool) -> Row:
     """What passed and, by name, what failed; a file of which nothing passed has failed."""
-    source = ast.parse((ROOT / part.name).read_text(encoding="utf-8"))
-    title = (ast.get_docstring(source) or part.name).splitlines()[0]
-    claim = f"`{Path(part.name).name}`: {title}"
+    source = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    title = (ast.get_docstring(source) or file).splitlines()[0]
+    claim = f"`{Path(file).name}`: {title}"
     ends = re.findall(r"^.*\d+ \w+ in [\d.]+s.*$", printed, re.MULTILINE)
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", ends[-1]) if ends else []
     if succeeded and any(count.endswith("passed") for count in counts):
@@ -253,26 +188,17 @@ def _summary(printed: str) -> dict[str, Any] | None:
 def _rows_of_benchmark(summary: dict[str, Any]) -> Iterator[Row]:
     """The ratios of a benchmark, and whether their targets are met."""
     for name, numbers in summary["ratios"].items():
-        ratio = Ratio(**numbers)
-        least, most = summary["targets"].get(name), summary["limits"].get(name)
-        target, verdict = "–", ""
-        if least is not None:
-            target = f"at least {least:.3g}"
-            verdict = ": met" if ratio.median >= least else ": **missed**"
-        if most is not None:
-            target = f"at most {most:.3g}"
-            verdict = ": met" if ratio.median <= most else ": **missed**"
+        ratio, target, verdict = Ratio(**numbers), "–", ""
+        bounds = summary["targets"].get(name), summary["limits"].get(name)
+        for wanted, met in verdicts(ratio, *bounds):
+            target, verdict = wanted, ": met" if met == "met" else ": **missed**"
         yield Row(f"`{summary['benchmark']}`: {name}", target, f"{ratio}{verdict}")
 
 
 def table(rows: Sequence[Row]) -> str:
     """The table of the page."""
-    lines = ["| claim | target | measured |", "| --- | --- | --- |"]
-    for row in rows:
-        measured = f"**failed**: {row.measured}" if row.failed else row.measured
-        cells = (cell.replace("|", "\\|") for cell in (row.claim, row.target, measured))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    head = ["| claim | target | measured |", "| --- | --- | --- |"]
+    return "\n".join([*head, *map(str, rows), ""])
 
 
 def about(device: str) -> str:
@@ -284,19 +210,21 @@ def about(device: str) -> str:
     return f"{device}; {machine}; {cuda}{versions}; commit {found['commit'] or 'unknown'}."
 
 
-def run_all(
-    parts: Sequence[Part],
-    variables: Mapping[str, str],
-    device: str,
-    page: Path | None,
-    logs: Path = LOGS,
-) -> int:
+def main() -> int:
     """Run the parts in order and keep the page up to date; returns the exit status."""
-    ends, rows = time.monotonic() + TOTAL_SECONDS, []
+    options = parse()
+    device, page, variables = "No GPU: a rehearsal", options.output, REHEARSAL
+    if not options.rehearse:
+        gpu = torch.cuda.get_device_properties(0)
+        device, variables = f"{gpu.name}, {gpu.total_memory >> 30} GiB", {}
+        page = page or (None if options.only else PAGE)
     machine = about(device)
-    for part in parts:
-        print(f"{part.name} …", flush=True)
-        found = run(part, variables, min(PART_SECONDS, ends - time.monotonic()), logs)
+    ends, rows = time.monotonic() + TOTAL_SECONDS, []
+    for part in parts(rehearse=options.rehearse):
+        if options.only and not any(word in part.path for word in options.only):
+            continue
+        print(f"{part.path} …", flush=True)
+        found = run(part, variables, min(PART_SECONDS, ends - time.monotonic()))
         rows += found
         print(table(found), flush=True)
         if page is not None:
@@ -305,20 +233,6 @@ def run_all(
     failed = [row.claim for row in rows if row.failed]
     print("\n".join([f"{len(rows)} rows, {len(failed)} failed", *failed]))
     return 1 if failed or not rows else 0
-
-
-def main() -> int:
-    """Run what the options say; returns the exit status."""
-    options = parse()
-    variables = REHEARSAL if options.rehearse else {}
-    parts = [*test_parts(variables), *benchmark_parts(rehearse=options.rehearse)]
-    if options.only:
-        parts = [part for part in parts if any(word in part.name for word in options.only)]
-    if options.rehearse:
-        return run_all(parts, variables, "No GPU: a rehearsal", options.output)
-    about_gpu = torch.cuda.get_device_properties(0)
-    device = f"{about_gpu.name}, {about_gpu.total_memory >> 30} GiB"
-    return run_all(parts, variables, device, options.output or (None if options.only else PAGE))
 
 
 if __name__ == "__main__":

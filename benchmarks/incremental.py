@@ -1,24 +1,21 @@
 """What a dataset costs when its source has changed a little, or not at all.
 
-`files` are Parquet files of several partitions each, tokenised with a BPE: a first pass over all
-but one, then the same source unchanged, with the last file as well, without the first, with one of
-other content, and with all renamed. `gathered` are as many files that are smaller than a partition,
-so that a file more makes its group again. Each case runs the stages download, plan and shard in a
-process of its own, from the state that the case before left; imports are not timed.
+A few Parquet files, of several partitions each, are tokenised with a BPE: a first pass over all but
+one, then the same source unchanged, with the last file as well, without the first, with one of
+other content, and with all renamed. Then a source of many small text files without changes. Each
+case runs the stages download, plan and, unless all stands, shard in a process of its own, from the
+state that the case before left; imports are not timed.
 
-Then the stages run on sources without changes, by themselves and as the preprocess flow runs them,
-a process each with its imports: many small text files, and as many partitions as a corpus of
-terabytes has, which stand in their records alone (see `benchmarks.synthetic`).
-
-"MB read" counts text and shards, checksums included, but no records.
+"MB read" counts text, shards and records, checksums included (Linux).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import itertools
 import json
-import math
 import shutil
 import statistics
 import tempfile
@@ -26,19 +23,25 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
 
 from benchmarks.corpus import documents_of_size, write_parquet
-from benchmarks.report import Cell, Ratio, publish, run, spread, take_turns
-from benchmarks.stages_once import Ran
-from benchmarks.synthetic import write_dataset, write_source
-from infini_model.config import Config
+from benchmarks.report import Cell, Ratio, cpu_seconds, publish, run, spread, take_turns
+from infini_model.__main__ import OBJECTS_BETWEEN_COLLECTIONS, STAGES
+from infini_model.config import Config, load_config
 from infini_model.data.sources.fingerprints import SETTLED_NANOSECONDS
 from infini_model.data.tokenizers.bpe import train_tokenizer
 
 FIRST, NOTHING, MORE = "first pass", "nothing new", "one file more"
 LESS, CHANGED, RENAMED = "one file less", "one file changed", "all renamed"
+SHARE = f"{MORE}, of the partitions"
+# As files of 120 MB are in partitions of the default size.
+PARTITION_MEGABYTES = 8
 ROWS_OF_A_GROUP = 20
 VOCAB_SIZE = 8192
+IO = Path("/proc/self/io")
 
 
 def parse() -> argparse.Namespace:
@@ -51,22 +54,66 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--files", type=int, default=16)
     parser.add_argument("--megabytes", type=float, default=30.0, help="text of a Parquet file")
     parser.add_argument("--small-files", type=int, default=10_000)
-    parser.add_argument("--partitions", type=int, default=100_000)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--stages", type=Path, metavar="FILE", help="only run those of this config")
     return parser.parse_args()
+
+
+class Ran(NamedTuple):
+    """What the stages did: partitions made and reused, time, and bytes read (None but on Linux)."""
+
+    made: int
+    reused: int
+    seconds: float
+    cpu_seconds: float
+    read_bytes: int | None
+
+
+def read_bytes() -> int | None:
+    """The bytes that this process has read, the page cache included (Linux; None elsewhere)."""
+    if not IO.exists():
+        return None
+    lines = dict(line.split(": ") for line in IO.read_text().splitlines())
+    return int(lines["rchar"])
+
+
+def print_stages(file: Path) -> None:
+    """Run the stages here, one after another, and print `Ran` as a line of JSON."""
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    config = load_config(file=file)
+    importlib.import_module("infini_model.data.sources.download")
+    importlib.import_module("infini_model.data.shards.plan")
+    importlib.import_module("pyarrow.parquet")
+    pa.array([0])  # for the first array Arrow imports pandas, where that is installed
+    began, cpu_began, bytes_began = time.perf_counter(), cpu_seconds(), read_bytes()
+    listing = STAGES["download"](config, argparse.Namespace())["listing"]
+    listed = argparse.Namespace(listing=Path(listing))
+    plan = STAGES["plan"](config, listed)
+    if not plan["intact"]:
+        STAGES["shard"](config, listed)
+    ran = Ran(
+        made=plan["new"],
+        reused=plan["reused"],
+        seconds=time.perf_counter() - began,
+        cpu_seconds=cpu_seconds() - cpu_began,
+        read_bytes=bytes_began and (read_bytes() or 0) - bytes_began,
+    )
+    print(json.dumps(ran._asdict()))
+
+
+def run_stages(config: Path) -> Ran:
+    """Run the stages in a fresh process."""
+    stages = ["-m", "benchmarks.incremental", "--stages", str(config)]
+    return Ran(**json.loads(run(stages).last_line))
 
 
 class Growing:
     """A source of Parquet files that changes from case to case, and its dataset, in one folder."""
 
-    def __init__(
-        self, folder: Path, files: int, megabytes: float, partition_megabytes: int
-    ) -> None:
+    def __init__(self, folder: Path, files: int, megabytes: float) -> None:
         self._kept, self._source = folder / "kept", folder / "source"
         self._datasets = folder / "datasets"
-        self._config = write_config(
-            folder, self._source / "*.parquet", partition_megabytes, str(folder)
-        )
+        self._config = write_config(folder, self._source / "*.parquet", str(folder))
         self._kept.mkdir(parents=True)
         texts = itertools.islice(documents_of_size(megabytes * 1e6), files + 1)
         for number, each in enumerate(texts):
@@ -91,8 +138,9 @@ class Growing:
 
     def _run(self, name: str, change: Callable[[], None]) -> float:
         change()
-        wait_until_settled()
-        ran = run_stages(self._config, "in-one-process")
+        if name not in (NOTHING, LESS):
+            wait_until_settled()
+        ran = run_stages(self._config)
         self.ran.setdefault(name, []).append(ran)
         return ran.seconds
 
@@ -111,9 +159,7 @@ class Growing:
             path.rename(path.with_name(f"renamed-{path.name}"))
 
 
-def write_config(
-    folder: Path, paths: Path, partition_megabytes: int, tokenizer: str = "bytes"
-) -> Path:
+def write_config(folder: Path, paths: Path, tokenizer: str = "bytes") -> Path:
     """Write a configuration that makes `paths` a dataset in `folder`; returns its file."""
     config = Config.model_validate(
         {
@@ -121,7 +167,7 @@ def write_config(
             "data": {
                 "source": {"paths": [str(paths)]},
                 "tokenizer": {"spec": tokenizer},
-                "partition_megabytes": partition_megabytes,
+                "partition_megabytes": PARTITION_MEGABYTES,
             },
         }
     )
@@ -131,128 +177,68 @@ def write_config(
     return file
 
 
-def run_stages(config: Path, how: str) -> Ran:
-    """Run the stages in a fresh process."""
-    return Ran(**json.loads(run(["-m", "benchmarks.stages_once", str(config), how]).last_line))
-
-
 def wait_until_settled() -> None:
     """Wait until the files that were just written are old enough for their checksums to be kept."""
     time.sleep(1.1e-9 * SETTLED_NANOSECONDS)
 
 
-def grow(
-    name: str, folder: Path, options: argparse.Namespace, partition_megabytes: int
-) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
-    """A row per case, the seconds of each relative to the first pass, and the share made anew."""
-    growing = Growing(folder, options.files, options.megabytes, partition_megabytes)
-    seconds = take_turns(growing.cases(), options.turns)
-    first = seconds[FIRST]
-    ratios = {
-        case: spread([one / all_ for one, all_ in zip(times, first, strict=True)])
-        for case, times in seconds.items()
-        if case != FIRST
-    }
-    rows = [row(f"{name}, {case}", growing.ran[case], ratios.get(case)) for case in seconds]
-    named = {f"{name}, {case}": ratio for case, ratio in ratios.items()}
-    shares = [each.made / (each.made + each.reused) for each in growing.ran[MORE]]
-    return rows, named | {f"{name}, {MORE}, of the partitions": spread(shares)}
+def small_files(folder: Path, count: int, turns: int) -> list[Ran]:
+    """The stages on small text files, of which all stand."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    for number in range(count):
+        (source / f"{number:06d}.txt").write_text(f"Text of file {number}.\n" * 50)
+    config = write_config(folder, source / "*.txt")
+    wait_until_settled()
+    run_stages(config)
+    ran = [run_stages(config) for _ in range(turns)]
+    assert not any(each.made for each in ran), "partitions are new in a source without changes"
+    return ran
 
 
-def row(name: str, ran: list[Ran], ratio: Ratio | None = None) -> dict[str, Cell]:
+def row(name: str, ran: list[Ran], first: list[Ran] | None = None) -> dict[str, Cell]:
     """A row of the table."""
     last = ran[-1]
-    read = None if last.content_bytes is None else last.content_bytes / 1e6
     return {
         "": name,
         "partitions made": last.made,
         "reused": last.reused,
         "seconds": spread([each.seconds for each in ran]),
-        "of the first pass": ratio,
+        "of the first pass": first and relative(ran, first),
         "CPU s": statistics.median(each.cpu_seconds for each in ran),
-        "MB read": read,
+        "MB read": last.read_bytes and last.read_bytes / 1e6,
     }
 
 
-def unchanged(
-    name: str, config: Path, turns: int
-) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
-    """Rows of a source without changes: the stages by themselves, and as the flow runs them."""
-    ran: dict[str, list[Ran]] = {}
-
-    def measure(how: str) -> float:
-        ran.setdefault(how, []).append(run_stages(config, how))
-        return ran[how][-1].seconds
-
-    ways = ("in-one-process", "as-a-flow")
-    take_turns({how: partial(measure, how) for how in ways}, turns)
-    for each in itertools.chain(*ran.values()):
-        if each.made:
-            raise SystemExit(f"{name}: {each.made} partitions are new in a source without changes")
-    rows = [row(f"{name}, {how.replace('-', ' ')}", times) for how, times in ran.items()]
-    seconds = {
-        f"seconds for {name}, {how.replace('-', ' ')}": spread([each.seconds for each in times])
-        for how, times in ran.items()
-    }
-    return rows, seconds
-
-
-def small_files(folder: Path, count: int) -> Path:
-    """A finished dataset of small text files; returns its configuration."""
-    source = folder / "source"
-    source.mkdir(parents=True)
-    for number in range(count):
-        (source / f"{number:06d}.txt").write_text(f"Text of file {number}.\n" * 50)
-    config = write_config(folder, source / "*.txt", 32)
-    wait_until_settled()
-    run_stages(config, "as-a-flow")
-    return config
-
-
-def many_partitions(folder: Path, count: int) -> Path:
-    """A finished dataset of records alone; returns its configuration."""
-    file = write_config(folder, folder / "source/*.jsonl", 32)
-    config = Config.model_validate_json(file.read_bytes())
-    write_source(folder / "source", config, count)
-    write_dataset(config)
-    return file
+def relative(ran: list[Ran], first: list[Ran]) -> Ratio:
+    """The seconds of a case relative to those of the first pass."""
+    return spread([a.seconds / b.seconds for a, b in zip(ran, first, strict=True)])
 
 
 def main() -> None:
     """Measure and print the results."""
     options = parse()
-    limits: dict[str, float] = {}
+    if options.stages:
+        print_stages(options.stages)
+        return
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        # As files of 120 MB are in partitions of the default size.
-        rows, ratios = grow("files", folder / "files", options, 8)
-        limits |= {
-            f"files, {MORE}": 0.15,
-            f"files, {MORE}, of the partitions": 1.0 / options.files,
-        }
-        more_rows, more = grow(
-            "gathered", folder / "gathered", options, math.ceil(3 * options.megabytes)
-        )
-        rows, ratios = rows + more_rows, ratios | more
-        for what, config, seconds in (
-            (
-                f"{options.small_files:,} files",
-                small_files(folder / "small", options.small_files),
-                1,
-            ),
-            (
-                f"{options.partitions:,} partitions",
-                many_partitions(folder / "many", options.partitions),
-                5,
-            ),
-        ):
-            more_rows, more = unchanged(what, config, options.turns)
-            rows, ratios = rows + more_rows, ratios | more
-            limits |= dict.fromkeys(more, seconds)
-    heading = (
-        f"A source that changes: {options.files} Parquet files of {options.megabytes:g} MB of text"
+        growing = Growing(Path(name) / "files", options.files, options.megabytes)
+        take_turns(growing.cases(), options.turns)
+        standing = small_files(Path(name) / "small", options.small_files, options.turns)
+    ran = growing.ran
+    first = ran.pop(FIRST)
+    small = f"{options.small_files:,} small files, nothing new"
+    rows = [row(FIRST, first), *(row(case, each, first) for case, each in ran.items())]
+    ratios = {case: relative(each, first) for case, each in ran.items()}
+    ratios[SHARE] = spread([each.made / (each.made + each.reused) for each in ran[MORE]])
+    ratios[f"seconds for {small}"] = spread([each.seconds for each in standing])
+    publish(
+        "incremental",
+        f"A source that changes: {options.files} Parquet files of {options.megabytes:g} MB of text",
+        [*rows, row(small, standing)],
+        ratios,
+        limits={MORE: 0.15, SHARE: 1 / options.files, f"seconds for {small}": 1},
     )
-    publish("incremental", heading, rows, ratios, limits=limits)
 
 
 if __name__ == "__main__":

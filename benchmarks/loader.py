@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.corpus import write_corpus
+from benchmarks.corpus import text_to_shards, write_corpus
 from benchmarks.report import Cell, Ratio, publish, speed_ratio, take_turns
-from benchmarks.shards_once import text_to_shards
 from infini_model.config import PackingConfig
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import open_windows
@@ -47,13 +46,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="per peer and turn")
     parser.add_argument("--turns", type=int, default=7)
     return parser.parse_args()
-
-
-def make_shards(megabytes: float, folder: Path) -> Path:
-    """Make a dataset folder with the byte tokenizer."""
-    write_corpus(folder / "corpus", megabytes)
-    text_to_shards(folder / "corpus", "bytes", folder)
-    return folder / "datasets" / "latest"
 
 
 def infini(mode: Mode, dataset_dir: Path, batch: int, length: int) -> Iterator[int]:
@@ -134,7 +126,9 @@ def main() -> None:
     """Measure all modes and shapes on one core and print the results."""
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
-        dataset_dir = make_shards(options.megabytes, Path(folder))
+        write_corpus(Path(folder) / "corpus", options.megabytes)
+        text_to_shards(Path(folder) / "corpus", "bytes", Path(folder))
+        dataset_dir = Path(folder) / "datasets" / "latest"
         # Threads started from here on inherit the single core.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         torch.set_num_threads(1)

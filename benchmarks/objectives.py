@@ -39,16 +39,12 @@ def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.objectives", description=__doc__)
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--segment", type=int, help="tokens of a segment; the preset's by default")
     return parser.parse_args()
 
 
-def step_of(objective: str, segment: int | None) -> Callable[[], object]:
+def step_of(objective: str) -> Callable[[], object]:
     """A training step of the preset under an objective, on the same tokens every time."""
-    model_changes = dict(SEGMENTS[objective])
-    if segment is not None:
-        model_changes.setdefault("segment_length", segment)
-    changes = {"training": {"objective": objective}, "model": model_changes}
+    changes = {"training": {"objective": objective}, "model": SEGMENTS[objective]}
     config = configure([PRESET], overrides=[changes])
     config = with_objective(with_vocabulary(config, BYTES, config.run.datasets_dir))
     torch.manual_seed(config.run.seed)
@@ -74,7 +70,7 @@ def step_of(objective: str, segment: int | None) -> Callable[[], object]:
 def main() -> None:
     """Measure in turns and print the results."""
     options = parse()
-    peers = {name: stopwatch(step_of(name, options.segment)) for name in SEGMENTS}
+    peers = {name: stopwatch(step_of(name)) for name in SEGMENTS}
     seconds = take_turns(peers, options.turns)
     ratios = {
         name: spread([a / b for a, b in zip(each, seconds[CAUSAL], strict=True)])

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Cell, Ratio, publish, spread, take_turns
+from benchmarks.report import Cell, Ratio, publish, run, spread, take_turns
 from flows.presets import configure
 from flows.serving.connection import served_url
 from flows.serving.services import HOST, free_port
@@ -80,20 +80,20 @@ class Peers:
         dataset = self._stage("shard", "--listing", listing)["folder"]
         with claim_run(self._config, plan["key"], Path(dataset), adopt=False) as run_dir:
             where = ["--dataset", dataset, "--run-dir", str(run_dir)]
-            run(sys.executable, "-m", "infini_model.training", "--config", self._file, *where)
+            run(["-m", "infini_model.training", "--config", str(self._file), *where])
             self._stage("evaluate", *where)
         return time.perf_counter() - began
 
     def _stage(self, name: str, *arguments: str) -> dict[str, Any]:
-        module = [sys.executable, "-m", "infini_model", name]
-        printed = run(*module, "--config", self._file, *arguments)
+        module = ["-m", "infini_model", name, "--config", str(self._file)]
+        printed = run([*module, *arguments]).printed
         (result,) = [line for line in printed.splitlines() if line.startswith(RESULT)]
         return dict(json.loads(result.removeprefix(RESULT)))
 
     def infini_run(self) -> float:
         """`infini run`, with a running server if it finds one, or a temporary one."""
         began = time.perf_counter()
-        run(*infini("run", "--config", self._file))
+        run(infini("run", "--config", str(self._file)))
         return time.perf_counter() - began
 
     def with_server(self) -> float:
@@ -116,25 +116,10 @@ class Peers:
             return time.perf_counter() - began
 
 
-def infini(*arguments: str | Path) -> list[str | Path]:
-    """The command line of `infini`, by its module."""
+def infini(*arguments: str) -> list[str]:
+    """The arguments with which Python runs `infini`."""
     program = "import sys; from flows.cli import main; sys.argv[0] = 'infini'; main()"
-    return [sys.executable, "-c", program, *arguments]
-
-
-def run(*command: str | Path) -> str:
-    """Run a command and return its output. Raises `SystemExit` with the output if it fails."""
-    done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, check=False, env=environment()
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{command} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
-
-
-def environment() -> dict[str, str]:
-    """This environment without a configured Prefect server."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "INFINI_"))}
+    return ["-c", program, *arguments]
 
 
 def post(url: str, path: str, **body: Any) -> Any:
@@ -150,11 +135,9 @@ def post(url: str, path: str, **body: Any) -> Any:
 def serving(config: Config) -> Iterator[str]:
     """Keep `infini serve` up while the block runs; yields the address of Prefect's API."""
     ports = ["--port", str(free_port()), "--mlflow-port", str(free_port())]
-    command = infini("serve", "--output-dir", config.run.output_dir, *ports)
+    command = [sys.executable, *infini("serve", "--output-dir", str(config.run.output_dir), *ports)]
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [*map(str, command)], stdout=output, stderr=subprocess.STDOUT, env=environment()
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             yield wait_for_server(process, config, int(ports[1]))
         finally:
@@ -176,6 +159,8 @@ def wait_for_server(process: subprocess.Popen[bytes], config: Config, port: int)
 def main() -> None:
     """Measure in turns and publish."""
     options = parse()
+    for name in [name for name in os.environ if name.startswith(("PREFECT_", "INFINI_"))]:
+        del os.environ[name]  # as of a user who has configured no server
     with tempfile.TemporaryDirectory() as folder:
         config = settings(Path(folder))
         peers = Peers(Path(folder), config)

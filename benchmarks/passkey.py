@@ -13,12 +13,9 @@ is a process with one thread. Exits with status 1 if a cell of the grid misses i
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.recall import Trial, lengths_at, training_config, without_memory
+from benchmarks.recall import Trial, in_processes, lengths_at, training_config, without_memory
 from benchmarks.report import Cell, publish
 from infini_model.config import ModelConfig
 from infini_model.evaluation.retrieval.asking import ask
@@ -155,24 +152,6 @@ def run(seed: int, steps: int, trials: int) -> Outcome:
     return Outcome(right, knocked_out, gates, trained - began, time.process_time() - began)
 
 
-def run_all(options: argparse.Namespace) -> dict[int, Outcome]:
-    """Train and examine a model per seed, each in its own process, one process per core."""
-    with ProcessPoolExecutor(
-        options.processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=torch.set_num_threads,
-        initargs=(1,),
-    ) as pool:
-        jobs = {
-            pool.submit(run, seed, options.steps, options.trials): seed for seed in options.seeds
-        }
-        outcomes = {}
-        for job in as_completed(jobs):
-            outcomes[jobs[job]] = job.result()
-            print(f"seed {jobs[job]}: done", file=sys.stderr)
-    return {seed: outcomes[seed] for seed in options.seeds}
-
-
 def tabulate(outcomes: Mapping[int, Outcome]) -> list[dict[str, Cell]]:
     """A row per seed, and one of targets."""
     rows: list[dict[str, Cell]] = []
@@ -214,7 +193,8 @@ def main() -> None:
     """Run the trainings and print the results."""
     options = parse()
     torch.set_num_threads(1)  # as in the trainings, so that the reported setting is theirs
-    outcomes = run_all(options)
+    jobs = {seed: (seed, options.steps, options.trials) for seed in options.seeds}
+    outcomes = in_processes(run, jobs, options.processes)
     rows = tabulate(outcomes)
     grid = by_depth(outcomes)
     if options.heat_map is not None:

@@ -22,10 +22,10 @@ import multiprocessing
 import operator
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ COLUMNS = (*LENGTHS, QUARTER, KNOCKED_OUT, OVER_LINEAR, "gate 0", "gate 1", "CPU
 RELATIONS = {"≥": operator.ge, "≤": operator.le, ">": operator.gt}
 
 Figures = dict[str, float]
+Job, Result = TypeVar("Job"), TypeVar("Result")
 
 
 class Need(NamedTuple):
@@ -239,29 +240,36 @@ def run(name: str, seed: int, steps: int, batches: int) -> Figures:
     return {**figures, "CPU seconds": time.process_time() - began}
 
 
-def run_all(options: argparse.Namespace) -> dict[str, dict[int, Figures]]:
-    """Run the selected trainings, each in its own process, with one process per core."""
-    seeds = {
-        name: options.seeds[:1] if TRIALS[name].control else options.seeds for name in options.only
-    }
-    results: dict[str, dict[int, Figures]] = {name: {} for name in seeds}
+def in_processes(
+    work: Callable[..., Result], jobs: Mapping[Job, tuple[Any, ...]], processes: int
+) -> dict[Job, Result]:
+    """What `work` gives for the arguments of each job, in processes of one thread each."""
     with ProcessPoolExecutor(
-        available_cores(),
+        processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=torch.set_num_threads,
         initargs=(1,),
     ) as pool:
-        jobs = {
-            pool.submit(run, name, seed, options.steps, options.batches): (name, seed)
-            # The delta rule, which is last, takes longest: start it first to keep all cores busy.
-            for name in reversed(seeds)
-            for seed in seeds[name]
-        }
-        for job in as_completed(jobs):
-            name, seed = jobs[job]
-            results[name][seed] = job.result()
-            print(f"{name}, seed {seed}: done", file=sys.stderr)
-    return results
+        submitted = {pool.submit(work, *arguments): job for job, arguments in jobs.items()}
+        for future in as_completed(submitted):
+            future.result()
+            print(f"{submitted[future]}: done", file=sys.stderr)
+    return {job: future.result() for future, job in submitted.items()}
+
+
+def run_all(options: argparse.Namespace) -> dict[str, dict[int, Figures]]:
+    """Run the selected trainings."""
+    seeds = {
+        name: options.seeds[:1] if TRIALS[name].control else options.seeds for name in options.only
+    }
+    # The delta rule, which is last, takes longest: start it first to keep all cores busy.
+    jobs = {
+        (name, seed): (name, seed, options.steps, options.batches)
+        for name in reversed(seeds)
+        for seed in seeds[name]
+    }
+    found = in_processes(run, jobs, available_cores())
+    return {name: {seed: found[name, seed] for seed in seeds[name]} for name in seeds}
 
 
 def compare_rules(results: dict[str, dict[int, Figures]]) -> None:

@@ -1,48 +1,182 @@
 """What the records of a dataset of up to a million partitions cost: CPU seconds and memory.
 
-The stages shard, plan and train run on a simulated dataset, each in a process of its own; see
-`benchmarks.scale_once`. The ratio is the CPU time of a partition among the most to that among the
-fewest, which stays near 1 where the cost is linear. `docs/scale.md` says what of it comes first at
-10 TB of text.
+Three stages run on a simulated dataset, each in a process of its own:
+
+- `shard` divides the source, and puts the dataset together as if all partitions had been made.
+- `plan` finds the same dataset again, as on a night without new text.
+- `train` opens its training split.
+
+No text is read and no shard is written: the source is a listing of invented objects, and the store,
+which this program serves, lists shards that do not exist. Their records are what it would have
+answered. All else is the program's own code. CPU seconds do not grow with the other load of the
+machine. The ratio is the CPU time of a partition among the most to that among the fewest, which
+stays near 1 where the cost is linear. `docs/scale.md` says what comes first at 10 TB of text.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import http.server
 import json
+import multiprocessing
 import os
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from benchmarks.report import Cell, publish, run, spread
-from benchmarks.scale_once import (
-    KEYS,
-    PARTITIONS_PER_FILE,
-    SHARD_BYTES,
-    STAGES,
-    configuration,
-    write_listing,
+from infini_model.__main__ import OBJECTS_BETWEEN_COLLECTIONS
+from infini_model.config import MEBIBYTE, Config
+from infini_model.data.keeping.stored_datasets import StoredDatasets
+from infini_model.data.manifest import (
+    SPLITS,
+    Shard,
+    latest_dataset,
+    parse_record,
+    read_record,
+    write_record,
 )
-from benchmarks.served import Store, served
-from infini_model.data.manifest import SPLITS
+from infini_model.data.shards.dataset import requested_dataset
+from infini_model.data.shards.folder import make_manifest
 from infini_model.data.shards.partition_store import RECORD
+from infini_model.data.shards.partitions import PartitionRecord
+from infini_model.data.shards.plan import plan_dataset
+from infini_model.data.shards.stream import open_split
+from infini_model.data.sources.files import FileRange, Listing, SourceFile
 
 SIZES = (10_000, 100_000, 1_000_000)
 MOST_GROWTH = 1.5
 LISTED_AT_ONCE = 1000
 WRITTEN = "2026-01-01T00:00:00.000Z"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "someone",
+    "AWS_SECRET_ACCESS_KEY": "else",
+    "AWS_ALLOW_HTTP": "true",
+    "AWS_REGION": "us-east-1",
+}
+ADDRESS = "s3://bucket/team"
+PARTITIONS_PER_FILE = 32
+SHARD_BYTES = 16_000_000
+KEY = "k" * 32
+KEYS, LISTING = "keys", "listing.json"
+Made = TypeVar("Made")
+Seconds = dict[str, float]
 
 
-class RecordsStore(Store):
+def _timed(seconds: Seconds, name: str, work: Callable[[], Made]) -> Made:
+    began = time.process_time()
+    made = work()
+    seconds[name] = time.process_time() - began
+    return made
+
+
+def write_listing(config: Config, partitions: int, folder: Path) -> None:
+    """The listing of a source that is divided into so many partitions, a multiple of 32."""
+    partition_bytes = config.data.partition_megabytes * MEBIBYTE
+    ranges = [
+        FileRange(
+            file=SourceFile(
+                address=f"s3://bucket/crawl/part-{number:08d}.jsonl",
+                bytes=PARTITIONS_PER_FILE * partition_bytes,
+                fingerprint=f"etag:{number:032x}",
+                version=f"{number:032x}",
+            )
+        )
+        for number in range(partitions // PARTITIONS_PER_FILE)
+    ]
+    write_record(folder / LISTING, Listing(ranges=ranges))
+
+
+def _record() -> bytes:
+    """The record of the partition `KEY`."""
+    shards = {
+        split: [
+            Shard(
+                file=f"{split}-0.arrow",
+                path=f"{KEY}/{split}-0.arrow",
+                documents=8000,
+                tokens=8_000_000,
+                bytes=SHARD_BYTES,
+                sha256="a" * 64,
+            )
+        ]
+        for split in SPLITS
+    }
+    record = PartitionRecord(documents=24_000, bytes=32 * MEBIBYTE, skipped=0, shards=shards)
+    return record.model_dump_json(indent=2).encode()
+
+
+def shard(config: Config, listing: Listing, folder: Path) -> Seconds:
+    """Divide the source, read the records, and make and write the manifest."""
+    seconds: Seconds = {}
+    data, run = config.data, config.run
+    wanted = _timed(
+        seconds,
+        "divide",
+        lambda: requested_dataset(listing, data, run.datasets_dir, run.datasets_store),
+    )
+    (folder / KEYS).write_text("\n".join(wanted.partition_keys))
+    template = _record()
+
+    def records() -> list[PartitionRecord]:
+        named = (template.replace(KEY.encode(), key.encode()) for key in wanted.partition_keys)
+        return [parse_record(content, ADDRESS, PartitionRecord) for content in named]
+
+    made = _timed(seconds, "read records", records)
+    record = wanted.recipe.tokenizer
+    manifest = _timed(
+        seconds,
+        "make manifest",
+        lambda: make_manifest(data.name, wanted.partition_keys, record, made, 0.0),
+    )
+    datasets = StoredDatasets(f"{ADDRESS}/datasets", run.datasets_dir)
+    _timed(seconds, "write it", lambda: datasets.write(manifest, wanted.tokenizer))
+    return seconds
+
+
+def plan(config: Config, listing: Listing, _folder: Path) -> Seconds:
+    """Find the dataset."""
+    seconds: Seconds = {}
+    plan = _timed(seconds, "plan", lambda: plan_dataset(listing, config))
+    assert plan.intact
+    return seconds
+
+
+def train(config: Config, _listing: Listing, _folder: Path) -> Seconds:
+    """Open the training split."""
+    seconds: Seconds = {}
+    folder = latest_dataset(config.run.datasets_dir)
+    _timed(seconds, "open split", lambda: open_split(folder, "train"))
+    return seconds
+
+
+STAGES = {each.__name__: each for each in (shard, plan, train)}
+
+
+def configuration() -> Config:
+    """Of a dataset in the store."""
+    return Config.model_validate({"run": {"output_dir": ADDRESS}})
+
+
+class RecordsStore(http.server.BaseHTTPRequestHandler):
     """An S3 bucket of small files in `folder`, that lists partitions of which it has only keys."""
 
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     folder: Path
     listed: list[str]
 
-    def do_GET(self) -> None:  # noqa: N802 -- the base class calls it so
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
         """Answer with a file, or with a page of a listing."""
         split = urlsplit(self.path)
         query = parse_qs(split.query)
@@ -53,7 +187,7 @@ class RecordsStore(Store):
         prefix, after = query["prefix"][0], int(query.get("continuation-token", ["0"])[0])
         self._answer(self._page(prefix, after))
 
-    def do_PUT(self) -> None:  # noqa: N802 -- the base class calls it so
+    def do_PUT(self) -> None:
         """Keep a file."""
         path = self._file()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +239,29 @@ class RecordsStore(Store):
         self.wfile.write(content or b"")
 
 
+def serve(folder: Path, tell: Connection) -> None:
+    """Serve the store, in a process of its own; tells its port."""
+    RecordsStore.folder, RecordsStore.listed = folder, []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RecordsStore)
+    tell.send(server.server_port)
+    server.serve_forever()
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[None]:
+    """This process, and those that it starts, reach the store while the block runs."""
+    heard, tell = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    server = context.Process(target=serve, args=(folder, tell), daemon=True)
+    server.start()
+    os.environ |= CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{heard.recv()}"}
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.join()
+
+
 class Simulated(NamedTuple):
     """The CPU seconds of each step, the peak memory of each stage, and the size of the manifest."""
 
@@ -122,13 +279,20 @@ def simulate(partitions: int) -> Simulated:
         folder = Path(name)
         os.environ["INFINI_CACHE_DIR"] = str(folder / "cache")
         write_listing(configuration(), whole_files, folder)
-        with served(RecordsStore, folder=folder, listed=[]):
+        with served(folder):
             for stage in STAGES:
-                ended = run(["-m", "benchmarks.scale_once", stage, name])
+                ended = run(["-m", "benchmarks.scale", "--stage", stage, name])
                 seconds |= json.loads(ended.last_line)
                 peaks[stage] = ended.peak_bytes
         (manifest,) = (folder / "bucket").rglob("manifest.json")
         return Simulated(seconds, peaks, manifest.stat().st_size)
+
+
+def print_stage(stage: str, folder: str) -> None:
+    """Run a stage in this process, and print the seconds of its steps as one line of JSON."""
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    listing = read_record(Path(folder) / LISTING, Listing)
+    print(json.dumps(STAGES[stage](configuration(), listing, Path(folder))))
 
 
 def _row(partitions: int, simulated: Simulated) -> dict[str, Cell]:
@@ -147,7 +311,11 @@ def main() -> None:
     )
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="skip larger sizes")
     parser.add_argument("--turns", type=int, default=3, help="times that each size is simulated")
+    parser.add_argument("--stage", nargs=2, metavar=("STAGE", "FOLDER"), help="only run this one")
     options = parser.parse_args()
+    if options.stage:
+        print_stage(*options.stage)
+        return
     sizes = [size for size in SIZES if size <= options.largest]
     turns = [{size: simulate(size) for size in sizes} for _ in range(options.turns)]
     growth = spread(

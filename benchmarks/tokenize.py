@@ -19,11 +19,13 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import statistics
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +35,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.corpus import write_as_json_lines, write_as_texts, write_corpus
+from benchmarks.corpus import text_to_shards, write_as_json_lines, write_as_texts, write_corpus
 from benchmarks.report import (
     Cell,
     Ratio,
+    cpu_seconds,
     publish,
     run,
     speed_ratio,
@@ -44,21 +47,21 @@ from benchmarks.report import (
     stopwatch,
     take_turns,
 )
-from benchmarks.shards_once import text_to_shards
-from benchmarks.tokenize_peers import composite, datatrove, gigatoken_ids, tiktoken_of, usual
-from benchmarks.usage import cpu_seconds
 from infini_model.data.manifest import SPLITS
 from infini_model.data.shards.stream import open_split
-from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.bpe import END_OF_TEXT, LLAMA3_PATTERN, train_tokenizer
 from infini_model.runtime.cores import available_cores
 
 OURS, USUAL, DATATROVE, COMPOSITE = "infini", "datasets.map", "datatrove", "composite"
 GIGATOKEN, TIKTOKEN = "gigatoken", "tiktoken"
 JSON_LINES, TEXTS = "infini, JSON lines", "infini, text files"
-CPU = "CPU of infini / composite's, BPE"
+CPU = "CPU of infini / composite's"
 JSON_LINES_RATE, TEXTS_RATE = "rate of JSON lines / Parquet", "rate of text files / Parquet"
 MEBIBYTE = 1 << 20
+BLOCK = 1024
 CORES = available_cores()
+
+Columns = dict[str, list[Any]]
 
 
 def parse() -> argparse.Namespace:
@@ -74,7 +77,120 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--vocab-size", type=int, default=8192, help="vocabulary size of the BPE")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument(
+        "--shards",
+        nargs=4,
+        metavar=("WARM_UP", "CORPUS", "SPEC", "FOLDER"),
+        help="only make these, after a warm-up",
+    )
     return parser.parse_args()
+
+
+def usual(corpus: Path, spec: str, workers: int, folder: Path) -> Any:
+    """Make blocks with `datasets`, from scratch, in `folder`; returns the ids before grouping."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    texts = datasets.load_dataset(
+        "parquet", data_files=str(corpus / "*.parquet"), split="train", cache_dir=str(folder)
+    )
+    options = {"batched": True, "num_proc": workers, "load_from_cache_file": False}
+    ids = texts.map(ids_by(spec), remove_columns=["text"], **options)
+    ids.map(group, **options)
+    return ids
+
+
+def ids_by(file: str) -> Callable[[Columns], Columns]:
+    """A function for `map` that encodes with the `tokenizer.json` `file` and adds end-of-text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(file)
+    end = tokenizer.token_to_id(END_OF_TEXT[0])
+
+    def encode(batch: Columns) -> Columns:
+        encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"input_ids": [[*encoding.ids, end] for encoding in encodings]}
+
+    return encode
+
+
+def group(batch: Columns) -> Columns:
+    """The concatenated ids of a batch, cut into blocks; the remainder is dropped."""
+    ids = list(itertools.chain(*batch["input_ids"]))
+    whole = len(ids) // BLOCK * BLOCK
+    return {"input_ids": [ids[start : start + BLOCK] for start in range(0, whole, BLOCK)]}
+
+
+def gigatoken_ids(definition: str, texts: pa.LargeStringArray) -> int:
+    """Encode with `gigatoken` on all cores; returns the number of tokens."""
+    return len(_encode(definition, texts)[0])
+
+
+def _encode(definition: str, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids, and the offsets of the documents."""
+    import awkward as ak  # type: ignore[import-untyped]
+    from gigatoken import Tokenizer
+
+    _, offsets, octets = texts.buffers()
+    characters = ak.contents.NumpyArray(
+        np.frombuffer(octets, np.uint8), parameters={"__array__": "char"}
+    )
+    index = ak.index.Index64(np.frombuffer(offsets, np.int64)[: len(texts) + 1])
+    strings = ak.contents.ListOffsetArray(index, characters, parameters={"__array__": "string"})
+    layout = Tokenizer.from_json(definition).encode_batch(ak.Array(strings)).layout
+    return np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+
+
+def composite(definition: str, corpus: Path, folder: Path) -> int:
+    """Parquet to Arrow with a minimal pipeline; returns the number of tokens."""
+    texts = pq.read_table(corpus)["text"].cast(pa.large_string()).combine_chunks()
+    ids, offsets = _encode(definition, texts)
+    rows = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids.astype(np.uint16)))
+    batch = pa.RecordBatch.from_arrays([rows], names=["input_ids"])
+    path = str(folder / "ids.arrow")
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, batch.schema) as out:
+        out.write_batch(batch)
+    return len(ids)
+
+
+def datatrove(corpus: Path, spec: str, workers: int, folder: Path) -> None:
+    """Tokenise with `datatrove`, the files split among the processes."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import ParquetReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    LocalPipelineExecutor(
+        [
+            ParquetReader(str(corpus)),
+            DocumentTokenizer(
+                str(folder / "ids"), spec, eos_token=END_OF_TEXT[0], shuffle_documents=False
+            ),
+        ],
+        tasks=workers,
+        workers=workers,
+        logging_dir=str(folder / "logs"),
+    ).run()
+
+
+def tiktoken_of(file: str) -> Any:
+    """The `tokenizer.json` at `file` as a `tiktoken` encoding."""
+    import tiktoken
+    from tokenizers import pre_tokenizers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    printable = [b for b in range(256) if chr(b) in alphabet]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable}
+    byte_of |= {chr(256 + place): b for place, b in enumerate(others)}
+    vocabulary = json.loads(Path(file).read_text())["model"]["vocab"]
+    ranks = {
+        bytes(byte_of[letter] for letter in token): rank
+        for token, rank in vocabulary.items()
+        if token != END_OF_TEXT[0]
+    }
+    return tiktoken.Encoding(
+        "ours", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
 
 
 class Corpus:
@@ -91,7 +207,7 @@ class Corpus:
 
 
 class Comparison:
-    """The pipelines with one tokenizer on one corpus, in one folder."""
+    """The pipelines on one corpus, in one folder."""
 
     def __init__(self, corpus: Corpus, spec: str, folder: Path) -> None:
         self._corpus, self._spec, self._folder = corpus, spec, folder
@@ -100,30 +216,26 @@ class Comparison:
         self.cpu_seconds: dict[str, list[float]] = {}
 
     def peers(self) -> dict[str, Callable[[], float]]:
-        """The pipelines for `take_turns`; some need a byte-level BPE."""
+        """The pipelines for `take_turns`."""
         corpus = self._corpus
-        peers: dict[str, Callable[[], float]] = {
+        return {
             OURS: functools.partial(self._ours, OURS, corpus.folder, "*.parquet"),
             USUAL: self._usual,
+            JSON_LINES: functools.partial(self._ours, JSON_LINES, corpus.json_lines, "*.jsonl"),
+            TEXTS: functools.partial(self._ours, TEXTS, corpus.text_files, "*.txt"),
+            COMPOSITE: self._composite,
+            DATATROVE: self._datatrove,
+            GIGATOKEN: self._gigatoken,
+            TIKTOKEN: self._tiktoken,
         }
-        if self._spec != "bytes":
-            peers |= {
-                JSON_LINES: functools.partial(self._ours, JSON_LINES, corpus.json_lines, "*.jsonl"),
-                TEXTS: functools.partial(self._ours, TEXTS, corpus.text_files, "*.txt"),
-                COMPOSITE: self._composite,
-                DATATROVE: self._datatrove,
-                GIGATOKEN: self._gigatoken,
-                TIKTOKEN: self._tiktoken,
-            }
-        return peers
 
     def check_same_ids(self) -> int:
         """The number of documents. Raises `SystemExit` unless all pipelines give the same ids."""
         for name, documents in self._documents.items():
             if documents != self._documents[OURS]:
-                raise SystemExit(f"{self._spec}: {OURS} and {name} give different ids")
+                raise SystemExit(f"{OURS} and {name} give different ids")
         if len(set(self._tokens.values())) > 1:
-            raise SystemExit(f"{self._spec}: different numbers of tokens: {self._tokens}")
+            raise SystemExit(f"different numbers of tokens: {self._tokens}")
         return self._documents[OURS].total()
 
     def _ours(self, name: str, corpus: Path, pattern: str) -> float:
@@ -212,18 +324,12 @@ def hash_ids(ids: np.ndarray) -> bytes:
     return hashlib.sha256(ids.astype(np.int32).tobytes()).digest()
 
 
-def train_bpe(corpus: Corpus, vocab_size: int, folder: Path) -> str:
-    """Train a byte-level BPE on the corpus; returns the path of its `tokenizer.json`."""
-    train_tokenizer([corpus.texts], vocab_size).save(folder)
-    return str(folder / "tokenizer.json")
-
-
 def compare(
-    name: str, spec: str, corpus: Corpus, warm_up: Corpus, turns: int, folder: Path
+    spec: str, corpus: Corpus, warm_up: Corpus, turns: int, folder: Path
 ) -> tuple[list[dict[str, Cell]], dict[str, Ratio]]:
-    """A row per pipeline with one tokenizer, and our speed relative to each."""
-    take_turns(Comparison(warm_up, spec, folder / name).peers(), 1)
-    comparison = Comparison(corpus, spec, folder / name)
+    """A row per pipeline, and our speed relative to each."""
+    take_turns(Comparison(warm_up, spec, folder).peers(), 1)
+    comparison = Comparison(corpus, spec, folder)
     seconds = take_turns(comparison.peers(), turns)
     documents = comparison.check_same_ids()
     cpu = comparison.cpu_seconds
@@ -232,19 +338,17 @@ def compare(
     }
     cpu_ratios = {peer: speed_ratio(cpu[peer], cpu[OURS]) for peer in cpu if peer != OURS}
     rows = [
-        row(f"{name}, {peer}", documents, corpus.bytes, times, ratio=ratios.get(peer))
+        row(peer, documents, corpus.bytes, times, ratio=ratios.get(peer))
         | {
             "CPU s": statistics.median(cpu[peer]) if peer in cpu else None,
             "CPU of infini / its": cpu_ratios.get(peer),
         }
         for peer, times in seconds.items()
     ]
-    named = {f"{peer}, {name}": ratio for peer, ratio in ratios.items()}
-    if COMPOSITE in ratios:
-        named[CPU] = cpu_ratios[COMPOSITE]
-        named[JSON_LINES_RATE] = speed_ratio(seconds[JSON_LINES], seconds[OURS])
-        named[TEXTS_RATE] = speed_ratio(seconds[TEXTS], seconds[OURS])
-    return rows, named
+    ratios[CPU] = cpu_ratios[COMPOSITE]
+    ratios[JSON_LINES_RATE] = speed_ratio(seconds[JSON_LINES], seconds[OURS])
+    ratios[TEXTS_RATE] = speed_ratio(seconds[TEXTS], seconds[OURS])
+    return rows, ratios
 
 
 def row(
@@ -280,7 +384,7 @@ def grow(
         shutil.rmtree(made, ignore_errors=True)
         text = large if times > 1 else corpus.folder
         arguments = [warm_up.folder, text, spec, made]
-        ended = run(["-m", "benchmarks.shards_once", *map(str, arguments)])
+        ended = run(["-m", "benchmarks.tokenize", "--shards", *map(str, arguments)])
         found = json.loads(ended.last_line)
         if found["peak_bytes"] is not None:
             peaks[times] = max(peaks[times] or 0.0, found["peak_bytes"] / MEBIBYTE)
@@ -300,30 +404,46 @@ def grow(
     return rows, {f"rate at {options.times} times": spread([growth * a / b for a, b in pairs])}
 
 
+def print_shards(warm_up: str, corpus: str, spec: str, folder: str) -> None:
+    """Make shards in this process; prints the seconds and its peak memory as one line of JSON.
+
+    The memory includes mapped files (Linux; null elsewhere). `wait4` would report at least that of
+    the parent.
+    """
+    text_to_shards(Path(warm_up), spec, Path(folder) / "warm-up")
+    began = time.perf_counter()
+    text_to_shards(Path(corpus), spec, Path(folder) / "measured")
+    seconds, peak, status = time.perf_counter() - began, None, Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        peak = int(lines["VmHWM"].split()[0]) * 1024
+    print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
+
+
 def main() -> None:
     """Measure and print the results."""
     options = parse()
+    if options.shards:
+        print_shards(*options.shards)
+        return
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
     # The workers are processes: threads within them would oversubscribe the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    targets = {}
+    targets = {USUAL: 40.0, COMPOSITE: 1.0, JSON_LINES_RATE: 0.6, TEXTS_RATE: 0.6}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = Corpus(folder / "corpus", options.megabytes)
-        bpe = train_bpe(corpus, options.vocab_size, folder)
+        train_tokenizer([corpus.texts], options.vocab_size).save(folder)
+        spec = str(folder / "tokenizer.json")
         warm_up = Corpus(folder / "warm-up", 1.0)
-        rows, ratios = compare("BPE", bpe, corpus, warm_up, options.turns, folder)
-        targets |= {f"{USUAL}, BPE": 40.0, f"{COMPOSITE}, BPE": 1.0}
-        targets |= {JSON_LINES_RATE: 0.6, TEXTS_RATE: 0.6}
-        more_rows, more = compare("bytes", "bytes", corpus, warm_up, options.turns, folder)
-        rows, ratios = rows + more_rows, ratios | more
+        rows, ratios = compare(spec, corpus, warm_up, options.turns, folder / "made")
         if options.times > 1:
-            more_rows, more = grow(bpe, corpus, warm_up, options, folder)
+            more_rows, more = grow(spec, corpus, warm_up, options, folder)
             rows, ratios = rows + more_rows, ratios | more
             targets |= dict.fromkeys(more, 0.95)
     heading = (
-        f"Parquet to shards, {corpus.bytes / 1e6:.1f} MB of text, a BPE of {options.vocab_size} or "
-        f"bytes, {CORES} cores"
+        f"Parquet to shards, {corpus.bytes / 1e6:.1f} MB of text, a BPE of {options.vocab_size}, "
+        f"{CORES} cores"
     )
     publish("tokenize", heading, rows, ratios, targets, {CPU: 1.1})
 

@@ -6,19 +6,14 @@ schedule, checks, `metrics.jsonl`, TensorBoard, MLflow, and one checkpoint among
 at either end and the first steps, during which MLflow is imported and connected. Then the same
 training runs with one thread per process, in one process and in several.
 
-- MFU: relative to the GPU's peak; on a CPU, to the matrix product rate that PyTorch reaches with
-  the same threads in the same turn.
-- Checkpoint stall: how long a checkpoint pauses the training, relative to a step and to the steps
-  between two checkpoints.
-- Checks: the cost of checking for non-finite values and loss spikes, on top of the norm that
-  clipping needs and the loss that is logged.
+A checkpoint's stall is how long it pauses the training, relative to a step and to the steps between
+two checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -27,26 +22,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, take_turns
 from flows.presets import configure
-from infini_model.config import Config, dump_config
+from infini_model.config import Config, dump_config, load_config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.training.callbacks.flops import flops_per_token, peak_flops
-from infini_model.training.callbacks.spikes import SpikeDetector
+from infini_model.training.optimizer import make_optimizer
 
 PRESET = "quickstart"
 OURS, PLAIN = "training", "plain loop"
 ONE = "1 process of 1 thread"
-CHECKS, CHECKPOINTS, ONE_STEP = "checks", "steps between checkpoints", "step with a checkpoint"
-TARGETS = {PLAIN: 0.97, CHECKS: 0.99, CHECKPOINTS: 0.99, ONE_STEP: 0.99}
+CHECKPOINTS, ONE_STEP = "steps between checkpoints", "step with a checkpoint"
+TARGETS = {PLAIN: 0.97, CHECKPOINTS: 0.99, ONE_STEP: 0.99}
 MEBIBYTE = 1 << 20
-# Size and number of the matrix products that measure a CPU's peak.
-SIDE, PRODUCTS = 1024, 8
-CHECKED = 1000
+# Steps of the plain loop that exclude one-time compilation, autotuning and allocation.
+WARM_UP = 3
 
 
 def parse() -> argparse.Namespace:
@@ -60,6 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=12, help="untimed steps before them")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2, help="processes in the last row")
+    parser.add_argument("--plain", type=Path, metavar="FILE", help="only the loop of this config")
     parser.add_argument(
         "overrides", nargs="*", help="overrides of the quickstart, as model.hidden_size=256"
     )
@@ -106,8 +101,6 @@ class Measured:
         self.many = f"{options.processes} processes of 1 thread each"
         names = (OURS, PLAIN, ONE, self.many)
         self.timings: dict[str, list[Timing]] = {name: [] for name in names}
-        self.rates: list[float] = []
-        self.check_seconds = check_seconds()
 
     def peers(self) -> dict[str, Callable[[], float]]:
         """The peers for `take_turns`; each returns the seconds of the timed steps."""
@@ -124,7 +117,6 @@ class Measured:
         return peers
 
     def _training(self, name: str, launcher: list[str], threads: int | None = None) -> float:
-        self.rates += [peak_rate()] if name == OURS else []
         run_dir = self.config.run.runs_dir / f"{name} {len(self.timings[name])}"
         datasets = self.config.run.datasets_dir / "latest"
         arguments = ["--config", self._file, "--dataset", datasets, "--run-dir", run_dir]
@@ -141,54 +133,42 @@ class Measured:
         return timing.seconds
 
     def _plain_loop(self) -> float:
-        ended = run(["-m", "benchmarks.plain_loop", str(self._file), str(self._options.steps)])
-        seconds = float(json.loads(ended.last_line)["seconds"])
+        steps = str(self._options.steps)
+        loop = ["-m", "benchmarks.train_step", "--plain", str(self._file), "--steps", steps]
+        ended = run(loop)
+        seconds = float(json.loads(ended.last_line))
         self.timings[PLAIN].append(Timing(seconds, 0.0, 0.0, ended.peak_bytes))
         return seconds
 
 
-def peak_rate() -> float:
-    """The device's peak FLOP/s: the GPU's data sheet value, or measured."""
-    device, dtype = "cpu", torch.float32
-    if torch.cuda.is_available():
-        if known := peak_flops(torch.cuda.get_device_name()):
-            return known
-        device, dtype = "cuda", torch.bfloat16
-    left, right = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
-    (left @ right).sum().item()
-    best = math.inf
-    for _ in range(3):
-        began = time.perf_counter()
-        for _ in range(PRODUCTS):
-            product = left @ right
-        product[0, 0].item()
-        best = min(best, time.perf_counter() - began)
-    return 2 * SIDE**3 * PRODUCTS / best
-
-
-def check_seconds() -> float:
-    """Seconds that the checks of one step take."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    norm, spikes = torch.ones((), device=device), SpikeDetector()
-    began = time.perf_counter()
-    for step in range(CHECKED):
-        loss = 2.0 + step % 7 / 100
-        assert math.isfinite(loss)
-        assert math.isfinite(norm.item())
-        assert spikes.watch(loss) is None
-    return (time.perf_counter() - began) / CHECKED
+def plain_loop(config: Config, steps: int) -> float:
+    """Seconds of the same steps in a plain loop: one batch, no schedule, metrics or checkpoints."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(config.run.seed)
+    model = InfiniLlama(config.model).to(device)
+    optimizer = make_optimizer(model, config.training)
+    shape = (config.training.batch_size, config.packing.context_length + 1)
+    tokens = torch.randint(0, config.model.vocab_size or 0, shape, device=device)
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:
+            began = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(tokens[:, :-1], labels=tokens[:, 1:]).loss
+        loss.backward()
+        clip_grad_norm_(model.parameters(), config.training.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        # Reading the loss synchronizes with the device at every step, as logging it would.
+        loss.item()
+    return time.perf_counter() - began
 
 
 def row(measured: Measured, name: str, options: argparse.Namespace) -> dict[str, Cell]:
     """A table row: the medians over the turns."""
     config, timings = measured.config, measured.timings[name]
-    if not timings:
-        return {"": name, "tokens/s": None, **dict.fromkeys(COLUMNS)}
     processes = options.processes if name == measured.many else 1
     tokens = processes * config.training.batch_size * config.packing.context_length
     seconds = statistics.median(each.seconds for each in timings) / options.steps
-    model = InfiniLlama(config.model)
-    flops = flops_per_token(model, config.packing.context_length) * tokens
     waited = statistics.median(each.wait_seconds / each.seconds for each in timings)
     stalled = statistics.median(each.stall_seconds for each in timings)
     ours = name != PLAIN
@@ -196,15 +176,10 @@ def row(measured: Measured, name: str, options: argparse.Namespace) -> dict[str,
         "": name,
         "tokens/s": tokens / seconds,
         "ms a step": 1e3 * seconds,
-        "MFU": flops / seconds / max(measured.rates) if name in (OURS, PLAIN) else None,
-        "checks": f"{100 * measured.check_seconds / seconds:.3f}%" if name == OURS else None,
         "data wait": f"{100 * waited:.2f}%" if ours else None,
         "checkpoint ms": 1e3 * stalled if ours else None,
         "peak MiB": max(each.peak_bytes for each in timings) // MEBIBYTE,
     }
-
-
-COLUMNS = ("ms a step", "MFU", "checks", "data wait", "checkpoint ms", "peak MiB")
 
 
 def ratios_of(
@@ -215,7 +190,6 @@ def ratios_of(
     steps = [(each.seconds / options.steps, each.stall_seconds) for each in measured.timings[OURS]]
     found = {
         PLAIN: speed_ratio(seconds[OURS], seconds[PLAIN]),
-        CHECKS: spread([step / (step + measured.check_seconds) for step, _ in steps]),
         CHECKPOINTS: spread([between * step / (between * step + stall) for step, stall in steps]),
         ONE_STEP: spread([step / (step + stall) for step, stall in steps]),
     }
@@ -227,17 +201,18 @@ def ratios_of(
 def main() -> None:
     """Measure in turns and print the results."""
     options = parse()
+    if options.plain:
+        print(plain_loop(load_config(file=options.plain), options.steps))
+        return
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(Path(folder), options)
         seconds = take_turns(measured.peers(), options.turns)
     config = measured.config
     tokens = config.training.batch_size * config.packing.context_length
-    source = "its peak" if torch.cuda.is_available() else "matrix products in the same run"
     publish(
         "train_step",
-        f"Training the {PRESET}, {options.steps} steps of {tokens} tokens per process; "
-        f"MFU relative to {max(measured.rates) / 1e9:,.0f} GFLOP/s ({source})",
-        [row(measured, name, options) for name in measured.timings],
+        f"Training the {PRESET}, {options.steps} steps of {tokens} tokens per process",
+        [row(measured, name, options) for name in seconds],
         ratios_of(measured, seconds, options),
         TARGETS,
     )

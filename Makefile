@@ -1,21 +1,21 @@
 # Two commands for a newcomer: `make run` and `make test`. Each installs what it needs first.
 PYTHON ?= python3
 ARGS ?=
-BENCHMARKS ?= attention model step loss generate train_step memory_estimate tokenize incremental scale requests loader stored_loader
+BENCHMARKS ?= attention generate train_step utilization objectives memory_estimate tokenize incremental scale loader
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CHROMIUM ?= chromium
+TRITON := $(VENV)/.triton
+# Debian's, for the stories: a browser for the pages of Prefect and MLflow, Slurm, PostgreSQL.
+PACKAGES := chromium slurm-wlm munge postgresql
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
-export CHROMIUM
 
-.PHONY: help install run test chromium e2e fuzz lint serve bench gpu clean lock
+.PHONY: help install run test stories check packages lint serve bench gpu clean lock
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
-	@echo "make test     run the tests, but for those that take longest: make e2e"
-	@echo "make e2e      kill, stop and resume trainings at any moment; use the pages of Prefect and MLflow in a browser"
-	@echo "make fuzz     compare the GPU tokenizer with tokenizers on far more text, in Triton's interpreter"
+	@echo "make test     run the tests that need nothing but Python"
+	@echo "make stories  run those that take longest: whole programs killed, stopped and resumed, real pages in a browser"
 	@echo "make lint     formatting, linting and types, as in CI"
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
 	@echo "make bench    run the benchmarks, or some of them: make bench BENCHMARKS=loader"
@@ -37,27 +37,29 @@ $(STAMP): requirements.lock pyproject.toml
 run: install
 	$(BIN)/infini run $(ARGS)
 
-# A CUDA build of PyTorch pins the Triton that fits it, so the lock has none; with a CPU build the
-# tests run the kernels in Triton's interpreter, on Linux, the only system that it is made for.
-test: install
+# A CUDA build of PyTorch pins the Triton that fits it, so the lock has none. Tests for a GPU run in
+# Triton's interpreter, on Linux, the only system that Triton is made for; make gpu runs them compiled.
+$(TRITON): $(STAMP)
 	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.5'
-	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	@touch $@
 
-# Debian's Chromium, or the program that CHROMIUM names; Playwright brings no browser of its own.
-chromium:
-	@command -v "$(CHROMIUM)" >/dev/null || test "$$(id -u)" != 0 || { apt-get update && apt-get install -y --no-install-recommends chromium; }
-	@command -v "$(CHROMIUM)" >/dev/null || { echo "$(CHROMIUM) is missing: sudo apt-get install chromium, or make e2e CHROMIUM=PROGRAM" >&2; exit 1; }
+test: $(TRITON)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(WORKERS) -m "not story" $(ARGS)
 
-e2e: install chromium
-	@command -v slurmctld >/dev/null || echo "skipping the tests of slurm.sh; they need: sudo apt-get install slurm-wlm munge"
-	$(BIN)/python -m pytest $(WORKERS) --every-story -m story $(ARGS)
+stories: $(TRITON) packages
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(WORKERS) -m story $(ARGS)
 
-fuzz: install
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --every-story -m "cuda and story" tests/infini_model/data/tokenizers/gpu $(ARGS)
+# What CI runs: lint, then all tests at once, so that what they share starts once.
+check: lint $(TRITON) packages
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(WORKERS) --durations=40 -rsx $(ARGS)
+
+packages:
+	@dpkg --status $(PACKAGES) >/dev/null 2>&1 || { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(PACKAGES); } || { echo "make stories needs: sudo apt-get install $(PACKAGES)" >&2; exit 1; }
 
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 serve: install
@@ -78,5 +80,5 @@ lock:
 	mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,21 +46,7 @@ WithTables = Callable[[Path], Path]
 REHEARSAL = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available() and not REHEARSAL
 GPU = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
-BEGAN = time.monotonic()
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of all folders; pytest only reads them from the root conftest."""
-    parser.addoption("--every-story", action="store_true", help="also what takes long")
-    parser.addoption(
-        "--story-minutes",
-        type=float,
-        default=float("inf"),
-        metavar="N",
-        help="skip the stories that have not begun by then",
-    )
-    parser.addoption("--screenshots", type=Path, metavar="DIR", help="keep those of the browser")
 
 
 def pytest_configure() -> None:
@@ -74,17 +59,13 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests with their own make target, and run tests that start processes first.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with stories first.
 
-    Otherwise one worker may still be running a slow file when the others are done.
+    Otherwise one worker would still be busy with such a file when the others are done.
     """
-    stories = [item for item in items if item.get_closest_marker("story")]
-    if stories and not config.getoption("--every-story"):
-        config.hook.pytest_deselected(items=stories)
-        items[:] = [item for item in items if item not in stories]
-    longest = {"e2e", "flows", "tasks", "training"}
-    items.sort(key=lambda item: longest.isdisjoint(item.path.parts))
+    long = {item.path for item in items if item.get_closest_marker("story")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -96,10 +77,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU where there is none, except in a rehearsal, and stories too late."""
-    minutes = (time.monotonic() - BEGAN) / 60
-    if item.get_closest_marker("story") and minutes > item.config.getoption("--story-minutes"):
-        pytest.skip("the time for stories is used up")
+    """Skip what needs a GPU where there is none, except in a rehearsal."""
     if item.get_closest_marker("cuda") and not (HAS_GPU or REHEARSAL):
         pytest.skip("needs a GPU; TRITON_INTERPRET=1 rehearses it on the CPU")
 
@@ -150,7 +128,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, with_tables: WithTables) ->
 @pytest.fixture(scope="session")
 def session_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The environment of a user who has configured no server and no GPU."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "INFINI_"))}
+    own = ("PREFECT_", "INFINI_", "TRITON_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(own)}
     return {**inherited, **QUIET, "PREFECT_HOME": str(tmp_path_factory.mktemp("home"))}
 
 

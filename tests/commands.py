@@ -12,7 +12,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -306,20 +305,25 @@ def answers(url: str) -> bool:
 
 
 def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:
-    """The response of Prefect's API."""
-    data = json.dumps(body).encode() if method == "POST" else None
+    """The response of Prefect's API; None where it has nothing to say."""
+    data = None if method == "GET" else json.dumps(body).encode()
     request = urllib.request.Request(
         f"{url}/{path}", data, {"Content-Type": "application/json"}, method=method
     )
-    while True:
+    answers: list[bytes] = []
+
+    def is_answered() -> bool:
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-                return json.load(answer)
+                answers.append(answer.read())
         except urllib.error.HTTPError as error:
             # The database was locked for seconds; Prefect's own client asks again, too.
             if error.code != 503:
                 raise
-            time.sleep(0.2)
+        return bool(answers)
+
+    eventually(is_answered, f"an answer to {method} {path}")
+    return json.loads(answers[0]) if answers[0] else None
 
 
 def flow_run(url: str, output: str) -> dict[str, Any]:

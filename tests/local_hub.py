@@ -7,9 +7,8 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
-PAGE = 3  # entries of a tree in one answer
 TOKEN = "hf_secret"
 
 
@@ -105,12 +104,6 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: LocalHub
 
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_POST(self):
-        self.do_GET()
-
     def do_GET(self):
         self.form = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         url = urlsplit(self.path)
@@ -130,6 +123,8 @@ class Handler(BaseHTTPRequestHandler):
                     return
             getattr(self, action.replace("-", "_") or "revision")(rest, parse_qs(url.query))
 
+    do_HEAD = do_POST = do_GET  # noqa: N815
+
     def revision(self, _, query):
         self.give_json({"id": "team/data", "sha": self.repository.commit})
 
@@ -142,11 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         if not entries:
             self.refuse(404, "EntryNotFound")
             return
-        start = int(query.get("cursor", ["0"])[0])
-        more = f"?recursive={query.get('recursive', [''])[0]}&cursor={start + PAGE}"
-        here = self.server.address + quote(urlsplit(self.path).path)
-        headers = {"Link": f'<{here}{more}>; rel="next"'} if start + PAGE < len(entries) else {}
-        self.give_json(entries[start : start + PAGE], headers)
+        self.give_json(entries)
 
     def paths_info(self, _, query):
         paths = parse_qs(self.form)["paths"]
@@ -177,22 +168,21 @@ class Handler(BaseHTTPRequestHandler):
             self.server.released.wait()
         self.give(data, {})
 
-    def give_json(self, value, headers=None):
-        kind = {"Content-Type": "application/json"}
-        self.answer(200, json.dumps(value).encode(), kind | (headers or {}))
+    def give_json(self, value):
+        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def refuse(self, status, code):
         self.answer(status, b"", {"X-Error-Code": code})
 
     def give(self, data, headers):
-        part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if self.server.busy:
             self.server.busy -= 1
             self.answer(503, b"", {})
         elif part and self.server.ranges:
-            found = data[int(part[1]) : int(part[2]) + 1]
-            where = {"Content-Range": f"bytes {part[1]}-{part[2]}/{len(data)}"}
-            self.answer(206, found, headers | where)
+            start, stop = int(part[1]), int(part[2] or len(data) - 1) + 1
+            where = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+            self.answer(206, data[start:stop], headers | where)
         else:
             self.answer(200, data, headers)
 
@@ -208,15 +198,9 @@ class Handler(BaseHTTPRequestHandler):
             body = body[: len(body) // 2]
             self.close_connection = True
         # Before anything is sent: whoever has the answer may look at once.
-        self.server.requests.append(
-            Request(
-                self.command,
-                unquote(self.path),
-                self.headers.get("Range"),
-                "Authorization" in self.headers,
-                len(body),
-            )
-        )
+        authorized, part = "Authorization" in self.headers, self.headers.get("Range")
+        request = Request(self.command, unquote(self.path), part, authorized, len(body))
+        self.server.requests.append(request)
         self.end_headers()
         self.wfile.write(body)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from commands import PATIENCE, eventually, kill
+from commands import answers, eventually, kill
 from ports import free_port
 
 from infini_model.runtime.processes import bound
@@ -43,14 +42,7 @@ class MlflowServer:
 
     def _answers(self) -> bool:
         assert self._process.poll() is None
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
+        return answers(f"{self.url}/health")
 
     def kill(self) -> None:
         """Kill it and its workers with SIGKILL."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import psutil
-from commands import PATIENCE, eventually
+from commands import PATIENCE, eventually, kill
 from ray._private.services import get_node
 from ray.cluster_utils import Cluster
 
@@ -129,7 +130,7 @@ class RayCluster:
         node = self._nodes.pop()
         worker = self._held(node)
         _kill_raylet(node)
-        worker.kill()
+        kill(worker, signal.SIGKILL)
 
     def lose_node_of(self, task: str) -> None:
         """Kill the raylet of a node that runs `task`, and with it the node."""
@@ -138,8 +139,10 @@ class RayCluster:
         _kill_raylet(node)
 
     def kill_head(self) -> None:
-        """Kill the process without which there is no cluster."""
+        """Kill the process without which there is no cluster; the raylets then end."""
         psutil.Process(_pid(self._cluster.head_node, "gcs_server")).kill()
+        for node in (*self._nodes, self._cluster.head_node):
+            _reap(node)
 
     def end(self) -> None:
         self._cluster.shutdown()
@@ -164,10 +167,13 @@ def _raylet(node: Any) -> psutil.Process:
 
 
 def _kill_raylet(node: Any) -> None:
-    """Its workers live on for as long as it is a zombie, with the locks that they hold."""
-    raylet = node.all_processes["raylet"][0].process
-    raylet.kill()
-    raylet.wait()
+    _raylet(node).kill()
+    _reap(node)
+
+
+def _reap(node: Any) -> None:
+    """The workers of a raylet live on for as long as it is a zombie, with the locks they hold."""
+    node.all_processes["raylet"][0].process.wait(PATIENCE)
 
 
 def _pid(node: Any, kind: str) -> int:

@@ -31,7 +31,7 @@ CREDENTIALS = {
 }
 
 # An answer lists so many objects; of a real store, 1000.
-LISTED_AT_ONCE = 100
+LISTED_AT_ONCE = 20
 # Left alone, moto lets another write come between the check of a condition and the write.
 MOTO = """
 import threading
@@ -63,7 +63,6 @@ class Line:
         self._holds = threading.Event()
         self._let_go = threading.Event()
         self._listener: socket.socket | None = None
-        self._hang_up = False
         self._speaks = threading.Event()
         self._speaks.set()
         self.connect()
@@ -96,16 +95,6 @@ class Line:
             yield
         finally:
             self.connect()
-
-    @contextmanager
-    def hanging_up(self) -> Iterator[None]:
-        """Connections are accepted and closed, as by a proxy that has lost its server."""
-        self._hang_up = True
-        self.cut_all()
-        try:
-            yield
-        finally:
-            self._hang_up = False
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -159,7 +148,7 @@ class Line:
                 return
             with self._changing:
                 # It may have been accepted just before all connections were cut.
-                if self._hang_up or self._listener is not listener:
+                if self._listener is not listener:
                     client.close()
                     continue
                 server = socket.create_connection(("127.0.0.1", self._server_port))

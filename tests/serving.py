@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from commands import Running, alive, answers, api, eventually
+from commands import (
+    Environment,
+    Running,
+    alive,
+    answers,
+    api,
+    eventually,
+    infini,
+    processes_about,
+)
 from ports import free_port
 
 from flows.serving.services import HOST, start_prefect
@@ -24,62 +33,31 @@ ENGINE, TRAINER = "prefect.engine", "infini_model.training"
 
 
 @dataclass(frozen=True)
-class Serving:
-    """A running `infini serve`, its output folder and its API."""
+class Server:
+    """A Prefect server by the address of its API, and what people do to its flow runs."""
 
-    running: Running
-    output: Path
     url: str
 
-    def processes(self, word: str) -> list[psutil.Process]:
-        """Processes of this output folder of which `word` is an argument."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                words = process.cmdline()
-                home = process.environ().get("PREFECT_HOME", "")
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-            if (
-                home == str(self.output / "prefect")
-                and "infini_model.runtime.processes" not in words
-            ):
-                found += [process] if word in words else []
-        return alive(found)
+    def deployment(self, name: str) -> dict[str, Any]:
+        """A deployment of the project."""
+        return dict(api(self.url, f"deployments/name/{name}/{name}", "GET"))
 
-    def process(self, word: str) -> psutil.Process:
-        """The only process with `word` among its arguments.
+    def create(self, deployment: str, *, checked: bool = True, **parameters: Any) -> str:
+        """What *Run* of a deployment does; returns the id of the flow run.
 
-        Waits for it: a process that starts another one is there twice for a moment.
+        Without `checked`, the parameters may be some that the form would not take.
         """
-        found: list[psutil.Process] = []
+        path = f"deployments/{self.deployment(deployment)['id']}/create_flow_run"
+        asked = {"parameters": parameters, "enforce_parameter_schema": checked}
+        return str(api(self.url, path, **asked)["id"])
 
-        def is_single() -> bool:
-            found[:] = self.processes(word)
-            return len(found) == 1
-
-        eventually(is_single, lambda: f"one {word}, not {found}")
-        return found[0]
-
-    def kill(self, word: str) -> psutil.Process:
-        """Send SIGKILL to the only process with `word` among its arguments, and return it."""
-        process = self.process(word)
-        process.kill()
-        return process
-
-    def create(self, deployment: str, **parameters: Any) -> str:
-        """What *Run* of a deployment does; returns the id of the flow run."""
-        path = f"deployments/{self.deployment(deployment)}/create_flow_run"
-        return str(api(self.url, path, parameters=parameters)["id"])
-
-    def deployment(self, name: str) -> str:
-        """The id of a deployment."""
-        (found,) = [each for each in api(self.url, "deployments/filter") if each["name"] == name]
-        return str(found["id"])
+    def read(self, flow_run: str) -> dict[str, Any]:
+        """A flow run as the server knows it."""
+        return dict(api(self.url, f"flow_runs/{flow_run}", "GET"))
 
     def state(self, flow_run: str) -> dict[str, Any]:
         """The state of a flow run."""
-        return dict(api(self.url, f"flow_runs/{flow_run}", "GET")["state"])
+        return dict(self.read(flow_run)["state"])
 
     def wait_for_state(self, flow_run: str, name: str) -> dict[str, Any]:
         """Wait until the state is `name` and return it."""
@@ -110,16 +88,43 @@ class Serving:
             lambda: f"{text!r} in {self.log_of(flow_run)[-30:]}",
         )
 
-    def set_state(self, flow_run: str, kind: str, name: str, **details: Any) -> None:
+    def artifacts(self, flow_run: str) -> dict[str, Any]:
+        """The data of a flow run's artifacts; a key is there once.
+
+        Prefect makes artifacts without a key of results.
+        """
+        wanted = {"flow_run_id": {"any_": [flow_run]}}
+        found = [
+            each
+            for each in api(self.url, "artifacts/filter", artifacts=wanted)
+            if each["key"] is not None
+        ]
+        by_key = {each["key"]: each["data"] for each in found}
+        assert len(by_key) == len(found), [each["key"] for each in found]
+        return by_key
+
+    def tasks(self, flow_run: str) -> dict[str, dict[str, Any]]:
+        """The task runs of the newest attempt, by the first word of their names."""
+        wanted = {"flow_runs": {"id": {"any_": [flow_run]}}}
+        found = api(self.url, "task_runs/filter", sort="EXPECTED_START_TIME_ASC", **wanted)
+        return {each["name"].split()[0]: each for each in found}
+
+    def parts(self, flow_run: str) -> list[dict[str, Any]]:
+        """The flow runs that are parts of a flow run."""
+        wanted = {"parent_flow_run_id": {"any_": [flow_run]}}
+        return list(api(self.url, "flow_runs/filter", flow_runs=wanted))
+
+    def set_state(self, flow_run: str, kind: str, name: str, **state: Any) -> None:
         """What *Pause*, *Cancel* and *Retry* do."""
-        state = {"type": kind, "name": name, "state_details": details}
-        answer = api(self.url, f"flow_runs/{flow_run}/set_state", state=state, force=True)
+        asked = {"type": kind, "name": name} | state
+        answer = api(self.url, f"flow_runs/{flow_run}/set_state", state=asked, force=True)
         assert answer["status"] == "ACCEPT", answer
 
     def suspend(self, flow_run: str) -> None:
         """The *Pause* button, but not for five minutes only, which may pass on a slow machine."""
         until = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
-        self.set_state(flow_run, "PAUSED", "Suspended", pause_timeout=until, pause_reschedule=True)
+        details = {"pause_timeout": until, "pause_reschedule": True}
+        self.set_state(flow_run, "PAUSED", "Suspended", state_details=details)
 
     def resume(self, flow_run: str) -> None:
         """The *Resume* button."""
@@ -133,6 +138,47 @@ class Serving:
         """The *Retry* button."""
         self.set_state(flow_run, "SCHEDULED", "AwaitingRetry")
 
+
+@dataclass(frozen=True)
+class Serving(Server):
+    """A server with workers: a running command, such as `infini serve`, and its output folder."""
+
+    running: Running
+    output: Path
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Processes of this output folder of which `word` is an argument."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = process.cmdline()
+                home = process.environ().get("PREFECT_HOME", "")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            is_guard = "infini_model.runtime.processes" in words
+            if home == str(self.output / "prefect") and word in words and not is_guard:
+                found.append(process)
+        return alive(found)
+
+    def wait_for_end_of(self, word: str) -> None:
+        """Wait until there is no such process."""
+        eventually(lambda: not self.processes(word), f"the end of {word}")
+
+    def kill(self, word: str) -> psutil.Process:
+        """Send SIGKILL to the only process with `word` among its arguments, and return it.
+
+        Waits for it: a process that starts another one is there twice for a moment.
+        """
+        found: list[psutil.Process] = []
+
+        def is_single() -> bool:
+            found[:] = self.processes(word)
+            return len(found) == 1
+
+        eventually(is_single, lambda: f"one {word}, not {found}")
+        found[0].kill()
+        return found[0]
+
     def stop(self) -> None:
         """Press Ctrl-C; all its processes must end."""
         everyone = self.running.tree()
@@ -140,17 +186,35 @@ class Serving:
         assert self.running.wait() in (0, 130)
         assert "Traceback" not in self.running.output
         eventually(lambda: not alive(everyone), "the end of all processes")
+        eventually(lambda: not processes_about(self.output), "the end of all processes")
 
 
-def serve(start: Callable[..., Running], output: Path, ports: tuple[int, int]) -> Serving:
-    """Start `infini serve` and wait until it is ready."""
+@contextmanager
+def launcher(folder: Path, env: Environment) -> Iterator[Callable[[], Serving]]:
+    """Starts `infini serve`, and waits until it is ready, each time on the same ports.
+
+    The output folder is `output` in `folder`. What is left of all at the end is killed.
+    """
+    output, ports = folder / "output", (free_port(), free_port())
     options = ("--port", str(ports[0]), "--mlflow-port", str(ports[1]))
-    running = start("serve", "--output-dir", output, *options)
-    running.wait_for("Ready: ")
-    serving = Serving(running, output, f"http://{HOST}:{ports[0]}/api")
-    # Otherwise a test that runs at three in the morning meets an engine that it has not started.
-    api(serving.url, f"deployments/{serving.deployment('preprocess')}/pause_deployment")
-    return serving
+    started: list[Running] = []
+
+    def launch() -> Serving:
+        command = infini("serve", "--output-dir", output, *options)
+        started.append(Running(command, folder / f"serve-{len(started)}.log", env))
+        started[-1].wait_for("Ready: ")
+        serving = Serving(f"http://{HOST}:{ports[0]}/api", started[-1], output)
+        # Otherwise a test that runs at three in the morning meets an engine that nobody started.
+        nightly = serving.deployment("preprocess")["id"]
+        api(serving.url, f"deployments/{nightly}/pause_deployment")
+        return serving
+
+    try:
+        yield launch
+    finally:
+        for running in started:
+            running.end()
+        eventually(lambda: not processes_about(folder), "the end of all processes")
 
 
 @contextmanager
@@ -158,8 +222,8 @@ def prefect_server(output: Path) -> Iterator[str]:
     """Run a Prefect server with its database in an output folder; yields the API's address."""
     config = load_config(overrides=[f"run.output_dir={output}"])
     service = start_prefect(config, free_port())
-    eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server")
     try:
+        eventually(lambda: answers(f"{service.url}/api/health"), "the Prefect server")
         yield f"{service.url}/api"
     finally:
         end_tree(service.process, 10.0)

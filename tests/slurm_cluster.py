@@ -1,7 +1,6 @@
 """A Slurm cluster of three nodes on this machine, of Debian's packages slurm-wlm and munge."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +14,6 @@ from commands import Environment, eventually, kill, run
 from ports import free_port
 
 NODES = ("n1", "n2", "n3")
-MISSING = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name) is None]
 # Requeued jobs start soon instead of after the two minutes for which credentials are valid. All
 # other limits of time are those of a slow machine: a node that is lost is told to the controller.
 CONFIGURATION = """\

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from commands import eventually
 from playwright.sync_api import Error, Locator, Page, expect
@@ -20,21 +19,11 @@ class Prefect:
 
     page: Page
     url: str
-    screenshots: Path
-
-    def keep(self, name: str) -> None:
-        """Keep a screenshot."""
-        self.page.screenshot(path=self.screenshots / f"{name}.png")
-
-    def open_deployment(self, name: str) -> None:
-        """*Deployments*, then the one of this name."""
-        self.page.goto(f"{self.url}/deployments")
-        self.page.get_by_role("link", name=name, exact=True).first.click()
-        expect(self.page.get_by_role("button", name="Run", exact=True)).to_be_visible()
 
     def open_form(self, deployment: str) -> None:
-        """*Run*, *Custom run* of a deployment."""
-        self.open_deployment(deployment)
+        """*Deployments*, the one of this name, *Run*, *Custom run*."""
+        self.page.goto(f"{self.url}/deployments")
+        self.page.get_by_role("link", name=deployment, exact=True).first.click()
         self.page.get_by_role("button", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Custom run").click()
         expect(self.field("Preset")).to_be_visible()
@@ -51,30 +40,15 @@ class Prefect:
 
     def submit(self) -> str:
         """*Submit*, and the page of the flow run; returns its id."""
-        flow_run = self.created_by(self.press_submit)
-        self.page.goto(f"{self.url}/runs/flow-run/{flow_run}")
+        with self.page.expect_response("**/create_flow_run") as response:
+            self.press_submit()
+        flow_run = str(response.value.json()["id"])
+        self.open_run(flow_run)
         return flow_run
 
-    def created_by(self, action: Callable[[], object]) -> str:
-        """The id of the flow run that an action on the page creates."""
-        with self.page.expect_response("**/create_flow_run") as response:
-            action()
-        return str(response.value.json()["id"])
-
-    def quick_run(self) -> None:
-        """*Quick run* of the open deployment, and *View run*.
-
-        The link is shown only briefly; a user who misses it would start another run.
-        """
-
-        def follow() -> None:
-            self.page.get_by_role("button", name="Run", exact=True).click(timeout=REDRAWN_MS)
-            item = self.page.get_by_role("menuitem", name="Quick run")
-            item.click(timeout=REDRAWN_MS)
-            link = self.page.get_by_role("link", name="View run")
-            link.first.click(timeout=REDRAWN_MS)
-
-        self.insist(follow, self.page.get_by_role("tab", name="Logs", exact=True))
+    def open_run(self, flow_run: str) -> None:
+        """The page of a flow run."""
+        self.page.goto(f"{self.url}/runs/flow-run/{flow_run}")
 
     def expect_refusal(self, text: str) -> None:
         """*Submit*, until the error that the server answers is seen: it is shown only briefly."""
@@ -106,7 +80,7 @@ class Prefect:
         return outcome
 
     def open_tab(self, name: str) -> Locator:
-        """Open a tab below the chart, with the keyboard, as the chart covers the tabs at first."""
+        """A tab below the chart, opened by keyboard, as the chart covers the tabs at first."""
         tab = self.page.get_by_role("tab", name=name, exact=True)
         if tab.get_attribute("aria-selected", timeout=REDRAWN_MS) != "true":
             tab.press("Enter", timeout=REDRAWN_MS)
@@ -116,11 +90,7 @@ class Prefect:
         """What an open tab shows."""
         return self.page.get_by_role("tabpanel", name=name, exact=True)
 
-    def expect_in_tab(self, name: str, shown: Locator) -> Locator:
-        """Open a tab, and wait until it shows that."""
-        return self.insist(lambda: self.open_tab(name), shown)
-
-    def expect_log(self, text: str | re.Pattern[str]) -> None:
+    def expect_log(self, text: str) -> None:
         """Wait until the log shows a line, newest first; only visible lines are in the DOM."""
 
         def sort() -> None:
@@ -137,7 +107,7 @@ class Prefect:
         link = self.tab("Artifacts").get_by_role("link", name=re.compile(rf"\b{key}\b")).first
 
         def follow() -> None:
-            self.expect_in_tab("Artifacts", link).click(timeout=REDRAWN_MS)
+            self.insist(lambda: self.open_tab("Artifacts"), link).click(timeout=REDRAWN_MS)
 
         newest = self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first
         self.insist(follow, newest).click()

@@ -6,30 +6,27 @@ is run with the environment that JobSet, KubeRay or SkyPilot would give it.
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import re
+import shlex
 import subprocess
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
-import ray
 import typer.main
 import yaml
-from commands import PATIENCE, Running
+from commands import PATIENCE, Environment, Running, infini, run
 
 from flows.cli import app
 from flows.options import read
 from flows.presets import configure
 from flows.serving.deploy import HEARTBEAT_TIMEOUT
 from infini_model.config import Config
-from infini_model.training.launch.launcher import GRACE_SECONDS
 from infini_model.training.sizing.estimate import GIB
 from infini_model.training.sizing.fitting import Machine, Need
 from infini_model.training.sizing.shape import known_shape
@@ -77,74 +74,13 @@ def built_in(name: str, document: Mapping[str, Any]) -> Iterator[dict[str, Any]]
             yield pod | each["template"]
 
 
-def keys(tree: Any, free: Collection[str], above: tuple[Any, ...] = ()) -> Iterator[tuple]:
-    """The path of every key but those of the user's own choice, in the maps named `free`."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield (*above, key)
-            if key not in free:
-                yield from keys(value, free, (*above, key))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from keys(value, free, (*above, index))
-
-
-def is_accepted_misspelt(name: str, document: Mapping[str, Any], path: Sequence[Any]) -> bool:
-    """Whether the document still passes with an `x` behind the key at `path`."""
-    changed = copy.deepcopy(document)
-    *above, key = path
-    parent: Any = changed
-    for step in above:
-        parent = parent[step]
-    parent[f"{key}x"] = parent.pop(key)
-    try:
-        check(name, changed)
-    except jsonschema.ValidationError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize(
-    ("name", "document", "free"),
-    [
-        ("jobset", JOBSET, {"labels", "requests", "limits"}),
-        ("rayjob", RAYJOB, {"labels", "requests", "limits", "rayStartParams"}),
-        ("skypilot", SKYPILOT, {"envs", "volumes"}),
-    ],
+    ("name", "document"),
+    [("jobset", JOBSET), ("rayjob", RAYJOB), ("skypilot", SKYPILOT)],
     ids=["jobset", "rayjob", "skypilot"],
 )
-def test_a_file_is_what_its_reader_declares_and_no_misspelt_key_passes(
-    name: str, document: dict[str, Any], free: set[str]
-) -> None:
+def test_a_file_is_what_its_reader_declares(name: str, document: dict[str, Any]) -> None:
     check(name, document)
-    paths = list(keys(document, free))
-    assert len(paths) > 10
-    assert [path for path in paths if is_accepted_misspelt(name, document, path)] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "value"),
-    [
-        ("jobset", ("failurePolicy", "maxRestarts"), "ten"),
-        ("jobset", ("failurePolicy", "rules", 0, "action"), "Restart"),
-        ("jobset", ("failurePolicy", "rules", 0, "onJobFailureReasons", 0), "Disruption"),
-        ("jobset", ("replicatedJobs", 0, "template", "spec", "parallelism"), "2"),
-        ("rayjob", ("submissionMode",), "HttpMode"),
-        ("rayjob", ("backoffLimit",), "10"),
-        ("rayjob", ("rayClusterSpec", "authOptions", "mode"), "Token"),
-        ("rayjob", ("rayClusterSpec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
-        ("rayjob", ("rayClusterSpec", "workerGroupSpecs", 0, "replicas"), "4"),
-    ],
-)
-def test_a_value_of_another_kind_is_refused(name: str, path: Sequence[Any], value: object) -> None:
-    changed = copy.deepcopy({"jobset": JOBSET, "rayjob": RAYJOB}[name])
-    *above, key = path
-    parent: Any = changed["spec"]
-    for step in above:
-        parent = parent[step]
-    parent[key] = value
-    with pytest.raises(jsonschema.ValidationError):
-        check(name, changed)
 
 
 def started(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Config:
@@ -216,17 +152,22 @@ def test_the_pods_of_a_jobset_form_one_gang(
         assert str(config.run.output_dir) in mounts
 
 
+def skypilot_environment(rank: int, nodes: int) -> dict[str, str]:
+    """What SkyPilot adds to the environment of a node."""
+    return {
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NUM_NODES": str(nodes),
+        "SKYPILOT_NODE_IPS": "\n".join(f"10.0.0.{1 + node}" for node in range(nodes)),
+    }
+
+
 @pytest.mark.parametrize("nodes", [1, SKYPILOT["num_nodes"]])
 def test_the_nodes_of_skypilot_form_one_gang(
     nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFINI_OUTPUT_DIR", SKYPILOT["envs"]["INFINI_OUTPUT_DIR"])
     for rank in range(nodes):
-        environment = {
-            "SKYPILOT_NODE_RANK": str(rank),
-            "SKYPILOT_NUM_NODES": str(nodes),
-            "SKYPILOT_NODE_IPS": "\n".join(f"10.0.0.{1 + node}" for node in range(nodes)),
-        }
+        environment = skypilot_environment(rank, nodes)
         config = started(["bash", "-c", SKYPILOT["run"]], environment, tmp_path)
         launch = config.launch
         assert (launch.num_nodes, launch.node_rank) == (nodes, rank)
@@ -259,35 +200,10 @@ def test_a_rayjob_trains_with_as_many_workers_as_there_are(
 
 def here(script: str, folder: Path) -> str:
     """`script` with its file in `folder` instead of in /tmp."""
-    assert "/tmp/" in script
     return script.replace("/tmp/", f"{folder}/")
 
 
-def test_kueue_admits_all_workers_of_a_rayjob_and_gets_their_room_back() -> None:
-    assert WORKERS["minReplicas"] == WORKERS["replicas"] == WORKERS["maxReplicas"]
-    assert RAY["enableInTreeAutoscaling"] is False
-    # What the webhooks of Kueue and KubeRay demand beyond their schemas.
-    assert RAYJOB["spec"]["shutdownAfterJobFinishes"] is True
-    assert WORKERS["groupName"] != "head"
-    assert RAYJOB["spec"]["backoffLimit"] == JOBSET["spec"]["failurePolicy"]["maxRestarts"]
-    assert RAYJOB["metadata"]["labels"] == JOBSET["metadata"]["labels"]
-
-
-def test_ray_places_work_on_workers_alone_and_knows_the_parameters_of_its_start() -> None:
-    # KubeRay takes num-gpus from the limits, and num-cpus from the request where there is no limit.
-    assert HEAD["rayStartParams"]["num-cpus"] == "0"
-    assert "nvidia.com/gpu" not in RAY_HEAD["resources"]["limits"]
-    assert "num-cpus" not in WORKERS["rayStartParams"]
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--help"]
-    known = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    for parameters in (HEAD["rayStartParams"], WORKERS["rayStartParams"]):
-        for name in parameters:
-            assert re.search(rf"^ +--{name} ", known, re.MULTILINE), name
-        # It lies in /dev/shm, which NCCL needs.
-        assert int(parameters["object-store-memory"]) < GIB
-
-
-def test_the_cluster_of_a_rayjob_has_the_version_of_the_image_and_a_token() -> None:
+def test_the_cluster_of_a_rayjob_has_the_version_of_the_lock_a_token_and_no_other_port() -> None:
     requirements = (DEPLOYMENTS.parent / "requirements-ray.txt").read_text(encoding="utf-8")
     assert f"ray=={RAY['rayVersion']}" in requirements.splitlines()
     assert RAY["authOptions"] == {"mode": "token"}
@@ -295,20 +211,6 @@ def test_the_cluster_of_a_rayjob_has_the_version_of_the_image_and_a_token() -> N
     # Other than these the head's service would have all ports, that of Ray's client too.
     ports = {port["name"]: port["containerPort"] for port in RAY_HEAD["ports"]}
     assert ports == {"gcs-server": 6379, "dashboard": 8265}
-
-
-@pytest.mark.parametrize(
-    ("name", "reader"),
-    [
-        ("RAY_JOB_STOP_WAIT_TIME_S", "dashboard/modules/job/job_supervisor.py"),
-        ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "_private/ray_constants.py"),
-    ],
-)
-def test_ray_waits_for_a_checkpoint_and_not_longer_than_kubernetes(name: str, reader: str) -> None:
-    assert f'"{name}"' in Path(ray.__file__).parent.joinpath(reader).read_text(encoding="utf-8")
-    seconds = int(plain(RAY_HEAD)[name])
-    for group in (HEAD, WORKERS):
-        assert GRACE_SECONDS < seconds < group["template"]["spec"]["terminationGracePeriodSeconds"]
 
 
 def test_a_head_that_is_deleted_first_lets_the_training_save_a_checkpoint(tmp_path: Path) -> None:
@@ -343,35 +245,41 @@ def test_a_head_that_is_deleted_first_lets_the_training_save_a_checkpoint(tmp_pa
         entrypoint.end()
 
 
-def test_skypilot_installs_from_the_lock() -> None:
-    subprocess.run(["bash", "-n"], input=SKYPILOT["setup"], text=True, check=True)
-    (lock,) = re.findall(r"--requirement (\S+)", SKYPILOT["setup"])
-    assert (DEPLOYMENTS.parent / lock).exists()
+NO_GPU = "error: launch.gpus=all: no GPU on this machine"
+HEAD_WORKS = pytest.mark.xfail(strict=True, reason="a head has no GPU and trains nothing itself")
 
 
-def test_any_failed_pod_restarts_all_and_a_disruption_does_not_count() -> None:
-    assert JOB["backoffLimit"] == 0
-    assert POD["restartPolicy"] == "Never"  # what Kubernetes demands beside a podFailurePolicy
-    (disruption,) = JOB["podFailurePolicy"]["rules"]
-    assert disruption["action"] == "FailJob"
-    assert [each["type"] for each in disruption["onPodConditions"]] == ["DisruptionTarget"]
-    # A rule of podFailurePolicy is the only thing that makes a Job fail for this reason.
-    (rule,) = JOBSET["spec"]["failurePolicy"]["rules"]
-    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
-
-
-@pytest.mark.parametrize("pod", [POD, WORKERS["template"]["spec"]], ids=["jobset", "rayjob"])
-def test_a_pod_has_time_to_save_a_checkpoint_and_memory_to_exchange_gradients(
-    pod: dict[str, Any],
+@pytest.mark.story
+@pytest.mark.parametrize(
+    ("command", "environment"),
+    [
+        pytest.param(
+            expanded([*CONTAINER["command"], *CONTAINER["args"]], pod_environment(1)),
+            pod_environment(1),
+            id="jobset",
+        ),
+        pytest.param(["bash", "-c", SKYPILOT["run"]], skypilot_environment(0, 2), id="skypilot"),
+        pytest.param(
+            ["sh", "-c", RAYJOB["spec"]["entrypoint"]], plain(RAY_HEAD), id="ray", marks=HEAD_WORKS
+        ),
+    ],
+)
+def test_the_command_of_a_node_goes_as_far_as_its_gpus(
+    command: list[str], environment: dict[str, str], alone: Environment, tmp_path: Path
 ) -> None:
-    assert pod["terminationGracePeriodSeconds"] >= GRACE_SECONDS + 30
-    (container,) = pod["containers"]
-    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-    assert set(mounts.values()) == set(volumes)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    (programs / "infini").write_text(f'#!/bin/sh\nexec {shlex.join(infini())} "$@"\n')
+    (programs / "infini").chmod(0o755)
+    # A node reaches its server and its Ray cluster; here the first call of either fails.
+    own = {**alone, **environment, "PREFECT_API_URL": "", "PATH": f"{programs}:{alone['PATH']}"}
+    own["INFINI_OUTPUT_DIR"] = str(tmp_path / "outputs")
+    ended = run([here(word, tmp_path) for word in command], own, cwd=tmp_path)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    *_, last = ended.stderr.splitlines()
+    expected = "error: launch.ray_address: " if "launch.launcher=ray" in command[-1] else NO_GPU
+    assert last.startswith(expected), ended.stderr
 
 
 def gibibytes(size: str) -> int:

@@ -1,12 +1,11 @@
-"""`infini serve`: server, MLflow page, worker and deployments start and stop together."""
+"""`infini serve`: what it offers, and trainings that outlive the death of anything around them."""
 
-import json
 import signal
-import socket
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import (
     PATIENCE,
@@ -16,95 +15,200 @@ from commands import (
     eventually,
     flow_run,
     infini,
-    processes_about,
+    kill,
     run,
     write_settings,
 )
-from ports import free_port
-from trials import Make, Start
+from curves import repeatable
+from llamas import write_llama
+from local_hub import LocalHub, Repository, serve_hub
+from serving import ENGINE, MLFLOW, PREFECT, TRAINER, WORKER, Serving, launcher
+from stopping import Halt, is_pending
+from trials import STEPS, Make, Undisturbed
 
-from flows.serving.services import HOST
 from infini_model.runtime.runs import owner_of
+from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+from infini_model.training.initial_weights import read_initial_weights
+from infini_model.training.run_status import saved_step
 
-pytestmark = pytest.mark.slow
-DEPLOYMENTS = {"pipeline", "preprocess", "train", "evaluate", "compare"}
+pytestmark = pytest.mark.story
+# Never reached, as the run is killed; nor is any step logged at which a training halts.
+MANY = 1_000_000
+LONG = {
+    "data": {"tokenizer": {"spec": "bytes"}},
+    "training": {"max_steps": MANY},
+    "logging": {"logging_steps": MANY, "eval_steps": MANY},
+    "checkpoint": {"save_steps": MANY},
+    "stages": {"weights": {"retry_delay_seconds": 0.0}},
+    "tracking": {"mlflow": True},
+}
+NIGHTLY, EDITED = "0 3 * * *", {"cron": "30 4 * * *", "timezone": "UTC"}
 
 
-@pytest.mark.story
-def test_serve_runs_deployments_serves_other_commands_and_stops_all_on_ctrl_c(
-    start: Start,
-    pipeline: Make,
-    alone: Environment,
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+    """A hub with a small Llama, the weights of which are held."""
+    folder = write_llama(tmp_path_factory.mktemp("hub"))
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with serve_hub() as server:
+        server.repositories["team/llama"] = Repository(files)
+        server.held = max(files.values(), key=len)
+        yield server
+        server.released.set()
+
+
+@pytest.fixture(scope="module")
+def halt(tmp_path_factory: pytest.TempPathFactory) -> Halt:
+    """Stops a training once at each of these steps, if it logs them."""
+    return Halt(tmp_path_factory.mktemp("halt") / "site", 10, 30, 50, 70)
+
+
+@pytest.fixture(scope="module")
+def launch(
+    tmp_path_factory: pytest.TempPathFactory,
+    session_environment: Environment,
     with_tables: Callable[[Path], Path],
-    tmp_path: Path,
+    hub: LocalHub,
+    halt: Halt,
+) -> Iterator[Callable[[], Serving]]:
+    """Starts `infini serve` with that hub, or starts it again."""
+    folder = tmp_path_factory.mktemp("serve")
+    with_tables(folder / "output")
+    homes = {"PREFECT_HOME": str(folder / "home"), "HF_HOME": str(folder / "hub")}
+    # What is held must not be given up.
+    timeouts = dict.fromkeys(("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"), f"{PATIENCE:.0f}")
+    online = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"} | timeouts
+    with launcher(folder, session_environment | homes | online | halt.environment) as launch:
+        yield launch
+
+
+@pytest.fixture(scope="module")
+def serving(launch: Callable[[], Serving]) -> Serving:
+    """The first `infini serve`; the last test ends it."""
+    return launch()
+
+
+def test_other_commands_find_the_server_by_the_output_folder(
+    serving: Serving, pipeline: Make, alone: Environment, tmp_path: Path
 ) -> None:
-    output = with_tables(tmp_path / "output")
-    ports = free_port(), free_port()
-    options = ("--port", str(ports[0]), "--mlflow-port", str(ports[1]))
-    serving = start("serve", "--output-dir", output, *options)
-    serving.wait_for(
-        "Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops everything."
-    )
-    url, page = f"http://{HOST}:{ports[0]}/api", f"http://{HOST}:{ports[1]}"
-    assert f"Prefect UI  http://{HOST}:{ports[0]}" in serving.output
-    assert f"MLflow      {page}" in serving.output
-
-    deployed = {found["name"]: found for found in api(url, "deployments/filter")}
-    assert set(deployed) == DEPLOYMENTS
-    (nightly,) = deployed["preprocess"]["schedules"]
-    assert nightly["active"]
-    assert nightly["schedule"]["cron"] == "0 3 * * *"
-    assert not any(deployed[name]["schedules"] for name in DEPLOYMENTS - {"preprocess"})
-
-    # As the UI does it: a flow run of the deployment with parameters, for the worker to pick up.
-    tree = pipeline(output, training={"max_steps": 10}, tracking={"mlflow": True})
-    path = f"deployments/{deployed['pipeline']['id']}/create_flow_run"
-    asked = api(url, path, parameters={"preset": "quickstart", "advanced": tree})
-    number = asked["id"]
-
-    def has_ended() -> bool:
-        state = api(url, f"flow_runs/{number}", "GET")["state_type"]
-        assert state not in ("FAILED", "CRASHED"), log_of(url, number)
-        return bool(state == "COMPLETED")
-
-    eventually(has_ended, "the flow run of the deployment")
-    assert (output / "runs" / "quickstart-1" / "report.md").is_file()
-    assert "quickstart-1" in mlflow_runs(page)
-    owner = owner_of(output / "runs" / "quickstart-1")
-    assert owner is not None
-    assert owner.url == f"http://{HOST}:{ports[0]}/v2/runs/flow-run/{number}"
-
-    # A command in a second terminal finds the server by the output folder.
-    settings = write_settings(tmp_path / "settings.yaml", tree)
+    settings = write_settings(tmp_path / "settings.yaml", pipeline(serving.output))
     beside = run(infini("preprocess", "--config", settings), alone)
     assert beside.returncode == 0, beside.stdout + beside.stderr
     assert "Starting a Prefect server" not in beside.stdout
-    assert flow_run(url, beside.stderr)["state_type"] == "COMPLETED"
-    refused = run(infini("serve", "--output-dir", output), alone)
+    assert flow_run(serving.url, beside.stderr)["state_type"] == "COMPLETED"
+    refused = run(infini("serve", "--output-dir", serving.output), alone)
     assert refused.returncode == 2
     assert "infini serve is already running for" in refused.stderr
 
-    everyone = serving.tree()
-    serving.process.send_signal(signal.SIGINT)
-    assert serving.wait() in (0, 130)
-    assert "Traceback" not in serving.output
+
+def test_a_killed_download_is_retried_and_a_killed_engine_is_recorded_everywhere(
+    serving: Serving, hub: LocalHub, pipeline: Make
+) -> None:
+    from mlflow import MlflowClient
+
+    tree = pipeline(serving.output, **LONG)
+    training = serving.create(
+        "pipeline", preset="uptrain", initial_weights="team/llama", advanced=tree
+    )
+    serving.wait_for_log(training, "% of ")
+    serving.kill("weights")
+    serving.wait_for_log(training, "weights ended with status -9")
+    hub.released.set()
+    run_dir = serving.output / "runs" / "uptrain-1"
+    eventually(lambda: "run_id" in read_mlflow_record(run_dir), "MLflow's run")
+    assert serving.artifacts(training)["weights-progress"] == 100.0
+    # The server records it in the background.
+    attempts = "two attempts to fetch the weights"
+    eventually(lambda: serving.tasks(training)["weights"]["run_count"] == 2, attempts)
+    weights = read_initial_weights(run_dir)
+    assert weights is not None
+    assert weights.commit == hub.repositories["team/llama"].commit
+
+    def mlflow_status() -> str:
+        record = read_mlflow_record(run_dir)
+        return MlflowClient(record["tracking_uri"]).get_run(record["run_id"]).info.status
+
+    eventually(lambda: mlflow_status() == "RUNNING", "MLflow's record")
+    serving.kill(ENGINE)
+    serving.wait_for_state(training, "Crashed")
+    serving.wait_for_end_of(TRAINER)
+    eventually(lambda: mlflow_status() == "FAILED", "MLflow's record")
+
+
+def test_a_training_survives_servers_worker_and_infini_serve_itself_to_the_same_bits(
+    launch: Callable[[], Serving],
+    serving: Serving,
+    halt: Halt,
+    undisturbed: Undisturbed,
+    pipeline: Make,
+) -> None:
+    schedules = f"deployments/{serving.deployment('preprocess')['id']}/schedules"
+    (nightly,) = api(serving.url, schedules, "GET")
+    assert nightly["schedule"]["cron"] == NIGHTLY
+    api(serving.url, f"{schedules}/{nightly['id']}", "PATCH", schedule=EDITED)
+
+    # The rate of `undisturbed`, which has no preset.
+    rate, rarely = {"learning_rate": 1e-3}, {"save_steps": 10 * STEPS}
+    tree = pipeline(serving.output, training=rate, checkpoint=rarely)
+    training = serving.create("pipeline", advanced=tree)
+    run_dir = serving.output / "runs" / "quickstart-1"
+    (trainer,) = halt.wait()
+    owner = owner_of(run_dir)
+    assert owner is not None
+    assert owner.url == serving.url.removesuffix("api") + f"v2/runs/flow-run/{training}"
+    # It must not be marked as crashed while it trains.
+    serving.set_state(training, "CRASHED", "Crashed")
+    serving.wait_for_state(training, "Running")
+
+    # It goes on while nothing else does; then all is there again, the worker last.
+    killed = {name: serving.kill(name) for name in (PREFECT, MLFLOW, WORKER)}
+    halt.resume()
+    serving.running.wait_for("the Prefect server has exited (-9)")
+    for name, dead in killed.items():
+        eventually(lambda: serving.processes(name) not in ([], [dead]), f"another {name}")  # noqa: B023
+    assert halt.wait() == [trainer]
+    assert serving.state(training)["name"] == "Running"
+
+    # The worker that started the run is dead, so only the run itself can see the suspension.
+    serving.suspend(training)
+    eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
+    halt.resume()
+    serving.wait_for_end_of(ENGINE)
+    state, step = serving.state(training), saved_step(run_dir)
+    assert step is not None
+    assert 30 <= step < 50
+    assert state["name"] == "Suspended"
+    assert state["message"].startswith(f"Suspended; step {step} is saved")
+    assert state["state_details"]["pause_timeout"] is None
+
+    serving.resume(training)
+    (trainer,) = halt.wait()
+    serving.wait_for_log(training, f"Resuming from: {run_dir}/checkpoints/step-{step}")
+    with ThreadPoolExecutor() as pool:
+        stopping = pool.submit(serving.stop)
+        eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
+        halt.resume()
+        stopping.result()
+
+    # It takes the ports of the one that has ended, and leaves what was edited.
+    serving, step = launch(), saved_step(run_dir)
+    (nightly,) = api(serving.url, schedules, "GET")
+    assert nightly["schedule"]["cron"] == EDITED["cron"]
+    state = serving.state(training)
+    assert state["name"] == "Suspended"
+    assert f"step {step} is saved" in state["message"]
+    serving.resume(training)
+    (trainer,) = halt.wait()
+    everyone = [*serving.running.tree(), *serving.processes(ENGINE), trainer]
+    kill(psutil.Process(serving.running.process.pid), signal.SIGKILL)
+    eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
+    halt.resume()
     eventually(lambda: not alive(everyone), "the end of all processes")
-    eventually(lambda: not processes_about(output), "the end of all processes")
-    for port in ports:
-        with socket.create_server((HOST, port)):
-            pass
 
-
-def log_of(url: str, number: str) -> str:
-    """What a flow run logged."""
-    wanted = {"logs": {"flow_run_id": {"any_": [number]}}}
-    return "\n".join(line["message"] for line in api(url, "logs/filter", **wanted))
-
-
-def mlflow_runs(page: str) -> set[str]:
-    """The names of the runs in MLflow."""
-    found = "api/2.0/mlflow/experiments/get-by-name?experiment_name=infini-llama"
-    with urllib.request.urlopen(f"{page}/{found}", timeout=PATIENCE) as answer:
-        experiment = json.load(answer)["experiment"]["experiment_id"]
-    runs = api(f"{page}/api/2.0/mlflow", "runs/search", experiment_ids=[experiment])
-    return {run["info"]["run_name"] for run in runs["runs"]}
+    serving = launch()
+    assert serving.state(training)["name"] == "Crashed"
+    serving.retry(training)
+    serving.wait_for_state(training, "Completed")
+    assert [path.name for path in run_dir.parent.glob("quickstart-*")] == [run_dir.name]
+    assert repeatable(run_dir) == repeatable(undisturbed.run_dir)
+    serving.stop()

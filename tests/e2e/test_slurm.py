@@ -9,25 +9,22 @@ from pathlib import Path
 import pytest
 from commands import PATIENCE, Environment, infini, run, write_settings
 from curves import curve, repeatable, weights
-from slurm_cluster import MISSING, Cluster, slurm_cluster
+from slurm_cluster import Cluster, slurm_cluster
 from stopping import Halt
 from trials import Make
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deployments" / "work-pools" / "slurm.sh"
-STEPS = 400
+STEPS = 200
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 2},
     "launch": {"hang_timeout_seconds": PATIENCE},
     "logging": {"logging_steps": 5, "eval_steps": STEPS},
-    "checkpoint": {"save_steps": 100},
+    "checkpoint": {"save_steps": 50},
 }
 # The nodes have one CPU and no GPU each.
 OPTIONS = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=20")
 
-pytestmark = [
-    pytest.mark.story,
-    pytest.mark.skipif(MISSING != [], reason="apt-get install slurm-wlm munge"),
-]
+pytestmark = pytest.mark.story
 
 
 @pytest.fixture
@@ -102,7 +99,7 @@ def test_a_preempted_job_and_a_lost_node_change_no_bit(
 def test_a_job_of_two_to_four_nodes_goes_on_with_those_that_are_left(
     cluster: Cluster, settings: Path, halt_at: Callable[[int], Halt], tmp_path: Path
 ) -> None:
-    halt = halt_at(205)
+    halt = halt_at(105)
     train = ("train", "--config", settings, "run.name=slurm")
     job = cluster.submit("--nodes=2-4", *OPTIONS, SCRIPT, *train, **halt.environment)
     halt.wait(3)

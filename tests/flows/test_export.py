@@ -1,14 +1,17 @@
-"""`infini export`: a run becomes a folder that `transformers` and `infini generate` open."""
+"""`infini export` and `infini generate`: what other programs, and a prompt, make of a training."""
 
+import functools
 import json
 import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from commands import tiny, write_texts
+from commands import Environment, infini, tiny, write_texts
 from llamas import recorded, write_llama
 from peft import AutoPeftModelForCausalLM
 from templates import BOS, with_bos
@@ -17,21 +20,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from infini_model.config import Config, SampleConfig, load_config
+from infini_model.config import Config, ModelConfig, SampleConfig, load_config
 from infini_model.data.manifest import Manifest
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.shards.stream import open_split
 from infini_model.data.sources.download import download
 from infini_model.data.tokenizers.bpe import train_tokenizer
-from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
 from infini_model.evaluation.tasks.sample import draw_sample
 from infini_model.model.generation.causal import generate
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import PRECISIONS
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.runs import dataset_of
 from infini_model.training.loop import train
 
 PROMPT = "a stone  under <|end_of_text|> the river"
+GIVEN = "given.json"
+Trained = Callable[[str, str], tuple[Manifest, Path]]
 
 
 def make_run(
@@ -60,7 +66,42 @@ def make_run(
     return manifest, run_dir
 
 
-def infini(*arguments: object) -> Result:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Trains a model of a tokenizer and a memory, once: the dataset's manifest and the run folder.
+
+    The tokenizer is "bytes", or "plain" or "begun", which puts a token in front of every text.
+    """
+
+    @functools.cache
+    def make(tokenizer: str, memory: str) -> tuple[Manifest, Path]:
+        root = tmp_path_factory.mktemp("trained")
+        spec = tokenizer if tokenizer == "bytes" else str(write_tokenizer(root, tokenizer))
+        return make_run(root, root / "output", spec, memory)
+
+    return make
+
+
+def write_tokenizer(folder: Path, kind: str) -> Path:
+    definition = train_tokenizer([["the stone under the river is a stone"]], 300).text
+    path = folder / GIVEN
+    path.write_text(with_bos(definition) if kind == "begun" else definition)
+    return path
+
+
+def reference_of(run_dir: Path) -> Reference:
+    """The tokenizer that a run was given, as its own library reads it."""
+    return Reference.from_file(str(run_dir.parents[2] / GIVEN))
+
+
+def done(*arguments: object) -> Result:
+    """A command that must succeed, in this process."""
+    result = attempted(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def attempted(*arguments: object) -> Result:
     return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=True)
 
 
@@ -68,39 +109,31 @@ def fields(path: Path) -> dict[str, object]:
     return dict(json.loads(path.read_text()))
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "begun"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A tokenizer.json, of which one puts a token in front of every text."""
-    definition = train_tokenizer([["the stone under the river is a stone"]], 300).text
-    path = tmp_path / "given" / "tokenizer.json"
-    path.parent.mkdir()
-    path.write_text(with_bos(definition) if request.param else definition)
-    return path
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("kind", ["plain", "begun"])
 def test_transformers_opens_an_exported_model_without_memory(
-    tokenizer: Path, tmp_path: Path
+    trained: Trained, tmp_path: Path, kind: str
 ) -> None:
-    manifest, run_dir = make_run(tmp_path, tmp_path / "output", str(tokenizer), "none")
+    manifest, run_dir = trained(kind, "none")
     folder = tmp_path / "exported to" / "here"
-    done = infini("export", "--to", folder, "--output-dir", tmp_path / "output")
-    assert done.exit_code == 0, done.output
-    first, *uses = done.stdout.splitlines()
+    said = done("export", "--to", folder, "--output-dir", run_dir.parents[1])
+    first, *uses = said.stdout.splitlines()
     assert first == f"Exported step 2 of {run_dir.name} to {folder}"
     assert [use.split()[0] for use in uses] == ["infini", "transformers:"]
-    same = {path.name for path in folder.iterdir()}
-    assert same == {path.name for path in (run_dir / "model").iterdir()}
-    assert same == {
+    assert names(folder) == names(run_dir / "model")
+    assert names(folder) == {
         *("config.json", "generation_config.json", "model.safetensors"),
         *("tokenizer.json", "tokenizer_config.json"),
     }
 
-    reference = Reference.from_file(str(tokenizer))
     theirs = AutoTokenizer.from_pretrained(folder)
     ids = theirs(PROMPT).input_ids
-    assert ids == reference.encode(PROMPT).ids
+    assert ids == reference_of(run_dir).encode(PROMPT).ids
     assert theirs.eos_token == "<|end_of_text|>"
-    assert theirs.bos_token == (BOS if manifest.tokenizer.bos_token_id else None)
+    assert theirs.bos_token == (BOS if kind == "begun" else None)
     assert theirs.model_max_length == 16
     llama = AutoModelForCausalLM.from_pretrained(folder)
     for said in (llama.config, llama.generation_config):
@@ -115,70 +148,67 @@ def test_transformers_opens_an_exported_model_without_memory(
 
 
 def test_infini_generate_opens_an_export_with_its_tokenizer(
-    tokenizer: Path, tmp_path: Path
+    trained: Trained, tmp_path: Path
 ) -> None:
-    manifest, run_dir = make_run(tmp_path, tmp_path / "output", str(tokenizer), "linear")
+    manifest, run_dir = trained("begun", "linear")
     folder = tmp_path / "exported"
-    done = infini("export", run_dir, "--to", folder)
-    assert done.exit_code == 0, done.output
-    assert "transformers" not in done.stdout
+    assert "transformers" not in done("export", run_dir, "--to", folder).stdout
     assert AutoTokenizer.from_pretrained(folder).model_max_length == 10**30
 
-    reference = Reference.from_file(str(tokenizer))
-    model = InfiniLlama.from_pretrained(folder)
+    reference = reference_of(run_dir)
     prompt = reference.encode(PROMPT).ids
     eos = manifest.tokenizer.eos_token_id
+    model = InfiniLlama.from_pretrained(folder)
     (new,) = generate(model, [prompt], max_new_tokens=9, temperature=0, eos_token_id=eos)
     new = [token for token in new if token != eos]
+    plain = reference.decode([*prompt, *new], skip_special_tokens=False).removeprefix(BOS)
     given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0", "--prompt", PROMPT)
     for checkpoint in (folder, run_dir, run_dir / "model", run_dir / "checkpoints" / "step-2"):
-        said = infini("generate", "--checkpoint", checkpoint, *given)
-        assert said.exit_code == 0, said.output
-        plain = reference.decode([*prompt, *new], skip_special_tokens=False).removeprefix(BOS)
-        assert said.stdout == plain.rstrip("\ufffd") + "\n"
+        said = done("generate", "--checkpoint", checkpoint, *given).stdout
+        assert said == plain.rstrip("\ufffd") + "\n"
 
 
-def test_a_sample_continues_a_document_from_its_first_token(
-    tokenizer: Path, tmp_path: Path
-) -> None:
-    manifest, run_dir = make_run(tmp_path, tmp_path / "output", str(tokenizer), "linear")
+def test_a_sample_continues_a_document_from_its_first_token(trained: Trained) -> None:
+    manifest, run_dir = trained("begun", "linear")
     model = InfiniLlama.from_pretrained(run_dir / "model")
     settings = SampleConfig(prompt_tokens=9, max_new_tokens=5)
     sample = draw_sample(model, dataset_of(run_dir), manifest, settings, seed=0)
     assert sample is not None
     document = open_split(dataset_of(run_dir), sample.split).document(sample.document)
-    assert document[:1] == Reference.from_file(str(tokenizer)).encode(sample.prompt).ids[:1]
+    assert document[:1] == reference_of(run_dir).encode(sample.prompt).ids[:1]
     whole = load_dataset_tokenizer(dataset_of(run_dir)).decode(document)
     assert not whole.startswith("<|")
     assert whole.startswith(sample.prompt + sample.original)
 
 
-def test_an_export_of_bytes_is_opened_without_a_tokenizer_file(tmp_path: Path) -> None:
-    _, run_dir = make_run(tmp_path, tmp_path / "output", "bytes", "none")
-    folder = tmp_path / "exported"
-    done = infini("export", run_dir.name, "--to", folder, "--output-dir", tmp_path / "output")
-    assert done.exit_code == 0, done.output
-    assert "AutoTokenizer" not in done.stdout
+def test_an_export_of_bytes_is_opened_without_a_tokenizer_file(
+    trained: Trained, tmp_path: Path
+) -> None:
+    _, run_dir = trained("bytes", "none")
+    output, folder = run_dir.parents[1], tmp_path / "exported"
+    said = done("export", run_dir.name, "--to", folder, "--output-dir", output).stdout
+    assert "AutoTokenizer" not in said
     assert fields(folder / "generation_config.json") == {"eos_token_id": 255}
     assert fields(folder / "config.json")["bos_token_id"] is None
-    assert not [path.name for path in folder.iterdir() if path.name.startswith("tokenizer")]
+    assert not [name for name in names(folder) if name.startswith("tokenizer")]
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 255
     given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0", "--prompt", "the river")
     alone, within = (
-        infini("generate", "--checkpoint", place, *given) for place in (folder, run_dir)
+        done("generate", "--checkpoint", place, *given).stdout for place in (folder, run_dir)
     )
-    assert alone.exit_code == 0, alone.output
-    assert alone.stdout == within.stdout
+    assert alone == within
 
     first = fields(folder / "config.json")
     (folder / "config.json").write_text("{}")
-    assert infini("export", run_dir, "--to", folder).exit_code == 0
+    done("export", run_dir, "--to", folder)
     assert fields(folder / "config.json") == first
     (folder / "notes.txt").write_text("mine")
-    refused = infini("export", run_dir, "--to", folder)
+    refused = attempted("export", run_dir, "--to", folder)
     assert str(refused.exception) == f"{folder}: holds notes.txt, which would be lost; pick another"
     assert (folder / "notes.txt").read_text() == "mine"
-    assert not list(tmp_path.glob(".tmp-*"))
+    refused = attempted("export", run_dir, "--merge", "--to", tmp_path / "merged")
+    assert str(refused.exception).startswith(f"--merge: {run_dir}")
+    assert names(tmp_path) == {"exported"}
 
 
 @pytest.mark.parametrize("memory", ["none", "linear"])
@@ -187,46 +217,30 @@ def test_a_lora_run_is_exported_as_an_adapter_or_merged(tmp_path: Path, memory: 
     lora = (f"model.initial_weights={llama}", "model.segment_length=16", "training.lora={r: 4}")
     _, run_dir = make_run(tmp_path, tmp_path / "output", "bytes", memory, *lora)
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    done = infini("export", run_dir, "--to", adapter)
-    assert done.exit_code == 0, done.output
     opens = f"peft: AutoPeftModelForCausalLM.from_pretrained('{adapter}')"
-    assert done.stdout.splitlines()[2:] == ([opens] if memory == "none" else [])
-    assert {path.name for path in adapter.iterdir()} == {
-        path.name for path in (run_dir / "model").iterdir()
-    }
-    done = infini("export", run_dir, "--merge", "--to", merged)
-    assert done.exit_code == 0, done.output
-    assert {path.name for path in merged.iterdir()} == {
-        *("config.json", "generation_config.json", "model.safetensors")
-    }
+    said = done("export", run_dir, "--to", adapter).stdout.splitlines()
+    assert said[2:] == ([opens] if memory == "none" else [])
+    assert names(adapter) == names(run_dir / "model")
+    done("export", run_dir, "--merge", "--to", merged)
+    assert names(merged) == {"config.json", "generation_config.json", "model.safetensors"}
     batch = torch.randint(256, (2, 16))
     with torch.no_grad():
         theirs = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
         ours, whole = theirs(batch).logits, InfiniLlama.from_pretrained(merged)(batch).logits
         torch.testing.assert_close(whole, ours, rtol=0.05, atol=0.05)
-    if memory == "none":
-        plain = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
-        with torch.no_grad():
+        if memory == "none":
+            plain = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
             torch.testing.assert_close(plain(batch).logits, whole, rtol=1e-5, atol=1e-5)
     given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0", "--prompt", "the river")
     for checkpoint in (adapter, merged, run_dir):
-        said = infini("generate", "--checkpoint", checkpoint, *given)
-        assert said.exit_code == 0, said.output
+        done("generate", "--checkpoint", checkpoint, *given)
 
     llama.rename(tmp_path / "elsewhere")
-    gone = infini("export", run_dir, "--merge", "--to", merged)
+    gone = attempted("export", run_dir, "--merge", "--to", merged)
     assert str(gone.exception).endswith(
         f"adapter_config.json: base_model_name_or_path: {llama} is not a folder"
     )
-    said = infini("generate", "--checkpoint", merged, *given)
-    assert said.exit_code == 0, said.output
-
-
-def test_only_a_lora_run_is_merged(tmp_path: Path) -> None:
-    _, run_dir = make_run(tmp_path, tmp_path / "output", "bytes", "none")
-    done = infini("export", run_dir, "--merge", "--to", tmp_path / "merged")
-    assert str(done.exception).startswith(f"--merge: {run_dir}")
-    assert not (tmp_path / "merged").exists()
+    done("generate", "--checkpoint", merged, *given)
 
 
 @pytest.mark.parametrize(
@@ -245,23 +259,77 @@ def test_what_cannot_be_exported_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "output" / "runs" / "empty").mkdir(parents=True)
-    done = infini("export", *([] if run is None else [run]), "--to", to, "--output-dir", "output")
-    assert str(done.exception).endswith(complaint)
+    named = [] if run is None else [run]
+    refused = attempted("export", *named, "--to", to, "--output-dir", "output")
+    assert str(refused.exception).endswith(complaint)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_stored_run_is_exported_on_another_machine(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    definition = train_tokenizer([["the stone under the river is a stone"]], 300).text
-    (tmp_path / "tokenizer.json").write_text(with_bos(definition))
+    spec = str(write_tokenizer(tmp_path, "begun"))
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "one"))
-    _, run_dir = make_run(tmp_path, f"{bucket}/team", str(tmp_path / "tokenizer.json"), "linear")
+    _, run_dir = make_run(tmp_path, f"{bucket}/team", spec, "linear")
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "two"))
     run_dir = run_dir.rename(tmp_path / "gone")
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     folder = tmp_path / "exported"
-    done = infini("export", "--to", folder, "--output-dir", f"{bucket}/team")
-    assert done.exit_code == 0, (done.output, done.exception)
+    done("export", "--to", folder, "--output-dir", f"{bucket}/team")
     expected = {path.name: path.read_bytes() for path in (run_dir / "model").iterdir()}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
+TEXT = "Grüße, 世界! " * 9
+DRAW = {"max_new_tokens": 60, "temperature": 0.7, "top_k": 40, "top_p": 0.95, "seed": 5}
+OPTIONS = ["--no-gpu", *(f"--{name.replace('_', '-')}={value}" for name, value in DRAW.items())]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with its tokenizer, of mostly single bytes."""
+    folder = tmp_path_factory.mktemp("model") / "folder"
+    tokenizer = train_tokenizer([[TEXT]], 270)
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, segment_length=16, initializer_range=0.3
+    )
+    InfiniLlama(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def continued(checkpoint: Path, precision: str = "fp32") -> str:
+    """What the library makes of `TEXT` at once; a sequence that the end cuts off is left out."""
+    tokenizer = load_tokenizer(str(checkpoint / "tokenizer.json"))
+    ids = tokenizer.encode_batch([TEXT]).ids.tolist()
+    model = InfiniLlama.from_pretrained(checkpoint)
+    model.precision = PRECISIONS[precision]
+    (new,) = generate(model, [ids], eos_token_id=tokenizer.eos_token_id, **DRAW)
+    text = tokenizer.decode(ids + new).removeprefix(TEXT).rstrip("\ufffd")
+    assert len(text) > 20
+    return text
+
+
+def test_a_prompt_from_stdin_is_continued(alone: Environment, checkpoint: Path) -> None:
+    command = infini("generate", "--checkpoint", checkpoint, *OPTIONS, "--prompt-file", "-")
+    ended = subprocess.run(
+        command, env=alone, input=TEXT.encode(), capture_output=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.decode() == continued(checkpoint) + "\n"
+
+
+def test_a_prompt_from_the_command_line_or_a_file_is_continued_in_any_precision(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """In this process: how a command starts is what the test above shows."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(TEXT.encode())
+    command = ("generate", "--checkpoint", checkpoint, *OPTIONS)
+    exact, rounded = continued(checkpoint), continued(checkpoint, "bf16")
+    assert exact != rounded
+    assert done(*command, "--prompt-file", file).stdout == exact + "\n"
+    assert done(*command, "--prompt", TEXT).stdout == TEXT + exact + "\n"
+    said = done(*command, "--prompt", TEXT, "training.precision=bf16").stdout
+    assert said == TEXT + rounded + "\n"

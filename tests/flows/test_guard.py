@@ -1,36 +1,34 @@
-"""Requests as foreign pages, other users and other programs send them, to real servers."""
+"""Who may talk to the servers: requests as foreign pages, other users and programs send them."""
 
 import base64
 import http.client
 import json
-import signal
-import socket
-import subprocess
-import sys
+import sqlite3
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psutil
 import pytest
-from commands import PATIENCE, eventually, is_gone, kill
+from commands import PATIENCE, Environment, infini, run, tiny, write_settings
 from ports import free_port
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
 from flows import doctor
-from flows.serving.access import Access
-from flows.serving.services import (
-    HOST,
-    Service,
-    start_mlflow,
-    start_prefect,
-    wait_until_up,
+from flows.serving.access import (
+    EVERYONE,
+    Access,
+    choose_access,
+    create_access,
+    secret_file,
+    stored_access,
 )
-from infini_model.config import Config, load_config
+from flows.serving.services import HOST, Service, start_mlflow, start_prefect, wait_until_up
+from infini_model.config import load_config
 
 SECRET = "infini:it-is-a-secret"
 PATHS = {
@@ -39,6 +37,7 @@ PATHS = {
 }
 JSON = {"Content-Type": "application/json"}
 SIGNED_IN = {"Authorization": f"Basic {base64.b64encode(SECRET.encode()).decode()}"}
+GUESS = {"Authorization": f"Basic {base64.b64encode(b'infini:guessed').decode()}"}
 FOREIGN_HOSTS = ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", ""]
 FOREIGN_ORIGINS = [
     "http://evil.example",
@@ -49,17 +48,16 @@ FOREIGN_ORIGINS = [
     "null",
 ]
 OWN = ["127.0.0.1:{port}", "localhost:{port}"]
-# Whatever makes a browser send a body without asking first, and what it asks first for.
-KINDS = ["text/plain", "application/x-www-form-urlencoded", "application/json"]
+# Port, a path and what signs in.
+Guarded = tuple[int, str, dict[str, str]]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What a server answered."""
 
     status: int
-    headers: dict[str, str]
-    body: bytes
+    headers: http.client.HTTPMessage
+    body: str
 
 
 def ask(
@@ -67,18 +65,21 @@ def ask(
 ) -> Answer:
     """Send exactly these headers (`content_type` is Content-Type)."""
     connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, body, named)
-    answer = connection.getresponse()
-    try:
-        return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
-    finally:
-        connection.close()
+    with closing(connection):
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, named)
+        answer = connection.getresponse()
+        return Answer(answer.status, answer.headers, answer.read().decode())
 
 
 def at(port: int, pattern: str) -> str:
     """A name with the port of the server, or with that of a neighbour."""
     return pattern.format(port=port, other=port + 1)
+
+
+def port_of(url: str) -> int:
+    """The port in an address."""
+    return int(url.split(":")[2].partition("/")[0])
 
 
 @pytest.fixture(scope="module")
@@ -100,21 +101,14 @@ def closed(
 
 
 @pytest.fixture(params=["open prefect", "prefect", "mlflow"])
-def guarded(
-    request: pytest.FixtureRequest, server: str, closed: dict[str, Service]
-) -> tuple[int, str, dict[str, str]]:
-    """Port, a path and what signs in, of each server."""
+def guarded(request: pytest.FixtureRequest, server: str, closed: dict[str, Service]) -> Guarded:
+    """Each server."""
     if request.param == "open prefect":
         return port_of(server), PATHS["prefect"], {}
     return port_of(closed[request.param].url), PATHS[request.param], SIGNED_IN
 
 
-def port_of(url: str) -> int:
-    """The port in an address."""
-    return int(url.split(":")[2].partition("/")[0])
-
-
-def test_own_pages_and_programs_are_answered(guarded: tuple[int, str, dict[str, str]]) -> None:
+def test_own_pages_and_programs_are_answered(guarded: Guarded) -> None:
     port, path, signed_in = guarded
     assert ask(port, path, **signed_in).status == 200
     for host in OWN:
@@ -127,43 +121,32 @@ def test_own_pages_and_programs_are_answered(guarded: tuple[int, str, dict[str, 
             assert "frame-ancestors 'self'" in answer.headers["content-security-policy"]
 
 
-@pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_a_name_that_was_pointed_at_loopback_is_refused(
-    guarded: tuple[int, str, dict[str, str]], host: str
-) -> None:
+def test_a_name_that_was_pointed_at_loopback_is_refused(guarded: Guarded) -> None:
     port, path, signed_in = guarded
-    page = at(port, host)
-    assert ask(port, path, Host=page, **signed_in).status == 400
-    assert ask(port, path, Host=page, Origin=f"http://{page}", **signed_in).status == 400
+    for host in FOREIGN_HOSTS:
+        page = at(port, host)
+        for origin in ({}, {"Origin": f"http://{page}"}):
+            assert ask(port, path, Host=page, **origin, **signed_in).status == 400, (host, origin)
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
-@pytest.mark.parametrize("origin", FOREIGN_ORIGINS)
-def test_a_page_of_another_origin_is_refused(
-    guarded: tuple[int, str, dict[str, str]], origin: str, method: str
-) -> None:
+def test_a_page_of_another_origin_is_refused(guarded: Guarded) -> None:
     port, path, signed_in = guarded
-    asked = {"Access-Control-Request-Method": "POST"} if method == "OPTIONS" else {}
-    answer = ask(port, path, method, Origin=at(port, origin), **asked, **signed_in)
-    assert answer.status == 403
-    assert "access-control-allow-origin" not in answer.headers
+    for origin in FOREIGN_ORIGINS:
+        for method in ("GET", "POST", "OPTIONS"):
+            asked = {"Access-Control-Request-Method": "POST"} if method == "OPTIONS" else {}
+            answer = ask(port, path, method, Origin=at(port, origin), **asked, **signed_in)
+            assert answer.status == 403, (origin, method)
+            assert "access-control-allow-origin" not in answer.headers
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_foreign_page_posts_has_no_effect(
-    server: str, closed: dict[str, Service], kind: str
-) -> None:
+def test_what_a_foreign_page_posts_has_no_effect(server: str, closed: dict[str, Service]) -> None:
     prefect, mlflow = port_of(server), port_of(closed["mlflow"].url)
-    foreign = at(prefect, "http://127.0.0.1:{other}")
     evil = {"name": str(uuid4())}
 
-    def flows() -> list[str]:
-        answer = ask(prefect, "/api/flows/filter", "POST", "{}", **JSON)
-        return [flow["name"] for flow in json.loads(answer.body)]
-
-    def experiment() -> int:
+    def exist() -> tuple[bool, bool]:
+        flows = ask(prefect, "/api/flows/filter", "POST", "{}", **JSON)
         path = f"/api/2.0/mlflow/experiments/get-by-name?experiment_name={evil['name']}"
-        return ask(mlflow, path, **SIGNED_IN).status
+        return evil["name"] in flows.body, ask(mlflow, path, **SIGNED_IN).status == 200
 
     def post(**headers: str) -> list[int]:
         path = "/api/2.0/mlflow/experiments/create"
@@ -172,13 +155,13 @@ def test_what_a_foreign_page_posts_has_no_effect(
             ask(mlflow, path, "POST", json.dumps(evil), **headers, **SIGNED_IN).status,
         ]
 
-    assert post(Content_Type=kind, Origin=foreign) == [403, 403]
-    assert evil["name"] not in flows()
-    assert experiment() == 404
-    # The same without the foreign page takes effect.
+    # A browser sends a body of this kind without asking the server first.
+    foreign = at(prefect, "http://127.0.0.1:{other}")
+    assert post(Content_Type="text/plain", Origin=foreign) == [403, 403]
+    assert exist() == (False, False)
+    # The same from a program takes effect.
     assert post(**JSON) == [201, 200]
-    assert evil["name"] in flows()
-    assert experiment() == 200
+    assert exist() == (True, True)
 
 
 @pytest.mark.parametrize("path", ["/api/events/out", "/api/logs/out", "/api/events/in"])
@@ -190,12 +173,7 @@ def test_websockets_are_for_own_pages_and_for_those_who_have_the_secret(
         patience: dict[str, Any] = {"open_timeout": PATIENCE, "ping_interval": None}
         with connect(url, subprotocols=["prefect"], **patience, **options) as opened:  # type: ignore[list-item]
             opened.send(json.dumps({"type": "auth", "token": token}))
-            with ExitStack() as closing:
-                closing.callback(opened.close)
-                try:
-                    return str(json.loads(opened.recv())["type"])
-                except Exception as error:  # noqa: BLE001 - the server closed it
-                    return type(error).__name__
+            return str(json.loads(opened.recv())["type"])
 
     asking, everyone = port_of(closed["prefect"].url), port_of(server)
     for port, token in ((everyone, None), (asking, SECRET)):
@@ -206,11 +184,11 @@ def test_websockets_are_for_own_pages_and_for_those_who_have_the_secret(
                 greet(port, token, origin=at(port, page))
             assert refused.value.response.status_code == 403
     for token in (None, "infini:guessed"):
-        assert greet(asking, token) == "ConnectionClosedError"
+        with pytest.raises(ConnectionClosedError):
+            greet(asking, token)
 
 
 def test_who_has_no_secret_gets_401_on_all_but_health(closed: dict[str, Service]) -> None:
-    guess = {"Authorization": "Basic " + base64.b64encode(b"infini:guessed").decode()}
     prefect, mlflow = port_of(closed["prefect"].url), port_of(closed["mlflow"].url)
     asked = [
         (prefect, "/api/flows/filter", "POST"),
@@ -224,87 +202,82 @@ def test_who_has_no_secret_gets_401_on_all_but_health(closed: dict[str, Service]
         (mlflow, "/ajax-api/3.0/mlflow/assistant/config", "GET"),
     ]
     for port, path, method in asked:
-        for headers in ({}, guess, {"Authorization": "Bearer x"}, {"Authorization": "Basic ü"}):
+        for headers in ({}, GUESS, {"Authorization": "Bearer x"}, {"Authorization": "Basic ü"}):
             assert ask(port, path, method, **headers).status == 401, path
     assert "Basic" in ask(mlflow, "/").headers["www-authenticate"]
     assert ask(prefect, "/api/health").status == ask(mlflow, "/health").status == 200
     assert ask(mlflow, "/", **SIGNED_IN).status == 200
 
 
-def test_the_secret_is_in_no_command_line(closed: dict[str, Service]) -> None:
-    for service in closed.values():
-        assert "secret" not in " ".join(psutil.Process(service.process.pid).cmdline())
+def test_the_secret_is_in_no_command_line_and_mlflow_is_one_process(
+    closed: dict[str, Service],
+) -> None:
+    processes = {name: psutil.Process(each.process.pid) for name, each in closed.items()}
+    for process in processes.values():
+        assert "secret" not in " ".join(process.cmdline())
+    # A child would outlive it when it is killed, and keep the port.
+    assert processes["mlflow"].children(recursive=True) == []
 
 
-def test_mlflow_takes_what_its_client_sends(
-    closed: dict[str, Service], monkeypatch: pytest.MonkeyPatch
+def test_the_doctor_and_mlflows_client_tell_when_a_secret_is_asked_for(
+    closed: dict[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     page = closed["mlflow"].url
-    with pytest.raises(MlflowException, match="401"):
-        MlflowClient(page).search_experiments()
-    for name, value in Access(SECRET).mlflow_client(page).items():
-        monkeypatch.setenv(name, value)
-    assert MlflowClient(page).search_experiments()
-    assert Access(SECRET).mlflow_client("https://mlflow.example") == {}
-
-
-def test_the_doctor_tells_when_a_server_asks_for_a_secret(
-    closed: dict[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = closed["mlflow"].url
     config = load_config(overrides=[f"run.output_dir={tmp_path}", f"tracking.tracking_uri={page}"])
     monkeypatch.setenv("PREFECT_API_URL", f"{closed['prefect'].url}/api")
     monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
 
-    def remedies(config: Config) -> list[str]:
+    def remedies() -> list[str]:
         found = {finding.subject: finding for finding in doctor.examine(config)}
         return [found["Prefect API"].remedy, found["MLflow"].remedy]
 
     variables = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-    assert remedies(config) == ["set PREFECT_API_AUTH_STRING", variables]
-    monkeypatch.setenv("PREFECT_API_AUTH_STRING", SECRET)
-    for name, value in Access(SECRET).mlflow_client(page).items():
+    assert remedies() == ["set PREFECT_API_AUTH_STRING", variables]
+    with pytest.raises(MlflowException, match="401"):
+        MlflowClient(page).search_experiments()
+    access = Access(SECRET)
+    for name, value in (access.prefect_client() | access.mlflow_client(page)).items():
         monkeypatch.setenv(name, value)
-    assert remedies(config) == ["", ""]
+    assert remedies() == ["", ""]
+    assert MlflowClient(page).search_experiments()
+    # MLflow's client would send it to any server.
+    assert access.mlflow_client("https://mlflow.example") == {}
 
 
-STARTER = """
-import signal, sys
-from flows.serving.services import start_mlflow, wait_until_up
-from infini_model.config import load_config
-
-config = load_config(overrides=[f"run.output_dir={sys.argv[1]}"])
-service = start_mlflow(config, int(sys.argv[2]))
-wait_until_up(service, "/health")
-print(service.process.pid, flush=True)
-signal.pause()
-"""
+def test_a_secret_is_told_once_kept_for_its_owner_and_remembered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert choose_access(tmp_path, None) == EVERYONE
+    assert not capsys.readouterr().out
+    access = choose_access(tmp_path, True)
+    user, _, password = str(access.auth_string).partition(":")
+    assert user == "infini"
+    assert len(password) >= 32
+    assert password in capsys.readouterr().out
+    assert stat.S_IMODE(secret_file(tmp_path).stat().st_mode) == 0o600
+    for auth in (None, True):
+        assert choose_access(tmp_path, auth) == stored_access(tmp_path) == access
+        printed = capsys.readouterr().out
+        assert password not in printed
+        assert str(secret_file(tmp_path)) in printed
+    assert choose_access(tmp_path, False) == stored_access(tmp_path) == EVERYONE
+    assert choose_access(tmp_path, True) != access
 
 
 @pytest.mark.story
-def test_mlflow_is_one_process_that_gives_its_port_back_when_its_parent_is_killed(
-    tmp_path: Path,
+def test_a_command_of_a_folder_with_a_secret_reports_to_its_server_with_it(
+    with_tables: Callable[[Path], Path], tmp_path: Path, text_files: Path, alone: Environment
 ) -> None:
-    port = free_port()
-    command = [sys.executable, "-c", STARTER, str(tmp_path), str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        mlflow = psutil.Process(int(parent.stdout.readline()))
-        assert mlflow.children(recursive=True) == []
-        kill(psutil.Process(parent.pid), signal.SIGKILL)
-
-    def is_free() -> bool:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                return False
-        return True
-
-    eventually(is_free, "the port is free")
-    # A process that is ending closes its sockets first.
-    eventually(lambda: is_gone(mlflow.pid), "the process is gone")
+    home = with_tables(tmp_path / "output") / "prefect"
+    create_access(home)
+    settings = write_settings(tmp_path / "settings.yaml", tiny(text_files, tmp_path / "output"))
+    done = run(infini("preprocess", "--config", settings), alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Unauthorized" not in done.stdout + done.stderr
+    with closing(sqlite3.connect(home / "prefect.db")) as records:
+        # Logs come by HTTP, events by a websocket.
+        for table in ("log", "events"):
+            assert records.execute(f"select count(*) from {table}").fetchone()[0] > 0

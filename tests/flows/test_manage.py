@@ -16,6 +16,7 @@ from commands import (
     dataset_of,
     eventually,
     infini,
+    infini_here,
     run,
     tiny,
     write_settings,
@@ -34,6 +35,7 @@ from infini_model.training.run_status import saved_step
 from tasks.flow_run import current_owner
 
 Started = Callable[..., Running]
+Told = Callable[..., tuple[int, str]]
 # A flow run at work, as long as its state allows.
 WORKING = """
 import sys
@@ -72,33 +74,27 @@ def start(tmp_path: Path, connected: Environment) -> Iterator[Started]:
 
 
 @pytest.fixture
-def told(output: Path, connected: Environment) -> Callable[..., tuple[int, str]]:
-    """Run a command on the output folder: its exit status and all that it printed."""
+def told(output: Path, connected: Environment) -> Told:
+    """What a command that needs no server says of the output folder, and its exit status."""
 
     def tell(*arguments: str) -> tuple[int, str]:
-        done = run(infini(*arguments, "--output-dir", output), connected)
-        assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+        done = infini_here(*arguments, "--output-dir", output, env=connected)
         return done.returncode, done.stdout + done.stderr
 
     return tell
 
 
-@pytest.mark.slow
 @pytest.mark.story
 def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     start: Started,
-    told: Callable[..., tuple[int, str]],
+    told: Told,
     output: Path,
     text_files: Path,
     tmp_path: Path,
     connected: Environment,
 ) -> None:
-    tree = tiny(
-        text_files,
-        output,
-        launch={"hang_timeout_seconds": PATIENCE},
-        checkpoint={"save_steps": 20},
-    )
+    launch = {"hang_timeout_seconds": PATIENCE}
+    tree = tiny(text_files, output, launch=launch, checkpoint={"save_steps": 20})
     settings = write_settings(tmp_path / "settings.yaml", tree)
     dataset_of(settings)
     halt = Halt(tmp_path / "halt", 5)
@@ -109,8 +105,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     followed.wait_for("Step [5/20]")
 
     holder = f"process {running.process.pid} (flow run "
-    _, table = told("runs")
-    (row,) = [line for line in table.splitlines() if "run-1" in line]
+    (row,) = [line for line in told("runs")[1].splitlines() if "run-1" in line]
     assert re.search(rf"^run-1 +5/20 +running: process {running.process.pid} ", row)
     owner = owner_of(run_dir)
     assert owner is not None
@@ -134,50 +129,41 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert followed.wait() == 0
     assert f"Step [{saved}/20]" in followed.output
     assert "interrupted" in told("runs")[1]
-    assert told("cancel", "run-1") == (2, f"error: {run_dir}: is not running\n")
 
     status, line = told("resume", "training.learning_rate=1e-5")
     assert status == 2
     assert "cannot be resumed with different settings (training.learning_rate is 0.001" in line
-    status, printed = told("resume", "logging.logging_steps=50")
-    assert status == 0, printed
-    assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in printed
-    assert f"Report: {run_dir}/report.md" in printed.splitlines()
+    command = infini("resume", "logging.logging_steps=50", "--output-dir", output)
+    resumed = run(command, connected)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in resumed.stderr + resumed.stdout
+    assert f"Report: {run_dir}/report.md" in resumed.stdout.splitlines()
     assert is_finished(run_dir)
     assert owner_of(run_dir) != owner
     assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
-    status, line = told("resume")
-    assert (status, line) == (2, f"error: {output}/runs: there is no interrupted run to resume\n")
-    assert f"Step [{saved}/20]" in told("logs")[1]
-
-
-@pytest.fixture
-def flow_run(connected: Environment, server: str) -> str:
-    """A flow run of a deployment, Running as far as Prefect knows."""
-    flow = api(server, "flows/", name="managed")["id"]
-    deployment = api(server, "deployments/", name="managed", flow_id=flow)["id"]
-    asked = api(server, f"deployments/{deployment}/create_flow_run", state={"type": "RUNNING"})
-    return str(asked["id"])
+    printed = run(infini("logs", "--output-dir", output), connected)
+    assert f"Step [{saved}/20]" in printed.stdout
 
 
 def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
-    start: Started, told: Callable[..., tuple[int, str]], output: Path, server: str, flow_run: str
+    start: Started, output: Path, server: str, connected: Environment
 ) -> None:
-    working = start(sys.executable, "-c", WORKING, output, flow_run)
+    flow = api(server, "flows/", name="managed")["id"]
+    deployment = api(server, "deployments/", name="managed", flow_id=flow)["id"]
+    created = api(server, f"deployments/{deployment}/create_flow_run", state={"type": "RUNNING"})
+    working = start(sys.executable, "-c", WORKING, output, created["id"])
     run_dir = output / "runs" / "debug-1"
     eventually(lambda: run_holder(run_dir) is not None, "the claim")
-    status, line = told("cancel", str(run_dir))
-    assert (status, line.splitlines()[-1]) == (0, "Cancelled debug-1; nothing is saved")
+    done = run(infini("cancel", run_dir), connected)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Cancelled debug-1; nothing is saved"
     # Not by a signal: that would have ended it with another status.
     assert working.wait() == 0, working.output
-    assert api(server, f"flow_runs/{flow_run}", "GET")["state_type"] == "CANCELLING"
+    assert api(server, f"flow_runs/{created['id']}", "GET")["state_type"] == "CANCELLING"
 
 
-def test_what_is_not_there_is_named(output: Path) -> None:
+def test_what_a_finished_run_lacks_is_named(output: Path) -> None:
     places = load_config(overrides=[f"run.output_dir={output}"]).run
-    for named in ("run-9", None):
-        with pytest.raises(UserError, match="there is no such run; infini runs lists them"):
-            manage.find_run_folder(places, named)
     config = configure(["debug"], overrides=[f"run.output_dir={output}"])
     with claim_run(config, "k1", Path("data")) as run_dir:
         record_evaluation(run_dir, config.training.max_steps, "k1", {})

@@ -1,4 +1,4 @@
-"""The presets, alone and combined, and `stable` over any settings."""
+"""The presets, alone and combined, `stable` over any settings, and the runs of a sweep."""
 
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from flows.presets import (
     remedy_names,
     template,
 )
+from flows.sweep import runs_of, values_of
 from infini_model.config import Config, dump_config, load_config
 from infini_model.config.reading import LEFT_OPEN
 from infini_model.runtime.claims import claim_run, resume_config
@@ -36,21 +37,6 @@ def test_a_preset_survives_a_round_trip_through_yaml(preset: str, tmp_path: Path
     assert load_config(file) == configure(file=file) == config
     assert config.run.preset == (f"quickstart+{preset}" if preset in remedy_names() else preset)
     assert is_preset(config.run.preset)
-
-
-def test_the_presets_of_the_guides_are_there() -> None:
-    guides = {"arxiv", "debug", "production", "quickstart", "shakespeare"}
-    diffusion = {"diffusion-quickstart", "llada-shakespeare"}
-    assert guides | diffusion | set(PRETRAINED) == set(WHOLE)
-    assert remedy_names() == ("stable",)
-    debug, production = configure(["debug"]), configure(["production"])
-    assert (debug.model.num_hidden_layers, debug.training.max_steps) == (2, 10)
-    assert debug.logging.debug
-    shape = production.model
-    assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (32, 4096, 128256)
-    assert production.training.max_steps == 10_000
-    arxiv = configure(["arxiv"])
-    assert arxiv.packing.context_length == 10 * arxiv.model.segment_length == 5120
 
 
 def calmer(config: Config, base: Config) -> bool:
@@ -79,10 +65,6 @@ def test_the_remedy_calms_any_preset_and_leaves_its_model_data_and_length(preset
     assert config == complete(f"{preset}+stable")
 
 
-def test_the_remedy_alone_lies_over_the_default_preset() -> None:
-    assert configure(["stable"]) == configure(["quickstart", "stable"])
-
-
 def test_the_remedy_lies_over_a_file_and_overrides_over_both(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("training: {learning_rate: 0.5, max_steps: 9}\nmodel: {hidden_size: 64}")
@@ -95,9 +77,7 @@ def test_the_remedy_lies_over_a_file_and_overrides_over_both(tmp_path: Path) -> 
     assert configure(["stable"], file) == configure(["arxiv", "stable"])
 
 
-def test_the_remedy_lies_over_a_file_with_pretrained_weights_and_raises_no_rate(
-    tmp_path: Path,
-) -> None:
+def test_the_remedy_leaves_pretrained_weights_and_raises_no_rate(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
         "model: {initial_weights: team/llama, segment_length: 128}\n"
@@ -125,22 +105,7 @@ def test_what_a_preset_leaves_to_the_user_is_asked_for_in_one_line(preset: str) 
         assert template(name).model == model.model_copy(update={"initial_weights": LEFT_OPEN})
 
 
-def test_pretrained_weights_begin_at_small_rates_and_the_report_shows_the_memory() -> None:
-    uptrain, fine_tune = complete("uptrain"), complete("fine-tune")
-    assert 1e-5 <= uptrain.training.learning_rate <= 3e-5
-    assert uptrain.training.gate_learning_rate == 1e-2
-    assert uptrain.packing.mode == "aligned"
-    assert uptrain.packing.context_length >= 4 * uptrain.model.segment_length
-    assert "loss_by_position" in uptrain.evaluation.tasks
-    assert fine_tune.training.learning_rate == 1e-5
-    assert fine_tune.packing.context_length == fine_tune.model.segment_length
-    assert fine_tune.model.memory == "none"
-    for config in (uptrain, fine_tune):
-        assert config.data.tokenizer.spec == "model"
-        assert config.training.warmup_steps > 0
-
-
-def test_later_presets_lie_over_earlier_ones() -> None:
+def test_later_presets_lie_over_earlier_ones_and_a_remedy_alone_over_the_default() -> None:
     config = configure(["quickstart", "arxiv"])
     assert config.data.name == "arxiv"
     assert config.data.source == configure(["arxiv"]).data.source  # of another kind
@@ -148,6 +113,7 @@ def test_later_presets_lie_over_earlier_ones() -> None:
     assert config.training.learning_rate == 2e-3  # the quickstart's; arxiv names none
     assert config.run.preset == "quickstart+arxiv"
     assert configure(["stable", "production"]).training.learning_rate == 3e-4
+    assert configure(["stable"]) == configure(["quickstart", "stable"])
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -158,9 +124,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ConfigError, match="--preset or --config, not both: arxiv would replace"):
         configure(["arxiv", "stable"], file)
-
-
-def test_only_what_configure_records_is_the_name_of_presets() -> None:
     assert not any(map(is_preset, (None, "", "mine", "stable", "arxiv+mine", "arxiv+")))
 
 
@@ -169,3 +132,80 @@ def test_a_run_folder_named_after_a_preset_and_a_remedy_can_be_resumed(tmp_path:
     with claim_run(config, "key", tmp_path / "dataset") as run_dir:
         assert run_dir.name == "debug-stable-1"
     assert resume_config(run_dir).training == config.training
+
+
+def swept(*texts: str, overrides: tuple[str, ...] = ()) -> list[Config]:
+    """The runs of a sweep over the preset debug."""
+    return runs_of(
+        configure(["debug"], overrides=[*overrides, {"comparison": {"sweep": [*texts]}}])
+    )
+
+
+def test_a_sweep_runs_all_combinations_and_the_first_key_varies_slowest() -> None:
+    runs = swept("model.memory=linear,none", "run.seed=0,1", overrides=("training.max_steps=7",))
+    assert [(run.model.memory, run.run.seed, run.run.name) for run in runs] == [
+        ("linear", 0, "debug-memory-linear-seed-0"),
+        ("linear", 1, "debug-memory-linear-seed-1"),
+        ("none", 0, "debug-memory-none-seed-0"),
+        ("none", 1, "debug-memory-none-seed-1"),
+    ]
+    alone = configure(["debug"], overrides=["training.max_steps=7", "run.seed=1"])
+    named = alone.run.model_copy(update={"name": "debug-memory-linear-seed-1"})
+    assert runs[1] == alone.model_copy(update={"run": named})
+    epochs = swept("training.epochs=1,2")
+    assert [run.training.epochs for run in epochs] == [1, 2]
+    assert [run.training.max_steps for run in epochs] == [None, None]
+
+
+def test_each_run_of_a_sweep_has_a_name_of_its_own() -> None:
+    rates = swept("training.learning_rate=1e-3,3e-4", overrides=("run.name=rates",))
+    assert [run.run.name for run in rates] == [
+        "rates-learning_rate-1e-3",
+        "rates-learning_rate-3e-4",
+    ]
+    # They differ only in what a name cannot contain.
+    specs = swept("data.tokenizer.spec=team/a,team-a")
+    assert [run.run.name for run in specs] == ["debug-spec-team-a-1", "debug-spec-team-a-2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("a=1,2", [1, 2]),
+        ("a=x", ["x"]),
+        ("a=[1,2],[3]", [[1, 2], [3]]),
+        ("a=null,{r: 8, alpha: 16}", [None, {"r": 8, "alpha": 16}]),
+        ('a="0,3",1', ["0,3", 1]),
+        ("a=", []),
+        ("a", []),
+        ("a=[1", []),
+    ],
+)
+def test_commas_part_values_and_brackets_and_quotes_keep_them_together(
+    text: str, values: list[object]
+) -> None:
+    assert values_of(text) == values
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["model.memory"], "is not of the form section.key=value"),
+        (["run.seed="], "run.seed: got ''"),
+        (["training.warmup_step=1,2"], "training.warmup_step: unknown key; did you mean"),
+        (["comparison.runs=[a],[b]"], "comparison.runs: cannot be swept"),
+        (["run.name=a,b"], "run.name: cannot be swept"),
+        (["run.seed=0,1,0"], "run.seed: 0 is given twice"),
+        (["run.seed=1,2", "run.seed=3"], "run.seed: is given twice"),
+    ],
+)
+def test_a_mistake_in_a_sweep_names_the_key(texts: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        swept(*texts)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sweep_runs_on_one_machine() -> None:
+    machines = ("launch.num_nodes=2", "launch.rdzv_endpoint=host:29500", "run.name=shared")
+    with pytest.raises(ConfigError, match=r"launch.num_nodes: a sweep runs on one machine"):
+        swept("run.seed=0,1", overrides=machines)

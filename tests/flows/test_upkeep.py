@@ -8,11 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Environment, infini, infini_here, run, tiny, write_settings, write_texts
+from commands import (
+    Environment,
+    dataset_of,
+    infini,
+    infini_here,
+    run,
+    tiny,
+    write_settings,
+    write_texts,
+)
 from s3_server import S3Server
 
 from flows.upkeep import in_units, verify
-from infini_model.config import Config, load_config
+from infini_model.config import load_config
 from infini_model.data.builds import build_file
 from infini_model.data.manifest import Manifest, read_manifest
 from infini_model.data.shards.dataset import build_dataset
@@ -24,12 +33,16 @@ Told = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def told(connected: Environment) -> Told:
-    """Run a command: its exit status, what it printed, and what it complained about."""
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "output"
+
+
+@pytest.fixture
+def told(alone: Environment, output: Path) -> Told:
+    """Run a command on the output folder: its exit status, output and errors."""
 
     def tell(*arguments: str | Path) -> tuple[int, str, str]:
-        done = run(infini(*arguments), connected)
-        assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+        done = infini_here(*arguments, "--output-dir", output, env=alone)
         return done.returncode, done.stdout, done.stderr
 
     return tell
@@ -47,25 +60,24 @@ def age(output: Path) -> None:
             os.utime(path, (then, then))
 
 
-@pytest.mark.slow
-@pytest.mark.story
-def test_a_dataset_is_verified_mended_and_cleaned_up(tmp_path: Path, told: Told) -> None:
-    output, texts = tmp_path / "output", write_texts(tmp_path / "texts", 12)
+def test_a_damaged_dataset_is_named_and_an_old_one_removed(
+    tmp_path: Path, output: Path, told: Told
+) -> None:
+    texts = write_texts(tmp_path / "texts", 12)
     settings = write_settings(tmp_path / "settings.yaml", tiny(texts, output))
-    status, _, error = told("verify", "--output-dir", output)
+    status, _, error = told("verify")
     assert (status, error.count("\n")) == (2, 1)
     assert "there is no finished dataset yet" in error
 
-    assert told("preprocess", "--config", settings)[0] == 0
-    (first,) = datasets(output)
-    status, shown, _ = told("verify", "--output-dir", output)
+    first = dataset_of(settings)
+    status, shown, _ = told("verify")
     assert status == 0
     assert shown.startswith(f"{first}: intact (verified 3 shards, ")
     shards = [first / name for name, _ in read_manifest(first).files()]
     shards[0].write_bytes(bytes(shards[0].stat().st_size))
     shards[1].unlink()
     for name in (first, first.name, output / "datasets"):
-        status, shown, error = told("verify", name, "--output-dir", output)
+        status, shown, error = told("verify", name)
         assert status == 2
         assert shown.splitlines() == [
             f"{shards[0]}: is damaged: its checksum differs from its record",
@@ -73,36 +85,51 @@ def test_a_dataset_is_verified_mended_and_cleaned_up(tmp_path: Path, told: Told)
         ]
         assert "2 files missing or damaged (verified 3 shards, " in error
         assert error.endswith("infini preprocess makes their partitions again, and no others\n")
-    assert told("preprocess", "--config", settings)[0] == 0
-    assert told("verify", "--output-dir", output)[0] == 0
+    dataset_of(settings)
+    assert told("verify")[0] == 0
 
     write_texts(texts, 13)
-    keep = ("preprocess", "--config", settings, "data.keep=1")
-    assert told(*keep)[0] == 0
-    assert len(datasets(output)) == 2  # The first was used within the hour.
+    second = dataset_of(settings)
     age(output)
     before = sorted(output.rglob("*"))
-    status, shown, _ = told("clean", "--keep", "1", "--dry-run", "--output-dir", output)
+    status, shown, _ = told("clean", "--keep", "1", "--dry-run")
     assert status == 0
     assert str(first) in shown
     assert shown.endswith("Nothing was removed (--dry-run)\n")
     assert sorted(output.rglob("*")) == before
     in_all = next(line for line in shown.splitlines() if line.startswith("in all")).split()
-    status, shown, _ = told("clean", "--keep", "1", "--output-dir", output)
+    status, shown, _ = told("clean", "--keep", "1")
     assert status == 0
     assert shown.splitlines()[-1] == f"Freed {' '.join(in_all[-2:])}"
-    (second,) = datasets(output)
-    assert told("verify", "--output-dir", output)[0] == 0
-    _, shown, _ = told("clean", "--keep", "1", "--output-dir", output)
-    assert shown == f"{output}: nothing to remove\n"
+    assert datasets(output) == [second]
+    assert told("verify")[0] == 0
+    assert told("clean", "--keep", "1")[1] == f"{output}: nothing to remove\n"
 
-    write_texts(texts, 14)
+
+@pytest.mark.story
+def test_preprocess_cleans_up_and_a_cleaning_that_fails_is_a_warning(
+    tmp_path: Path, output: Path, connected: Environment
+) -> None:
+    texts = write_texts(tmp_path / "texts", 12)
+    settings = write_settings(tmp_path / "settings.yaml", tiny(texts, output))
+    dataset_of(settings)
+    write_texts(texts, 13)
+    second = dataset_of(settings)
     age(output)
-    status, shown, error = told(*keep)
-    assert status == 0
-    assert "Removed" in shown + error
-    (third,) = datasets(output)
-    assert third != second
+    # Python reads it at its start: a cleaning never gets to its end.
+    hang = "import signal, sys\nif 'clean' in sys.orig_argv:\n    signal.pause()\n"
+    (tmp_path / "sitecustomize.py").write_text(hang)
+    command = infini("preprocess", "--config", settings, "data.keep=1")
+    limited = [*command, "stages.clean.timeout_seconds=0.1"]
+    done = run(limited, connected | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0
+    shown = done.stdout + done.stderr
+    assert "Older datasets were not removed: clean: not finished after 0.1 s" in shown
+    assert len(datasets(output)) == 2
+    done = run(command, connected)
+    assert done.returncode == 0
+    assert "Removed" in done.stdout + done.stderr
+    assert datasets(output) == [second]
 
 
 def test_damaged_copies_of_a_stored_dataset_are_copied_again(
@@ -122,35 +149,33 @@ def test_damaged_copies_of_a_stored_dataset_are_copied_again(
     assert shown[1:] == [f"{damaged}: is damaged: its checksum differs from its record"]
 
 
-def build_in(config: Config) -> Manifest:
-    listing = download(config.data, config.run.output_dir)
-    output, store = config.run.output_dir, config.run.datasets_store
-    return build_dataset(listing, config.data, output, store=store)
-
-
-@pytest.fixture
-def stored(
-    bucket: str, tmp_path: Path, text_files: Path, monkeypatch: pytest.MonkeyPatch
-) -> Config:
-    """The settings of a machine whose datasets are in a store."""
+def test_a_dataset_in_a_store_is_verified_by_reading_it(
+    bucket: str,
+    s3: S3Server,
+    tmp_path: Path,
+    text_files: Path,
+    alone: Environment,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "cache"))
     data = {"source": {"paths": [str(text_files / "*.txt")]}, "workers": 1}
-    return load_config(overrides=[{"run": {"output_dir": f"{bucket}/team"}, "data": data}])
-
-
-@pytest.mark.parametrize("by", ["nothing", "name", "address", "address of all"])
-def test_a_dataset_in_a_store_is_verified_by_reading_it(
-    stored: Config, capsys: pytest.CaptureFixture[str], by: str
-) -> None:
-    manifest = build_in(stored)
-    datasets = stored.run.datasets_store
+    config = load_config(overrides=[{"run": {"output_dir": f"{bucket}/team"}, "data": data}])
+    output, datasets = config.run.output_dir, config.run.datasets_store
     assert datasets is not None
+
+    def build() -> Manifest:
+        return build_dataset(download(config.data, output), config.data, output, store=datasets)
+
+    manifest = build()
     name, address = manifest.folder_name, f"{datasets}/{manifest.folder_name}"
-    asked = {"nothing": None, "name": name, "address": f"{address}/", "address of all": datasets}
     # An address needs no settings.
-    config = stored if by in ("nothing", "name") else load_config()
-    verify(config, asked[by])
-    assert capsys.readouterr().out.startswith(f"{address}: intact (verified 3 shards, ")
+    for settings, asked in ((config, None), (config, name), (load_config(), f"{address}/")):
+        verify(settings, asked)
+        assert capsys.readouterr().out.startswith(f"{address}: intact (verified 3 shards, ")
+    done = infini_here("verify", "-d", datasets, env=alone | s3.environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{address}: intact ")
 
     partitions = ObjectStore(f"{datasets}/.partitions")
     damaged = manifest.splits["train"].shards[0]
@@ -160,43 +185,13 @@ def test_a_dataset_in_a_store_is_verified_by_reading_it(
     ObjectStore(address).delete(["train/state.json"])
     advice = r"2 files missing or damaged .*; infini preprocess makes their partitions again"
     with pytest.raises(DataError, match=rf"^{address}: {advice}, and no others$"):
-        verify(config, asked[by])
+        verify(config, None)
     assert capsys.readouterr().out.splitlines() == [
         f"{address}/train/state.json: is missing",
         f"{partitions.address_of(damaged.path)}: is damaged: its checksum differs from its record",
     ]
-    assert build_in(stored).splits == manifest.splits
-    verify(config, asked[by])
-
-
-def test_the_command_takes_an_address_and_the_folder_of_datasets(
-    s3: S3Server, stored: Config, dataset: Path, alone: Environment
-) -> None:
-    done = infini_here("verify", dataset.name, "--data-dir", dataset.parent, env=alone)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{dataset}: intact ")
-    name, datasets = build_in(stored).folder_name, stored.run.datasets_store
-    assert datasets is not None
-    done = infini_here("verify", "-d", datasets, env=alone | s3.environment())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{datasets}/{name}: intact ")
-
-
-@pytest.mark.story
-def test_a_cleaning_that_fails_is_a_warning(tmp_path: Path, connected: Environment) -> None:
-    output, texts = tmp_path / "output", write_texts(tmp_path / "texts", 12)
-    settings = write_settings(tmp_path / "settings.yaml", tiny(texts, output))
-    # Python reads it at its start: a cleaning never gets to its end.
-    hang = "import signal, sys\nif 'clean' in sys.orig_argv:\n    signal.pause()\n"
-    (tmp_path / "sitecustomize.py").write_text(hang)
-    tree = ("data.keep=1", "stages.clean.timeout_seconds=0.1")
-    done = run(
-        infini("preprocess", "--config", settings, *tree),
-        connected | {"PYTHONPATH": str(tmp_path)},
-    )
-    assert done.returncode == 0
-    shown = done.stdout + done.stderr
-    assert "Older datasets were not removed: clean: not finished after 0.1 s" in shown
+    assert build().splits == manifest.splits
+    verify(config, None)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Trainings in processes of their own: starting them, and finding live ones."""
+"""Trainings in processes of their own, in one with compiled layers, and of adapters."""
 
+import functools
 import os
-from concurrent.futures import ProcessPoolExecutor
+import shutil
 
 import torch
 from ports import free_port
@@ -24,10 +25,10 @@ def trainers(run_dir):
     ]
 
 
-def _start(rank, count, port, work, *args):
+def _start(rank, count, port, environment, work, *args):
     """Run `work` as one of `count` ranks, as if started by torchrun."""
     torch.set_num_threads(1)
-    os.environ |= {
+    os.environ |= environment | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -39,33 +40,60 @@ def _start(rank, count, port, work, *args):
 
 
 def start_ranks(count, work, *args):
-    """Start `work` on `count` ranks in new processes; returns the processes.
+    """Start `work` on `count` ranks in new processes: gloo may crash in a process's second group.
 
-    They fork from a server that has imported torch and the trainer once.
+    They fork from a server that has imported torch and the trainer once. Returns their context,
+    whose `join` raises what a rank has raised.
     """
     torch.multiprocessing.set_forkserver_preload(PRELOADED)
-    context, port = torch.multiprocessing.get_context("forkserver"), free_port()
-    ranks = [
-        context.Process(target=_start, args=(rank, count, port, work, *args), daemon=True)
-        for rank in range(count)
-    ]
-    for rank in ranks:
-        rank.start()
-    return ranks
-
-
-def on_two_ranks(work, *args):
-    """Run `work` on two ranks in new processes: gloo may crash in a process's second group."""
-    torch.multiprocessing.set_forkserver_preload(PRELOADED)
-    arguments = (2, free_port(), work, *args)
-    torch.multiprocessing.start_processes(
-        _start, args=arguments, nprocs=2, start_method="forkserver"
+    arguments = (count, free_port(), dict(os.environ), work, *args)
+    return torch.multiprocessing.start_processes(
+        _start, arguments, nprocs=count, join=False, daemon=True, start_method="forkserver"
     )
 
 
-def in_a_fork(work, *args):
-    """Run `work` in a new process, forked as those of two ranks are; raise what it raises here."""
-    torch.multiprocessing.set_forkserver_preload(PRELOADED)
-    context = torch.multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(work, *args).result()
+def on_two_ranks(work, *args):
+    """Run `work` on two ranks; raise here what one of them raises."""
+    ranks = start_ranks(2, work, *args)
+    while not ranks.join():
+        pass
+
+
+def train_traced(*arguments):
+    """Train with compiled layers, without generated code, which takes minutes to build on a CPU.
+
+    Nothing is compiled but the two halves of a layer, once: not for the pass that rebuilds DDP's
+    buckets, nor for validation.
+    """
+    from torch._dynamo.utils import counters
+
+    from infini_model.model.kernels import compiled
+    from infini_model.training.loop import train
+
+    whole, compiled._compiled = torch.compile, functools.cache(compiled._compiled.__wrapped__)
+    torch.compile = functools.partial(whole, backend="aot_eager")
+    torch.compiler.reset()
+    counters.clear()
+    try:
+        outcome = train(*arguments)
+    finally:
+        torch.compile = whole
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    return outcome
+
+
+def with_adapters(begun, lora):
+    """`begun`, which begins from weights, training adapters of them."""
+    training = begun.training.model_dump() | {"lora": lora}
+    return type(begun).model_validate(begun.model_dump() | {"training": training})
+
+
+def cut_off(run_dir, step, copy=None):
+    """Remove the checkpoints after `step` from a run, or from a copy of it; returns the folder."""
+    if copy is not None:
+        run_dir = shutil.copytree(run_dir, copy)
+    for path in (run_dir / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return run_dir

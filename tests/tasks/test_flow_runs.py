@@ -1,135 +1,175 @@
-"""What a flow run shows in Prefect: names, artifacts, events and failures; and what Retry does.
+"""Flow runs in Prefect: what they show, what Retry does, and whom a part of another follows.
 
-Each test runs Prefect's engine as a worker does, and queries the server.
+Prefect's engine runs as a worker starts it, and the tests query the server.
 """
 
+import contextvars
 import json
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from commands import PATIENCE, Environment, Running, api, eventually, tiny, write_texts
-from engines import FlowRun, create
 from prefect.client.orchestration import get_client
+from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from serving import Server
 from stopping import Halt, is_pending
 
+from infini_model.runtime.errors import ConfigError, StageError
 from infini_model.training.run_status import saved_step
+from tasks import elsewhere
+from tasks.elsewhere import Elsewhere, find_deployment
 
-NO_RETRIES: dict[str, Any] = {"download": {"retries": 0}, "train": {"retries": 0}}
-
-
-def attempt(run: FlowRun, env: Environment, tmp_path: Path) -> dict[str, Any]:
-    """One attempt of a flow run to its end; returns the state that the server knows."""
-    running = run.start(env, tmp_path / "engine.log")
-    running.wait()
-    assert "Traceback" not in running.output
-    state: dict[str, Any] = run.read()["state"]
-    return state
+ROOT = Path(__file__).parents[2]
+PREPROCESS, PIPELINE = "flows/preprocess.py:preprocess", "flows/pipeline.py:pipeline"
+KEY = "stages.train.deployment"
+Start = Callable[..., Running]
 
 
-def keys(run: FlowRun) -> list[str]:
-    return sorted(artifact["key"] for artifact in run.artifacts())
+@pytest.fixture
+def prefect(server: str) -> Server:
+    return Server(server)
 
 
-def ready_events(run: FlowRun) -> list[dict[str, Any]]:
-    """The events that tell of a new dataset of this run, by the documents' folder."""
-    wanted = {"event": {"name": ["infini.dataset.ready"]}}
-    found = api(run.server, "events/filter", filter=wanted)["events"]
-    return [event for event in found if event["payload"]["folder"] in str(run.artifacts())]
+@pytest.fixture
+def start(connected: Environment, tmp_path: Path) -> Iterator[Start]:
+    """Start the engine of a flow run, as the first attempt or another one."""
+    started: list[Running] = []
+
+    def begin(flow_run: str, entrypoint: str, **env: str) -> Running:
+        names = {
+            "PREFECT__FLOW_RUN_ID": flow_run,
+            "PREFECT__FLOW_ENTRYPOINT": f"{ROOT / entrypoint}",
+        }
+        log = tmp_path / f"engine-{len(started)}.log"
+        command = [sys.executable, "-m", "prefect.engine"]
+        started.append(Running(command, log, connected | names | env))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.end()
 
 
-def wait_for_events(server: str) -> None:
+def create(prefect: Server, entrypoint: str, **parameters: Any) -> str:
+    """A flow run of the flow at FILE:NAME, without a deployment."""
+    flow = api(prefect.url, "flows/", name=entrypoint.rpartition(":")[2])["id"]
+    return str(api(prefect.url, "flow_runs/", flow_id=flow, parameters=parameters)["id"])
+
+
+def make_deployment(prefect: Server, flow: str, name: str) -> str:
+    """A deployment, without a work pool."""
+    flow_id = api(prefect.url, "flows/", name=flow)["id"]
+    return str(api(prefect.url, "deployments/", name=name, flow_id=flow_id)["id"])
+
+
+def wait_for_events(prefect: Server) -> None:
     """Wait until the server has stored all events that it has got: it does so in order."""
     number = str(uuid4())
     occurred = datetime.now(UTC).isoformat()
     resource = {"prefect.resource.id": f"marker.{number}"}
     event = {"id": number, "event": "marker", "occurred": occurred, "resource": resource}
-    with temporary_settings({PREFECT_API_URL: server}), get_client(sync_client=True) as client:
+    with temporary_settings({PREFECT_API_URL: prefect.url}), get_client(sync_client=True) as client:
         client.request("POST", "/events", json=[event])
     wanted = {"id": {"id": [number]}}
-    eventually(lambda: bool(api(server, "events/filter", filter=wanted)["events"]), "the marker")
+    eventually(lambda: bool(api(prefect.url, "events/filter", filter=wanted)["events"]), "it")
 
 
 @pytest.mark.story
 def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
-    server: str, connected: Environment, tmp_path: Path
+    prefect: Server, start: Start, tmp_path: Path
 ) -> None:
     """A retry has no memory: it checks everything it reuses on the disk."""
-    texts = tmp_path / "texts"
-    tree = tiny(texts, tmp_path / "output", stages=NO_RETRIES)
-    run = create(server, "flows/preprocess.py:preprocess", advanced=tree)
+    tree = tiny(tmp_path / "texts", tmp_path / "output", stages={"download": {"retries": 0}})
+    run = create(prefect, PREPROCESS, advanced=tree)
 
-    state = attempt(run, connected, tmp_path)
+    def attempt() -> dict[str, Any]:
+        running = start(run, PREPROCESS)
+        running.wait()
+        assert "Traceback" not in running.output
+        return prefect.state(run)
+
+    def ready_events(folder: Path) -> list[dict[str, Any]]:
+        wanted = {"event": {"name": ["infini.dataset.ready"]}}
+        found = api(prefect.url, "events/filter", filter=wanted)["events"]
+        return [event for event in found if event["payload"]["folder"] == str(folder)]
+
+    state = attempt()
     assert state["type"] == "FAILED"
     assert state["message"].startswith("data.source.paths: '")
     assert "\n" not in state["message"]
-    assert [line for line in run.logs() if "matches no file" in line] == [state["message"]]
-    (failure,) = [shown["data"] for shown in run.artifacts() if shown["key"] == "failure"]
-    assert state["message"] in failure
+    assert [line for line in prefect.log_of(run) if "matches no file" in line] == [state["message"]]
+    assert state["message"] in prefect.artifacts(run)["failure"]
 
-    write_texts(texts, 40)
-    run.retry()
-    state = attempt(run, connected, tmp_path)
-    completed = dict.fromkeys(("download", "plan", "shard"), "Completed")
-    eventually(lambda: run.tasks() == completed, lambda: str(run.tasks()))
+    write_texts(tmp_path / "texts", 40)
+    prefect.retry(run)
+    attempt()
     (folder,) = (tmp_path / "output" / "datasets").glob("tiny-*")
-    assert run.read()["name"] == f"preprocess {folder.name}"
-    assert f"dataset:{folder.name}" in run.read()["tags"]
-    shown = keys(run)
+    found = prefect.read(run)
+    assert found["name"] == f"preprocess {folder.name}"
+    assert f"dataset:{folder.name}" in found["tags"]
+    shown = sorted(prefect.artifacts(run))
     assert shown == ["dataset", "dataset-folder", "partitions", "shard-progress"]
-    eventually(lambda: bool(ready_events(run)), "the event of the new dataset")
-    (event,) = ready_events(run)
+    eventually(lambda: bool(ready_events(folder)), "the event of the new dataset")
+    (event,) = ready_events(folder)
     assert event["resource"]["prefect.resource.id"] == f"infini.dataset.{event['payload']['key']}"
-    assert event["payload"]["folder"] == str(folder)
     assert event["payload"]["documents"] == 40
-    assert event["payload"]["tokens"] > 0
 
     (shard,) = folder.glob("train/*.arrow")
     content = shard.read_bytes()
     shard.unlink()
-    run.retry()
-    attempt(run, connected, tmp_path)
+    prefect.retry(run)
+    attempt()
     assert shard.read_bytes() == content
 
-    run.retry()
-    state = attempt(run, connected, tmp_path)
-    eventually(lambda: run.tasks()["shard"] == "Reused", lambda: str(run.tasks()))
+    prefect.retry(run)
+    state = attempt()
+    reused = "the end of the task"
+    eventually(lambda: prefect.tasks(run)["shard"]["state_name"] == "Reused", reused)
     assert state["message"] == f"nothing new: dataset {folder.name} is reused"
-    assert state["message"] in run.logs()
-    assert keys(run) == shown
-    wait_for_events(server)
-    assert len(ready_events(run)) == 1
+    assert state["message"] in prefect.log_of(run)
+    assert sorted(prefect.artifacts(run)) == shown
+    wait_for_events(prefect)
+    assert len(ready_events(folder)) == 1
 
 
 @pytest.mark.story
-def test_a_failed_training_reports_the_cause_and_stores_no_pickle(
-    server: str, connected: Environment, text_files: Path, tmp_path: Path
+def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_as_no_pickle(
+    prefect: Server, start: Start, text_files: Path, tmp_path: Path
 ) -> None:
+    retries = {"train": {"retries": 5, "retry_delay_seconds": 0.0}}
     training = {"learning_rate": 1e30}
-    tree = tiny(text_files, tmp_path / "output", training=training, stages=NO_RETRIES)
-    run = create(server, "flows/pipeline.py:pipeline", advanced=tree)
-    state = attempt(run, connected, tmp_path)
-    assert state["type"] == "FAILED"
-    assert state["message"].startswith("training failed: non-finite on rank 0: ")
-    assert state["message"].endswith("; the same command resumes")
-    assert [line for line in run.logs() if line.startswith("training failed")] == [state["message"]]
-    shown = {artifact["key"]: artifact for artifact in run.artifacts()}
-    assert state["message"] in shown["failure"]["data"]
-    assert "GPU0:ERROR" in shown["failure"]["data"]
-    assert run.read()["name"] == "pipeline quickstart-1"
-    assert "/output/runs/quickstart-1" in shown["run-folder"]["data"]
-    wanted = {"flow_runs": {"id": {"any_": [run.number]}}}
+    tree = tiny(text_files, tmp_path / "output", training=training, stages=retries)
+    run = create(prefect, PIPELINE, advanced=tree)
+    running = start(run, PIPELINE)
+    running.wait()
+    assert "Traceback" not in running.output
+    found, log = prefect.read(run), prefect.log_of(run)
+    message = found["state"]["message"]
+    assert found["state"]["type"] == "FAILED"
+    assert found["name"] == "pipeline quickstart-1"
+    assert message.startswith("training failed: non-finite on rank 0: ")
+    assert "gradient norm nan" in message
+    assert "a lower training.learning_rate" in message
+    assert log.count(message) == 1
+    assert len([line for line in log if "Resuming after: non-finite at step " in line]) == 2
+    shown = prefect.artifacts(run)
+    assert message in shown["failure"]
+    assert "GPU0:ERROR" in shown["failure"]
+    assert "/output/runs/quickstart-1" in shown["run-folder"]
 
-    def messages() -> dict[str, str | None]:
-        tasks = api(server, "task_runs/filter", **wanted)
-        return {task["name"]: task["state"]["message"] for task in tasks}
+    def told() -> tuple[str, int]:
+        train = prefect.tasks(run)["train"]
+        return train["state"]["message"], train["run_count"]
 
-    told = {"train quickstart-1": state["message"]}.items()
-    eventually(lambda: told <= messages().items(), lambda: str(messages()))
+    eventually(lambda: told() == (message, 3), lambda: str(told()))
     stored = list((tmp_path / "prefect-home" / "storage").iterdir())
     assert stored
     for file in stored:
@@ -138,7 +178,7 @@ def test_a_failed_training_reports_the_cause_and_stores_no_pickle(
 
 @pytest.mark.story
 def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_cancelled(
-    server: str, connected: Environment, text_files: Path, tmp_path: Path
+    prefect: Server, start: Start, text_files: Path, tmp_path: Path
 ) -> None:
     tree = tiny(
         text_files,
@@ -147,43 +187,29 @@ def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_c
         logging={"eval_steps": 20, "logging_steps": 20},
         checkpoint={"save_steps": 1_000_000},
     )
-    run = create(server, "flows/pipeline.py:pipeline", advanced=tree)
-    running: Running = run.start(connected, tmp_path / "engine.log")
+    run = create(prefect, PIPELINE, advanced=tree)
+    running = start(run, PIPELINE)
 
     def table() -> list[dict[str, str]]:
-        (data,) = [a["data"] for a in run.artifacts() if a["key"] == "training"] or ["[]"]
-        return list(json.loads(data))
+        return list(json.loads(prefect.artifacts(run).get("training", "[]")))
 
-    try:
-        validated = "a row of the table with a validation loss"
-        eventually(lambda: any(row["validation loss"] for row in table()), validated)
-        newest = table()[0]
-        assert newest.keys() == {"step", "loss", "validation loss", "tokens/s", "ETA"}
-        assert newest["step"].endswith(" of 1000000")
-        run.set_state("CANCELLING", "Cancelling")
-        running.wait()
-    finally:
-        running.end()
-    state = run.read()["state"]
-    checkpoints = (tmp_path / "output" / "runs" / "quickstart-1" / "checkpoints").glob("step-*")
-    last = max(int(folder.name.removeprefix("step-")) for folder in checkpoints)
+    validated = "a row of the table with a validation loss"
+    eventually(lambda: any(row["validation loss"] for row in table()), validated)
+    assert table()[0]["step"].endswith(" of 1000000")
+    prefect.cancel(run)
+    running.wait()
+    state = prefect.state(run)
+    last = saved_step(tmp_path / "output" / "runs" / "quickstart-1")
     assert (state["type"], state["message"]) == ("CANCELLED", f"Cancelled; step {last} is saved")
-    assert any("Checkpoint saved: " in line and f"step-{last}" in line for line in run.logs())
+    saved = [line for line in prefect.log_of(run) if "Checkpoint saved: " in line]
+    assert f"step-{last}" in saved[-1]
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(
-    ("asked", "ended"),
-    [("CANCELLING", ("CANCELLED", "Cancelled; ")), ("PAUSED", ("PAUSED", "Suspended; "))],
-)
-def test_a_sweep_that_is_ended_saves_the_run_that_is_its_part_and_a_retry_resumes_it(
-    server: str,
-    connected: Environment,
-    text_files: Path,
-    tmp_path: Path,
-    asked: str,
-    ended: tuple[str, str],
+def test_a_sweep_that_is_suspended_saves_the_run_that_is_its_part_and_a_retry_resumes_it(
+    prefect: Server, start: Start, text_files: Path, tmp_path: Path
 ) -> None:
+    compare = "flows/compare.py:compare"
     tree = tiny(
         text_files,
         tmp_path / "output",
@@ -191,44 +217,33 @@ def test_a_sweep_that_is_ended_saves_the_run_that_is_its_part_and_a_retry_resume
         checkpoint={"save_steps": 100_000},
     )
     halt = Halt(tmp_path / "halt", 5)
-    sweep = ["model.memory=linear,none"]
-    run = create(server, "flows/compare.py:compare", sweep=sweep, advanced=tree)
-    running = run.start(connected | halt.environment, tmp_path / "engine.log")
+    run = create(prefect, compare, sweep=["model.memory=linear,none"], advanced=tree)
+    running = start(run, compare, **halt.environment)
     run_dir = tmp_path / "output" / "runs" / "quickstart-memory-linear"
-    try:
-        (rank,) = halt.wait()
-        run.set_state(asked, {"CANCELLING": "Cancelling", "PAUSED": "Suspended"}[asked])
-        eventually(lambda: is_pending(rank, SIGTERM), "the signal")
-        halt.resume()
-        running.wait()
-    finally:
-        running.end()
-    state = run.read()["state"]
-    step = saved_step(run_dir)
+    (rank,) = halt.wait()
+    prefect.suspend(run)
+    eventually(lambda: is_pending(rank, SIGTERM), "the signal")
+    halt.resume()
+    running.wait()
+    state, step = prefect.state(run), saved_step(run_dir)
     assert step is not None
     assert 5 <= step < 20
-    assert state["type"] == ended[0]
-    assert state["message"].startswith(f"{ended[1]}step {step} is saved")
-    (part,) = parts(run)
-    assert part["state_type"] == "CANCELLED"
+    assert state["type"] == "PAUSED"
+    assert state["message"].startswith(f"Suspended; step {step} is saved")
 
-    run.retry()
-    run.start(connected, tmp_path / "retry.log").wait()
-    assert run.read()["state"]["type"] == "COMPLETED"
-    states = {each["name"]: [] for each in parts(run)}
-    for each in parts(run):
-        states[each["name"]].append(each["state_type"])
-    assert {name: sorted(found) for name, found in states.items()} == {
-        "swept-run quickstart-memory-linear": ["CANCELLED", "COMPLETED"],
-        "swept-run quickstart-memory-none": ["COMPLETED"],
-    }
-    assert {"comparison", "comparison-folder", "loss"} <= {*keys(run)}
+    def parts() -> list[tuple[str, str]]:
+        return sorted((each["name"], each["state_type"]) for each in prefect.parts(run))
 
-
-def parts(run: FlowRun) -> list[dict[str, Any]]:
-    """The flow runs that are parts of a flow run."""
-    wanted = {"parent_flow_run_id": {"any_": [run.number]}}
-    return list(api(run.server, "flow_runs/filter", flow_runs=wanted))
+    interrupted = ("swept-run quickstart-memory-linear", "CANCELLED")
+    assert parts() == [interrupted]
+    prefect.retry(run)
+    start(run, compare).wait()
+    assert prefect.state(run)["type"] == "COMPLETED"
+    completed = [
+        (f"swept-run quickstart-memory-{name}", "COMPLETED") for name in ("linear", "none")
+    ]
+    assert parts() == [interrupted, *completed]
+    assert {"comparison", "comparison-folder", "loss"} <= prefect.artifacts(run).keys()
 
 
 STORY = """
@@ -244,14 +259,131 @@ def story():
 
 
 def test_an_unexpected_error_is_logged_with_its_traceback(
-    server: str, connected: Environment, tmp_path: Path
+    prefect: Server, start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "story.py").write_text(STORY)
-    run = create(server, f"{tmp_path}/story.py:story")
-    run.start(connected, tmp_path / "log").wait()
-    (traceback,) = [line for line in run.logs() if "Traceback" in line]
+    run = create(prefect, "story.py:story")
+    start(run, f"{tmp_path}/story.py:story").wait()
+    (traceback,) = [line for line in prefect.log_of(run) if "Traceback" in line]
     assert "KeyError: 'an unexpected error'" in traceback
-    (failure,) = run.artifacts()
-    assert "KeyError: 'an unexpected error'" in failure["data"]
+    assert "KeyError: 'an unexpected error'" in prefect.artifacts(run)["failure"]
     (file,) = (tmp_path / "prefect-home" / "storage").iterdir()
     assert json.loads(file.read_text())["__exc_type__"] == "builtins.KeyError"
+
+
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ("gpu", None),
+        ("train/gpu", None),
+        ("cpu", "cpu is a deployment of the flow preprocess, not train"),
+        ("preprocess/cpu", "preprocess/cpu is a deployment of the flow preprocess, not train"),
+        ("train/cpu", "there is no deployment train/cpu on {server}"),
+        ("none", "there is no deployment train/none on {server}"),
+    ],
+)
+def test_a_deployment_is_found_by_its_name_or_refused_in_one_line(
+    prefect: Server, asked: str, refusal: str | None
+) -> None:
+    expected = make_deployment(prefect, "train", "gpu")
+    for name in ("gpu", "cpu"):
+        make_deployment(prefect, "preprocess", name)
+    with temporary_settings({PREFECT_API_URL: prefect.url}):
+        if refusal is None:
+            assert str(find_deployment(KEY, asked, "train")) == expected
+            return
+        with pytest.raises(ConfigError) as caught:
+            find_deployment(KEY, asked, "train")
+    assert str(caught.value) == f"{KEY}: {refusal.format(server=prefect.url)}"
+
+
+def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
+    prefect: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "POLL_SECONDS", 0.1)
+    deployment = make_deployment(prefect, "train", str(uuid4()))
+    stage = Elsewhere(KEY, "train one", UUID(deployment), identity=str(uuid4()))
+    with (
+        temporary_settings({PREFECT_API_URL: prefect.url}),
+        disable_run_logger(),
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def begin() -> Any:
+            return pool.submit(contextvars.copy_context().run, stage.run, {"steps": 3})
+
+        running = begin()
+        eventually(lambda: stage.known() is not None, "the part")
+        part = stage.known()
+        assert part is not None
+        assert part.parameters == {"steps": 3}
+        prefect.set_state(str(part.id), "CRASHED", "Crashed", message="its process\nwas killed")
+        with pytest.raises(StageError) as failure:
+            running.result()
+        assert str(failure.value).startswith(f"{KEY}: flow run train one (")
+        assert str(failure.value).endswith(") is Crashed: its process was killed")
+
+        running = begin()
+        is_retried = "a retry of the same part"
+        eventually(lambda: prefect.state(str(part.id))["name"] == "AwaitingRetry", is_retried)
+        prefect.set_state(str(part.id), "COMPLETED", "Completed")
+        outcome = running.result()
+        assert (outcome.flow_run.id, outcome.is_new) == (part.id, True)
+        outcome = begin().result()
+        assert (outcome.flow_run.id, outcome.is_new) == (part.id, False)
+
+
+# It prints each state of a flow run that it reads.
+PART = """
+import time
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient
+from tasks.control import stopped_with_flow_run
+
+read = SyncPrefectClient.read_flow_run
+
+def read_and_tell(client, number):
+    found = read(client, number)
+    print(found.id, "is", found.state.type.value, flush=True)
+    return found
+
+SyncPrefectClient.read_flow_run = read_and_tell
+
+@flow
+def part():
+    with stopped_with_flow_run(lambda: "step 7 is saved") as stop:
+        while not (change := stop()):
+            time.sleep(0.1)
+        raise change
+"""
+
+
+@pytest.mark.story
+def test_a_part_survives_a_crash_of_the_whole_and_ends_when_someone_suspends_the_whole(
+    prefect: Server, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "part.py").write_text(PART)
+    # A whole without an engine, and the task run in it that stands for its part.
+    whole = create(prefect, "whole")
+    task = {"flow_run_id": whole, "task_key": "part", "dynamic_key": "0"}
+    task_run = api(prefect.url, "task_runs/", **task)["id"]
+    prefect.set_state(whole, "RUNNING", "Running")
+    deployment = make_deployment(prefect, "part", str(uuid4()))
+    path = f"deployments/{deployment}/create_flow_run"
+    part = str(api(prefect.url, path, parent_task_run_id=task_run)["id"])
+    running = start(part, f"{tmp_path}/part.py:part")
+    prefect.wait_for_state(part, "Running")
+    prefect.set_state(whole, "CRASHED", "Crashed")
+    crash = f"{whole} is CRASHED"
+    # Having read it once, the part would end instead of reading it again.
+    eventually(
+        lambda: running.process.poll() is not None or running.output.count(crash) >= 2,
+        lambda: running.output,
+    )
+    assert running.process.poll() is None, running.output
+    assert prefect.state(part)["name"] == "Running"
+    prefect.suspend(whole)
+    assert running.wait() == 0, running.output
+    state = prefect.state(part)
+    assert (state["type"], state["message"]) == ("CANCELLED", "Cancelled; step 7 is saved")
+    assert prefect.state(whole)["type"] == "PAUSED"

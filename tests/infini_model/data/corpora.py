@@ -73,14 +73,4 @@ def build(config: DataConfig, output_dir: Path):
 
 def listed(paths: list[Path]) -> list[FileRange]:
     """These local files, whole, as a listing has them."""
-    return [
-        FileRange(
-            file=SourceFile(
-                address=str(path),
-                bytes=path.stat().st_size,
-                fingerprint=f"sha256:{storage.sha256(path)}",
-                version=local_version(path.stat()),
-            )
-        )
-        for path in paths
-    ]
+    return [FileRange(file=local_file(path)) for path in paths]

@@ -16,6 +16,7 @@ from infini_model.data.shards.stored.shards import StoredShards
 from infini_model.data.shards.stream import TokenStream
 from infini_model.runtime.object_stores.object_store import ObjectStore
 
+INT32 = np.dtype(np.int32)
 FEATURES = '{"info": {"features": {"input_ids": {"feature": {"dtype": "int32"}}}}}'
 
 
@@ -41,17 +42,23 @@ def record(path: Path, documents: int, tokens: int) -> Shard:
     )
 
 
+def _numbered_shards(folder: Path, shape: Sequence[Sequence[int]]) -> list[Shard]:
+    """Write shards of documents of these lengths, with the tokens 1, 2, 3 …"""
+    records, first = [], 1
+    for number, lengths in enumerate(shape):
+        values = np.arange(first, first + sum(lengths), dtype=np.int32)
+        first += len(values)
+        records.append(write_shard(folder / f"{number}.arrow", values, lengths))
+    return records
+
+
 def numbered_stream(
     folder: Path, shape: Sequence[Sequence[int]], eos: int = 0, **options: int
 ) -> TokenStream:
     """Shards of documents of these lengths, with the tokens 1, 2, 3 … in a folder in `folder`."""
     within = Path(tempfile.mkdtemp(dir=folder))
-    records, first = [], 1
-    for number, lengths in enumerate(shape):
-        values = np.arange(first, first + sum(lengths), dtype=np.int32)
-        first += len(values)
-        records.append(write_shard(within / f"{number}.arrow", values, lengths))
-    return TokenStream(ShardFiles(within, records, np.dtype(np.int32), **options), eos)
+    records = _numbered_shards(within, shape)
+    return TokenStream(ShardFiles(within, records, INT32, **options), eos)
 
 
 def stored_stream(
@@ -60,25 +67,19 @@ def stored_stream(
     """A numbered stream in a folder; the same with the shards `absent` in a bucket; its records."""
     whole = Path(tempfile.mkdtemp(dir=folder))
     part = Path(tempfile.mkdtemp(dir=folder))
-    records, first = [], 1
-    for number, lengths in enumerate(shape):
-        values = np.arange(first, first + sum(lengths), dtype=np.int32)
-        first += len(values)
-        name = f"{number}.arrow"
-        shard = write_shard(whole / name, values, lengths)
-        records.append(dataclasses.replace(shard, path=f"{part.name}/{name}"))
+    records = [
+        dataclasses.replace(shard, path=f"{part.name}/{shard.file}")
+        for shard in _numbered_shards(whole, shape)
+    ]
+    for number, shard in enumerate(records):
         if number in absent:
-            ObjectStore(bucket).upload(records[-1].path, whole / name)
+            ObjectStore(bucket).upload(shard.path, whole / shard.file)
         else:
-            os.link(whole / name, part / name)
-    dtype = np.dtype(np.int32)
+            os.link(whole / shard.file, part / shard.file)
     elsewhere = np.isin(np.arange(len(shape)), absent)
-    stored = StoredShards(part, records, dtype, bucket, elsewhere)
-    return (
-        TokenStream(ShardFiles(whole, records, dtype), eos),
-        TokenStream(stored, eos),
-        records,
-    )
+    stored = StoredShards(part, records, INT32, bucket, elsewhere)
+    local = ShardFiles(whole, records, INT32)
+    return TokenStream(local, eos), TokenStream(stored, eos), records
 
 
 def reading_threads() -> int:

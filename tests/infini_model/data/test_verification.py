@@ -1,13 +1,91 @@
-"""Every damaged file of a dataset is found, and forgotten, so that the next build mends it."""
+"""What a dataset folder must have; what is damaged is found, named and mended by the next build."""
 
+import dataclasses
+import json
 import os
+import tracemalloc
 
 import pytest
-from corpora import build, files_config, make_texts, write_files
+from corpora import build, files_config, make_texts, write_files, write_parquet
 
+from infini_model.config import PackingConfig
 from infini_model.data import verification
+from infini_model.data.loading.windows import open_windows
+from infini_model.data.manifest import (
+    Shard,
+    latest_dataset,
+    parse_record,
+    read_manifest,
+    write_record,
+)
+from infini_model.data.shards.partitions import PartitionRecord
+from infini_model.data.shards.stream import open_split
+from infini_model.data.sources.files import FileRange, Listing, SourceFile
 from infini_model.data.verification import examine_dataset, verify_dataset
 from infini_model.runtime.errors import DataError
+
+
+def test_folders_that_are_not_datasets_are_named(tmp_path, byte_dataset):
+    packing = PackingConfig(context_length=64)
+    (tmp_path / "other").mkdir()
+    for read, complaint in (
+        (lambda: verify_dataset(tmp_path / "gone"), "gone: is not a dataset folder"),
+        (lambda: verify_dataset(tmp_path / "other"), r"other: .*has no manifest\.json"),
+        (lambda: latest_dataset(tmp_path), "there is no finished dataset yet"),
+        (lambda: open_windows(tmp_path / "other", "train", packing, 16), "other: is not a complet"),
+        (lambda: open_windows(byte_dataset, "dev", packing, 16), "split 'dev' is unknown"),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            read()
+
+
+def test_a_dataset_of_another_version_or_with_other_shards_is_named(tmp_path):
+    config = files_config(write_parquet(tmp_path / "a.parquet", make_texts(20)))
+    _, folder = build(config, tmp_path)
+    tree = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(tree | {"format_version": 99}))
+    with pytest.raises(DataError, match="has format version 99"):
+        read_manifest(folder)
+    (folder / "manifest.json").write_text(json.dumps(tree))
+    shard = folder / "train" / tree["splits"]["train"]["shards"][0]["file"]
+    os.truncate(shard, 10)
+    with pytest.raises(DataError, match=rf"{shard.name}: has 10 bytes"):
+        open_split(folder, "train")
+    shard.unlink()
+    with pytest.raises(DataError, match=rf"{shard.name}: is missing"):
+        open_split(folder, "train")
+
+
+def test_a_record_with_a_name_that_is_not_utf8_is_refused_in_one_line(tmp_path):
+    file = SourceFile(address="/a/\udc80.txt", bytes=3, fingerprint="sha256:ab", version="1")
+    path = tmp_path / "listing.json"
+    with pytest.raises(DataError, match=r"listing\.json: cannot be written: .*'\\udc80'"):
+        write_record(path, Listing(ranges=[FileRange(file=file)]))
+    assert not path.exists()
+
+
+def test_a_shard_takes_little_more_memory_than_its_strings():
+    """There may be a million partitions, with three shards each."""
+    shard = Shard(
+        file="train-0.arrow",
+        path=f"{'k' * 32}/train-0.arrow",
+        documents=8000,
+        tokens=8_000_000,
+        bytes=16_000_000,
+        sha256="a" * 64,
+    )
+    shards = [dataclasses.replace(shard, tokens=number) for number in range(10_000)]
+    record = PartitionRecord(
+        documents=0, bytes=0, skipped=0, shards={"train": shards, "validation": [], "test": []}
+    )
+    content = record.model_dump_json().encode()
+    tracemalloc.start()
+    again = parse_record(content, "here", PartitionRecord)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert again == record
+    # The strings of a shard take 260.
+    assert taken < 600 * len(shards)
 
 
 @pytest.fixture
@@ -34,9 +112,13 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, large
     config, manifest, folder = large
     shards = [(folder / name, shard) for name, shard in manifest.files()]
     whole = {path: path.read_bytes() for path, _ in shards}
-    (one, its_shard), (other, _), (gone, _) = shards[0], shards[1], shards[2]
+    partitions = tmp_path / "datasets" / ".partitions"
+    made = {path: path.stat().st_mtime_ns for path in partitions.rglob("*.arrow")}
+    (one, its_shard), (gone, _), (other, _) = shards[0], shards[1], shards[-1]
     rot(one)
-    rot(other)
+    # What was verified before is only read again on demand.
+    assert verify_dataset(folder) == manifest
+    os.truncate(other, 100)
     gone.unlink()
     (folder / "test" / "state.json").unlink()
     with pytest.raises(DataError, match=r"state\.json: is missing"):
@@ -46,24 +128,18 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, large
     assert verified.faults == [
         f"{folder / 'test' / 'state.json'}: is missing",
         f"{one}: is damaged: its checksum differs from its record",
-        f"{other}: is damaged: its checksum differs from its record",
         f"{gone}: is missing",
+        f"{other}: has 100 bytes, its record says {shards[-1][1].bytes}",
     ]
-    total = sum(shard.bytes for path, shard in shards if path != gone)
+    total = sum(shard.bytes for _, shard in shards[:1] + shards[2:-1])
     assert [count for count, _ in seen] == sorted(count for count, _ in seen)
     assert seen[-1] == (total, total)
-    partition = tmp_path / "datasets" / ".partitions" / its_shard.path
-    assert partition.read_bytes() != whole[one]
+    # It is known from now on.
+    assert len(examine_dataset(folder).faults) == 4
+    assert (partitions / its_shard.path).read_bytes() != whole[one]
     assert build(config, tmp_path)[1] == folder
     assert {path: path.read_bytes() for path, _ in shards} == whole
-    assert partition.read_bytes() == whole[one]
+    # Damage to a file damages its partition, too; a missing link is only linked again.
+    anew = {path.parent.name for path, when in made.items() if path.stat().st_mtime_ns != when}
+    assert anew == {shard.path.split("/")[0] for shard in (its_shard, shards[-1][1])}
     assert not examine_dataset(folder, every=True).faults
-
-
-def test_what_was_verified_before_is_only_read_again_on_demand(large):
-    _, manifest, folder = large
-    rot(folder / next(manifest.files())[0])
-    assert verify_dataset(folder) == manifest
-    assert len(examine_dataset(folder, every=True).faults) == 1
-    with pytest.raises(DataError, match="is damaged"):
-        verify_dataset(folder)

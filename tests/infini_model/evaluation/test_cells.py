@@ -59,10 +59,3 @@ def test_a_result_is_the_same_fresh_and_kept(tmp_path):
     fresh = Cells(tmp_path).measured("cell", lambda: result)
     assert fresh == Cells(tmp_path).measured("cell", lambda: None)
     assert fresh == {"pairs": [[1, 0.1], [2, None]], "tiny": {"3": 1e-300}}
-
-
-def test_other_folders_have_other_cells(tmp_path):
-    assert [Cells(tmp_path / name).measured("cell", lambda name=name: name) for name in "ab"] == [
-        "a",
-        "b",
-    ]

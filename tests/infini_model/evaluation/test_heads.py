@@ -10,7 +10,6 @@ from trained_run import WORLD, evaluated, make_all, make_run, settings
 
 from infini_model.data.loading.validation import sample_windows
 from infini_model.data.loading.windows import open_windows
-from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.evaluation.statistics import bootstrap
 from infini_model.model.inspection.knock_out import knocked_out
 from infini_model.model.llama import InfiniLlama
@@ -139,14 +138,3 @@ def test_what_has_no_memory_to_read_is_said_in_one_line(made, tmp_path):
         assert "\n" not in result.section
         assert result.metrics == {}
         assert result.pictures == result.advice == []
-
-
-def test_the_picture_and_the_table_are_in_the_report(made):
-    root, dataset, run_dir = made
-    result = evaluate_run(run_dir, dataset, settings(root, **ONLY))
-    text = result.report.read_text()
-    assert "](plots/heads.png)" in text
-    assert (run_dir / "plots" / "heads.png").stat().st_size > 5000
-    table = [line for line in text.splitlines() if line.startswith("| ")]
-    assert any(line.startswith("| all |") for line in table)
-    json.dumps(result.model_dump(mode="json"), allow_nan=False)

@@ -13,7 +13,7 @@ from infini_model.evaluation.long_documents import (
     find_long_documents,
     measure,
 )
-from infini_model.evaluation.reporting.memory import advice, verdict
+from infini_model.evaluation.reporting.memory import verdict
 from infini_model.evaluation.statistics import Interval
 from infini_model.evaluation.subject import Subject
 from infini_model.evaluation.tasks.task import load_task
@@ -210,13 +210,3 @@ def test_the_verdict_follows_the_interval(interval, begins):
     assert said.startswith(begins)
     assert "0.0500 (" in said.replace("-", "")
     assert said.endswith("on 5 documents.")
-
-
-def test_advice_names_the_control_and_what_is_not_set_yet(subject_of):
-    subject = subject_of()
-    used, unused = (advice(subject, is_used=is_used) for is_used in (True, False))
-    assert used == unused[-1:]
-    assert "model.memory=none" in used[0]
-    assert "packing.mode=aligned" in unused[0]
-    better = subject_of(**{"packing.mode": "aligned", "packing.context_length": 128})
-    assert "packing." not in advice(better, is_used=False)[0]

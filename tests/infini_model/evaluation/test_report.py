@@ -8,17 +8,16 @@ import re
 import shutil
 import struct
 from functools import partial
-from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from curves import curve
 from torch.nn import functional
 from trained_run import WORLD, document, make_dataset, make_run, settings
 
-from infini_model.config.evaluation_tasks import EvaluationTaskName
 from infini_model.data.loading.windows import open_windows
+from infini_model.data.shards.stream import open_split
 from infini_model.evaluation.reporting.markdown import speed_section
 from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.evaluation.tasks.task import load_task
@@ -232,15 +231,6 @@ def test_a_split_shorter_than_a_window(made):
     assert result.tasks["sample"].details
 
 
-def test_without_memory_there_is_nothing_to_empty(made, tmp_path):
-    root, _, dataset, _ = made
-    config = settings(root, **{"model.memory": "none"})
-    make_run(tmp_path / "run", config)
-    result = evaluate_run(tmp_path / "run", dataset, config)
-    assert "windows" not in result.tasks["loss_by_position"].details
-    assert "knocked out" not in result.report.read_text()
-
-
 def test_missing_inputs_are_named(made, tmp_path):
     root, config, dataset, run_dir = made
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: no metrics found"):
@@ -287,12 +277,6 @@ def test_only_the_configured_tasks_run_in_order(made):
         assert titles == [*FIRST_TITLES, *tasks, *OTHER_TITLES]
 
 
-def test_every_task_module_is_listed_in_the_settings():
-    folder = Path(load_task("loss").__class__.run.__code__.co_filename).parent
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "task"}
-    assert modules == set(get_args(EvaluationTaskName))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_report_has_the_loss_that_the_training_logged(
     dataset, make_config, tmp_path, precision
@@ -310,3 +294,28 @@ def test_the_report_has_the_loss_that_the_training_logged(
         assert reported.metrics[f"evaluation/{split}_loss"] == pytest.approx(
             logged[f"{split}/loss"], abs=1e-4 if precision == "fp32" else 2e-3
         )
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked_diffusion"])
+def test_the_report_scores_answers_and_answers_a_prompt(
+    pairs, make_pairs_config, tmp_path, objective
+):
+    run_dir, config = tmp_path / "run", make_pairs_config(objective)
+    train(config, pairs, run_dir)
+    result = evaluate_run(run_dir, pairs, config)
+    score, sample = (result.tasks[task].details for task in ("loss", "sample"))
+    windows = open_windows(pairs, "validation", config.packing, 64)
+    assert score["validation"]["tokens"] == score["validation"]["windows"] == len(windows)
+    logged = curve(run_dir, "validation/loss")[12]
+    assert score["validation"]["loss"] == pytest.approx(logged, abs=1e-6)
+    report = (run_dir / "report.md").read_text()
+    assert "| Answers |" in report
+    why = "are prompts and answers" if objective == "causal" else "sees a window as a whole"
+    assert why in result.tasks["loss_by_position"].section
+    # Answers of the first segment have nothing to remember, those of later ones do.
+    is_compared = "evaluation/validation_loss_without_memory" in result.metrics
+    assert is_compared == (objective == "causal")
+    stream = open_split(pairs, sample["split"])
+    document = stream.document(sample["document"])[:-1].tobytes().decode()
+    assert document == sample["prompt"] + sample["original"]
+    assert sample["prompt"].endswith(("?", "assistant:\n"))

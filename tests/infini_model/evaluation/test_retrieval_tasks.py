@@ -106,43 +106,6 @@ METRICS = ("exact_match", "token_accuracy")
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_batch_size_changes_nothing(fresh: Made, task: EvaluationTaskName) -> None:
-    once = fresh.result(task)
-    for path in (fresh.run_dir / "evaluation").rglob("*.json"):
-        path.unlink()
-    again = fresh.result(task, **{"evaluation.batch_size": 1})
-    assert again.details == once.details
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_an_interrupted_measurement_goes_on_where_it_was(
-    fresh: Made, task: EvaluationTaskName
-) -> None:
-    whole = fresh.result(task)
-    for path in (fresh.run_dir / "evaluation").rglob("*.json"):
-        path.unlink()
-    killed = fresh.subject()
-    left = len(whole.metrics)  # interrupted in the middle
-
-    def interrupt(haystacks: int) -> None:
-        nonlocal left
-        left -= 2
-        if left <= 0:
-            raise KeyboardInterrupt
-
-    killed.on_windows = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        load_task(task).run(killed)
-    kept = {
-        path: path.stat().st_mtime_ns
-        for path in (fresh.run_dir / "evaluation").rglob(f"{task}-*/*.json")
-    }
-    assert kept
-    assert fresh.result(task) == whole
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_one_more_length_costs_only_itself(fresh: Made, task: EvaluationTaskName) -> None:
     fresh.result(task)
     folder = fresh.run_dir / "evaluation"
@@ -174,26 +137,6 @@ def test_filler_may_be_documents_of_the_test_split(made: Made) -> None:
     for body in bodies:
         before, _, after = body.partition(" The pass key is ")
         assert sum(text in before or text in after for text in documents) >= 2
-
-
-@pytest.mark.parametrize("memory", ["none", "delta"])
-def test_other_memories_are_asked_as_well(tmp_path: Path, memory: str) -> None:
-    made = Made(tmp_path, **{"model.memory": memory})
-    for task in TASKS:
-        result = made.result(task)
-        assert result.metrics
-        assert ("The model has no memory" in result.section) == (memory == "none")
-
-
-def test_a_trained_tokenizer_serves_as_well_as_bytes(tmp_path: Path) -> None:
-    tokenizer = {"data.tokenizer.spec": "train", "data.tokenizer.vocab_size": 300}
-    made = Made(tmp_path, **tokenizer, **{"model.vocab_size": 300})
-    for task in TASKS:
-        assert made.result(task).metrics
-    subject = made.subject()
-    drawn = Trials(subject, "needles", subject.config.evaluation.needles, 2).draw(4, 0).haystacks
-    assert sum(tensor.size(-1) for tensor in drawn) == 4 * 128
-    assert drawn.questions.max() > 256
 
 
 def test_a_model_of_diffusion_is_not_asked(tmp_path: Path) -> None:

@@ -40,15 +40,6 @@ def test_wilson_is_symmetric_and_holds_its_estimate():
             assert found.low == pytest.approx(1.0 - mirrored.high, abs=1e-12)
 
 
-@pytest.mark.parametrize(("share", "trials"), [(0.5, 20), (0.9, 40), (0.99, 30)])
-def test_wilson_covers_the_share(share, trials):
-    def covers(generator):
-        found = wilson(int(generator.binomial(trials, share)), trials)
-        return found.low <= share <= found.high
-
-    assert 0.92 <= coverage(covers) <= 1.0
-
-
 def ragged(generator, documents):
     """Losses of documents of 1 to 8 segments of 1 to 50 tokens, [documents, 8], that depend on each
     other within a document; the mean loss of a segment is its number."""
@@ -92,12 +83,6 @@ def test_many_documents_are_drawn_in_blocks_with_the_same_result(monkeypatch):
     whole = bootstrap(sums, counts)
     monkeypatch.setattr(statistics, "DRAWN_AT_ONCE", 1000)
     assert bootstrap(sums, counts) == [pytest.approx(each) for each in whole]
-
-
-def test_one_count_may_be_of_all_columns():
-    sums = np.random.default_rng(2).normal(size=(20, 3))
-    counts = np.full((20, 1), 4)
-    assert bootstrap(sums, counts) == bootstrap(sums, np.tile(counts, 3))
 
 
 def test_what_a_single_document_reaches_has_no_interval():

@@ -152,7 +152,6 @@ def test_a_logged_model_generates_what_the_command_does(tmp_path):
     assert not stored & {".pkl", ".pickle", ".pt", ".bin"}
 
 
-@pytest.mark.slow
 @pytest.mark.story
 def test_a_server_stores_and_returns_a_byte_model(made, again, tmp_path):
     config, _, first, _ = made

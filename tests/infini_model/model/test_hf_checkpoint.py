@@ -62,62 +62,70 @@ def edit(folder, **changes):
     path.write_text(json.dumps({k: v for k, v in tree.items() if v != "drop"}))
 
 
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("shard", ["5GB", "20KB"])
-def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard):
-    llama = theirs(tie_word_embeddings=tie)
-    llama.save_pretrained(tmp_path, max_shard_size=shard)
-    assert (tmp_path / "model.safetensors.index.json").exists() is (shard == "20KB")
+def assert_close(model, llama, tolerance=1e-5):
+    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("tie", "shard", "dtype"),
+    [
+        (False, "5GB", torch.float32),
+        (True, "20KB", torch.float32),
+        (False, "10KB", torch.bfloat16),
+    ],
+    ids=["one file", "tied, in shards", "bfloat16"],
+)
+def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard, dtype):
+    theirs(tie_word_embeddings=tie).to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert (tmp_path / "model.safetensors.index.json").exists() is (shard != "5GB")
     model = InfiniLlama.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    assert_close(model, llama)
     assert [record.message for record in caplog.records] == [
         f"{tmp_path}: no gate found; initialised to -2",
         f"{tmp_path}: no memory_key_shift found; initialised to 0",
     ]
     assert model.config.segment_length == 24
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tie
-
-
-def test_overrides(tmp_path, caplog):
-    theirs().save_pretrained(tmp_path)
-    model = InfiniLlama.from_pretrained(
+    caplog.clear()
+    other = InfiniLlama.from_pretrained(
         tmp_path, segment_length=8, memory="none", dtype=torch.bfloat16
     )
     assert not caplog.records
-    assert (model.config.segment_length, model.config.memory) == (8, "none")
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert (other.config.segment_length, other.config.memory) == (8, "none")
+    assert {p.dtype for p in other.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_transformers_opens_what_ours_writes(tmp_path, tie):
+def test_a_round_trip_through_transformers(tmp_path, tie, caplog):
     model = ours(memory="none", tie_word_embeddings=tie)
-    model.save_pretrained(tmp_path / "model")
-    llama, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", output_loading_info=True
-    )
+    model.save_pretrained(tmp_path / "a")
+    llama, report = AutoModelForCausalLM.from_pretrained(tmp_path / "a", output_loading_info=True)
     assert type(llama) is LlamaForCausalLM
     assert not any(report.values())
-    torch.testing.assert_close(logits(llama), logits(model), rtol=1e-5, atol=1e-5)
-
-
-def test_round_trip_through_transformers(tmp_path):
-    model = ours(memory="none")
-    model.save_pretrained(tmp_path / "a")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    assert_close(model, llama)
+    llama.save_pretrained(tmp_path / "b")
     again = InfiniLlama.from_pretrained(tmp_path / "b")
     assert again.config == model.config
     assert torch.equal(logits(again), logits(model))
+    # Trained without a memory, it begins one as a Llama does.
+    caplog.clear()
+    begun = InfiniLlama.from_pretrained(tmp_path / "a", memory="linear")
+    assert caplog.records[0].message == f"{tmp_path / 'a'}: no gate found; initialised to -2"
+    gates = {gates.mean for gates in begun.gate_statistics()}
+    assert gates == {torch.tensor(-2.0).sigmoid().item()}
 
 
-@pytest.mark.parametrize("memory", ["linear", "delta"])
-@pytest.mark.parametrize("shift", [True, False])
-@pytest.mark.parametrize("tie", [True, False])
-def test_round_trip_with_memory(tmp_path, caplog, memory, shift, tie):
+@pytest.mark.parametrize(
+    ("memory", "shift", "tie"), [("linear", True, False), ("delta", False, True)]
+)
+def test_a_round_trip_with_memory(tmp_path, caplog, memory, shift, tie):
     model = ours(segment_length=5, memory=memory, memory_key_shift=shift, tie_word_embeddings=tie)
     draw_memory_parameters(model)
     folder = tmp_path / "model"
     write_checkpoint(folder, model.config, dict(model.named_parameters()), shard_bytes=20_000)
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    assert torch.equal(logits(InfiniLlama.from_pretrained(folder)), logits(model))
     model.save_pretrained(folder)  # replaces the shards
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
     again = InfiniLlama.from_pretrained(folder)
@@ -128,21 +136,6 @@ def test_round_trip_with_memory(tmp_path, caplog, memory, shift, tie):
     assert not any(name.endswith("gate") for name, _ in plain.named_parameters())
 
 
-def test_a_model_that_was_trained_without_memory_begins_one_as_a_llama_does(tmp_path, caplog):
-    ours(memory="none").save_pretrained(tmp_path / "m")
-    model = InfiniLlama.from_pretrained(tmp_path / "m", memory="linear")
-    assert caplog.records[0].message == f"{tmp_path / 'm'}: no gate found; initialised to -2"
-    assert {gates.mean for gates in model.gate_statistics()} == {
-        torch.tensor(-2.0).sigmoid().item()
-    }
-
-
-def test_round_trip_of_a_sharded_folder(tmp_path):
-    model = ours()
-    write_checkpoint(tmp_path / "m", model.config, dict(model.named_parameters()), shard_bytes=9000)
-    assert torch.equal(logits(InfiniLlama.from_pretrained(tmp_path / "m")), logits(model))
-
-
 def test_older_fields_and_stored_frequencies_are_read(tmp_path):
     llama = theirs()
     llama.save_pretrained(tmp_path)
@@ -151,7 +144,7 @@ def test_older_fields_and_stored_frequencies_are_read(tmp_path):
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     save_file(load_file(weights) | frequencies, weights)
     model = InfiniLlama.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    assert_close(model, llama)
 
 
 OLDER_FIELDS = {"rope_parameters": "drop", "rope_theta": 5000.0, "rope_scaling": LLAMA3}
@@ -163,7 +156,7 @@ def test_llama3_scaling_is_read(tmp_path, changes):
     llama.save_pretrained(tmp_path)
     edit(tmp_path, **changes)
     model = InfiniLlama.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    assert_close(model, llama)
     # It is the scaling that makes them equal: low, middle and high frequencies all occur.
     plain = InfiniLlama.from_pretrained(tmp_path, rope_scaling=None)
     assert (logits(plain) - logits(llama)).abs().max() > 1e-3
@@ -180,23 +173,22 @@ def test_llama3_scaling_is_written(tmp_path, dropped):
     model.save_pretrained(tmp_path / "a")
     edit(tmp_path / "a", **dict.fromkeys(dropped, "drop"))
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    torch.testing.assert_close(logits(llama), logits(model), rtol=1e-5, atol=1e-5)
+    assert_close(model, llama)
     llama.save_pretrained(tmp_path / "b")
     again = InfiniLlama.from_pretrained(tmp_path / "b")
     assert again.config == model.config
     assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.parametrize("head_dim", [4, 16])
-def test_an_explicit_head_dim_is_kept(tmp_path, head_dim):
-    llama = theirs(head_dim=head_dim)
+def test_an_explicit_head_dim_is_kept(tmp_path):
+    llama = theirs(head_dim=16)
     llama.save_pretrained(tmp_path / "a")
     model = InfiniLlama.from_pretrained(tmp_path / "a", memory="none")
-    assert model.config.head_dim == head_dim
-    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
+    assert model.config.head_dim == 16
+    assert_close(model, llama)
     model.save_pretrained(tmp_path / "b")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    torch.testing.assert_close(logits(back), logits(llama), rtol=1e-5, atol=1e-5)
+    assert_close(back, llama)
 
 
 def test_omitted_fields_have_hugging_faces_defaults(tmp_path):
@@ -206,33 +198,25 @@ def test_omitted_fields_have_hugging_faces_defaults(tmp_path):
     edit(tmp_path, **dict.fromkeys(left_out, "drop"))
     llama = AutoModelForCausalLM.from_pretrained(tmp_path)
     model = InfiniLlama.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-7)
+    assert_close(model, llama, 1e-7)
 
 
 def test_bf16_stays_bf16(tmp_path):
     model = ours(memory="none").bfloat16()
     tensors = dict(model.named_parameters())
-    for folder, size in (("whole", 1 << 30), ("shards", 9000)):
-        write_checkpoint(tmp_path / folder, model.config, tensors, shard_bytes=size)
-        files = sorted((tmp_path / folder).glob("*.safetensors"))
-        assert (len(files) > 1) is (folder == "shards")
-        assert {t.dtype for file in files for t in load_file(file).values()} == {torch.bfloat16}
-        llama = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        again = InfiniLlama.from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
-        for name, parameter in llama.named_parameters():
-            assert parameter.dtype == torch.bfloat16
-            assert torch.equal(parameter, tensors[name])
-            assert torch.equal(again.get_parameter(name), tensors[name])
-    wide = InfiniLlama.from_pretrained(tmp_path / "shards")
+    write_checkpoint(tmp_path, model.config, tensors, shard_bytes=9000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    assert {t.dtype for file in files for t in load_file(file).values()} == {torch.bfloat16}
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = InfiniLlama.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, parameter in llama.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, tensors[name])
+        assert torch.equal(again.get_parameter(name), tensors[name])
+    wide = InfiniLlama.from_pretrained(tmp_path)
     assert {p.dtype for p in wide.parameters()} == {torch.float32}
     assert torch.equal(wide.lm_head.weight.bfloat16(), model.lm_head.weight)
-
-
-def test_reads_the_bf16_that_transformers_writes(tmp_path):
-    theirs().bfloat16().save_pretrained(tmp_path, max_shard_size="10KB")
-    llama = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    model = InfiniLlama.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(model), logits(llama), rtol=1e-5, atol=1e-5)
 
 
 def test_other_files_are_not_deleted(tmp_path):
@@ -253,7 +237,6 @@ def test_other_files_are_not_deleted(tmp_path):
         ({"attention_bias": True}, "attention_bias is True, only False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling of type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
         ({"rope_scaling": "twice"}, "rope_parameters holds 'twice', needs a mapping"),
         ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_scaling\.factor: Field required"),
         (
@@ -284,10 +267,6 @@ def test_a_config_that_does_not_fit_is_named(tmp_path, changes, message):
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(31)}),
             r"tensor model\.norm\.weight: expected shape \[32\], got \[31\]",
-        ),
-        (
-            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
-            r"tensor model\.norm\.weight: expected dtype F64, F32, F16, BF16, got I8",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.float8_e4m3fn)}),

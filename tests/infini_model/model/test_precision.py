@@ -1,4 +1,4 @@
-"""Autocast: which activations are cast, and how often."""
+"""Products in 16 bits: their numbers are those of autocast, whatever is cast only once."""
 
 import pytest
 import torch
@@ -6,66 +6,19 @@ from tiny_models import draw_memory_parameters, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infini_model.config import LoraConfig
+from infini_model.model.generation.causal import read_prompts, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.lora import initial_adapters
+from infini_model.model.precision import PRECISIONS, Operands
 
-LAYERS, WIDTH, TOKENS = 3, 32, 12
-
-
-class Casts(TorchDispatchMode):
-    """Counts the casts of tensors of `shape`."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        cast = function is torch.ops.aten._to_copy.default and out.dtype != args[0].dtype
-        self.count += cast and out.shape == self.shape
-        return out
+WIDTH, TOKENS = 32, 12
 
 
-def casts(model, products):
-    """How often the width of the residual stream is cast in a forward and in a backward pass.
-
-    In the backward pass also for what was added to the stream: twice a layer.
-    """
-    ids = torch.randint(11, (2, TOKENS))
-    with (
-        torch.autocast("cpu", products, enabled=products is not None),
-        Casts((2, TOKENS, WIDTH)) as forward,
-    ):
-        hidden, _ = model.hidden(ids)
-    with Casts((2, TOKENS, WIDTH)) as backward:
-        hidden.sum().backward()
-    return forward.count, backward.count
-
-
-def build(lora=None):
-    # No other activation has the width of the residual stream.
-    shape = tiny_config(hidden_size=WIDTH, head_dim=4, num_hidden_layers=LAYERS)
+def build():
     torch.manual_seed(0)
-    model = InfiniLlama(shape, lora=lora)
-    if lora is not None:
-        model.assign({n: p.detach() for n, p in model.named_parameters()} | initial_adapters(model))
+    model = InfiniLlama(tiny_config(hidden_size=WIDTH, head_dim=4, num_hidden_layers=3))
     draw_memory_parameters(model)
     return model
-
-
-@pytest.mark.parametrize("products", [torch.bfloat16, torch.float16])
-def test_a_layer_casts_each_normed_input_once_and_its_gradient_back_once(products):
-    assert casts(build(), products) == (2 * LAYERS, 4 * LAYERS)
-
-
-def test_with_adapters_a_layer_casts_as_often():
-    """The frozen embedding is cast as well, and the first layer's input needs no gradient."""
-    model = build(LoraConfig(target_modules=("q_proj", "up_proj")))
-    assert casts(model, torch.bfloat16) == (2 * LAYERS + 1, 4 * LAYERS - 1)
-
-
-def test_without_autocast_nothing_is_cast():
-    assert casts(build(), None) == (0, 0)
 
 
 def test_the_products_and_their_gradients_are_those_of_a_cast_each(monkeypatch):
@@ -89,6 +42,80 @@ def test_the_products_and_their_gradients_are_those_of_a_cast_each(monkeypatch):
 def test_float64_stays_so_under_autocast():
     model, ids = build().double(), torch.randint(11, (2, TOKENS))
     exact, _ = model.hidden(ids)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), Operands(model, PRECISIONS["bf16"]):
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
         hidden, _ = model.hidden(ids)
     assert torch.equal(hidden, exact)
+
+
+def in_16_bits(lora=None, **changes):
+    torch.manual_seed(3)
+    model = InfiniLlama(tiny_config(initializer_range=0.4, **changes), lora=lora)
+    if lora is not None:
+        drawn = {name: torch.randn_like(t) for name, t in initial_adapters(model).items()}
+        model.assign(dict(model.named_parameters()) | drawn)
+    draw_memory_parameters(model)
+    model.precision = PRECISIONS["bf16"]
+    return model
+
+
+class MatrixCasts(TorchDispatchMode):
+    """Counts the casts of the matrices of a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.matrices = {p.data_ptr() for p in model.parameters() if p.dim() == 2}
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if function.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy):
+            is_cast = result.dtype != args[0].dtype
+            self.count += is_cast and args[0].data_ptr() in self.matrices
+        return result
+
+
+def by_autocast(model, prompt, new):
+    """Greedy tokens and the logits of each, as autocast casts the weights in each pass."""
+    logits, state = read_prompts(model, prompt, torch.tensor([prompt.size(1)]))
+    tokens, every = [], [logits]
+    with torch.inference_mode(), model.precision.autocast(torch.device("cpu")):
+        for _ in range(new):
+            token = logits.argmax(-1)
+            tokens.append(int(token))
+            hidden, state = model.advance(token[:, None], state)
+            logits = model.lm_head(hidden[:, -1])
+            every.append(logits)
+    return tokens, every
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"memory": "delta"},
+        {"memory": "none"},
+        {"tie_word_embeddings": True},
+        {"lora": LoraConfig(target_modules=("q_proj", "down_proj"))},
+    ],
+)
+def test_weights_in_16_bits_are_cast_once_and_give_the_bits_of_autocast(changes):
+    model, prompt = in_16_bits(**changes), torch.arange(10).view(1, -1)
+    before = [*model.named_parameters(remove_duplicate=False)]
+    tokens, logits = by_autocast(model, prompt, 6)
+    with Operands(model, model.precision):
+        assert model.lm_head.weight.dtype == torch.bfloat16
+        assert model.model.embed_tokens.weight is dict(before)["model.embed_tokens.weight"]
+        again, same = by_autocast(model, prompt, 6)
+    assert tokens == again
+    assert all(map(torch.equal, logits, same))
+    generated = stream(model, prompt, max_new_tokens=6, temperature=0)
+    assert next(generated) == tokens[:1]
+    after = [*model.named_parameters(remove_duplicate=False)]
+    assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True))
+    with MatrixCasts(model) as casts:
+        assert [token for (token,) in generated] == tokens[1:]
+    assert casts.count == 0
+    with MatrixCasts(model) as casts:
+        by_autocast(model, prompt, 1)
+    assert casts.count > 0

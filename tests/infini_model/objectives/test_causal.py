@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_config
 from torch.nn import functional
 
-from infini_model.config import ModelConfig
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS
@@ -16,25 +16,18 @@ from infini_model.objectives.scoring import Scorer
 VOCABULARY, SEGMENT = 17, 4
 
 
-def make_batch(rows=2, valid=((4, 2), (4, 4))):
+def make_batch():
     """Two windows of two one-segment rows; the second window starts with a document."""
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(VOCABULARY, (2, rows, SEGMENT + 1), generator=generator)
-    reset = torch.tensor([[True, False], [True, True]])
-    return Batch(tokens, torch.tensor(valid), reset, torch.arange(2))
+    tokens = torch.randint(VOCABULARY, (2, 2, SEGMENT + 1), generator=generator)
+    valid, reset = torch.tensor([[4, 2], [4, 4]]), torch.tensor([[True, False], [True, True]])
+    return Batch(tokens, valid, reset, torch.arange(2))
 
 
 @pytest.fixture
 def module():
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_attention_heads=2,
-        intermediate_size=24,
-        segment_length=SEGMENT,
-    )
-    return LossModule(InfiniLlama(config), CausalLM())
+    return LossModule(InfiniLlama(tiny_config(vocab_size=VOCABULARY)), CausalLM())
 
 
 def losses_by_logits(model, inputs):

@@ -1,25 +1,52 @@
-"""Claims: one holder, one configuration; an interrupted run is resumed, a finished one is not."""
+"""Run folders: what they record, who holds one, which is resumed and with which settings."""
 
+import contextlib
+import json
 import os
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
-from claiming import NIGHT, UI, claim, config_of
+import yaml
 from commands import PATIENCE, eventually
 
 from flows.evaluate import _as_trained
-from infini_model.config import Section, load_config
+from infini_model.config import Config, Section, load_config
+from infini_model.config.moved import MOVED
 from infini_model.runtime import claims
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import Owner
-from infini_model.runtime.runs import find_run, is_finished, is_started, owner_of, run_holder
+from infini_model.runtime.runs import (
+    dataset_of,
+    find_run,
+    is_finished,
+    is_started,
+    latest_run,
+    owner_of,
+    read_run_config,
+    record_evaluation,
+    run_holder,
+)
+
+UI, NIGHT = Owner("ui", "http://localhost/flow-run/ui"), Owner("night")
+SHARED = ("run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500")
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    return load_config(overrides=["run.preset=debug", f"run.output_dir={folder}", *overrides])
+
+
+def claim(config: Config, key: str = "k1", *, finish: bool = False, **options: Any) -> Path:
+    """Claim a run folder, and let go of it."""
+    with claim_run(config, key, Path("data"), **options) as run_dir:
+        if finish:
+            record_evaluation(run_dir, config.training.max_steps, key, {})
+        return run_dir
 
 
 def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not(tmp_path: Path) -> None:
@@ -40,157 +67,96 @@ def test_other_settings_or_data_start_another_run(tmp_path: Path) -> None:
     assert claim(config_of(tmp_path, *free)) == first
 
 
-SPLITS = "data.splits={train: 0.8, validation: 0.1, test: 0.1}"
-
-
-NODES = ("launch.num_nodes=2", "launch.rdzv_endpoint=first:29500", "run.name=debug-1")
-
-
+# Values that may be tried for any key, beside those that its type lists.
+VALUES = (
+    *("true", "false", "1", "3", "8", "64", "256", "0.5", "[3, 4, 5, 6, 7]", "[sample]"),
+    *("300", "cpu", "2/4", "head:6379", "'{role}: {content}'", "elsewhere"),
+)
+SPLITS = ("data.splits={train: 0.8, validation: 0.1, test: 0.1}",)
 SCALING = (
     "{factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 8192}"
 )
-
-
+WEIGHTS = ("model.initial_weights=a/b", "model.segment_length=128")
 DIFFUSION = (
     "training.objective=masked_diffusion",
     "model.memory=none",
     "model.segment_length=4096",
 )
-# Values other than the debug preset's, for keys where none can be derived from its value.
+# What changes a key for which none of them is valid.
 OTHER: dict[str, tuple[str, ...]] = {
-    "data.name": ("data.name=other",),
     "data.source.kind": ("data.source={kind: hub, repository: ag_news}",),
-    "data.source.paths": ("data.source.paths=[a.txt]",),
-    "data.source.column": ("data.source.column=body",),
-    "data.source.separator": ("data.source.separator=x",),
-    "data.tokenizer.spec": ("data.tokenizer.spec=train",),
-    "data.splits.train": (SPLITS,),
-    "data.splits.validation": (SPLITS,),
-    "data.splits.test": (SPLITS,),
-    "data.folder": ("data.folder=elsewhere",),
-    "data.cache_gigabytes": ("data.cache_gigabytes=5",),
-    "data.ray_address": ("data.ray_address=head:6379",),
-    "data.ray_memory_gigabytes": ("data.ray_memory_gigabytes=8",),
-    "data.share": ("data.share=2/4",),
-    "launch.launcher": ("launch.launcher=ray",),
+    "data.splits.train": SPLITS,
+    "data.splits.validation": SPLITS,
+    "data.splits.test": SPLITS,
     "launch.nodes": ("launch.launcher=ray", "launch.nodes=2-4"),
-    "launch.ray_address": ("launch.ray_address=head:6379",),
-    "data.device": ("data.device=cpu",),
-    "packing.context_length": ("packing.context_length=256",),
-    "model.initial_weights": ("model.initial_weights=a/b", "model.segment_length=128"),
-    "model.vocab_size": ("model.vocab_size=300",),
-    "model.hidden_size": ("model.hidden_size=64",),
-    "model.num_attention_heads": ("model.num_attention_heads=2",),
-    "model.num_key_value_heads": ("model.num_key_value_heads=1",),
-    "model.head_dim": ("model.head_dim=8",),
+    "launch.num_nodes": SHARED,
+    "launch.node_rank": (*SHARED, "launch.node_rank=1"),
+    "model.initial_weights": WEIGHTS,
     "model.rope_scaling": (f"model.rope_scaling={SCALING}",),
-    "model.segment_length": ("model.segment_length=64",),
-    "model.memory_query_shift": ("model.memory_query_shift=true",),
     "model.bidirectional": (*DIFFUSION, "model.bidirectional=true"),
-    "model.mask_token_id": ("model.mask_token_id=7",),
     "training.objective": DIFFUSION,
-    "data.keep": ("data.keep=3",),
-    "training.epochs": ("training.epochs=3",),
-    "training.lora": ("model.initial_weights=a/b", "model.segment_length=128", "training.lora={}"),
-    "launch.gpus": ("launch.gpus=0,3",),
-    "launch.processes": ("launch.processes=2",),
-    "launch.num_nodes": NODES,
-    "launch.node_rank": (*NODES, "launch.node_rank=1"),
-    "launch.rdzv_endpoint": ("launch.rdzv_endpoint=first:29500",),
-    "launch.compile": ("launch.compile=true",),
-    "launch.hang_timeout_seconds": ("launch.hang_timeout_seconds=60",),
-    "logging.tensorboard_dir": ("logging.tensorboard_dir=boards",),
-    "evaluation.max_windows": ("evaluation.max_windows=3",),
-    "evaluation.tasks": ("evaluation.tasks=[sample]",),
-    "evaluation.lm_eval.tasks": ("evaluation.lm_eval.tasks=[other]",),
-    "evaluation.lm_eval.num_fewshot": ("evaluation.lm_eval.num_fewshot=3",),
-    "evaluation.lm_eval.limit": ("evaluation.lm_eval.limit=3",),
-    **{
-        f"stages.{stage}.deployment": (f"stages.{stage}.deployment=elsewhere",)
-        for stage in ("shard", "train", "evaluate")
-    },
-    "comparison.runs": ("comparison.runs=[other]",),
+    "training.lora": (*WEIGHTS, "training.lora={}"),
     "comparison.sweep": ("comparison.sweep=['run.seed=1,2']",),
-    **{
-        f"evaluation.{task}.{name}": (f"evaluation.{task}.{name}=[3, 4, 5, 6, 7]",)
-        for task, name in (
-            *(("needles", "lengths"), ("needles", "depths")),
-            *(("passkey", "lengths"), ("passkey", "depths")),
-            *(("recall", "lengths"), ("throughput", "lengths")),
-        )
-    },
-    "evaluation.loss_by_position.segments": ("evaluation.loss_by_position.segments=3",),
-    "evaluation.sample.unmasking.steps": ("evaluation.sample.unmasking.steps=3",),
-    "evaluation.sample.unmasking.confidence_threshold": (
-        "evaluation.sample.unmasking.confidence_threshold=0.9",
-    ),
-    "evaluation.sample.top_p": ("evaluation.sample.top_p=0.9",),
-    "tracking.tracking_uri": ("tracking.tracking_uri=http://localhost:5000",),
-    "tracking.experiment_name": ("tracking.experiment_name=other",),
-    "tracking.registered_model": ("tracking.registered_model=other",),
-    "run.data_dir": ("run.data_dir=elsewhere",),
 }
-
-
 # Keys that choose the folder.
 PLACES = {"run.name", "run.preset", "run.output_dir", "run.store", "run.data_store"}
 
 
 def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Every key below `section` except `PLACES`, with overrides that change its value."""
+    """Every key below `section` except `PLACES`, with the values that its type lists."""
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{above}{name}"
         if isinstance(value, Section):
             yield from leaves(value, f"{key}.")
-        elif key in OTHER:
-            yield key, list(OTHER[key])
-        elif isinstance(value, bool):
-            yield key, [f"{key}={not value}"]
-        elif isinstance(value, int | float):
-            yield key, [f"{key}={value + 1 if isinstance(value, int) else value / 2 or 0.5}"]
-        elif key.endswith(".timeout_seconds"):
-            yield key, [f"{key}=60"]
         elif key not in PLACES:
-            others = [choice for choice in get_args(field.annotation) if choice != value]
-            yield from ((key, [f"{key}={other}"]) for other in others[:1])
+            yield key, [str(choice) for choice in get_args(field.annotation)]
 
 
-@pytest.mark.parametrize(("key", "change"), list(leaves(load_config())))
-def test_a_run_resumes_with_any_change_that_does_not_decide_its_weights(
-    key: str, change: list[str], tmp_path: Path
-) -> None:
-    first = claim(config_of(tmp_path))
-    changed = config_of(tmp_path, *change)
-    assert changed != config_of(tmp_path)
+BEFORE = load_config(overrides=["run.preset=debug"])
+KEYS = dict(leaves(BEFORE))
+
+
+def change_of(key: str) -> tuple[str, ...]:
+    """Overrides that change the value of a key; a new key may have to be named in `OTHER`."""
+    if key in OTHER:
+        return OTHER[key]
+    tree = BEFORE.model_dump()
+    for value in (*KEYS[key], *VALUES):
+        with contextlib.suppress(ConfigError):
+            if load_config(overrides=[tree, f"{key}={value}"]) != BEFORE:
+                return (f"{key}={value}",)
+    raise AssertionError(f"no value is valid for {key}: name one in OTHER")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_change_makes_another_run_if_and_only_if_it_decides_the_weights(key: str) -> None:
+    changed = load_config(overrides=["run.preset=debug", *change_of(key)])
     decides = key.split(".")[0] in ("packing", "model", "training") or key == "run.seed"
-    assert (changed.identity != config_of(tmp_path).identity) is decides
-    assert (claim(changed) != first) is decides
-    resume = [text for text in change if not text.startswith("run.name=")]
-    if decides:
-        with pytest.raises(ConfigError, match="cannot be resumed with different settings"):
-            resume_config(first, resume)
-    else:
-        assert resume_config(first, resume).identity == changed.identity
+    assert (changed.identity != BEFORE.identity) is decides
 
 
 def test_concurrent_claims_never_share_a_folder(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
     with (
-        claim_run(config_of(tmp_path), "k1", Path("data")) as one,
-        claim_run(config_of(tmp_path), "k1", Path("data")) as two,
+        claim_run(config, "k1", Path("data")) as one,
+        claim_run(config, "k1", Path("data")) as two,
     ):
         assert one != two
 
 
-def test_a_killed_lock_holder_blocks_no_other_command(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys; from pathlib import Path; "
-        "from infini_model.config import load_config\n"
-        "from infini_model.runtime.claims import claim_run\n"
-        "config = load_config(overrides=['run.preset=debug', 'run.output_dir=' + sys.argv[1]])\n"
-        "with claim_run(config, 'k1', Path('data')): os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert claim(config_of(tmp_path)).name == "debug-1"
+def test_a_claim_that_is_killed_blocks_no_other_command(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "debug-1").mkdir(parents=True)  # As if killed before it recorded anything.
+    config = config_of(tmp_path)
+    child = os.fork()
+    if child == 0:
+        try:
+            with claim_run(config, "k1", Path("data")):
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert is_started(tmp_path / "runs" / "debug-1")
+    assert claim(config).name == "debug-1"
 
 
 def test_a_named_run_gets_its_folder_or_fails(tmp_path: Path) -> None:
@@ -200,8 +166,19 @@ def test_a_named_run_gets_its_folder_or_fails(tmp_path: Path) -> None:
         claim(config_of(tmp_path, "run.name=mine", "training.learning_rate=1e-4"))
     with pytest.raises(ConfigError, match="the dataset differs"):
         claim(named, "k2")
-    with claim_run(named, "k1", Path("data")), pytest.raises(ConfigError, match="in use"):
-        claim(named)
+
+
+def test_a_second_claim_fails_and_names_the_holder(tmp_path: Path) -> None:
+    named = config_of(tmp_path, "run.name=mine")
+    with claim_run(named, "k1", Path("data"), owner=UI) as run_dir:
+        holder = run_holder(run_dir)
+        assert holder is not None
+        assert (holder.pid, holder.flow_run, holder.run) == (os.getpid(), "ui", str(run_dir))
+        assert holder.is_on_this_machine()
+        message = rf"mine is in use by process {os.getpid()} \(flow run {UI.url}\)$"
+        with pytest.raises(ConfigError, match=message):
+            claim(named, owner=NIGHT)
+    assert run_holder(run_dir) is None
 
 
 def test_other_machines_join_the_run_of_the_first_one(
@@ -214,9 +191,7 @@ def test_other_machines_join_the_run_of_the_first_one(
         return is_started(run_dir)
 
     monkeypatch.setattr(claims, "is_started", is_started_yet)
-    shared = ["run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500"]
-    first = config_of(tmp_path, *shared)
-    second = config_of(tmp_path, *shared, "launch.node_rank=1")
+    first, second = config_of(tmp_path, *SHARED), config_of(tmp_path, *SHARED, "launch.node_rank=1")
     with ThreadPoolExecutor() as pool:
         joined = pool.submit(claim, second)
         assert looked.wait(PATIENCE)
@@ -225,24 +200,14 @@ def test_other_machines_join_the_run_of_the_first_one(
 
 
 def test_another_machine_does_not_wait_for_a_run_that_is_another_one(tmp_path: Path) -> None:
-    shared = ["run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500"]
-    second = config_of(tmp_path, *shared, "launch.node_rank=1")
-    other = config_of(tmp_path, *shared, "training.learning_rate=1e-4")
+    second = config_of(tmp_path, *SHARED, "launch.node_rank=1")
+    other = config_of(tmp_path, *SHARED, "training.learning_rate=1e-4")
     with claim_run(other, "k1", Path("data")):
         match = r"mine holds another run, in use by process \d+ \(training\.learning_rate is"
         with pytest.raises(ConfigError, match=match):
             claim(second)
     with pytest.raises(ConfigError, match=r"mine holds another run \(training\.learning_rate is"):
         claim(second)
-    with pytest.raises(ConfigError, match="the dataset differs"):
-        claim(
-            config_of(tmp_path, *shared, "launch.node_rank=1", "training.learning_rate=1e-4"), "k2"
-        )
-
-
-def test_a_claim_killed_before_the_run_started_leaves_its_name_usable(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "debug-1").mkdir(parents=True)
-    assert claim(config_of(tmp_path)).name == "debug-1"
 
 
 def test_a_flow_run_gets_its_own_folder_back_and_no_other(tmp_path: Path) -> None:
@@ -269,19 +234,6 @@ def test_a_flow_run_does_not_take_back_a_run_that_another_has_resumed(tmp_path: 
     assert find_run(tmp_path / "runs", "ui") == first
     # Anyone may resume a run by its name if nobody holds it.
     assert claim(resume_config(first), owner=Owner("by name"), adopt=False) == first
-
-
-def test_a_second_claim_fails_and_names_the_holder(tmp_path: Path) -> None:
-    named = config_of(tmp_path, "run.name=mine")
-    with claim_run(named, "k1", Path("data"), owner=UI) as run_dir:
-        holder = run_holder(run_dir)
-        assert holder is not None
-        assert (holder.pid, holder.flow_run, holder.run) == (os.getpid(), "ui", str(run_dir))
-        assert holder.is_on_this_machine()
-        message = rf"mine is in use by process {os.getpid()} \(flow run {UI.url}\)$"
-        with pytest.raises(ConfigError, match=message):
-            claim(named, owner=NIGHT)
-    assert run_holder(run_dir) is None
 
 
 def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(
@@ -361,3 +313,84 @@ def test_a_dataset_that_is_not_here_is_found_by_its_address(tmp_path: Path, own:
     for asked in (resume_config(run_dir), _as_trained(config, run_dir)):
         assert asked.data.folder == (dataset if own else address)
     assert resume_config(run_dir, ["data.folder=elsewhere"]).data.folder == Path("elsewhere")
+
+
+def test_a_run_that_an_earlier_version_started_is_read_and_resumed(tmp_path: Path) -> None:
+    run_dir = claim(config_of(tmp_path, "launch.attention_backend=math"))
+    config = read_run_config(run_dir)
+    tree = config.model_dump(mode="json")
+    for old, new in MOVED.items():
+        before, key = old.split(".")
+        *path, name = new.split(".")
+        section = tree
+        for part in path:
+            section = section[part]
+        tree[before][key] = section.pop(name)
+    # Earlier versions did not have these.
+    for new in ("force", "compile", "launcher", "nodes", "ray_address"):
+        tree["launch"].pop(new)
+    for emptied in ("launch", "logging", "checkpoint"):
+        assert tree.pop(emptied) == {}
+    tree["training"]["eval_batches"] = 8
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert read_run_config(run_dir) == config
+    assert claim(config_of(tmp_path)) == run_dir
+    assert resume_config(run_dir, ["launch.gpus=0"]).launch.attention_backend == "math"
+    with pytest.raises(ConfigError, match=r"training\.gpus: unknown key"):
+        resume_config(run_dir, ["training.gpus=0"])
+
+
+def test_the_configuration_of_a_run_can_be_read_back(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run_dir = claim(config)
+    recorded = read_run_config(run_dir)
+    assert recorded.run.name == run_dir.name
+    assert recorded.training == config.training
+    assert latest_run(config) == run_dir
+    assert dataset_of(run_dir) == Path("data").resolve()
+    with pytest.raises(DataError, match="not a run folder"):
+        read_run_config(tmp_path)
+    with pytest.raises(DataError, match="not a run folder"):
+        dataset_of(tmp_path)
+    with pytest.raises(DataError, match="no such run"):
+        latest_run(config_of(tmp_path / "elsewhere"))
+
+
+def test_an_evaluation_before_the_last_step_leaves_a_run_resumable(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "training.max_steps=10")
+    first = claim(config)
+    (first / "report.md").write_text("at step 5")
+    record_evaluation(first, 5, "k1", {"evaluation/test_loss": 2.0})
+    assert not is_finished(first)
+    assert claim(config) == first
+    record_evaluation(first, 10, "k1", {})
+    assert is_finished(first)
+    assert claim(config) != first
+
+
+@pytest.mark.parametrize(
+    ("step", "later", "finished"), [(10, 5, True), (9, 5, False), (10, -5, False)]
+)
+def test_a_run_of_an_older_version_is_finished_if_its_report_is_of_the_last_step(
+    tmp_path: Path, step: int, later: int, finished: bool
+) -> None:
+    config = config_of(tmp_path, "training.max_steps=10")
+    run_dir = claim(config)
+    record = json.loads((run_dir / "run.json").read_text())
+    old = {key: record[key] for key in ("dataset", "dataset_key")}
+    (run_dir / "run.json").write_text(json.dumps(old))
+    assert not is_finished(run_dir)
+    (run_dir / "report.md").write_text("a report")
+    written = (run_dir / "report.md").stat().st_mtime
+    line = {"step": step, "time": written - later, "train/loss": 1.0}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert is_finished(run_dir) is finished
+    assert owner_of(run_dir) is None
+    assert (claim(config, owner=UI) == run_dir) is not finished
+
+
+def test_a_run_with_a_damaged_record_is_not_finished(tmp_path: Path) -> None:
+    run_dir = claim(config_of(tmp_path), finish=True)
+    for damage in ("{", '"text"'):
+        (run_dir / "evaluation.json").write_text(damage)
+        assert not is_finished(run_dir)

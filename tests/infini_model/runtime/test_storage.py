@@ -1,21 +1,24 @@
-"""Files are complete or absent, and a lock is released when its holder exits."""
+"""Files are complete or absent, locks end with their holder and name it, facts are remembered."""
 
+import contextlib
 import hashlib
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import PATIENCE, eventually
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from disks import small
 
-from infini_model.runtime import storage
+from infini_model.runtime import holders, remembered, storage
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.holders import Holder, hold, holder_of
+from infini_model.runtime.remembered import KEEP_DAYS, REFRESH_DAYS, Remembered
 
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -24,20 +27,16 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-class InterruptionError(Exception):
-    pass
-
-
 def interrupt(opened, name):
     """Start to write, then fail."""
     with opened as temporary:
         (temporary / name if name else temporary).write_text("half")
-        raise InterruptionError
+        raise InterruptedError
 
 
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
     target = tmp_path / "below" / "file.txt"
-    with pytest.raises(InterruptionError):
+    with pytest.raises(InterruptedError):
         interrupt(storage.atomic_file(target), None)
     assert list(target.parent.iterdir()) == []
     with storage.atomic_file(target) as temporary:
@@ -51,7 +50,7 @@ def test_a_folder_is_replaced_completely_or_not_at_all(tmp_path):
     target = tmp_path / "folder"
     with storage.atomic_folder(target) as temporary:
         (temporary / "old").write_text("old")
-    with pytest.raises(InterruptionError):
+    with pytest.raises(InterruptedError):
         interrupt(storage.atomic_folder(target), "new")
     assert [path.name for path in target.iterdir()] == ["old"]
     with storage.atomic_folder(target) as temporary:
@@ -70,7 +69,9 @@ with storage.atomic_folder(Path(sys.argv[1])) as temporary:
     os.kill(os.getpid(), signal.SIGKILL)
 """
     assert run(script, tmp_path / "a").returncode == -signal.SIGKILL
-    assert run(script, tmp_path / "b").returncode == -signal.SIGKILL
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").touch()
+    assert (storage.retire(tmp_path / "b") / "file").exists()
     assert len(list(tmp_path.iterdir())) == 2
     storage.remove_leftovers(tmp_path, "a")
     assert len(list(tmp_path.iterdir())) == 1
@@ -78,36 +79,59 @@ with storage.atomic_folder(Path(sys.argv[1])) as temporary:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
-    target = tmp_path / "big"
-    script = """
-import resource, sys
-from pathlib import Path
-from infini_model.runtime import storage
-from infini_model.runtime.errors import UserError
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    with storage.atomic_file(Path(sys.argv[1])) as temporary:
-        temporary.write_bytes(bytes(100_000))
-except UserError as error:
-    print(error)
-"""
-    line = run(script, target).stdout
-    assert line.startswith(f"{target}: cannot be written")
-    assert line.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small(tmp_path / "disk"):
+        yield tmp_path / "disk"
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("kind", [storage.atomic_file, storage.atomic_folder])
+def test_a_full_disk_is_one_line_and_leaves_nothing(disk, kind):
+    target = disk / "big"
+
+    def fill():
+        with kind(target) as temporary:
+            file = temporary / "file" if temporary.is_dir() else temporary
+            file.write_bytes(bytes(2_000_000))
+
+    message = f"^{target}: the disk is full; no partial file was kept$"
+    with pytest.raises(UserError, match=message):
+        fill()
+    assert list(disk.iterdir()) == []
 
 
 def test_a_path_that_is_not_a_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file"):
+    with pytest.raises(UserError, match=r"file/below: cannot be written: Not a directory"):
         storage.make_folder(tmp_path / "file" / "below")
+
+
+def test_latest_points_at_the_newest(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        storage.point_latest(tmp_path / name)
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+        assert (tmp_path / "latest").readlink() == Path(name)
+
+
+@pytest.mark.parametrize("above", [-1, 0, 1], ids=["small", "at the limit", "large"])
+def test_sha256_is_that_of_the_whole_file(tmp_path, above):
+    content = bytes(range(256)) * (storage.SMALL_BYTES // 256 + 1)
+    content = content[: storage.SMALL_BYTES + above]
+    (tmp_path / "file").write_bytes(content)
+    assert storage.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_a_content_key_does_not_depend_on_the_order_of_keys():
+    key = storage.content_key({"a": [1, "é", None], "b": 0.5})
+    assert key == storage.content_key({"b": 0.5, "a": (1, "é", None)})
+    assert key != storage.content_key({"b": 0.5, "a": ["é", 1, None]})
 
 
 def test_a_killed_lock_holder_blocks_no_other_command(tmp_path):
     script = """
-import os, signal, sys
+import sys
 from pathlib import Path
 from infini_model.runtime import storage
 with storage.lock(Path(sys.argv[1])) as held:
@@ -128,32 +152,6 @@ with storage.lock(Path(sys.argv[1])) as held:
         assert held
 
 
-def test_latest_points_at_the_newest(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        storage.point_latest(tmp_path / name)
-        assert (tmp_path / "latest").resolve() == tmp_path / name
-        assert (tmp_path / "latest").readlink() == Path(name)
-
-
-@settings(max_examples=20)
-@given(data=st.binary(max_size=200))
-def test_sha256_matches_hashlib(tmp_path_factory, data):
-    path = Path(tmp_path_factory.mktemp("sha") / "file")
-    path.write_bytes(data)
-    assert storage.sha256(path) == hashlib.sha256(data).hexdigest()
-    long = data + bytes(storage.SMALL_BYTES - len(data) // 2)
-    path.write_bytes(long)
-    assert storage.sha256(path) == hashlib.sha256(long).hexdigest()
-
-
-def test_a_content_key_does_not_depend_on_the_order_of_keys():
-    key = storage.content_key({"a": [1, "é", None], "b": 0.5})
-    assert key == storage.content_key({"b": 0.5, "a": (1, "é", None)})
-    assert key != storage.content_key({"b": 0.5, "a": ["é", 1, None]})
-    assert len(key) == 64
-
-
 def test_holders_of_a_shared_lock_exclude_exclusive_ones_only(tmp_path):
     path = tmp_path / "lock"
     assert not storage.is_locked(path)
@@ -169,8 +167,8 @@ def test_holders_of_a_shared_lock_exclude_exclusive_ones_only(tmp_path):
     assert not storage.is_locked(path)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
+@pytest.mark.parametrize("again", [False, True], ids=["deleted", "made again"])
 def test_who_waits_for_a_lock_whose_file_is_deleted_takes_the_new_one(
     tmp_path, monkeypatch, shared, again
 ):
@@ -245,10 +243,54 @@ with scratch_folder(folder), scratch_folder(folder):
     assert run(script, tmp_path / "new").stdout == f"{[True] * 6}\n"
 
 
-def test_what_is_retired_is_a_leftover(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").touch()
-    assert (storage.retire(tmp_path / "folder") / "file").exists()
-    assert not (tmp_path / "folder").exists()
-    storage.remove_leftovers(tmp_path, "folder")
-    assert list(tmp_path.iterdir()) == []
+def test_a_holder_is_read_while_it_holds(tmp_path):
+    ours = Holder.current(tmp_path, None)
+    with hold(tmp_path / "lock", ours):
+        assert holder_of(tmp_path / "lock") == ours
+    assert holder_of(tmp_path / "lock") is None
+    with storage.lock(tmp_path / "lock", wait=False):
+        assert holder_of(tmp_path / "lock") == Holder()
+
+
+def test_a_holder_that_is_about_to_release_is_not_taken_for_an_unknown_one(tmp_path, monkeypatch):
+    """It has withdrawn its record, but not yet the lock."""
+    with contextlib.ExitStack() as held:
+        assert held.enter_context(storage.lock(tmp_path / "lock", wait=False))
+        # It releases the lock as soon as somebody who has found no record waits.
+        monkeypatch.setattr(holders, "time", SimpleNamespace(sleep=lambda _: held.close()))
+        assert holder_of(tmp_path / "lock") is None
+
+
+def test_facts_of_several_processes_are_merged_and_a_forgotten_one_stays_forgotten(tmp_path):
+    ours, theirs = Remembered(tmp_path / "facts.json"), Remembered(tmp_path / "facts.json")
+    ours.put("a", 1)
+    theirs.put("b", [2])
+    ours.save()
+    theirs.save()
+    assert ours.get("a") == theirs.get("a") == 1
+    again = Remembered(tmp_path / "facts.json")
+    assert (again.get("a"), again.get("b"), again.get("c")) == (1, [2], None)
+    again.forget("a")
+    assert again.get("a") is None
+    again.save()
+    assert again.get("a") is None
+    assert Remembered(tmp_path / "facts.json").get("a") is None
+
+
+def test_a_fact_is_dropped_when_no_run_uses_it_any_more(tmp_path, monkeypatch):
+    def on_day(days):
+        monkeypatch.setattr(remembered.time, "time", lambda: days * remembered.DAY_SECONDS)
+        return Remembered(tmp_path / "facts.json")
+
+    first = on_day(1000)
+    first.put("used", 1)
+    first.put("unused", 1)
+    first.save()
+    later = on_day(1000 + REFRESH_DAYS)
+    assert later.get("used") == 1
+    later.save()
+    last = on_day(1000 + KEEP_DAYS + 1)
+    last.put("new", 1)
+    last.save()
+    found = on_day(1000 + KEEP_DAYS + 1)
+    assert [found.get(key) for key in ("used", "unused", "new")] == [1, None, 1]

@@ -9,11 +9,14 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.training.optimizer import learning_rate_share, make_optimizer, set_learning_rate
 
 
-def test_every_parameter_is_in_one_group_and_only_matrices_decay():
+def test_every_parameter_has_one_rate_and_only_matrices_decay():
     model = InfiniLlama(
         ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, segment_length=4)
     )
-    optimizer = make_optimizer(model, TrainingConfig(weight_decay=0.3, gate_learning_rate=0.5))
+    config = TrainingConfig(
+        weight_decay=0.3, learning_rate=1e-3, gate_learning_rate=1e-2, warmup_steps=4
+    )
+    optimizer = make_optimizer(model, config)
     names = {id(p): name for name, p in model.named_parameters()}
     grouped = {g["name"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
     assert sorted(itertools.chain(*grouped.values())) == sorted(names.values())
@@ -25,6 +28,9 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay():
     assert "model.norm.weight" in grouped["no decay"]
     decays = {g["name"]: g["weight_decay"] for g in optimizer.param_groups}
     assert decays == {"decay": 0.3, "no decay": 0.0, "gates": 0.0}
+    assert set_learning_rate(optimizer, 2, config) == pytest.approx(5e-4)
+    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    assert rates == pytest.approx({"decay": 5e-4, "no decay": 5e-4, "gates": 5e-3})
 
 
 def test_a_tied_embedding_is_trained_once():
@@ -53,12 +59,3 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_floor(warmup, more, ratio):
     assert shares[-1] == pytest.approx(ratio)
     if warmup:
         assert shares[warmup - 1] == 1.0
-
-
-def test_gates_learn_at_their_own_rate():
-    model = InfiniLlama(ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2))
-    config = TrainingConfig(learning_rate=1e-3, gate_learning_rate=1e-2, warmup_steps=4)
-    optimizer = make_optimizer(model, config)
-    assert set_learning_rate(optimizer, 2, config) == pytest.approx(5e-4)
-    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert rates == pytest.approx({"decay": 5e-4, "no decay": 5e-4, "gates": 5e-3})

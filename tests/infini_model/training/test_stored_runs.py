@@ -1,139 +1,262 @@
-"""A training that is killed goes on elsewhere, with the same bits, from what its store has."""
+"""A training whose run or dataset is in a store: whatever is lost, it goes on with the same bits.
+
+Its machines have nothing in common but the store: no folder, no disk.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from commands import PATIENCE, Running, eventually, kill
+from commands import PATIENCE, Running, alive, eventually, kill
 from curves import repeatable, weights
+from ports import free_port
 from stopping import Halt
+from stored_datasets import without_shards
 
 from infini_model.config import Config, dump_config, merge, validate
+from infini_model.data.manifest import read_manifest
+from infini_model.data.shards.stored import objects
+from infini_model.evaluation.tasks.sample import draw_sample
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import UnreachableError
 from infini_model.runtime.object_stores.object_store import ObjectStore
 from infini_model.runtime.stored import lease
 from infini_model.runtime.stored.copies import complete_steps
+from infini_model.training.callbacks.callback import Callback, Step
+from infini_model.training.loop import train
 
 # A flow without Prefect.
 COMMAND = """
 import logging, sys
 from pathlib import Path
 from infini_model.config import load_config
-from infini_model.runtime.claims import claim_run
-from infini_model.runtime.errors import UserError
+from infini_model.runtime import claims
+from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.stored import lease
 from infini_model.training.launch.launcher import launch
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
-lease.RENEWAL_SECONDS = 0.5
+lease.RENEWAL_SECONDS, claims.JOIN_POLL_STORE_SECONDS = 0.5, 0.5
 config, dataset = load_config(file=Path(sys.argv[1])), Path(sys.argv[2])
 try:
-    with claim_run(config, "key", dataset) as run_dir:
+    with claims.claim_run(config, "key", dataset) as run_dir:
         print("in", run_dir, flush=True)
         launch(config, dataset, run_dir, on_line=lambda line: print(line, flush=True))
-except UserError as error:
+except (StageError, UserError) as error:
+    if isinstance(error, StageError):
+        print("recorded", (run_dir / "recovery.json").exists())
     sys.exit(str(error))
 """
-Start = Callable[..., Running]
+# Python reads it at its start; one rank of the training fails in its fifth step.
+SITE = """
+import os, signal, sys
+if "infini_model.training" in sys.orig_argv and os.environ.get("RANK") == "1":
+    import torch
+    passes = 0
+    def fault(module, args, output):
+        global passes
+        if type(module).__name__ == "LossModule" and module.training:
+            passes += 1
+            if passes == 5:
+                {fault}
+    torch.nn.modules.module.register_module_forward_hook(fault)
+"""
+OUT_OF_MEMORY = 'raise torch.OutOfMemoryError("CUDA out of memory")'
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+STEPS = 9
+Start = Callable[..., list[Running]]
 
 
 @pytest.fixture
-def settings(make_config: Callable[..., Config], bucket: str) -> dict[str, Any]:
-    tree = make_config(
-        training={"max_steps": 9, "batch_size": 8, "warmup_steps": 2},
+def start(
+    make_config: Callable[..., Config], tmp_path: Path, dataset: Path, bucket: str
+) -> Iterator[Start]:
+    """Starts the launchers of one or two machines.
+
+    Each has a cache folder and a dataset folder of its own.
+    """
+    started: list[Running] = []
+    common = make_config(
+        run={"name": "gang"},
+        training={"max_steps": STEPS, "batch_size": 4, "warmup_steps": 2},
         checkpoint={"save_steps": 3},
         logging={"logging_steps": 1, "eval_steps": 3},
     ).model_dump(mode="json")
-    del tree["run"]["store"]
-    return tree
+    del common["run"]["store"]
+    common["run"]["output_dir"] = f"{bucket}/team"
 
+    def nodes(count: int) -> Iterator[dict[str, Any]]:
+        """The settings of each node of so many; one trains with two processes."""
+        endpoint = f"127.0.0.1:{free_port()}"
+        for rank in range(count):
+            launch: dict[str, Any] = {"processes": 2 // count}
+            if count > 1:
+                launch |= {"num_nodes": count, "node_rank": rank, "rdzv_endpoint": endpoint}
+            yield merge(common, {"launch": launch})
 
-@pytest.fixture
-def start(tmp_path: Path, dataset: Path, settings: dict[str, Any]) -> Start:
-    """Starts the command on a machine, that is, with a cache folder of its own."""
-    started: list[Running] = []
-
-    def on(
-        machine: str, output_dir: object, env: dict[str, str] | None = None, **sections: Any
-    ) -> Running:
-        tree = merge(settings, {"run": {"output_dir": str(output_dir)}, **sections})
-        file = tmp_path / f"{machine}.yaml"
-        own = {"INFINI_CACHE_DIR": str(tmp_path / machine), "CUDA_VISIBLE_DEVICES": ""}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("INFINI_CACHE_DIR", own["INFINI_CACHE_DIR"])
-            file.write_text(dump_config(validate(tree)))
-        command = [sys.executable, "-c", COMMAND, str(file), str(dataset)]
-        log = tmp_path / f"{machine}-{len(started)}.log"
-        started.append(Running(command, log, os.environ | own | (env or {})))
-        return started[-1]
+    def on(*machines: str, env: dict[str, str] | None = None, **sections: Any) -> list[Running]:
+        for rank, tree in enumerate(nodes(len(machines))):
+            machine, tree = machines[rank], merge(tree, sections)
+            cache, file = tmp_path / machine, tmp_path / f"{machine}.yaml"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("INFINI_CACHE_DIR", str(cache))
+                file.write_text(dump_config(validate(tree)))
+            if not (folder := cache / "dataset").exists():
+                without_shards(dataset, folder, f"{bucket}/partitions")
+            command = [sys.executable, "-c", COMMAND, str(file), str(folder)]
+            own = os.environ | {"INFINI_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+            log = tmp_path / f"{machine}-{len(started)}.log"
+            started.append(Running(command, log, own | (env or {})))
+        return started[-len(machines) :]
 
     yield on
     for running in started:
         running.end()
 
 
-def steps(store: ObjectStore) -> set[int]:
-    return complete_steps(each.key for each in store.list_below())
-
-
-def folder(running: Running) -> Path:
-    """The run folder that a command works in."""
-    return Path(running.output.split("in ", 1)[1].split("\n", 1)[0])
-
-
-def kill_all(running: Running) -> None:
+def lose(running: Running, cache: Path) -> None:
+    """Kill everything on a machine, and its disk."""
     for process in running.tree():
         kill(process, signal.SIGKILL)
     running.wait()
+    shutil.rmtree(cache)
 
 
-@pytest.mark.slow
+def folder(running: Running) -> Path:
+    """The run folder that a launcher works in."""
+    return Path(running.output.split("in ", 1)[1].split("\n", 1)[0])
+
+
+def saved_steps(store: ObjectStore) -> set[int]:
+    return complete_steps(each.key for each in store.list_below())
+
+
+def failing(folder: Path, fault: str) -> dict[str, str]:
+    """The environment of machines whose rank 1 fails."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE.format(fault=fault))
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path}
+
+
 @pytest.mark.story
-def test_a_killed_training_goes_on_elsewhere_with_the_same_bits(
+def test_both_machines_are_lost_and_the_run_goes_on_with_the_same_bits(
     start: Start, bucket: str, tmp_path: Path
 ) -> None:
-    undisturbed = start("undisturbed", tmp_path / "local")
-    store = ObjectStore(f"{bucket}/team/runs/run-1")
-    # The second checkpoint, which it may never finish, has waited for the first.
+    store = ObjectStore(f"{bucket}/team/runs/gang")
+    (undisturbed,) = start("u", run={"output_dir": f"{bucket}/undisturbed"})
+    assert undisturbed.wait() == 0, undisturbed.output
+    expected = folder(undisturbed)
+
+    # The second checkpoint, which they may never finish, has waited for the first.
     halt = Halt(tmp_path / "halt", 7)
     patient = {"hang_timeout_seconds": PATIENCE}
-    held = start("one", f"{bucket}/team", halt.environment, launch=patient)
-    halt.wait()
-    eventually(lambda: bool(steps(store)), lambda: held.output)
-    kill_all(held)
-    assert undisturbed.wait() == 0, undisturbed.output
-    assert 9 not in steps(store)
-    resumed = start("two", f"{bucket}/team")
-    assert resumed.wait() == 0, resumed.output
-    assert "Resuming from" in resumed.output
-    assert folder(resumed) != folder(held)
-    assert folder(resumed).name == folder(held).name
-    assert weights(folder(resumed)) == weights(folder(undisturbed))
-    assert repeatable(folder(resumed)) == repeatable(folder(undisturbed))
-    assert 9 in steps(store)
-    model = folder(resumed) / "model" / "model.safetensors"
+    first, second = start("m0", "m1", env=halt.environment, launch=patient)
+    halt.wait(2)
+    eventually(lambda: bool(saved_steps(store)), lambda: first.output + second.output)
+    lose(second, tmp_path / "m1")
+    lose(first, tmp_path / "m0")
+    assert STEPS not in saved_steps(store)
+
+    # The lease of the lost machine ends by itself, as that of a dead process of this one.
+    again = start("n0", "n1")
+    assert [each.wait() for each in again] == [0, 0], again[0].output + again[1].output
+    assert "Resuming from" in again[0].output
+    run_dir, other = folder(again[0]), folder(again[1])
+    assert run_dir != other
+    assert weights(run_dir) == weights(expected)
+    assert repeatable(run_dir) == repeatable(expected)
+    assert STEPS in saved_steps(store)
+    assert not (other / "checkpoints").exists()
+    assert not (other / "model").exists()
+    model = run_dir / "model" / "model.safetensors"
     assert store.read("model/model.safetensors")[0] == model.read_bytes()
+    assert {path.name for path in (other / "logs").iterdir()} >= {"rank-1.log"}
+
+
+@pytest.mark.story
+def test_the_first_machine_learns_why_a_rank_failed_on_another(
+    start: Start, tmp_path: Path
+) -> None:
+    for name, fault, reason in (
+        ("killed", KILLED, "training failed: crash on rank 1: killed by SIGKILL"),
+        ("full", OUT_OF_MEMORY, "training failed: out of memory on rank 1: CUDA out of memory"),
+    ):
+        ended = start("m0", "m1", env=failing(tmp_path / name, fault))
+        assert [each.wait() for each in ended] == [1, 1]
+        for each in ended:
+            assert each.output.splitlines()[-1] == reason
+        assert "recorded False" in ended[1].output
+    recovery = json.loads((folder(ended[0]) / "recovery.json").read_text())
+    assert recovery["micro_batch_divisor"] == 2
+    # The divisor reaches the ranks of the other machine.
+    again = start("m0", "m1")
+    assert [each.wait() for each in again] == [0, 0], again[0].output + again[1].output
+    assert "Batch size per process: 2" in again[0].output
+    assert "Gradient accumulation: 2" in again[0].output
 
 
 def test_a_training_that_loses_its_run_is_stopped_and_says_to_whom(
     start: Start, bucket: str
 ) -> None:
-    store = ObjectStore(f"{bucket}/team/runs/run-1")
-    held = start("one", f"{bucket}/team", training={"max_steps": 100_000})
+    store = ObjectStore(f"{bucket}/team/runs/gang")
+    (held,) = start("m0", training={"max_steps": 100_000})
     # Any step: the newest goes up first, and a busy machine may never come to the third.
-    eventually(lambda: bool(steps(store)), lambda: held.output)
-    rank = next(p for p in psutil.Process(held.process.pid).children(recursive=True))
+    eventually(lambda: bool(saved_steps(store)), lambda: held.output)
+    everyone = held.tree()
     store.write("lease.json", lease.LeaseRecord(2, "another").dumps())
     assert held.wait() == 1
     assert held.output.splitlines()[-1].startswith(
-        "run.name: run-1 was taken over by another process, since this machine could not reach"
+        "run.name: gang was taken over by another process, since this machine could not reach"
     )
-    assert not rank.is_running()
+    eventually(lambda: not alive(everyone), "the end of all processes")
     run_dir = folder(held)
     assert weights(run_dir)[0] == f"step-{repeatable(run_dir)[-1]['step']}"
     assert lease.read_lease(store)[0].token == "another"
+
+
+class Disconnect(Callback):
+    """Cuts the line to a store after a step."""
+
+    def __init__(self, line: Any, step: int) -> None:
+        self.line, self.step = line, step
+
+    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:
+        if step.number == self.step:
+            self.line.disconnect()
+
+
+def test_a_dataset_that_goes_away_fails_the_training_which_then_resumes(
+    dataset: Path,
+    make_config: Callable[..., Config],
+    tmp_path: Path,
+    s3: Any,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stored = without_shards(dataset, tmp_path / "stored", f"{bucket}/partitions")
+    monkeypatch.setattr(objects, "ObjectStore", functools.partial(ObjectStore, patience=0.3))
+    config, run_dir = make_config(), tmp_path / "run"
+    try:
+        with pytest.raises(UnreachableError, match=f"^{bucket}/.*: cannot be reached"):
+            train(config, stored, run_dir, [Disconnect(s3.line, 6)])
+    finally:
+        s3.line.connect()
+    monkeypatch.setattr(objects, "ObjectStore", ObjectStore)
+    train(config, stored, run_dir)
+    train(config, dataset, tmp_path / "folder")
+    assert weights(run_dir) == weights(tmp_path / "folder")
+
+    # A sample continues the same document.
+    manifest = read_manifest(dataset)
+    model, sample = InfiniLlama.from_pretrained(run_dir / "model"), config.evaluation.sample
+    here, there = (draw_sample(model, each, manifest, sample, 1) for each in (dataset, stored))
+    assert here == there is not None

@@ -104,7 +104,7 @@ class Training:
     def _run(self, run_dir, strike=None):
         """Train until all ranks have ended, or the one that is struck has been killed."""
         arguments = (self._config, self._dataset, run_dir, strike, self._changes_made)
-        ranks = start_ranks(self.count, rank_of_a_training, *arguments)
+        ranks = start_ranks(self.count, rank_of_a_training, *arguments).processes
         try:
             if strike is not None and strike.number == signal.SIGKILL:
                 ranks[strike.rank].join(PATIENCE)
@@ -140,21 +140,11 @@ class Training:
         shutil.rmtree(run_dir)
 
 
-@pytest.fixture(scope="module")
-def _trainings():
-    return {}
-
-
 @pytest.fixture(params=list(KINDS))
-def training(request, _trainings, dataset, make_config, tmp_path_factory):
-    kind = request.param
-    if kind not in _trainings:
-        config, folder = (
-            make_config(**merge(SHORT, KINDS[kind])),
-            tmp_path_factory.mktemp("strikes"),
-        )
-        _trainings[kind] = Training(kind, config, dataset, folder)
-    return _trainings[kind]
+def training(request, dataset, make_config, tmp_path):
+    return Training(
+        request.param, make_config(**merge(SHORT, KINDS[request.param])), dataset, tmp_path
+    )
 
 
 def test_a_rank_killed_before_any_change_of_a_file(training):
@@ -164,8 +154,8 @@ def test_a_rank_killed_before_any_change_of_a_file(training):
         training.survives(Strike(signal.SIGKILL, rank=0, change=change))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_any_rank_struck_after_any_step(training, number):
-    for rank in range(training.count):
-        for step in range(STEPS + 1):
-            training.survives(Strike(number, rank, step=step))
+def test_any_rank_struck_after_any_step(training):
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        for rank in range(training.count):
+            for step in range(STEPS + 1):
+                training.survives(Strike(number, rank, step=step))

@@ -1,22 +1,21 @@
 """A dataset in an object store is the local one, and only what is new of it is made."""
 
-import logging
 import os
-import random
-import shutil
-import signal
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 import pytest
+from builds import Machine, in_a_fork, killed_in_a_request, killed_with_a_scratch_folder
+from commands import run_here
 from corpora import build, files_config, make_texts, write_files
 from s3_server import CREDENTIALS
-from stores import Machine
 
+from infini_model import __main__ as stages
 from infini_model.config import PackingConfig, load_config
 from infini_model.data.keeping.holds import cache_lock, held_partitions
+from infini_model.data.keeping.scratch import scratch_folder
 from infini_model.data.keeping.staging import staged_dataset
 from infini_model.data.keeping.stored_partitions import StoredPartitions
 from infini_model.data.loading.windows import open_windows
@@ -28,7 +27,6 @@ from infini_model.data.verification import examine_dataset, verify_dataset
 from infini_model.runtime import storage
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import DataError, StoreError, UnreachableError
-from infini_model.runtime.object_stores import requests
 from infini_model.runtime.object_stores.object_store import ObjectStore
 from infini_model.runtime.runs import dataset_here
 from infini_model.runtime.stored.working_copy import refresh_runs
@@ -75,7 +73,7 @@ def leftovers(folder):
     return [*folder.rglob(".tmp-*")]
 
 
-def test_it_has_the_shards_of_the_local_dataset_byte_for_byte(tmp_path, trained, machine, address):
+def test_it_has_the_shards_of_the_local_dataset_byte_for_byte(tmp_path, trained, machine):
     import datasets
 
     expected, local = build(trained, tmp_path / "local")
@@ -91,37 +89,15 @@ def test_it_has_the_shards_of_the_local_dataset_byte_for_byte(tmp_path, trained,
     assert verify_dataset(folder) == manifest
     loaded = datasets.load_from_disk(str(folder))
     assert len(loaded["train"]) == manifest.splits["train"].documents
-    stored = {each.key for each in ObjectStore(address).list_below(manifest.folder_name)}
-    names = "manifest.json tokenizer.json dataset_dict.json train/state.json test/state.json"
-    assert {f"{manifest.folder_name}/{name}" for name in names.split()} < stored
     assert not leftovers(machine.folder)
     assert [path.name for path in (machine.folder / ".scratch").iterdir()] == [".lock"]
 
 
-def test_a_file_more_is_one_partition_and_one_copy(tmp_path, corpus, machine):
-    machine.build(corpus)
-    assert machine.plan(corpus).intact
-    first = machine.stage(corpus)
-    copies = {path: path.stat().st_ino for path in (machine.folder / ".staged").rglob("*.arrow")}
-    write_files(tmp_path / "raw" / "deeper", ["one more " * 9])
-    (tmp_path / "raw" / "deeper" / "0000.txt").rename(tmp_path / "raw" / "more.txt")
-    plan = machine.plan(corpus)
-    count = len(set(read_manifest(first).partitions))
-    assert (plan.intact, plan.new, plan.reused) == (False, 1, count - 1)
-    machine.build(corpus)
-    assert len(machine.made) == 1
-    machine.stage(corpus)
-    now = {path: path.stat().st_ino for path in (machine.folder / ".staged").rglob("*.arrow")}
-    assert copies.items() <= now.items()
-    assert {path.parent.name for path in now.keys() - copies.keys()} == set(machine.made)
-
-
-def test_another_machine_finds_nothing_new_and_opens_the_same_windows(
+def test_another_machine_makes_and_copies_only_what_is_new_and_opens_the_same_windows(
     tmp_path, trained, machine, other
 ):
     manifest = machine.build(trained)
-    plan = other.plan(trained)
-    count = len(set(manifest.partitions))
+    plan, count = other.plan(trained), len(set(manifest.partitions))
     assert (plan.intact, plan.new, plan.reused) == (True, 0, count)
     assert plan.folder == other.folder / manifest.folder_name
     assert plan.address == f"{other.address}/{manifest.folder_name}"
@@ -134,11 +110,17 @@ def test_another_machine_finds_nothing_new_and_opens_the_same_windows(
         windows = open_windows(each.stage(trained), "train", packing, 64)
         tokens.append(windows.gather(np.arange(len(windows))).tokens)
     assert np.array_equal(*tokens)
-    # And it goes on with the tokenizer that the first one has trained.
+    # It goes on with the tokenizer that the first one has trained.
+    copies = {path: path.stat().st_ino for path in (other.folder / ".staged").rglob("*.arrow")}
     (tmp_path / "raw" / "more.txt").write_text("quite different " * 99)
-    again = other.build(trained)
-    assert again.tokenizer == manifest.tokenizer
+    plan = other.plan(trained)
+    assert (plan.intact, plan.new, plan.reused) == (False, 1, count - 1)
+    assert other.build(trained).tokenizer == manifest.tokenizer
     assert len(other.made) == 1
+    other.stage(trained)
+    now = {path: path.stat().st_ino for path in (other.folder / ".staged").rglob("*.arrow")}
+    assert copies.items() <= now.items()
+    assert {path.parent.name for path in now.keys() - copies.keys()} == set(other.made)
 
 
 @pytest.mark.parametrize("given", ["dataset", "newest", "path"])
@@ -191,8 +173,7 @@ def test_a_run_is_resumed_elsewhere_with_its_dataset(
         assert dataset_here(again) == found.folder
 
 
-@pytest.mark.parametrize("given", ["address", "folder"])
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("given", "staged"), [("address", False), ("folder", True)])
 def test_a_working_copy_that_is_about_to_be_used_looks_new(
     corpus, machine, monkeypatch, given, staged
 ):
@@ -220,13 +201,17 @@ def test_what_is_no_dataset_is_named(corpus, machine, bucket):
         machine.finished(corpus.model_copy(update={"folder": folder}))
 
 
+def build_at_once(*builds):
+    """Build on several machines at once, in threads: they have no folder in common."""
+    with ThreadPoolExecutor(len(builds)) as pool:
+        list(pool.map(lambda each: each[0].build(each[1]), builds))
+
+
 def test_two_machines_that_train_a_tokenizer_agree_on_one(tmp_path, trained, machine, other):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.txt").write_text("some other text entirely " * 500)
     different = files_config(tmp_path / "other" / "*", tokenizer=trained.tokenizer.model_dump())
-    builds = [machine.start(trained, "build"), other.start(different, "build")]
-    logs = [each.communicate()[1] for each in builds]
-    assert [each.returncode for each in builds] == [0, 0], logs
+    build_at_once((machine, trained), (other, different))
     fingerprints = {
         read_manifest(each.folder / "latest").tokenizer.fingerprint for each in (machine, other)
     }
@@ -237,27 +222,11 @@ def test_two_machines_that_train_a_tokenizer_agree_on_one(tmp_path, trained, mac
 
 
 def test_two_builds_at_once_do_no_harm(tmp_path, corpus, machine, other):
-    builds = [each.start(corpus, "build") for each in (machine, other)]
-    logs = [each.communicate()[1] for each in builds]
-    assert [each.returncode for each in builds] == [0, 0], logs
+    build_at_once((machine, corpus), (other, corpus))
     _, local = build(corpus, tmp_path / "local")
     for each in (machine, other):
         assert each.plan(corpus).intact
         assert shard_bytes(each.stage(corpus)) == shard_bytes(local)
-
-
-DIE = """
-import infini_model.runtime.object_stores.object_store as stores
-put = stores.ObjectStore.{0}
-def last(self, key, *arguments, **named):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return put(self, key, *arguments, **named)
-left = {1}
-stores.ObjectStore.{0} = last
-"""
 
 
 @pytest.mark.parametrize(
@@ -266,36 +235,28 @@ stores.ObjectStore.{0} = last
         ("build", "upload", 3),
         ("build", "write", 1),
         ("build", "write", 6),
+        ("build", "_request", 12),
+        ("stage", "_request", 5),
         ("stage", "download", 4),
     ],
 )
-def test_what_was_finished_before_a_kill_is_kept(corpus, machine, task, method, calls):
-    if task == "stage":
-        machine.build(corpus)
-    killed = machine.start(corpus, task, DIE.format(method, calls))
-    assert (killed.communicate(), killed.returncode)[1] == -signal.SIGKILL
-    finished = partition_keys(machine.address)
-    copied = {path: path.stat().st_ino for path in (machine.folder / ".staged").rglob("*.arrow")}
-    machine.build(corpus)
-    assert finished.isdisjoint(machine.made)
-    folder = machine.stage(corpus)
-    assert examine_dataset(folder, every=True).faults == []
-    assert all(path.stat().st_ino == inode for path, inode in copied.items())
-    assert not leftovers(machine.folder)
-
-
-@pytest.mark.parametrize("task", ["build", "stage"])
-def test_what_is_killed_before_any_request_goes_on(tmp_path, corpus, machine, task):
+def test_what_was_finished_before_a_kill_is_kept(tmp_path, corpus, machine, task, method, calls):
     _, local = build(corpus, tmp_path / "local")
     if task == "stage":
         machine.build(corpus)
-    chance = random.Random(task)
-    for calls in sorted(chance.randrange(2, 40 if task == "build" else 25) for _ in range(4)):
-        machine.start(corpus, task, DIE.format("_request", calls)).communicate()
-    before = partition_keys(machine.address)
+    with pytest.raises(BrokenProcessPool):
+        in_a_fork(killed_in_a_request, machine, task, corpus, method, calls)
+    finished, cache = partition_keys(machine.address), machine.folder / ".staged"
+    copied = {path: path.stat().st_ino for path in cache.rglob("*.arrow")}
+    if method == "download":
+        # The killed process held copies, and holds them no longer.
+        assert list((cache / ".locks").iterdir())
+        assert held_partitions(cache) == set()
     machine.build(corpus)
-    assert before.isdisjoint(machine.made)
-    assert shard_bytes(machine.stage(corpus)) == shard_bytes(local)
+    assert finished.isdisjoint(machine.made)
+    folder = machine.stage(corpus)
+    assert shard_bytes(folder) == shard_bytes(local)
+    assert all(path.stat().st_ino == inode for path, inode in copied.items())
     assert not leftovers(machine.folder)
 
 
@@ -371,7 +332,9 @@ def test_the_least_recently_used_copies_make_room(tmp_path, corpus, machine, cap
     for name in ("second", "third"):
         texts = [text * 40 for text in make_texts(10, len(name))]
         raw = write_files(tmp_path / name, texts)
-        new = files_config(raw / "*", name=name, cache_dir=cache, **limits(limited))
+        new = files_config(
+            raw / "*", name=name, cache_dir=cache, cache_gigabytes=limited.cache_gigabytes
+        )
         machine.build(new)
         assert examine_dataset(machine.stage(new), every=True).faults == []
         used = sum(path.stat().st_size for path in cache.rglob("*.arrow"))
@@ -392,7 +355,9 @@ def test_copies_that_a_training_uses_stay_and_others_are_read_from_the_store(
     total = sum(shard.bytes for _, shard in manifest.files())
     limited = corpus.model_copy(update={"cache_gigabytes": total * 1.2 / 1e9})
     raw = write_files(tmp_path / "second", [text * 100 for text in make_texts(16, 7)])
-    second = files_config(raw / "*", name="second", partition_megabytes=1, **limits(limited))
+    second = files_config(
+        raw / "*", name="second", partition_megabytes=1, cache_gigabytes=limited.cache_gigabytes
+    )
     packing = PackingConfig(context_length=128)
     with machine.staged(limited) as folder:
         windows = open_windows(folder, "train", packing, 64)  # Maps nothing yet.
@@ -410,18 +375,6 @@ def test_copies_that_a_training_uses_stay_and_others_are_read_from_the_store(
     assert len([*(machine.folder / ".staged" / ".locks").iterdir()]) == 1
 
 
-def test_a_killed_training_holds_no_copies(corpus, machine):
-    machine.build(corpus)
-    cache = machine.folder / ".staged"
-    with machine.staged(corpus) as folder:
-        assert held_partitions(cache) == {*read_manifest(folder).partitions}
-    shutil.rmtree(cache)
-    killed = machine.start(corpus, "stage", DIE.format("download", 2))
-    assert (killed.communicate(), killed.returncode)[1] == -signal.SIGKILL
-    assert list((cache / ".locks").iterdir())
-    assert held_partitions(cache) == set()
-
-
 def test_who_waits_for_another_copy_says_so_and_can_be_stopped(corpus, machine):
     machine.build(corpus)
     folder, lines = machine.finished(corpus).folder, []
@@ -436,119 +389,56 @@ def test_who_waits_for_another_copy_says_so_and_can_be_stopped(corpus, machine):
     assert lines == [waits]
 
 
-def limits(config):
-    return {"cache_gigabytes": config.cache_gigabytes}
-
-
-def test_a_full_cache_disk_is_one_line_and_leaves_nothing_half_written(corpus, machine):
-    machine.build(corpus)
-    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
-    staging = machine.start(corpus, "stage", full)
-    out, log = staging.communicate()
-    assert staging.returncode == 2, log
-    assert out.count("\n") == 1
-    assert "cannot be written" in out
-    assert not leftovers(machine.folder)
-    assert examine_dataset(machine.stage(corpus), every=True).faults == []
-
-
-def test_refused_credentials_and_a_missing_bucket_are_one_line(corpus, machine, s3, tmp_path):
-    with s3.refusing(), pytest.raises(StoreError, match="access denied") as refused:
-        machine.build(corpus)
-    gone = Machine(tmp_path / "gone", "s3://no-such-bucket/datasets")
-    with pytest.raises(StoreError, match="there is no such bucket") as missing:
-        gone.build(corpus)
-    machine.build(corpus)
-    with s3.refusing(), pytest.raises(StoreError, match="access denied") as late:
-        machine.stage(corpus)
-    for error in (refused, missing, late):
-        assert "\n" not in str(error.value)
-
-
-class BackAgain(logging.Handler):
-    """Brings the server back when it is missed."""
-
-    def __init__(self, line):
-        super().__init__()
-        self.line, self.times = line, 0
-
-    def emit(self, record):
-        if "; trying again" in record.getMessage():
-            self.times += 1
-            self.line.connect()
-
-
-def test_a_server_that_comes_back_is_waited_for(corpus, machine, s3):
-    back, log = BackAgain(s3.line), logging.getLogger(requests.__name__)
-    log.addHandler(back)
-    try:
-        with s3.line.gone():
-            machine.build(corpus)
-        with s3.line.gone():
-            folder = machine.stage(corpus)
-    finally:
-        log.removeHandler(back)
-    assert back.times >= 2
-    assert examine_dataset(folder, every=True).faults == []
-
-
-def test_a_server_that_stays_away_is_one_line(corpus, machine, s3, monkeypatch):
+@pytest.mark.parametrize(
+    ("trouble", "message"), [("refusing", "access denied"), ("away", "cannot be reached")]
+)
+def test_a_store_that_refuses_or_stays_away_is_one_line(
+    corpus, machine, s3, monkeypatch, trouble, message
+):
     monkeypatch.setattr(ObjectStore.__init__, "__defaults__", (0.2,))
     machine.build(corpus)
-    s3.line.disconnect()
-    try:
+    with s3.refusing() if trouble == "refusing" else s3.line.gone():
         for action in (machine.build, machine.stage):
-            with pytest.raises(UnreachableError, match="cannot be reached") as error:
+            with pytest.raises((StoreError, UnreachableError), match=message) as error:
                 action(corpus)
             assert "\n" not in str(error.value)
-    finally:
-        s3.line.connect()
 
 
-# Bytes of answers from one cut to the next: a build reads records, a copy reads shards.
-@pytest.mark.parametrize(("task", "count"), [("build", 1000), ("stage", 20_000)])
-def test_connections_that_are_cut_are_made_again(corpus, machine, s3, task, count):
-    if task == "stage":
-        machine.build(corpus)
-    process, log, cuts = machine.start(corpus, task), [], 0
-    s3.line.cut_after(count)
-    for line in process.stderr:
-        log.append(line)
-        if "cannot be reached: the connection was cut; trying again" in line:
-            cuts += 1
-            if cuts < 10:
-                # In the middle of an answer, and whatever is under way, uploads too.
-                s3.line.cut_all()
-                s3.line.cut_after(count)
-    s3.line.cut_after(1 << 40)
-    assert process.wait() == 0, "".join(log)
-    assert cuts
-    assert examine_dataset(machine.stage(corpus), every=True).faults == []
-
-
-def test_credentials_are_in_no_file_and_no_output(tmp_path, corpus, address, s3):
+def test_credentials_are_in_no_file_and_no_output(tmp_path, corpus, address, s3, caplog):
     """The stages as Prefect runs them, and everything that they write."""
+    caplog.set_level("DEBUG")
     config = Machine(tmp_path / "work", address).config(corpus)
     file = tmp_path / "work" / "config.json"
     file.parent.mkdir()
     file.write_text(config.model_dump_json())
 
     def run(stage, *arguments):
-        command = [sys.executable, "-m", "infini_model", stage, "--config", str(file), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = run_here(stages.main, stage, "--config", file, *arguments)
         return done.stdout + done.stderr
 
     output = run("download")
-    listing = str(next((tmp_path / "work" / ".listings").glob("*.json")))
+    listing = next((tmp_path / "work" / ".listings").glob("*.json"))
     output += run("plan", "--listing", listing) + run("shard", "--listing", listing)
     with s3.refusing():
         refused = run("plan", "--listing", listing)
     assert f'"address": "{address}/corpus-' in output
     assert "access denied" in refused
+    told = output + refused + caplog.text
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     written += [
         ObjectStore(address).read(each.key)[0] for each in ObjectStore(address).list_below()
     ]
     for secret in CREDENTIALS.values():
-        assert secret not in output + refused
+        assert secret not in told
         assert not [content for content in written if secret.encode() in content]
+
+
+def test_a_scratch_folder_stays_while_it_is_in_use_and_goes_with_a_killed_process(tmp_path):
+    with scratch_folder(tmp_path) as mine:
+        with pytest.raises(BrokenProcessPool):
+            in_a_fork(killed_with_a_scratch_folder, tmp_path)
+        (left,) = tmp_path.glob("*/half")
+        with scratch_folder(tmp_path) as second:
+            assert not left.exists()
+            assert {*tmp_path.glob(".tmp-*")} == {mine, second}
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]

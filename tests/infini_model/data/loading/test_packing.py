@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from streams import numbered_stream, write_shard
 
@@ -102,18 +102,17 @@ def test_shards_of_more_documents_than_are_counted_at_once(shard_folder):
     assert np.array_equal(np.stack(packing.locate(chosen), axis=1), expected[chosen])
 
 
-@pytest.mark.parametrize("mode", ["document", "aligned"])
-def test_ten_million_documents_take_a_byte_each(tmp_path, mode):
+def test_ten_million_documents_take_a_byte_each(tmp_path):
     """Opening and reading, in arrays that belong to the process; shards themselves are mapped."""
     lengths = np.random.default_rng(0).integers(1, 4, 1_000_000)
     shard = write_shard(tmp_path / "0", np.zeros(lengths.sum(), np.uint8), lengths)
     shards = [dataclasses.replace(shard, file=str(number)) for number in range(10)]
     for each in shards[1:]:
         os.link(tmp_path / "0", tmp_path / each.file)
-    config = PackingConfig(mode=mode, context_length=4, remainder="pad")
+    config = PackingConfig(mode="aligned", context_length=4)
     tracemalloc.start()
     stream = TokenStream(ShardFiles(tmp_path, shards, np.dtype(np.uint8)), EOS)
-    windows = Windows(stream, pack(stream, config, 2), mode == "aligned", "test")
+    windows = Windows(stream, pack(stream, config, 2), aligned=True, name="test")
     windows.gather(np.arange(0, len(windows), len(windows) // 100))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -171,41 +170,11 @@ def test_aligned_documents_start_on_segments_and_reset_there(make_windows, shape
     assert reset.reshape(-1).tolist() == starts[: whole // SEGMENT]
 
 
-@settings(max_examples=50)
-@given(shapes, st.sampled_from(["packed", "document", "aligned"]), st.data())
-def test_gathering_any_windows_in_any_order_matches_gathering_all(make_windows, shape, mode, data):
-    windows = make_windows(shape, mode)
-    inputs, labels, reset = gather_all(windows)
-    if not len(windows):
-        return
-    chosen = data.draw(st.lists(st.integers(0, len(windows) - 1), max_size=10))
-    indices = np.array(chosen, dtype=np.int64)
-    batch = windows.gather(indices)
-    assert batch.keys.tolist() == chosen
-    some_inputs, some_labels, _ = read(batch)
-    assert np.array_equal(some_inputs, inputs[indices])
-    assert np.array_equal(some_labels, labels[indices])
-    if mode == "aligned":
-        assert np.array_equal(batch.reset.numpy(), reset.numpy()[indices])
-
-
 def test_a_window_number_out_of_range_is_refused(make_windows):
     windows = make_windows([[20]], "packed")
     for index in (-1, len(windows)):
         with pytest.raises(IndexError):
             windows.gather(np.array([index]))
-
-
-def test_documents_are_found_by_number(make_windows):
-    windows = make_windows([[3, 2], [], [4]], "packed")
-    assert [document.tolist() for document in documents_of(windows)] == [
-        [1, 2, 3],
-        [4, 5],
-        [6, 7, 8, 9],
-    ]
-    for index in (-1, 3):
-        with pytest.raises(IndexError):
-            windows.stream.document(index)
 
 
 @given(

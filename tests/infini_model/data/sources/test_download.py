@@ -1,94 +1,99 @@
-"""The files of a source are listed by what identifies their content."""
+"""The files of a source are listed by what identifies their content; what is remote comes once."""
 
 import hashlib
 import os
+import socket
 import sysconfig
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-from corpora import build, files_config, make_texts, write_files, write_parquet
+from corpora import build, files_config, make_texts, write_files
+from local_hub import LocalHub, Repository, serve_hub
 
-from infini_model.config import FilesSource, SplitsConfig
-from infini_model.data.shards.dataset import build_dataset
+from infini_model.config import DataConfig, FilesSource, SplitsConfig
+from infini_model.data.sources import fingerprints
 from infini_model.data.sources.content import hash_documents, splits_of
 from infini_model.data.sources.download import download, list_files
-from infini_model.data.sources.fingerprints import SETTLED_NANOSECONDS
-from infini_model.runtime.errors import DataError
+from infini_model.data.sources.files import SourceFile
+from infini_model.data.sources.objects import list_objects
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError, UnreachableError
+from infini_model.runtime.object_stores.object_store import ObjectStore
 
 
-def listing_of(output_dir: Path, *patterns: object):
-    return download(files_config(*patterns), output_dir).ranges
+def files_of(output_dir: Path, *patterns: object) -> list[SourceFile]:
+    return [part.file for part in download(files_config(*patterns), output_dir).ranges]
 
 
 def test_a_file_is_identified_by_its_content(tmp_path):
     raw = write_files(tmp_path / "raw", ["eins", "zwölf", "eins"])
-    first, second, third = (part.file for part in listing_of(tmp_path, raw / "*.txt"))
+    first, second, third = files_of(tmp_path, raw / "*.txt")
     assert first.fingerprint == third.fingerprint != second.fingerprint
     assert first.fingerprint == f"sha256:{hashlib.sha256(b'eins').hexdigest()}"
     assert [file.bytes for file in (first, second, third)] == [4, 6, 4]
     assert first.version != third.version
 
 
-def read_bytes_of(path: Path) -> int:
-    """How many bytes this process has asked of any file."""
-    fields = dict(line.split(": ") for line in path.read_text().splitlines())
-    return int(fields["rchar"])
+@pytest.fixture
+def read(monkeypatch) -> list[str]:
+    """The names of the files that are read for their checksums."""
+    names, sha256 = [], storage.sha256
+
+    def noted(path):
+        names.append(Path(path).name)
+        return sha256(path)
+
+    monkeypatch.setattr(storage, "sha256", noted)
+    return names
 
 
-def test_a_file_is_read_again_only_if_it_was_written(tmp_path):
-    raw = write_files(tmp_path / "raw", ["a" * 1_000_000, "b" * 1_000_000])
-    # Files as old as those that a nightly run finds.
-    time.sleep(SETTLED_NANOSECONDS / 1e9)
-    first = listing_of(tmp_path, raw / "*.txt")
-    before = read_bytes_of(Path("/proc/self/io"))
-    assert listing_of(tmp_path, raw / "*.txt") == first
-    assert read_bytes_of(Path("/proc/self/io")) - before < 500_000
+def test_a_file_is_read_again_only_if_it_was_written(tmp_path, monkeypatch, read):
+    raw = write_files(tmp_path / "raw", ["a", "b"])
+    first = files_of(tmp_path, raw / "*.txt")
+    # Written so recently that another write might not change the time of modification.
+    assert files_of(tmp_path, raw / "*.txt") == first
+    assert read == ["0000.txt", "0001.txt"] * 2
+    monkeypatch.setattr(fingerprints, "SETTLED_NANOSECONDS", -1)
+    assert files_of(tmp_path, raw / "*.txt") == first
+    read.clear()
+    assert files_of(tmp_path, raw / "*.txt") == first
+    assert read == []
     stat = (raw / "0001.txt").stat()
-    (raw / "0001.txt").write_text("c" * 1_000_000)
+    (raw / "0001.txt").write_text("c")
     # A program may restore the time of modification, but not that of the change.
     os.utime(raw / "0001.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    second = listing_of(tmp_path, raw / "*.txt")
+    second = files_of(tmp_path, raw / "*.txt")
+    assert read == ["0001.txt"]
     assert second[0] == first[0]
-    assert second[1].file.fingerprint != first[1].file.fingerprint
-
-
-def test_a_damaged_memory_costs_only_time(tmp_path):
-    raw = write_files(tmp_path / "raw", ["a", "b"])
-    first = listing_of(tmp_path, raw / "*.txt")
+    assert second[1].fingerprint != first[1].fingerprint
     for path in (tmp_path / "datasets" / ".remembered").glob("*.json"):
         path.write_text("{broken")
-    assert listing_of(tmp_path, raw / "*.txt") == first
+    assert files_of(tmp_path, raw / "*.txt") == second
 
 
-def test_splits_are_even_and_depend_on_the_document_alone():
-    texts = make_texts(4000, longest=2)
-    hashes = hash_documents(next(_arrays(texts)))
+def test_the_hash_of_a_document_alone_decides_its_split():
+    texts = pa.array(make_texts(4000, longest=2))
+    hashes = hash_documents(texts)
+    assert (hashes[5:9] == hash_documents(texts.slice(5, 4))).all()
+    assert len(hash_documents(texts.slice(0, 0))) == 0
     splits = splits_of(hashes, SplitsConfig(train=0.5, validation=0.25, test=0.25))
     assert 0.45 < (splits == 0).mean() < 0.55
     assert 0.22 < (splits == 1).mean() < 0.28
     assert set(splits_of(hashes, SplitsConfig(train=1.0, validation=0.0, test=0.0))) == {0}
 
 
-def _arrays(texts):
-    import pyarrow as pa
-
-    yield pa.array(texts)
-
-
-def test_matches_are_sorted_and_each_file_appears_once(tmp_path):
-    raw = write_files(tmp_path / "raw", ["a", "b", "c"])
-    source = FilesSource(paths=[str(raw / "000[12].txt"), str(raw / "*.txt"), str(raw / "**/*")])
-    found = list_files(source, tmp_path)
-    assert [Path(name).name for name in found] == ["0000.txt", "0001.txt", "0002.txt"]
-
-
-def test_a_relative_pattern_finds_the_same_files_in_any_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "patterns", [["raw/000[12].txt", "{here}/raw/*.txt"], ["raw/**/*", "./raw//*.txt", "raw/*"]]
+)
+def test_each_match_is_listed_once_in_order_from_any_folder(tmp_path, monkeypatch, patterns):
     here = tmp_path / "[ab]*"
-    raw = write_files(here / "raw", ["a", "b"])
+    raw = write_files(here / "raw", ["a", "b", "c"])
     monkeypatch.chdir(here)
-    source = FilesSource(paths=["raw/*.txt", "./raw//*.txt", "raw/*"])
-    assert list_files(source, tmp_path) == [str(raw / "0000.txt"), str(raw / "0001.txt")]
+    escaped = str(here).replace("[", "[[]").replace("*", "[*]")
+    source = FilesSource(paths=[pattern.replace("{here}", escaped) for pattern in patterns])
+    assert list_files(source, tmp_path) == [str(raw / f"000{number}.txt") for number in range(3)]
 
 
 def test_the_standard_library_excludes_installed_packages(tmp_path):
@@ -104,50 +109,143 @@ def test_the_standard_library_excludes_installed_packages(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "complaint"),
     [
-        ("*.txt", r"'.*\*\.txt' matches no file$"),
-        ("", r"matches no file; it is a folder: write .*/\*\*/\*\.txt"),
-        ("image.png", r"image\.png: unknown file format; takes \.txt"),
-        ("empty/*", r"0000\.txt and 1 more: no documents left: 2 of 2 are empty"),
-        ("latin.md", r"latin\.md: is not UTF-8"),
+        ("{here}/*.txt", r"'.*\*\.txt' matches no file$"),
+        ("{here}", r"matches no file; it is a folder: write .*/\*\*/\*\.txt$"),
+        ("~nobody-here/*.txt", r"'~nobody-here/\*\.txt' matches no file$"),
+        ("{here}/image.png", r"image\.png: unknown file format; takes \.txt"),
+        ("{here}/short/*", r"0\.TXT and 1 more: no documents left: 2 of 2 .*min_characters 4"),
+        ("{here}/latin.md", r"latin\.md: is not UTF-8"),
+        ("nonsense://a/b.txt", r"nonsense://a/b\.txt: cannot be read"),
+        ("file://{here}/*.md5", "'file://.*md5' matches no file$"),
+        ("file://{here}/gone.txt", r"gone\.txt: not found$"),
+        ("{bucket}/texts/*.txt", r"data\.source\.paths: '.*txt' matches no object$"),
+        ("{bucket}/texts", r"no object; it is a folder: write s3:.*/texts/\*\*/\*\.txt$"),
+        ("{bucket}/texts/a.zip", r"a\.zip: unknown file format; takes \.txt"),
+        ("s3://no-such-bucket/*", "s3://no-such-bucket: there is no such bucket"),
     ],
 )
-def test_errors_of_sources_are_one_line(tmp_path, pattern, complaint):
+def test_what_a_source_lacks_is_named_in_one_line(tmp_path, request, pattern, complaint):
     (tmp_path / "image.png").write_bytes(b"png")
     (tmp_path / "latin.md").write_bytes(b"\xe9")
-    write_files(tmp_path / "empty", ["", ""])
+    write_files(tmp_path / "short", ["", "abc"])
+    (tmp_path / "short" / "0000.txt").rename(tmp_path / "short" / "0.TXT")
+    pattern = pattern.replace("{here}", str(tmp_path))
+    if "{bucket}" in pattern or pattern.startswith("s3:"):
+        bucket = request.getfixturevalue("bucket")
+        ObjectStore(bucket).write("texts/a.zip", b"zip")
+        pattern = pattern.replace("{bucket}", bucket)
+    source = FilesSource(paths=[pattern], min_characters=4)
     with pytest.raises(DataError, match=complaint) as caught:
-        build(files_config(tmp_path / pattern), tmp_path / "out")
+        build(DataConfig(source=source), tmp_path / "out")
     assert "\n" not in str(caught.value)
 
 
-def test_a_pattern_of_an_unknown_user_matches_nothing(tmp_path):
-    with pytest.raises(DataError, match=r"'~nobody-here/\*\.txt' matches no file$"):
-        list_files(FilesSource(paths=["~nobody-here/*.txt"]), tmp_path)
+def test_objects_are_listed_by_address_with_the_fingerprints_of_their_content(bucket, tmp_path):
+    store, names = ObjectStore(f"{bucket}/texts"), ["a.txt", "b.txt", "deep/er/c.txt"]
+    for name in ("d.md", *reversed(names)):
+        store.write(name, name.encode())
+    listed = list_objects(f"{bucket}/texts/**/*.txt")
+    assert [file.address for file in listed] == [f"{bucket}/texts/{name}" for name in names]
+    assert [file.bytes for file in listed] == [len(name) for name in names]
+    assert files_of(tmp_path, f"{bucket}/texts/a.txt", f"{bucket}/**/a.txt") == listed[:1]
+    ObjectStore(bucket).write("copy/of/a.txt", b"a.txt")
+    (copy,) = list_objects(f"{bucket}/copy/**")
+    assert copy.fingerprint == listed[0].fingerprint
+    store.write("a.txt", b"A.txt")
+    again = list_objects(f"{bucket}/texts/**/*.txt")
+    assert again[1:] == listed[1:]
+    assert again[0].fingerprint != listed[0].fingerprint
 
 
-def test_no_documents_left_is_an_error(tmp_path):
-    write_parquet(tmp_path / "a.parquet", ["abc", "é"])
-    config = files_config(tmp_path)
-    source = FilesSource(paths=[str(tmp_path / "a.parquet")], min_characters=4)
-    with pytest.raises(DataError, match=r"no documents left: 2 of 2 .*min_characters 4"):
-        build(config.model_copy(update={"source": source}), tmp_path)
+CONTENT = b"".join(b'{"text": "document %d"}\n' % number for number in range(20_000))
 
 
-def test_progress_is_in_bytes_of_text(tmp_path):
-    raw = write_files(tmp_path / "raw", ["a" * 10, "b" * 20])
-    many = write_parquet(tmp_path / "a.parquet", [letter * 9_000_000 for letter in "cdef"])
-    reports: list[tuple[int, int]] = []
-    config = files_config(raw / "*", many)
-    listing = download(config, tmp_path)
-    build_dataset(listing, config, tmp_path, progress=lambda *seen: reports.append(seen))
-    (total,) = {total for _, total in reports}
-    assert total > 30
-    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
-    assert reports[-1][0] == total
+@pytest.fixture
+def hub() -> Iterator[LocalHub]:
+    """A server with a file, of which it may send only ranges."""
+    with serve_hub() as server:
+        server.repositories["team/data"] = Repository({"corpus.jsonl": CONTENT})
+        yield server
 
 
-def test_hashes_do_not_depend_on_the_batch():
-    texts = make_texts(20, longest=5)
-    array = next(_arrays(texts))
-    assert (hash_documents(array)[5:9] == hash_documents(array.slice(5, 4))).all()
-    assert len(hash_documents(array.slice(0, 0))) == 0
+def address_of(hub: LocalHub, name: str = "corpus.jsonl") -> str:
+    return f"{hub.address}/datasets/team/data/resolve/main/{name}"
+
+
+def fetch(hub: LocalHub, output_dir: Path, **options) -> Path:
+    (part,) = download(files_config(address_of(hub)), output_dir, **options).ranges
+    return Path(part.file.address)
+
+
+def asked(hub: LocalHub) -> list[str | None]:
+    """The ranges of the downloads."""
+    return [each.range for each in hub.requests if each.method == "GET"]
+
+
+def test_a_file_is_downloaded_once(hub, tmp_path):
+    reports = []
+    path = fetch(hub, tmp_path, progress=lambda *seen: reports.append(seen))
+    assert path.read_bytes() == CONTENT
+    assert reports[-1] == (len(CONTENT), len(CONTENT))
+    assert fetch(hub, tmp_path) == path
+    # Killed before it was renamed.
+    path.rename(path.with_name(path.name + ".partial"))
+    assert fetch(hub, tmp_path) == path
+    assert asked(hub) == [None]
+    hub.repositories["team/data"] = Repository({"corpus.jsonl": b"changed"})
+    assert fetch(hub, tmp_path).read_bytes() == b"changed"
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["by ranges", "whole"])
+def test_a_broken_download_is_resumed_if_the_server_can(hub, tmp_path, ranges):
+    hub.cuts, hub.ranges = 1, ranges
+    with pytest.raises(UnreachableError, match=f"^{address_of(hub)}: (can|down)[^\n]*$"):
+        fetch(hub, tmp_path)
+    (partial,) = (tmp_path / "raw").rglob("*.partial")
+    there = partial.stat().st_size
+    assert 0 < there <= len(CONTENT) // 2
+    assert fetch(hub, tmp_path).read_bytes() == CONTENT
+    assert asked(hub) == [None, f"bytes={there}-"]
+    assert not list((tmp_path / "raw").rglob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "error", "complaint"),
+    [
+        ("gone.jsonl", {}, DataError, r"not found \(HTTP 404\)"),
+        ("corpus.jsonl", {"gated": True}, DataError, r"Unauthorized \(HTTP 401\)"),
+        ("corpus.jsonl", {"busy": 9}, UnreachableError, "cannot be reached: 503"),
+        ("corpus.zip", {}, DataError, r"unknown file format; takes \.txt"),
+    ],
+)
+def test_a_refusal_is_final_and_a_failure_is_not(hub, tmp_path, name, state, error, complaint):
+    hub.busy = state.get("busy", 0)
+    hub.repositories["team/data"].gated = "gated" in state
+    with pytest.raises(error, match=f"^{address_of(hub, name)}: {complaint}[^\n]*$"):
+        download(files_config(address_of(hub, name)), tmp_path)
+
+
+def test_a_dead_host_is_a_connection_error_that_names_it(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        # Bound but not listening: nobody else can take the port.
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/corpus.jsonl"
+        with pytest.raises(UnreachableError, match=f"^{url}: cannot be reached: [^\n]*$"):
+            download(files_config(url), tmp_path)
+
+
+def test_other_file_systems_are_copied_and_globbed(tmp_path):
+    for name, text in {"a.txt": "eins", "b.txt": "zwei"}.items():
+        (tmp_path / name).write_text(text)
+
+    def fetched():
+        listed = files_of(tmp_path / "out", f"file://{tmp_path}/*.txt")
+        return {Path(file.address).name: Path(file.address) for file in listed}
+
+    found = fetched()
+    assert [found[name].read_text() for name in ("a.txt", "b.txt")] == ["eins", "zwei"]
+    assert found["a.txt"].is_relative_to(tmp_path / "out" / "raw")
+    found["a.txt"].unlink()
+    found["a.txt"].with_name("a.txt.partial").write_text("ei")
+    assert fetched() == found
+    assert found["a.txt"].read_text() == "eins"

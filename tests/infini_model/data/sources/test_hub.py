@@ -1,192 +1,503 @@
-"""A hub dataset becomes Parquet files: pinned, resumed, never downloaded twice."""
+"""Of the Hugging Face hub: files read by ranges, datasets streamed, tokenizers and weights."""
 
+import contextlib
+import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import build, make_texts, write_parquet
-from local_hub import Repository, serve_hub
+from corpora import make_texts, write_parquet
+from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 
-from infini_model.config import DataConfig, HubSource
-from infini_model.data.manifest import SPLITS
-from infini_model.data.shards.stream import open_split
-from infini_model.data.sources.download import download
+from infini_model.config import HubSource
 from infini_model.data.sources.hub import fetch_dataset
-from infini_model.data.tokenizers.tokenizer import ByteTokenizer
+from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
-TEXTS = ["short", *make_texts(99, longest=40)]
+# A process of its own, since the hub's address is read when its package is imported. It answers a
+# line of JSON with another; pauses between retries are left out.
+CLIENT = """
+import contextlib, json, os, pathlib, sys, tempfile, time
+import pyarrow.parquet as pq
+from infini_model.config import HubSource
+from infini_model.data.sources.files import FileRange
+from infini_model.data.sources.formats import Reading, read_range
+from infini_model.data.sources.hub import fetch_dataset, fetch_weights, list_dataset
+from infini_model.data.tokenizers.load import load_tokenizer
+
+time.sleep = lambda seconds: None
+
+def login(token):
+    os.environ["HF_TOKEN"] = token
+
+def read(ranges):
+    parts = map(FileRange.model_validate, ranges)
+    arrays = (array for part in parts for array in read_range(part, Reading()))
+    return [text for array in arrays for text in array.to_pylist()]
+
+def listing(source, folder=None):
+    found = list_dataset(HubSource(**source), pathlib.Path(folder or tempfile.mkdtemp()))
+    return found and [one.model_dump() for one in found]
+
+def stream(repository, split):
+    import datasets
+    rows = datasets.load_dataset(repository, split=split, streaming=True)
+    return [row["text"] for row in rows]
+
+def fetch(source, folder):
+    paths = fetch_dataset(HubSource(**source), pathlib.Path(folder))
+    return [text for path in paths for text in pq.read_table(path)["text"].to_pylist()]
+
+def tokenizer(name):
+    return load_tokenizer(name).fingerprint
+
+def weights(name, commit):
+    seen = []
+    return str(fetch_weights(name, commit, lambda *position: seen.append(position))), seen
+
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = [globals()[name](*arguments), None]
+    except (ValueError, ConnectionError) as error:
+        answer = [None, f"{type(error).__name__}: {error}"]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def client_of(address, home):
+    """A function that asks a client for an answer or an error."""
+    variables = {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    log = home.with_suffix(".log")
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLIENT],
+        env=os.environ | variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log.open("wb"),
+        text=True,
+    )
+    with process:
+
+        def ask(*command):
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            assert line, log.read_text()
+            answer, error = json.loads(line)
+            assert error is None or "\n" not in error
+            return answer, error
+
+        yield ask
+        process.stdin.close()
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory):
-    root = tmp_path_factory.mktemp("hub") / "repository"
-    write_parquet(root / "train-0.parquet", TEXTS[:60])
-    write_parquet(root / "train-1.parquet", TEXTS[60:])
-    write_parquet(root / "test.parquet", ["only this"])
-    return root
+def hub():
+    with serve_hub() as server:
+        yield server
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def client(hub, home):
+    with client_of(hub.address, home) as ask:
+        yield ask
+
+
+@pytest.fixture
+def ask(hub, client):
+    """Returns the answer, and what was asked of the hub for it."""
+
+    def both(*command):
+        before = len(hub.requests)
+        answer, error = client(*command)
+        assert error is None, error
+        return answer, hub.requests[before:]
+
+    yield both
+    hub.cuts = hub.busy = 0
+    hub.ranges = True
+
+
+def parquet(texts, group=None):
+    """A file of which every byte has to be read for all of its columns."""
+    sink = pa.BufferOutputStream()
+    noise = [os.urandom(64)] * len(texts)
+    table = pa.table({"text": texts, "number": range(len(texts)), "noise": noise})
+    pq.write_table(table, sink, row_group_size=group, compression="none", use_dictionary=False)
+    return sink.getvalue().to_pybytes()
+
+
+def lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def ranges_of(requests, path):
+    return [each for each in requests if each.method == "GET" and path in each.path]
+
+
+TEXTS = make_texts(60, longest=60)
+README = b"""---
+configs:
+- config_name: main
+  default: true
+  data_files:
+  - split: train
+    path: [zeta.parquet, "parts/*.parquet"]
+  - split: validation
+    path: held_out.parquet
+- config_name: lines
+  data_files: lines/*
+---
+"""
+NAME = "team/data"
+SOURCE = {"repository": NAME}
+
+
+@pytest.fixture(scope="module")
+def repository(hub):
+    """Two splits by a README, not in the order of the names of their files."""
+    files = {
+        "README.md": README,
+        "zeta.parquet": parquet(TEXTS[:20], 6),
+        "parts/a b#1.parquet": parquet(TEXTS[20:30], 5),
+        "parts/b.parquet": parquet(TEXTS[30:]),
+        "held_out.parquet": parquet(["held", None, ""]),
+    }
+    hub.repositories[NAME] = Repository(files)
+    return hub.repositories[NAME]
+
+
+@pytest.fixture(scope="module")
+def of_lines(hub):
+    """Two splits by the names of folders."""
+    files = {
+        "train/b.jsonl": lines(TEXTS[:9]),
+        "train/a.jsonl.gz": gzip.compress(lines(TEXTS[9:20]), mtime=0),
+        "validation/c.jsonl": lines(["only"]),
+    }
+    hub.repositories["team/lines"] = Repository(files)
+    return hub.repositories["team/lines"]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("name", [NAME, "team/lines"])
+def test_files_hold_what_datasets_streams(repository, of_lines, ask, name, split):
+    listed, _ = ask("listing", {"repository": name, "split": split})
+    assert all(one["stop"] is one["rows"] is None for one in listed)
+    assert ask("read", listed)[0] == ask("stream", name, split)[0]
+
+
+def test_a_file_is_named_by_commit_and_identified_by_content_without_reading_it(
+    repository, of_lines, ask
+):
+    listed, requests = ask("listing", SOURCE)
+    zeta, first, _ = [one["file"] for one in listed]
+    assert zeta == {
+        "address": f"hf://datasets/team/data@{repository.commit}/zeta.parquet",
+        "bytes": len(repository.files["zeta.parquet"]),
+        "fingerprint": f"sha256:{sha256(repository.files['zeta.parquet'])}",
+        "version": repository.commit,
+    }
+    assert first["address"].endswith("/parts/a b#1.parquet")
+    # The footer of the first file, for its schema.
+    assert len({each.path for each in ranges_of(requests, "/storage/")}) == 1
+    assert not ranges_of(requests, "parts/")
+    (one,), requests = ask("listing", {"repository": "team/lines", "split": "validation"})
+    small = of_lines.files["validation/c.jsonl"]
+    assert one["file"]["fingerprint"] == f"git:{git_id(small)}"
+    assert not ranges_of(requests, "/resolve/")
+
+
+def test_an_unchanged_commit_is_listed_once(repository, ask, tmp_path):
+    source = SOURCE | {"limit": 25}
+    listed, _ = ask("listing", source, str(tmp_path))
+    again, requests = ask("listing", source, str(tmp_path))
+    assert again == listed
+    assert [each.path for each in requests] == ["/api/datasets/team/data"]
+    pinned = source | {"revision": repository.commit}
+    assert ask("listing", pinned, str(tmp_path)) == (listed, [])
+    other, _ = ask("listing", source | {"limit": 24}, str(tmp_path))
+    assert other != listed
+
+
+# At and around the ends of row groups and of files, with the group in which each ends.
+@pytest.mark.parametrize(
+    ("limit", "stop"),
+    [(6, 1), (7, 2), (20, None), (21, 1), (30, None), (59, 1), (61, None)],
+)
+def test_a_limit_is_a_prefix_in_file_order(repository, ask, limit, stop):
+    listed, requests = ask("listing", SOURCE | {"limit": limit})
+    names = [one["file"]["address"].rpartition("/")[2] for one in listed]
+    needed = 1 + (limit > 20) + (limit > 30)
+    assert names == ["zeta.parquet", "a b#1.parquet", "b.parquet"][:needed]
+    assert listed[-1]["stop"] == stop
+    # A footer each, by one range.
+    assert len(ranges_of(requests, "/storage/")) == needed
+    assert ask("read", listed)[0] == TEXTS[:limit]
+
+
+LARGE = {"repository": "team/large", "limit": 150}
+
+
+@pytest.fixture(scope="module")
+def large(hub):
+    """The texts of files of which few ranges hold the first."""
+    texts = ["x" * 1000] * 2000
+    data = parquet(texts, 100)
+    hub.repositories["team/large"] = Repository({"a.parquet": data, "b.parquet": data})
+    return texts[:150]
+
+
+def test_only_the_ranges_that_are_needed_are_fetched(large, ask):
+    listed, requests = ask("listing", LARGE)
+    assert [(one["stop"], one["rows"]) for one in listed] == [(2, 150)]
+    assert sum(each.sent for each in ranges_of(requests, "/storage/")) <= 64 << 10
+    read, requests = ask("read", listed)
+    assert read == large
+    fetched = sum(each.sent for each in ranges_of(requests, "/storage/"))
+    assert 200_000 < fetched < 200_000 * 1.1 + (64 << 10)
+    # Nothing but ranges: no listing of a folder, no question whether the repository exists.
+    assert not [each for each in requests if "/api/" in each.path]
+
+
+@pytest.mark.parametrize(("name", "value"), [("cuts", 3), ("busy", 3), ("ranges", False)])
+def test_a_file_is_read_though_the_hub_fails_at_times_or_ignores_ranges(
+    hub, large, ask, name, value
+):
+    listed, _ = ask("listing", LARGE)
+    setattr(hub, name, value)
+    assert ask("read", listed)[0] == large
+    assert not getattr(hub, name)
+
+
+@pytest.mark.parametrize("failure", ["cuts", "busy"])
+def test_a_hub_that_keeps_failing_is_a_connection_error(hub, repository, client, ask, failure):
+    listed, _ = ask("listing", SOURCE | {"split": "validation"})
+    setattr(hub, failure, 1000)
+    _, error = client("read", listed)
+    address = listed[0]["file"]["address"]
+    assert error.startswith(f"UnreachableError: {address}: the hub cannot be reached: ")
+    assert "hf_" not in error.replace(address, "")
+
+
+def test_without_a_hub_there_is_a_connection_error(tmp_path):
+    with client_of("http://127.0.0.1:9", tmp_path) as ask:
+        for what, name, *command in (
+            ("dataset", NAME, "listing", SOURCE),
+            ("tokenizer", "team/llama", "tokenizer", "team/llama"),
+            ("model", "team/llama", "weights", "team/llama", "0" * 40),
+        ):
+            _, error = ask(*command)
+            assert error.startswith(f"UnreachableError: {what} {name}: the hub cannot be reached")
+
+
+def test_a_file_that_is_gone_is_named(repository, client, ask):
+    listed, _ = ask("listing", SOURCE | {"split": "validation"})
+    file = listed[0]["file"]
+    for old, new, reason in (
+        ("held_out", "gone", "not found (HTTP 404)"),
+        (repository.commit, "0" * 40, "has no such revision (HTTP 404)"),
+        (NAME, "team/gone", "does not exist on the hub, or is private"),
+    ):
+        address = file["address"].replace(old, new)
+        _, error = client("read", [{"file": file | {"address": address}}])
+        assert error.startswith(f"DataError: {address}: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"repository": "team/gone"}, "team/gone: does not exist on the hub, or is private"),
+        ({"revision": "v9"}, "dataset team/data: has no revision 'v9'; it has: main"),
+        ({"revision": "0" * 40}, "0000"),
+        ({"configuration": "other"}, "'other' not found. Available: ['main', 'lines']"),
+        ({"repository": "team/choice"}, "pick one among the available configs: ['a', 'b']"),
+        ({"split": "dev"}, "has no split 'dev'; it has: train, validation"),
+        ({"column": "article"}, "has no column 'article'; it has: text, number, noise"),
+        ({"repository": "team/damaged"}, "train.parquet: cannot be read: "),
+    ],
+)
+def test_what_does_not_exist_is_named_in_one_line(hub, repository, client, fields, complaint):
+    choice = b"---\nconfigs:\n- config_name: a\n- config_name: b\n---\n"
+    hub.repositories["team/choice"] = Repository({"README.md": choice, "a.parquet": b""})
+    hub.repositories["team/damaged"] = Repository({"train.parquet": b"PAR1" + b"x" * 100})
+    _, error = client("listing", SOURCE | fields)
+    assert error.startswith("DataError: ")
+    assert complaint in error
+
+
+SKIPPING = b"---\nconfigs:\n- config_name: x\n  data_files: a.parquet\n  on_bad_files: skip\n---\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "fields"),
+    [
+        ({"train.csv": b"text\nhello\n"}, {}),
+        ({"train.jsonl": lines(["a", "b"])}, {"limit": 1}),
+        ({"train.parquet": parquet(["a"])}, {"column": "number"}),
+        ({"train.jsonl": lines(["a"]), "test.jsonl": lines(["b"])}, {"split": "train+test"}),
+        ({"a.parquet": parquet(["a"]), "README.md": SKIPPING}, {}),
+    ],
+    ids=["csv", "limited lines", "numbers", "two splits", "an option"],
+)
+def test_what_is_no_plain_file_is_left_to_streaming(hub, ask, files, fields):
+    hub.repositories["team/other"] = Repository(files)
+    assert ask("listing", {"repository": "team/other"} | fields)[0] is None
+
+
+def test_what_is_streamed_is_streamed_once_until_it_changes(hub, ask, client, tmp_path):
+    hub.repositories["team/table"] = Repository({"train.csv": b"text\nhello\nworld\n"})
+    source = {"repository": "team/table"}
+    assert ask("fetch", source, str(tmp_path))[0] == ["hello", "world"]
+    again, requests = ask("fetch", source, str(tmp_path))
+    assert again == ["hello", "world"]
+    assert [each.path for each in requests] == ["/api/datasets/team/table"]
+    _, error = client("fetch", source | {"column": "article"}, str(tmp_path))
+    assert error == "DataError: dataset team/table: has no column 'article'; it has: text"
+    hub.repositories["team/table"] = Repository({"train.csv": b"text\nother\n"})
+    assert ask("fetch", source, str(tmp_path))[0] == ["other"]
+
+
+def test_a_gated_dataset_needs_a_token_that_no_message_shows(hub, client, ask):
+    gated = Repository({"train.parquet": parquet(["secret"])}, gated=True)
+    hub.repositories["team/gated"] = gated
+    address, source = f"hf://datasets/team/gated@{gated.commit}/train.parquet", "team/gated"
+    file = {"address": address, "bytes": 9, "fingerprint": "", "version": ""}
+    for token in ("", "hf_wrong"):
+        client("login", token)
+        _, error = client("listing", {"repository": source})
+        assert error.startswith("DataError: dataset team/gated: ")
+        _, refused = client("read", [{"file": file}])
+        assert refused.startswith(f"DataError: {address}: is gated: ask for access")
+        assert "hf_wrong" not in error + refused
+    client("login", TOKEN)
+    listed, _ = ask("listing", {"repository": source})
+    read, requests = ask("read", listed)
+    client("login", "")
+    assert read == ["secret"]
+    # The storage has its own signature; the token is for the hub alone.
+    assert {each.authorized for each in ranges_of(requests, "/resolve/")} == {True}
+    assert {each.authorized for each in ranges_of(requests, "/storage/")} == {False}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A dataset in a folder."""
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
-def config_of(repository, **fields):
-    return DataConfig(source=HubSource(repository=str(repository), **fields))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_parquet(tmp_path / "team" / "train-0.parquet", TEXTS[:40])
+    write_parquet(tmp_path / "team" / "train-1.parquet", TEXTS[40:])
+    write_parquet(tmp_path / "team" / "test.parquet", ["only this"])
+    return str(tmp_path / "team")
 
 
 def rows_of(paths):
     return [text for path in paths for text in pq.read_table(path)["text"].to_pylist()]
 
 
-def test_a_split_is_streamed_into_bounded_files(repository, tmp_path):
-    source = HubSource(repository=str(repository))
-    files = fetch_dataset(source, tmp_path / "raw", file_bytes=2000, batch_rows=7)
+def test_a_split_is_streamed_into_bounded_files(folder, tmp_path):
+    raw = tmp_path / "raw"
+    files = fetch_dataset(HubSource(repository=folder), raw, file_bytes=2000, batch_rows=7)
     assert len(files) > 3
     assert rows_of(files) == TEXTS
-    assert all(path.is_relative_to(tmp_path / "raw") for path in files)
-    other = fetch_dataset(source.model_copy(update={"split": "test"}), tmp_path / "raw")
-    assert rows_of(other) == ["only this"]
+    assert all(path.is_relative_to(raw) for path in files)
+    assert rows_of(fetch_dataset(HubSource(repository=folder, split="test"), raw)) == ["only this"]
+    assert rows_of(fetch_dataset(HubSource(repository=folder, limit=41), raw)) == TEXTS[:41]
+    with pytest.raises(DataError, match="column 'number' is int64, not text"):
+        fetch_dataset(HubSource(repository=folder, column="number"), raw)
 
 
-def test_the_limit_counts_rows_before_the_filter(repository, tmp_path):
-    config = config_of(repository, limit=10, min_characters=6)
-    assert rows_of(fetch_dataset(config.source, tmp_path / "raw")) == TEXTS[:10]
-    manifest, folder = build(config, tmp_path)
-    kept = [text for text in TEXTS[:10] if len(text) >= 6]
-    assert (manifest.documents, manifest.corpus.skipped) == (len(kept), 10 - len(kept))
-    streams = [open_split(folder, split) for split in SPLITS]
-    found = [
-        ByteTokenizer().decode(stream.document(index))
-        for stream in streams
-        for index in range(stream.documents)
-    ]
-    assert sorted(found) == sorted(kept)
+def test_a_download_that_ends_early_goes_on_after_its_last_file(folder, tmp_path):
+    def end(done, total):
+        if done > 5000:
+            raise InterruptedError
 
-
-def test_plain_files_of_a_local_repository_are_read_in_place(repository, tmp_path):
-    listing = download(config_of(repository), tmp_path)
-    names = [Path(part.file.address) for part in listing.ranges]
-    assert [path.name for path in names] == ["train-0.parquet", "train-1.parquet"]
-    assert all(path.is_relative_to(repository) for path in names)
-    assert not (tmp_path / "raw").exists()
-
-
-def test_a_complete_download_is_never_repeated(repository, tmp_path):
-    copy = shutil.copytree(repository, tmp_path / "copy")
-    source = HubSource(repository=str(copy))
-    files = fetch_dataset(source, tmp_path / "raw")
-    stamps = [path.stat().st_mtime_ns for path in files]
-    assert fetch_dataset(source, tmp_path / "raw") == files
-    assert [path.stat().st_mtime_ns for path in files] == stamps
-    (record,) = (tmp_path / "raw").glob("*/complete.json")
-    complete = json.loads(record.read_text())
-    assert complete["rows"] == 100
-    assert len(complete["commit"]) == 64
-    write_parquet(copy / "train-2.parquet", ["another"])
-    assert len(rows_of(fetch_dataset(source, tmp_path / "raw"))) == 101
-
-
-def test_a_killed_download_resumes_after_its_last_file(repository, tmp_path):
-    script = """
-import os, signal, sys
-from pathlib import Path
-from infini_model.config import HubSource
-from infini_model.data.sources import hub
-def die(done, total):
-    if done > 10_000:
-        os.kill(os.getpid(), signal.SIGKILL)
-source, raw_dir = HubSource(repository=sys.argv[1]), Path(sys.argv[2]) / "raw"
-hub.fetch_dataset(source, raw_dir, die, file_bytes=4000, batch_rows=7)
-"""
-    subprocess.run([sys.executable, "-c", script, str(repository), str(tmp_path)])
-    there = {path: path.stat().st_mtime_ns for path in (tmp_path / "raw").rglob("part-*.parquet")}
+    source, raw = HubSource(repository=folder), tmp_path / "raw"
+    with pytest.raises(InterruptedError):
+        fetch_dataset(source, raw, end, file_bytes=2000, batch_rows=7)
+    there = {path: path.stat().st_mtime_ns for path in raw.rglob("part-*.parquet")}
     assert there
-    assert not list((tmp_path / "raw").rglob("complete.json"))
-    source = HubSource(repository=str(repository))
-    assert rows_of(fetch_dataset(source, tmp_path / "raw")) == TEXTS
+    assert not list(raw.rglob("complete.json"))
+    # What is left by a download that was killed.
+    left = next(iter(there)).with_name(".tmp-part")
+    left.write_bytes(b"half")
+    assert rows_of(fetch_dataset(source, raw)) == TEXTS
     assert {path: path.stat().st_mtime_ns for path in there} == there
+    assert not left.exists()
 
 
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
-        ({"column": "article"}, "has no column 'article'; it has: text, number"),
-        ({"column": "number"}, "column 'number' is int64, not text"),
-        ({"split": "dev"}, "dev"),
-        ({"configuration": "other"}, "other"),
-    ],
-)
-def test_what_does_not_exist_is_named_in_one_line(repository, tmp_path, fields, complaint):
-    with pytest.raises(DataError, match=complaint) as caught:
-        download(config_of(repository, **fields), tmp_path)
-    assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "raw").rglob("*.parquet"))
+def test_a_tokenizer_is_fetched_once(hub, ask, client):
+    trained = train_tokenizer([TEXTS], 280)
+    hub.repositories["team/llama"] = Repository({"tokenizer.json": trained.text.encode()})
+    assert ask("tokenizer", "team/llama")[0] == trained.fingerprint
+    again, requests = ask("tokenizer", "team/llama")
+    assert again == trained.fingerprint
+    assert [each.method for each in requests] == ["HEAD"]
+    _, error = client("tokenizer", "team/gone")
+    assert error.startswith("DataError: tokenizer team/gone: ")
+
+
+SHARDS = {f"model-{number}-of-3.safetensors": 40_000 + number for number in range(3)}
+# Neither a pickle nor a copy of the weights is fetched.
+WEIGHTS = {name: os.urandom(size) for name, size in SHARDS.items()} | {
+    "config.json": b"{}",
+    "model.bin": b"pickle",
+    "original/consolidated.safetensors": b"a copy",
+}
+TOTAL = sum(SHARDS.values()) + 2
 
 
 @pytest.fixture
-def hub():
-    from infini_model.data.tokenizers.bpe import train_tokenizer
+def fetch(hub, ask):
+    """Returns the folder, and each (done, total) that was reported."""
+    hub.repositories["team/weights"] = Repository(WEIGHTS)
+    commit = hub.repositories["team/weights"].commit
 
-    tokenizer = train_tokenizer([TEXTS], 280)
-    with serve_hub() as server:
-        server.repositories["team/data"] = Repository({"train.csv": b"text"})
-        server.repositories["team/model"] = Repository({"tokenizer.json": tokenizer.text.encode()})
-        yield server, tokenizer.fingerprint
+    def answer():
+        (folder, seen), _ = ask("weights", "team/weights", commit)
+        return Path(folder), [tuple(position) for position in seen]
 
-
-ASK = """
-import sys
-from infini_model.config import HubSource
-from infini_model.data.sources.hub.access import pin
-from infini_model.data.tokenizers.load import load_tokenizer
-kind, name = sys.argv[1:]
-try:
-    if kind == "tokenizer":
-        print(load_tokenizer(name).fingerprint)
-    else:
-        print(pin(HubSource(repository=name)))
-except (ValueError, ConnectionError) as error:
-    print(f"{type(error).__name__}: {error}")
-"""
+    return answer
 
 
-def ask(address, home, kind, name, offline="0"):
-    """A new process, since the hub's address is read when its package is imported."""
-    environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home)}
-    environment["HF_HUB_OFFLINE"] = offline
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, kind, name], env=environment, capture_output=True, text=True
-    )
-    return done.stdout.strip() or done.stderr
+def test_progress_counts_the_bytes_of_all_weights_and_those_of_an_earlier_attempt(fetch, home):
+    folder, seen = fetch()
+    assert {total for _, total in seen} == {TOTAL}
+    assert seen == sorted(seen)
+    assert seen[-1] == (TOTAL, TOTAL)
+    assert len(seen) == len(SHARDS) + 1
+    assert "%|" not in home.with_suffix(".log").read_text()  # no bar
+    assert fetch() == (folder, [])
+
+    lost, size = next(iter(SHARDS.items()))
+    (folder / lost).resolve().unlink()
+    (folder / lost).unlink()
+    assert fetch() == (folder, [(TOTAL, TOTAL)])
+    assert (folder / lost).stat().st_size == size
 
 
-def test_revisions_are_pinned_and_tokenizers_fetched_once(hub, tmp_path):
-    server, fingerprint = hub
-    address, requests = server.address, server.requests
-    commit = server.repositories["team/data"].commit
-    assert ask(address, tmp_path, "dataset", "team/data") == commit
-    assert ask(address, tmp_path, "tokenizer", "team/model") == fingerprint
-    downloads = len(requests)
-    assert ask(address, tmp_path, "tokenizer", "team/model") == fingerprint
-    assert len(requests) <= downloads + 1
-    for kind in ("dataset", "tokenizer"):
-        line = ask(address, tmp_path, kind, "team/gone")
-        assert line.startswith(f"DataError: {kind} team/gone: ")
-        assert "\n" not in line
-
-
-def test_a_hub_that_does_not_answer_is_a_connection_error(tmp_path):
-    # The hub's package retries a tokenizer for half a minute, unless it is offline.
-    for kind, name, offline in (("dataset", "team/data", "0"), ("tokenizer", "team/model", "1")):
-        line = ask("http://127.0.0.1:9", tmp_path, kind, name, offline)
-        assert line.startswith(f"UnreachableError: {kind} {name}: the hub cannot be reached")
-        assert "\n" not in line
+def test_what_a_killed_download_left_is_removed_and_what_another_one_writes_is_not(fetch, home):
+    folder, _ = fetch()
+    blobs = folder.parents[1] / "blobs"
+    one, other = (path.name for path in sorted(blobs.iterdir())[:2])
+    left, written = blobs / f"{one}.1234abcd.incomplete", blobs / f"{other}.1234abcd.incomplete"
+    for path in (left, written):
+        path.write_bytes(b"half")
+    with storage.lock(home / "hub" / ".locks" / "models--team--weights" / f"{other}.lock"):
+        assert fetch() == (folder, [])
+    assert [path.exists() for path in (left, written)] == [False, True]

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 import zstandard
@@ -21,13 +20,9 @@ ERRORS = ("fail", "skip", "replace")
 DEEP = b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
-def rows(*parts: FileRange, batch_bytes: int = 1 << 20, **reading: object) -> list[str | None]:
-    return [
-        text
-        for part in parts
-        for array in read_range(part, Reading(**reading), batch_bytes)
-        for text in array.to_pylist()
-    ]
+def rows(*parts: FileRange, batch_bytes: int) -> list[str | None]:
+    arrays = (array for part in parts for array in read_range(part, Reading(), batch_bytes))
+    return [text for array in arrays for text in array.to_pylist()]
 
 
 def outcome(parse, data: bytes, errors: str, column: str = "text") -> object:
@@ -58,23 +53,14 @@ LINES = st.builds(
     st.booleans(),
     st.sampled_from(["", " "]),
 )
-TOKENS = [
+TOKENS = (
     *(b"{", b"}", b"[", b"]", b",", b":", b'"', b'"text"', b'"text":', b'{"text":"a"', b"\\"),
-    *(b'{"text":"a"}', b'{"text":"a"', b'"x":', b"null", b"true", b"1", b"-", b"01", b"1e999"),
-    *(
-        b"NaN",
-        b"-NaN",
-        b"Inf",
-        b"-Inf",
-        b"Infinity",
-        b"-Infinity",
-        b"\\ud83e",
-        b"\\udd8a",
-        b"\\u0000",
-    ),
-    *(b"\n", b"\r\n", b"\r", b" ", b"\t", b"\x0b", b"\x0c", b"\0", b"\x1f", b"\x7f", b"a", b"/"),
-    *(b"\xef\xbb\xbf", b"\xff", b"\xc3", b"\xa9", b"\xed\xa0\x80", b"\xe2\x80\xa8", b"9" * 30),
-]
+    *(b'{"text":"a"}', b'"x":', b"null", b"true", b"1", b"-", b"01", b"1e999", b"9" * 30),
+    *(b"NaN", b"-NaN", b"Inf", b"-Inf", b"Infinity", b"-Infinity", b"a", b"/"),
+    *(b"\\ud83e", b"\\udd8a", b"\\u0000", b"\xff", b"\xc3", b"\xa9", b"\xed\xa0\x80"),
+    *(b"\n", b"\r\n", b"\r", b" ", b"\t", b"\x0b", b"\x0c", b"\0", b"\x1f", b"\x7f"),
+    *(b"\xef\xbb\xbf", b"\xe2\x80\xa8"),
+)
 SOUP = st.lists(st.sampled_from(TOKENS), max_size=12).map(b"".join)
 
 
@@ -83,17 +69,15 @@ def mutated(draw) -> bytes:
     """A valid line with a few bytes replaced, inserted or left out."""
     line = draw(LINES)
     for _ in range(draw(st.integers(1, 2))):
-        at = draw(st.integers(0, len(line)))
-        line = (
-            line[:at] + draw(st.sampled_from([*TOKENS, b""])) + line[at + draw(st.integers(0, 2)) :]
-        )
+        at, width = draw(st.integers(0, len(line))), draw(st.integers(0, 2))
+        line = line[:at] + draw(st.sampled_from([*TOKENS, b""])) + line[at + width :]
     return line
 
 
 BLOCKS = st.lists(LINES | LINES | mutated() | SOUP, max_size=5).map(b"\n".join)
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(BLOCKS, st.sampled_from(ERRORS), st.sampled_from(["text", "x", "a"]))
 @example(b'{"text":"a"}{"text":"b"}\n{"text":"c","x":{}\n}', "fail", "text")
 @example(b'{"text":"a","text":"b"}\n{"text":"a","text":null}', "fail", "text")
@@ -118,22 +102,13 @@ def test_both_parsers_agree(data, errors, column):
     assert fast == outcome(parse_each, data, errors, column)
 
 
-@settings(max_examples=100)
-@given(st.lists(LINES, max_size=8))
+@settings(max_examples=60)
+@given(st.lists(st.builds(json.dumps, st.fixed_dictionaries({"text": st.text(), "x": VALUES}))))
 def test_arrow_reads_what_is_usual(lines):
-    is_usual = all(isinstance(json.loads(line)["text"], str) for line in lines)
-    data = b"\n".join(lines)
-    try:
-        data.decode()
-        json.dumps([json.loads(line) for line in lines], ensure_ascii=False).encode()
-    except UnicodeError:
-        is_usual = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_lines, "parse_each", lambda *_: pytest.fail("read by Python"))
-        if is_usual:
-            assert outcome(parse_lines, data, "fail") == [
-                json.loads(line)["text"] for line in lines
-            ]
+        texts = [json.loads(line)["text"] for line in lines]
+        assert outcome(parse_lines, "\n".join(lines).encode(), "fail") == texts
 
 
 def test_limits_of_python_are_not_those_of_a_line():
@@ -144,61 +119,25 @@ def test_limits_of_python_are_not_those_of_a_line():
         assert outcome(parse, nested, "fail") == (10, "is not JSON: it is nested too deeply")
 
 
-@settings(max_examples=150)
-@given(
-    st.lists(st.text("ab\né{}\"'\\", max_size=12), max_size=8),
-    st.sampled_from([b"\n", b"\r\n", b"\n\n"]),
-    st.lists(st.integers(1, 200), max_size=4, unique=True).map(sorted),
-    st.integers(1, 60),
-)
-def test_a_line_belongs_to_the_range_in_which_it_begins(folder, texts, end, cuts, batch_bytes):
-    path = folder / "a.jsonl"
-    lines = [json.dumps({"text": text}).encode() + end for text in texts]
-    path.write_bytes(b"".join(lines))
-    begin, expected = 0, {}
-    for line, text in zip(lines, texts, strict=True):
-        expected.setdefault(sum(cut <= begin for cut in cuts), []).append(text)
-        begin += len(line)
-    for number, part in enumerate(cut_file(path, *cuts)):
-        assert rows(part, batch_bytes=batch_bytes) == expected.get(number, [])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("json")
-
-
-@pytest.mark.parametrize(
-    "bad", [b'{"text": "a\xff"}', b'{"text": "a\\ud800"}', b'{"text": 5}', b"{}"]
-)
+@pytest.mark.parametrize("bad", [b'{"text": "a\xff"}', b"{}"], ids=["not UTF-8", "no column"])
 def test_errors_name_the_line_of_the_file(tmp_path, bad):
     lines = [json.dumps({"text": f"line {number}"}).encode() for number in range(1, 501)]
     lines[311:311] = [b"", bad]
     data = b"\n".join(lines)
-    path = tmp_path / "a.jsonl"
+    path, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
     path.write_bytes(data)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
+    packed.write_bytes(gzip.compress(data))
     ranges = cut_file(path, len(data) // 4, len(data) // 2, 3 * len(data) // 4)
     for batch_bytes in (100, 1 << 20):
-        for parts in (ranges, cut_file(path), cut_file(tmp_path / "a.jsonl.gz")):
+        for parts in (ranges, cut_file(path), cut_file(packed)):
             with pytest.raises(DataError, match=r"a\.jsonl(\.gz)?, line 313: "):
                 rows(*parts, batch_bytes=batch_bytes)
 
 
-def test_files_of_several_members_are_read_to_the_end(tmp_path):
-    lines = [json.dumps({"text": f"{number} " * 50}).encode() + b"\n" for number in range(3000)]
-    halves = b"".join(lines[:1700]), b"".join(lines[1700:])
-    for name, compress in (("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)):
-        path = tmp_path / name
-        path.write_bytes(b"".join(map(compress, halves)))
-        assert rows(*cut_file(path), batch_bytes=10_000) == [f"{n} " * 50 for n in range(3000)]
-        with pytest.raises(ValueError, match="only whole"):
-            rows(*cut_file(path, 100))
-
-
-def test_only_the_first_rows_are_read_if_they_are_limited(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": str(number)}) + "\n\n" for number in range(100)))
-    for limit in (1, 7, 100, 200):
-        part = cut_file(path)[0].model_copy(update={"rows": limit})
-        assert rows(part, batch_bytes=100) == [str(number) for number in range(min(limit, 100))]
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress], ids=["gz", "zst"])
+def test_files_of_several_members_are_read_to_the_end(tmp_path, request, compress):
+    texts = [f"{number} " * 50 for number in range(3000)]
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+    path = tmp_path / f"a.jsonl.{request.node.callspec.id}"
+    path.write_bytes(compress(b"".join(lines[:1700])) + compress(b"".join(lines[1700:])))
+    assert rows(*cut_file(path), batch_bytes=10_000) == texts

@@ -1,6 +1,5 @@
 """Prompts and answers from rows of any format, and conversations as text."""
 
-import gzip
 import json
 
 import pyarrow as pa
@@ -35,9 +34,9 @@ CHAT = [message("system", "Be brief."), message("user", "1 + 1?"), message("assi
 
 
 def pairs_in(ranges, reading=READING):
+    """The pairs of ranges of files, and how many rows were left out."""
     batches = list(read_documents(ranges, reading, 2000))
     texts = [text for batch in batches for text in batch.texts.to_pylist()]
-    assert len(texts) % 2 == 0
     found = list(zip(texts[::2], texts[1::2], strict=True))
     return found, sum(batch.skipped for batch in batches)
 
@@ -45,37 +44,30 @@ def pairs_in(ranges, reading=READING):
 def write_every_format(folder, rows):
     """The same rows in each format, as other programs write them."""
     table = pa.Table.from_pylist(rows)
-    plain = write_rows(folder / "a.jsonl", rows)
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    pq.write_table(table, folder / "c.parquet", row_group_size=7)
-    large = [
+    write_rows(folder / "a.jsonl", rows)
+    pq.write_table(table, folder / "b.parquet", row_group_size=7)
+    wide = [
         (field.name, pa.large_string() if pa.types.is_string(field.type) else field.type)
         for field in table.schema
     ]
-    wide = table.cast(pa.schema(large))
-    pq.write_table(wide, folder / "d.parquet", use_dictionary=False)
-    with pa.ipc.new_stream(folder / "e.arrow", table.schema) as out:
+    pq.write_table(table.cast(pa.schema(wide)), folder / "c.parquet", use_dictionary=False)
+    with pa.ipc.new_stream(folder / "d.arrow", table.schema) as out:
         out.write_table(table, max_chunksize=9)
     return sorted(folder.iterdir())
 
 
-@pytest.mark.parametrize("columns", [("prompt", "answer"), ("prompt", "completion")])
-def test_prompts_and_answers_are_those_of_the_rows_in_every_format(tmp_path, columns):
-    pairs = make_pairs(50)
-    rows = [dict(zip(columns, pair, strict=True)) | {"other": [1]} for pair in pairs]
+@pytest.mark.parametrize("columns", ["prompt answer", "prompt completion", "messages"])
+def test_the_pairs_are_those_of_the_rows_in_every_format(tmp_path, columns):
+    pairs = make_pairs(40)
+    rows = [dict(zip(columns.split(), pair, strict=False)) | {"other": [1]} for pair in pairs]
+    if columns == "messages":
+        rows = [
+            {"prompt": "alone", "messages": [message("user", asked), message("assistant", said)]}
+            for asked, said in pairs
+        ]
+        pairs = [(f"user:\n{asked}\n\nassistant:\n", said) for asked, said in pairs]
     for path in write_every_format(tmp_path, rows):
         assert pairs_in(listed([path])) == (pairs, 0)
-
-
-def test_conversations_are_the_same_pairs_in_every_format(tmp_path):
-    rows = [
-        {"prompt": "alone", "messages": [*CHAT[:2], message("assistant", answer)]}
-        for _, answer in make_pairs(30)
-    ]
-    expected = [pair_of(row, TEMPLATE, "fail") for row in rows]
-    assert [pair.answer for pair in expected] == [answer for _, answer in make_pairs(30)]
-    for path in write_every_format(tmp_path, rows):
-        assert pairs_in(listed([path])) == (expected, 0)
 
 
 def test_the_last_message_of_the_assistant_is_the_answer():
@@ -89,14 +81,9 @@ def test_the_last_message_of_the_assistant_is_the_answer():
     # As TRL divides a conversation.
     halves = {"prompt": CHAT[:2], "completion": CHAT[2:]}
     assert pair_of(halves, TEMPLATE, "fail") == pair_of({"messages": CHAT}, TEMPLATE, "fail")
-
-
-def test_a_template_of_a_tokenizer_with_tokens_for_turns():
-    assert pair_of({"messages": CHAT[1:]}, LLAMA, "fail") == (
-        "<|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "2<|eot_id|>",
-    )
+    asked = "<|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|>"
+    begun = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert pair_of({"messages": CHAT[1:]}, LLAMA, "fail") == (asked + begun, "2<|eot_id|>")
 
 
 @given(st.lists(st.text(), min_size=1), st.sampled_from([TEMPLATE, LLAMA]))
@@ -110,7 +97,7 @@ def test_what_a_message_says_is_never_read_as_a_template(contents, template):
     assert answer.startswith("{content}")
 
 
-@pytest.mark.parametrize("template", ["", "{content}", "{role}", "{content}{role}"])
+@pytest.mark.parametrize("template", ["", "{content}", "{content}{role}"])
 def test_a_template_without_a_place_for_the_parts_is_refused(template):
     with pytest.raises(ValidationError, match=r"one \{content\}, and \{role\} in front of it"):
         FilesSource(template=template)
@@ -129,21 +116,24 @@ def test_rows_without_an_answer_are_skipped_and_counted(tmp_path):
 
 
 WRONG = [
-    ({"text": "a"}, "has neither columns 'prompt' and 'answer' nor 'messages'; it has: text"),
-    ({"prompt": 3, "answer": "a"}, "column 'prompt' is int, not text"),
-    ({"prompt": [], "answer": "a"}, "column 'prompt' is list, not text"),
-    ({"messages": "a"}, "column 'messages' is str, not a list"),
-    ({"messages": CHAT[:2]}, "has no message of the assistant"),
-    ({"messages": ["a"]}, "message 1 is str, not an object"),
-    ({"messages": [*CHAT, {"role": "user"}]}, "message 4 has no 'content'; it has: role"),
-    ({"messages": [message("user", 5)]}, "message 1: 'content' is int, not text"),
-    ({"prompt": "\ud800", "answer": "a"}, "is not UTF-8: a lone surrogate at character 0"),
+    ('{"text": "a"}', "has neither columns 'prompt' and 'answer' nor 'messages'; it has: text"),
+    ('{"prompt": 3, "answer": "a"}', "column 'prompt' is int, not text"),
+    ('{"prompt": [], "answer": "a"}', "column 'prompt' is list, not text"),
+    ('{"messages": "a"}', "column 'messages' is str, not a list"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the assistant"),
+    ('{"messages": ["a"]}', "message 1 is str, not an object"),
+    ('{"messages": [{"role": "user"}]}', "message 1 has no 'content'; it has: role"),
+    ('{"messages": [{"role": "user", "content": 5}]}', "message 1: 'content' is int, not text"),
+    ('{"prompt": "\\ud800", "answer": "a"}', "is not UTF-8: a lone surrogate at character 0"),
+    ("[" * 100_000, "is not JSON: it is nested too deeply"),
+    ('{"a": ' + "1" * 5000 + "}", "is not JSON: Exceeds the limit (4300 digits)"),
 ]
 
 
-@pytest.mark.parametrize(("row", "reason"), WRONG)
-def test_a_wrong_row_is_named_in_one_line(tmp_path, row, reason):
-    path = write_rows(tmp_path / "a.jsonl", [*as_rows(make_pairs(20)), row])
+@pytest.mark.parametrize(("line", "reason"), WRONG, ids=[reason for _, reason in WRONG])
+def test_a_wrong_line_is_named_in_one_line(tmp_path, line, reason):
+    path = write_rows(tmp_path / "a.jsonl", as_rows(make_pairs(20)))
+    path.write_text(path.read_text() + line)
     for ranges in (listed([path]), cut_file(path, path.stat().st_size // 2)):
         with pytest.raises(DataError) as raised:
             pairs_in(ranges)
@@ -151,44 +141,43 @@ def test_a_wrong_row_is_named_in_one_line(tmp_path, row, reason):
         assert "\n" not in str(raised.value)
 
 
-def test_a_wrong_row_of_a_table_is_named_in_one_line(tmp_path):
+def test_a_wrong_row_of_a_table_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [{"messages": CHAT}] * 9 + [{"messages": CHAT[:1]}]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
     with pytest.raises(DataError, match=r"a\.parquet, row 10: has no message of the assistant"):
         pairs_in(listed([path]))
-    pq.write_table(pa.table({"text": ["a"], "prompt": ["b"]}), path)
-    part, remembered = listed([path])[0], Remembered(tmp_path / "kept.json")
-    for read in (lambda: pairs_in([part]), lambda: divide([part], READING, 100, remembered)):
-        with pytest.raises(DataError, match=r"a\.parquet: has neither columns .*: text, prompt"):
-            read()
 
 
-@pytest.mark.parametrize("errors", ["fail", "skip", "replace"])
-def test_texts_that_are_not_utf8_are_treated_as_documents_are(tmp_path, errors):
-    good, bad = b'{"prompt": "a", "answer": "b"}\n', b'{"prompt": "\xff", "answer": "c"}\n'
-    (tmp_path / "a.jsonl").write_bytes(good + bad)
-    binary = pa.array([b"a", b"\xff"]).view(pa.string())
-    pq.write_table(pa.table({"prompt": binary, "answer": ["b", "c"]}), tmp_path / "b.parquet")
-    reading = Reading(errors=errors, template=TEMPLATE)
-    for path, place in [(tmp_path / "a.jsonl", "line 2"), (tmp_path / "b.parquet", "row 2")]:
-        if errors == "fail":
-            with pytest.raises(DataError, match=f"{path}, {place}: is not UTF-8"):
-                pairs_in(listed([path]), reading)
-        else:
-            rest = [] if errors == "skip" else [("�", "c")]
-            assert pairs_in(listed([path]), reading) == ([("a", "b"), *rest], 2 - 1 - len(rest))
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a.parquet", r"a\.parquet: has neither columns .*: text, prompt"),
+        ("a.txt", r"a\.txt: is a text; data\.source\.pairs takes files of"),
+    ],
+)
+def test_a_file_without_pairs_is_refused_before_it_is_divided(tmp_path, name, reason):
+    pq.write_table(pa.table({"text": ["a"], "prompt": ["b"]}), tmp_path / name)
+    with pytest.raises(DataError, match=reason):
+        divide(listed([tmp_path / name]), READING, 100, Remembered(tmp_path / "kept.json"))
 
 
-def test_lines_beyond_the_limits_of_python_are_named(tmp_path):
-    path = tmp_path / "a.jsonl"
-    for line, reason in [
-        ("[" * 100_000, "nested too deeply"),
-        ('{"a": ' + "1" * 5000 + "}", "4300"),
-    ]:
-        path.write_text(line)
-        with pytest.raises(DataError, match=f"line 1: is not JSON: .*{reason}"):
-            pairs_in(listed([path]))
+@pytest.mark.parametrize(("name", "place"), [("a.jsonl", "line 2"), ("a.parquet", "row 2")])
+def test_texts_that_are_not_utf8_are_treated_as_documents_are(tmp_path, name, place):
+    path = tmp_path / name
+    if name == "a.jsonl":
+        path.write_bytes(b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff", "answer": "c"}\n')
+    else:
+        binary = pa.array([b"a", b"\xff"]).view(pa.string())
+        pq.write_table(pa.table({"prompt": binary, "answer": ["b", "c"]}), path)
+    with pytest.raises(DataError, match=f"{path}, {place}: is not UTF-8"):
+        pairs_in(listed([path]))
+    for errors, expected in {
+        "skip": ([("a", "b")], 1),
+        "replace": ([("a", "b"), ("�", "c")], 0),
+    }.items():
+        reading = Reading(errors=errors, template=TEMPLATE)
+        assert pairs_in(listed([path]), reading) == expected
 
 
 def test_any_ranges_of_a_file_hold_each_pair_once(tmp_path):
@@ -197,8 +186,7 @@ def test_any_ranges_of_a_file_hold_each_pair_once(tmp_path):
     size = path.stat().st_size
     for cuts in ([size // 3], [1, 2, 3], range(100, size, 997)):
         assert pairs_in(cut_file(path, *cuts))[0] == pairs
-    limited = FileRange(file=local_file(path), rows=7)
-    assert pairs_in([limited])[0] == pairs[:7]
+    assert pairs_in([FileRange(file=local_file(path), rows=7)])[0] == pairs[:7]
     table = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(as_rows(pairs)), table, row_group_size=7)
     parts = divide(listed([table]), READING, 1000, Remembered(tmp_path / "kept.json"))
@@ -207,21 +195,14 @@ def test_any_ranges_of_a_file_hold_each_pair_once(tmp_path):
     assert pairs_in(ranges)[0] == pairs
 
 
-def test_a_text_file_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"a\.txt: is a text; data\.source\.pairs takes files of"):
-        divide(listed([tmp_path / "a.txt"]), READING, 100, Remembered(tmp_path / "kept.json"))
-
-
 def test_a_hub_dataset_of_pairs_is_read_in_place_or_refused(tmp_path):
-    pairs = make_pairs(9)
-    (tmp_path / "hub").mkdir()
-    table = pa.Table.from_pylist(as_rows(pairs))
-    pq.write_table(table, tmp_path / "hub" / "train.parquet")
-    config = DataConfig(source=HubSource(repository=str(tmp_path / "hub"), pairs=True, limit=4))
+    pairs, folder = make_pairs(9), tmp_path / "hub"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(as_rows(pairs)), folder / "train.parquet")
+    config = DataConfig(source=HubSource(repository=str(folder), pairs=True, limit=4))
     listing = download(config, tmp_path / "out")
     assert pairs_in(listing.ranges, reading_of(config))[0] == pairs[:4]
-    (tmp_path / "hub" / "train.parquet").unlink()
-    (tmp_path / "hub" / "train.json").write_text(json.dumps(as_rows(pairs)))
+    (folder / "train.parquet").unlink()
+    (folder / "train.json").write_text(json.dumps(as_rows(pairs)))
     with pytest.raises(DataError, match=r"data\.source\.pairs takes Parquet files, or JSON lines"):
         download(config, tmp_path / "out")

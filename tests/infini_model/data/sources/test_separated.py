@@ -28,7 +28,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("separated") / "a.txt"
 
 
-@pytest.mark.parametrize("search_bytes", [1, 2, 3, 7, 1 << 18])
+@pytest.mark.parametrize("search_bytes", [1, 3, 1 << 18])
 @settings(max_examples=150)
 @given(
     text=st.text("ab\né", max_size=40),
@@ -48,17 +48,6 @@ def test_ranges_hold_what_the_whole_splits_into(
         patch.setattr(separated, "SEARCH_BYTES", search_bytes)
         parts = [rows(part, batch_bytes, separator=separator) for part in cut_file(path, *cuts)]
     assert list(itertools.chain(*parts)) == text.split(separator)
-
-
-@settings(max_examples=100)
-@given(st.lists(st.text("ab", max_size=5), min_size=1), st.data())
-def test_a_document_belongs_to_the_range_in_which_it_begins(path, documents, data):
-    text = "#-".join(documents)
-    cut = data.draw(st.integers(1, max(1, len(text) - 1)))
-    path.write_text(text)
-    begins = itertools.accumulate((len(each) + 2 for each in documents[:-1]), initial=0)
-    first = [each for begin, each in zip(begins, documents, strict=True) if begin < cut]
-    assert rows(cut_file(path, cut)[0], separator="#-") == first
 
 
 def test_each_document_is_cleaned_by_itself(path):
@@ -89,9 +78,3 @@ def test_a_document_that_is_too_long_is_named_before_it_fills_the_memory(path, m
         rows_of(cut_file(path), batch_bytes=100, separator="\n")
     with pytest.raises(DataError, match=r"a\.txt: has 5006 bytes; a document has at most 1000"):
         rows_of(cut_file(path))
-
-
-def test_text_without_a_separator_is_not_read_by_ranges(path):
-    path.write_text("text")
-    with pytest.raises(ValueError, match="only whole"):
-        rows_of(cut_file(path, 2))

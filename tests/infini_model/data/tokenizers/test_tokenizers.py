@@ -1,8 +1,9 @@
 """Every implementation gives exact ids, and decodes them back to the text."""
 
-import hashlib
+import functools
 import json
 import logging
+import operator
 import random
 
 import numpy as np
@@ -21,6 +22,7 @@ from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.shards.plan import plan_dataset
 from infini_model.data.sources.download import download
 from infini_model.data.tokenizers.bpe import END_BYTES, BPETokenizer, train_tokenizer
+from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError, check_supported
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, prompt_ids
 from infini_model.data.tokenizers.vocabulary import DatasetTokenizer
@@ -46,13 +48,14 @@ def tokenizer_file(tmp_path_factory, trained):
     return folder / "tokenizer.json"
 
 
+@settings(max_examples=50)
 @given(st.lists(st.text(), max_size=5))
 def test_byte_ids_are_the_utf8_bytes(texts):
     tokenizer = ByteTokenizer()
     ids, offsets = tokenizer.encode_batch(texts)
     assert ids.dtype == np.uint8
     assert offsets.dtype == np.int64
-    assert ids.astype(np.uint8).tobytes() == "".join(texts).encode()
+    assert ids.tobytes() == "".join(texts).encode()
     for index, text in enumerate(texts):
         row = ids[offsets[index] : offsets[index + 1]]
         assert tokenizer.same_ids(text.encode(), row)
@@ -69,31 +72,34 @@ def test_arrow_slices_are_encoded_like_lists(trained):
             assert np.array_equal(one, other)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(adversarial, max_size=5))
-def test_ids_are_those_of_tokenizers(tokenizer_file, texts):
-    tokenizer = load_tokenizer(str(tokenizer_file))
-    expected = [
-        Reference.from_file(str(tokenizer_file)).encode(text, add_special_tokens=False).ids
-        for text in texts
-    ]
-    for implementation in (tokenizer, tokenizer.reference()):
+def test_ids_are_those_of_tokenizers(trained, texts):
+    reference = Reference.from_str(trained.text)
+    expected = [reference.encode(text, add_special_tokens=False).ids for text in texts]
+    for implementation in (trained, trained.reference()):
         ids, offsets = implementation.encode_batch(texts)
-        assert np.split(ids, offsets[1:])[: len(texts)] == [pytest.approx(row) for row in expected]
+        assert [row.tolist() for row in np.split(ids, offsets[1:])[: len(texts)]] == expected
     for text, row in zip(texts, expected, strict=True):
-        assert tokenizer.decode([*row, tokenizer.eos_token_id]) == text
+        assert trained.decode([*row, trained.eos_token_id]) == text
 
 
-@settings(max_examples=200)
-@given(adversarial | st.just(BOS + "twice"))
-def test_a_prompt_begins_as_tokenizers_begins_a_text(tokenizer_file, text):
-    definition = with_bos(tokenizer_file.read_text())
+@pytest.fixture(scope="module")
+def with_beginning(trained):
+    """A tokenizer that begins every text with a token, its definition, and itself without one."""
+    definition = with_bos(trained.text)
     tokenizer = BPETokenizer("x", definition)
-    assert tokenizer.bos_token_id == 400
-    whole = Reference.from_str(definition).encode(text).ids
+    return tokenizer, Reference.from_str(definition), tokenizer.without_bos()
+
+
+@settings(max_examples=100)
+@given(adversarial | st.just(BOS + "twice"))
+def test_a_prompt_begins_as_tokenizers_begins_a_text(with_beginning, text):
+    tokenizer, reference, plain = with_beginning
+    whole = reference.encode(text).ids
+    assert whole[0] == tokenizer.bos_token_id == 400
     assert prompt_ids(tokenizer, text) == whole
     assert tokenizer.decode([*whole, tokenizer.eos_token_id]) == text
-    plain = tokenizer.without_bos()
     assert plain.bos_token_id is None
     assert plain.fingerprint == tokenizer.fingerprint
     assert prompt_ids(plain, text) == plain.encode_batch([text]).ids.tolist() == whole[1:]
@@ -117,7 +123,7 @@ def test_a_dataset_older_than_beginning_of_text_tokens_has_none(tmp_path, traine
     assert load_dataset_tokenizer(folder).bos_token_id == manifest.tokenizer.bos_token_id == 400
     tree = json.loads((folder / "manifest.json").read_text())
     del tree["tokenizer"]["bos_token_id"]
-    (folder / "manifest.json").write_text(json.dumps(tree))
+    write_json(folder / "manifest.json", tree)
     older = load_dataset_tokenizer(folder)
     assert older.bos_token_id is None
     older.save(tmp_path)
@@ -136,61 +142,50 @@ def test_training_depends_only_on_the_documents(trained):
     assert again.fingerprint == trained.fingerprint
     assert trained.vocab_size == 400
     assert train_tokenizer([TEXTS], 300).fingerprint != trained.fingerprint
-    assert trained.decode(trained.encode_batch(["naïve 日本"]).ids) == "naïve 日本"
-
-
-def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(DataError, match="vocab_size: got 200: takes 257 or more"):
         train_tokenizer([TEXTS], 200)
 
 
-def test_the_fingerprint_does_not_depend_on_the_path(tokenizer_file, tmp_path, trained):
-    (tmp_path / "renamed.json").write_text(tokenizer_file.read_text())
-    for spec in (tokenizer_file, tokenizer_file.parent, tmp_path / "renamed.json"):
-        assert load_tokenizer(str(spec)).fingerprint == trained.fingerprint
-
-
-def test_truncation_and_padding_in_the_file_are_disabled(tokenizer_file, tmp_path, trained):
+def test_neither_the_path_nor_truncation_nor_padding_belongs_to_a_tokenizer(
+    tokenizer_file, tmp_path, trained
+):
     reference = Reference.from_file(str(tokenizer_file))
     reference.enable_truncation(3)
     reference.enable_padding(length=50)
-    reference.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.fingerprint == trained.fingerprint
-    for one in (tokenizer, tokenizer.reference()):
-        assert np.array_equal(one.encode_batch(TEXTS[:3]).ids, trained.encode_batch(TEXTS[:3]).ids)
+    reference.save(str(tmp_path / "renamed.json"))
+    for spec in (tokenizer_file, tokenizer_file.parent, tmp_path / "renamed.json"):
+        tokenizer = load_tokenizer(str(spec))
+        assert tokenizer.fingerprint == trained.fingerprint
+        for one in (tokenizer, tokenizer.reference()):
+            assert np.array_equal(
+                one.encode_batch(TEXTS[:3]).ids, trained.encode_batch(TEXTS[:3]).ids
+            )
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"{}", "is not a tokenizer"),
-        (b"no json", "is not a tokenizer"),
-        (b"\xff", "not UTF-8"),
+        (b"{}", r"a\.json: is not a tokenizer"),
+        (b"\xff", r"a\.json: is not a tokenizer\.json: it is not UTF-8"),
+        (None, r"a\.json: no such tokenizer file"),
+        ("<|stop|>", r"has no end-of-text token; .* <\|end_of_text\|> "),
     ],
+    ids=["another file", "not UTF-8", "missing", "without an end"],
 )
-def test_a_file_that_is_not_a_tokenizer_is_named(tmp_path, content, complaint):
-    path = tmp_path / "broken.json"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=rf"broken\.json: .*{complaint}") as caught:
+def test_a_file_that_is_no_tokenizer_is_named(tokenizer_file, tmp_path, content, complaint):
+    path = tmp_path / "a.json"
+    if isinstance(content, str):
+        path.write_text(tokenizer_file.read_text().replace("<|end_of_text|>", content))
+    elif content:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=complaint) as caught:
         load_tokenizer(str(path))
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    for spec in (str(tmp_path / "gone.json"), "gone.json", "./gone"):
-        with pytest.raises(DataError, match=r"gone.*: no such tokenizer file"):
-            load_tokenizer(spec)
-
-
-def test_a_tokenizer_without_end_of_text_is_named(tokenizer_file, tmp_path):
-    tree = json.loads(tokenizer_file.read_text().replace("<|end_of_text|>", "<|stop|>"))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=r"has no end-of-text token; .* <\|end_of_text\|> "):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text(
-        tokenizer_file.read_text().replace("<|end_of_text|>", "</s>")
-    )
+def test_a_tokenizer_of_another_end_of_text_is_loaded(tokenizer_file, tmp_path):
+    text = tokenizer_file.read_text().replace("<|end_of_text|>", "</s>")
+    (tmp_path / "tokenizer.json").write_text(text)
     assert load_tokenizer(str(tmp_path)).eos_token_id == 0
 
 
@@ -199,36 +194,56 @@ def test_a_missing_gpu_is_refused():
         load_tokenizer("bytes", "cuda:99")
 
 
-@pytest.mark.parametrize("kind", ["bytes", "normalizer"])
-def test_an_unsupported_device_is_one_warning(tokenizer_file, tmp_path, kind, monkeypatch, caplog):
+def test_a_tokenizer_that_no_gpu_supports_is_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    spec, part = "bytes", "tokenizer bytes"
-    if kind == "normalizer":
-        tree = json.loads(tokenizer_file.read_text()) | {"normalizer": {"type": "NFC"}}
-        (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-        spec, part = str(tmp_path), "normalizer NFC"
-    tokenizer = load_tokenizer(spec, "cuda:1")
-    assert isinstance(tokenizer, ByteTokenizer | BPETokenizer)
+    assert isinstance(load_tokenizer("bytes", "cuda:1"), ByteTokenizer)
     assert [record.getMessage() for record in caplog.records] == [
-        f"cuda:1 is not used: {part} is not supported on a GPU; tokenising on the CPU"
+        "cuda:1 is not used: tokenizer bytes is not supported on a GPU; tokenising on the CPU"
     ]
 
 
-def test_a_wrong_fast_tokenizer_is_detected_and_replaced(
-    tmp_path, tokenizer_file, caplog, monkeypatch
-):
+WORDS = {"type": "WordLevel", "vocab": {"<|end_of_text|>": 0}, "unk_token": "<|end_of_text|>"}
+SPLIT, LEVEL = (("pre_tokenizer", "pretokenizers", step) for step in (0, 1))
+
+
+# What is written where in the tokenizer.json, and what is said of it.
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [
+        (("normalizer",), {"type": "NFC"}, "normalizer NFC"),
+        (("model",), WORDS, "model WordLevel"),
+        (("model", "dropout"), 0.1, "dropout of merges"),
+        *(
+            (("added_tokens", 0, flag), True, f"added token '.*' with {flag}")
+            for flag in ("lstrip", "rstrip", "single_word")
+        ),
+        (("pre_tokenizer",), None, "pre-tokenizer none"),
+        (("pre_tokenizer",), {"type": "Whitespace"}, "pre-tokenizer Whitespace"),
+        ((*LEVEL, "add_prefix_space"), True, "ByteLevel with add_prefix_space"),
+        ((*LEVEL, "use_regex"), True, "Split before ByteLevel with use_regex"),
+        ((*SPLIT, "pattern"), {"Regex": r"\w+"}, r"Split by '\\\\w\+'"),
+        ((*SPLIT, "pattern"), {"String": " "}, "Split by None"),
+        ((*SPLIT, "behavior"), "Removed", "Split with behavior Removed"),
+    ],
+)
+def test_what_the_kernels_of_a_gpu_do_not_support_is_named(trained, place, value, complaint):
+    tree = json.loads(trained.definition())
+    functools.reduce(operator.getitem, place[:-1], tree)[place[-1]] = value
+    with pytest.raises(UnsupportedTokenizerError, match=f"{complaint} is not supported on a GPU"):
+        check_supported(BPETokenizer("x", json.dumps(tree)))
+
+
+def test_a_wrong_fast_tokenizer_is_detected_and_replaced(tmp_path, trained, caplog, monkeypatch):
     gigatoken = pytest.importorskip("gigatoken")
-    text = tokenizer_file.read_text()
-    other = train_tokenizer([["something else entirely"] * 9], 280)
-    other.save(tmp_path)
+    train_tokenizer([["something else entirely"] * 9], 280).save(tmp_path)
     fast = gigatoken.Tokenizer(str(tmp_path / "tokenizer.json"))
-    wrong = BPETokenizer("x", text, make_fast=lambda _: fast)
+    wrong = BPETokenizer("x", trained.text, make_fast=lambda _: fast)
     assert not wrong.same_ids(TEXTS[0].encode(), wrong.encode_batch(TEXTS[:1]).ids)
 
     raw = write_parquet(tmp_path / "a.parquet", TEXTS[:50])
     config = files_config(raw, batch_size=7)
     made = []
-    for tokenizer in (wrong, BPETokenizer("x", text)):
+    for tokenizer in (wrong, BPETokenizer("x", trained.text)):
         given = DatasetTokenizer(tokenizer, "kept")
         monkeypatch.setattr(dataset, "dataset_tokenizer", lambda *_, given=given: given)
         with caplog.at_level(logging.WARNING):
@@ -237,16 +252,16 @@ def test_a_wrong_fast_tokenizer_is_detected_and_replaced(
     assert made[0].splits == made[1].splits
 
 
-@pytest.mark.parametrize("place", ["start", "end"])
-def test_a_long_document_is_compared_at_both_ends(trained, place):
-    text = "".join(TEXTS) * 2
-    assert len(text) > 4 * END_BYTES
-    ids = trained.reference().encode_batch([text]).ids.copy()
+def test_a_long_document_is_compared_at_both_ends(trained):
+    text = "".join(TEXTS)[: 5 * END_BYTES]
+    ids = trained.reference().encode_batch([text]).ids
     assert trained.same_ids(text.encode(), ids)
     assert not trained.same_ids(text.encode(), ids[:-1])
     assert not trained.same_ids(text.encode(), ids[1:])
-    ids[2 if place == "start" else -2] += 1
-    assert not trained.same_ids(text.encode(), ids)
+    for place in (2, -2):
+        wrong = ids.copy()
+        wrong[place] += 1
+        assert not trained.same_ids(text.encode(), wrong)
 
 
 def test_a_text_whose_ends_are_ambiguous_is_compared_as_a_whole():
@@ -259,95 +274,73 @@ def test_a_text_whose_ends_are_ambiguous_is_compared_as_a_whole():
     assert not eights.same_ids(text.encode(), whole[:-1])
 
 
-def test_a_dataset_contains_its_tokenizer(tmp_path, tokenizer_file):
-    raw = write_parquet(tmp_path / "a.parquet", TEXTS)
-    for spec in ("bytes", "train", str(tokenizer_file)):
-        config = files_config(raw, tokenizer={"spec": spec, "vocab_size": 300})
-        manifest, folder = build(config, tmp_path)
-        tokenizer = load_dataset_tokenizer(folder)
-        assert tokenizer.fingerprint == manifest.tokenizer.fingerprint
-        assert tokenizer.vocab_size == manifest.tokenizer.vocab_size
-    kept = folder / "tokenizer.json"
-    assert hashlib.sha256(kept.read_bytes()).digest() == (
-        hashlib.sha256(tokenizer_file.read_bytes()).digest()
-    )
-    train_tokenizer([TEXTS], 290).save(folder)
-    with pytest.raises(DataError, match=r"tokenizer\.json: does not match manifest"):
-        load_dataset_tokenizer(folder)
-    with pytest.raises(DataError, match="is not a dataset folder"):
-        load_dataset_tokenizer(tmp_path / "gone")
-
-
-def test_a_trained_tokenizer_is_trained_once(tmp_path):
-    raw = write_parquet(tmp_path / "a.parquet", TEXTS)
-    config = files_config(raw, tokenizer={"spec": "train", "vocab_size": 300})
-    build(config, tmp_path)
-    (file,) = (tmp_path / "datasets" / ".tokenizers").glob("*/tokenizer.json")
-    stamp = file.stat().st_mtime_ns
-    build(config.model_copy(update={"splits": config.splits, "name": "other"}), tmp_path)
-    assert file.stat().st_mtime_ns == stamp
-
-
-def trained_by(config, tmp_path, caplog):
-    """The fingerprint of the tokenizer of a dataset, and what the plan says about it."""
-    caplog.clear()
-    settings = Config(data=config, run={"output_dir": tmp_path})
-    with caplog.at_level(logging.INFO):
-        listing = download(config, tmp_path)
-        plan_dataset(listing, settings)
-        manifest = build_dataset(listing, config, tmp_path)
-    return manifest.tokenizer.fingerprint, "reusing the one trained for dataset" in caplog.text
-
-
-def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, caplog):
+@pytest.fixture
+def corpus(tmp_path):
+    """The settings of a dataset with a tokenizer of its own."""
     write_files(tmp_path / "raw", TEXTS[:20])
-    config = files_config(
-        tmp_path / "raw" / "*", name="grows", tokenizer={"spec": "train", "vocab_size": 280}
-    )
-    first, reused = trained_by(config, tmp_path, caplog)
+    tokenizer = {"spec": "train", "vocab_size": 280}
+    return files_config(tmp_path / "raw" / "*", name="grows", tokenizer=tokenizer)
+
+
+def asking(config, **tokenizer):
+    changed = config.tokenizer.model_copy(update=tokenizer)
+    return config.model_copy(update={"tokenizer": changed})
+
+
+@pytest.fixture
+def trained_by(tmp_path, caplog):
+    """Returns the fingerprint of the tokenizer of a dataset, and whether the plan reuses one."""
+
+    def made(config):
+        caplog.clear()
+        settings = Config(data=config, run={"output_dir": tmp_path})
+        with caplog.at_level(logging.INFO):
+            listing = download(config, tmp_path)
+            plan_dataset(listing, settings)
+            manifest = build_dataset(listing, config, tmp_path)
+        return manifest.tokenizer.fingerprint, "reusing the one trained for dataset" in caplog.text
+
+    return made
+
+
+def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, corpus, trained_by, caplog):
+    first, reused = trained_by(corpus)
     assert not reused
+    other = corpus.model_copy(update={"name": "other"})
+    assert trained_by(other) == (first, False)
+    assert "training one of 280 tokens" not in caplog.text
     (tmp_path / "raw" / "more.txt").write_text("zyx " * 5000)
-    assert trained_by(config, tmp_path, caplog) == (first, True)
-
-    def asked(**tokenizer):
-        changed = config.tokenizer.model_copy(update=tokenizer)
-        return config.model_copy(update={"tokenizer": changed})
-
-    assert trained_by(asked(vocab_size=281), tmp_path, caplog)[0] != first
-    retrained, reused = trained_by(asked(retrain=True), tmp_path, caplog)
+    assert trained_by(corpus) == (first, True)
+    assert trained_by(asking(corpus, vocab_size=281))[0] != first
+    retrained, reused = trained_by(asking(corpus, retrain=True))
     assert retrained != first
     assert not reused
-    assert trained_by(config, tmp_path, caplog) == (retrained, True)
-    other = config.model_copy(update={"name": "other"})
-    assert trained_by(other, tmp_path, caplog) == (retrained, False)
+    assert trained_by(corpus) == (retrained, True)
 
 
-def test_a_source_without_documents_pins_no_tokenizer(tmp_path, caplog):
-    (tmp_path / "a.txt").write_text("")
-    config = files_config(tmp_path / "*.txt", tokenizer={"spec": "train", "vocab_size": 280})
-    with pytest.raises(DataError, match=r"a\.txt: no documents left to train a tokenizer on"):
-        build(config, tmp_path / "out")
-    (tmp_path / "b.txt").write_text(" ".join(TEXTS))
-    _, reused = trained_by(config, tmp_path / "out", caplog)
+def test_a_source_without_documents_pins_no_tokenizer(tmp_path, corpus, trained_by):
+    for path in (tmp_path / "raw").iterdir():
+        path.write_text("")
+    with pytest.raises(DataError, match=r"\.txt: no documents left to train a tokenizer on"):
+        trained_by(corpus)
+    (tmp_path / "raw" / "b.txt").write_text(" ".join(TEXTS))
+    _, reused = trained_by(corpus)
     assert not reused
 
 
-@pytest.mark.parametrize("harm", ["pin", "folder", "torn", "another"])
-def test_a_damaged_pin_or_a_missing_tokenizer_is_trained_again(tmp_path, caplog, harm):
-    write_files(tmp_path / "raw", TEXTS[:20])
-    config = files_config(tmp_path / "raw" / "*", tokenizer={"spec": "train", "vocab_size": 280})
-    first, _ = trained_by(config, tmp_path, caplog)
-    tokenizers = tmp_path / "datasets" / ".tokenizers"
-    if harm == "pin":
-        (tokenizers / "corpus.json").write_text("{broken")
-    elif harm == "torn":
-        for file in tokenizers.glob("*/tokenizer.json"):
-            file.write_text(file.read_text()[:1000])
-    elif harm == "another":
-        for file in tokenizers.glob("*/tokenizer.json"):
-            train_tokenizer([["zyx"] * 99], 280).save(file.parent)
-    else:
-        for file in tokenizers.glob("*/tokenizer.json"):
-            file.unlink()
-    assert trained_by(config, tmp_path, caplog) == (first, False)
+HARMS = {
+    "a damaged pin": lambda pin, file: pin.write_text("{broken"),
+    "no tokenizer": lambda pin, file: file.unlink(),
+    "a torn tokenizer": lambda pin, file: file.write_text(file.read_text()[:1000]),
+    "another tokenizer": lambda pin, file: train_tokenizer([["zyx"] * 99], 280).save(file.parent),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_what_is_damaged_is_trained_again(tmp_path, corpus, trained_by, caplog, harm):
+    first, _ = trained_by(corpus)
+    kept = tmp_path / "datasets" / ".tokenizers"
+    (file,) = kept.glob("*/tokenizer.json")
+    HARMS[harm](kept / "grows.json", file)
+    assert trained_by(corpus) == (first, False)
     assert "again" in caplog.text

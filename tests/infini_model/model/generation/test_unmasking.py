@@ -1,34 +1,50 @@
-"""Generation by unmasking: nothing stays masked, ends come last, and a seed decides the text."""
+"""Generation by unmasking: nothing stays masked, ends come last, and a seed decides the text.
+
+By masked diffusion, in a context of one segment, and by block diffusion, from segment to segment
+with a state that does not grow.
+"""
 
 import itertools
 
 import pytest
 import torch
+from tiny_models import draw_memory_parameters, tiny_config
 
-from infini_model.config import ModelConfig, UnmaskingConfig
+from infini_model.config import UnmaskingConfig
+from infini_model.model.generation import unmasking
 from infini_model.model.generation.unmasking import unmask
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 
-VOCABULARY, CONTEXT = 20, 48
+VOCABULARY, CONTEXT, BLOCK = 20, 48, 4
 MASK, END = VOCABULARY - 1, 0
 PROMPT = [3, 1, 4, 1, 5]
+GREEDY = {"block_length": 1}
 
 
 def make_model(**changes):
+    """A model for masked diffusion."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": VOCABULARY,
         "num_attention_heads": 2,
-        "intermediate_size": 24,
         "segment_length": CONTEXT,
         "memory": "none",
         "bidirectional": True,
         "mask_token_id": MASK,
         "initializer_range": 0.5,
     }
-    return InfiniLlama(ModelConfig(**shape | changes))
+    return InfiniLlama(tiny_config(**shape | changes))
+
+
+@pytest.fixture(params=["linear", "delta"])
+def block_model(request):
+    """A model for block diffusion."""
+    shape = {"segment_length": BLOCK, "memory": request.param, "memory_query_shift": True}
+    model = make_model(**shape).double()
+    draw_memory_parameters(model)
+    return model
 
 
 class Scripted(InfiniLlama):
@@ -45,26 +61,34 @@ class Scripted(InfiniLlama):
         return self.logits[None, : input_ids.size(1)].expand(len(input_ids), -1, -1), None
 
 
+def prompt_of(tokens):
+    return torch.randint(MASK, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
 def run(model, prompt=PROMPT, new=24, settings=None, **options):
     settings = UnmaskingConfig(**settings or {})
     blocks = unmask(model, prompt, max_new_tokens=new, settings=settings, **options)
     return [token for block in blocks for token in block]
 
 
-@pytest.mark.parametrize("block_length", [1, 7, 24, 100])
-@pytest.mark.parametrize("steps", [None, 1, 5, 24, 1000])
 @pytest.mark.parametrize("remasking", ["low_confidence", "random"])
 @pytest.mark.parametrize("confidence_threshold", [None, 0.3])
-def test_nothing_stays_masked(block_length, steps, remasking, confidence_threshold):
-    settings = {
-        "block_length": block_length,
-        "steps": steps,
-        "remasking": remasking,
-        "confidence_threshold": confidence_threshold,
-    }
-    tokens = run(make_model(), settings=settings, temperature=1.0)
-    assert len(tokens) == 24
-    assert MASK not in tokens
+def test_nothing_stays_masked(remasking, confidence_threshold):
+    model = make_model()
+    chosen = {"remasking": remasking, "confidence_threshold": confidence_threshold}
+    for block_length, steps in ((1, None), (7, None), (7, 5), (24, 1), (24, 24), (100, 1000)):
+        settings = chosen | {"block_length": block_length, "steps": steps}
+        tokens = run(model, settings=settings, temperature=1.0)
+        assert len(tokens) == 24
+        assert MASK not in tokens
+
+
+@pytest.mark.parametrize("settings", [{}, {"block_length": 3}, {"steps": 2}])
+def test_in_blocks_nothing_stays_masked_whatever_the_lengths(block_model, settings):
+    for prompt, new in itertools.product((0, 1, 4, 11), (1, 13)):
+        tokens = run(block_model, prompt_of(prompt), new, settings, temperature=1.0)
+        assert len(tokens) == new
+        assert MASK not in tokens
 
 
 def test_blocks_of_one_token_are_greedy_from_left_to_right():
@@ -74,7 +98,29 @@ def test_blocks_of_one_token_are_greedy_from_left_to_right():
         logits = model(masked).logits[0, len(ids)].detach()
         logits[MASK] = -torch.inf
         ids.append(int(logits.argmax()))
-    assert run(model, new=12, settings={"block_length": 1}) == ids[len(PROMPT) :]
+    assert run(model, new=12, settings=GREEDY) == ids[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("prompt", [0, 3, 4, 10])
+def test_a_block_fills_the_noisy_stream_given_the_clean_one(block_model, prompt):
+    """One token at a time, as a pass over everything written so far predicts it."""
+    known = prompt_of(prompt)
+    for _ in range(11):
+        here = len(known)
+        clean = torch.tensor([known + [1] * (-here % BLOCK or BLOCK)])
+        noisy = clean.clone()
+        noisy[0, here:] = MASK
+        logits = block_model.lm_head(block_model.noisy_hidden(noisy, clean))[0, here].detach()
+        logits[MASK] = -torch.inf
+        known.append(int(logits.argmax()))
+    assert run(block_model, known[:prompt], 11, GREEDY) == known[prompt:]
+
+
+def test_prompts_are_read_in_parts(block_model, monkeypatch):
+    prompt = prompt_of(45)
+    whole = run(block_model, prompt, 9, GREEDY)
+    monkeypatch.setattr(unmasking, "PREFILL_TOKENS", 2 * BLOCK)
+    assert run(block_model, prompt, 9, GREEDY) == whole
 
 
 def test_the_most_probable_prediction_stays_in_every_step():
@@ -101,10 +147,16 @@ def test_an_end_of_text_is_kept_last_and_ends_the_text():
     assert len(model.seen) <= 8  # neither positions behind the end nor the second block
 
 
-def test_a_seed_decides_the_text():
-    model = make_model()
-    texts = [run(model, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
-    assert texts[0] == texts[1] != texts[2]
+def test_an_end_of_text_ends_blocks(block_model):
+    end = run(block_model, [1, 2], 40, temperature=1.0)[20]
+    tokens = run(block_model, [1, 2], 200, temperature=1.0, eos_token_id=end)
+    assert tokens.index(end) == len(tokens) - 1 < 199
+
+
+def test_a_seed_decides_the_text(block_model):
+    for model in (make_model(), block_model):
+        texts = [run(model, new=16, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
+        assert texts[0] == texts[1] != texts[2]
 
 
 def test_guidance_by_an_empty_prompt_changes_nothing_and_by_a_prompt_something():
@@ -129,8 +181,10 @@ def test_the_context_limits_the_new_tokens():
     assert len(run(make_model(), [1] * 40)) == CONTEXT - 40
 
 
-def test_mistakes_are_told_in_one_line():
+def test_mistakes_are_told_in_one_line(block_model):
     model = make_model()
+    with pytest.raises(UserError, match="cfg_scale: needs a model without memory"):
+        run(block_model, [1], 4, {"cfg_scale": 1.0})
     with pytest.raises(UserError, match=r"48 tokens leave no room in .* context of 48$"):
         run(model, [1] * CONTEXT)
     with pytest.raises(UserError, match="token 99 is outside the vocabulary of 20"):

@@ -1,21 +1,27 @@
-"""A run in a store is held by one machine at a time, whatever happens to it or to the network."""
+"""A run in a store is held by one machine at a time, whatever happens to it or to the network.
+
+That rests on conditional writes: a store that ignores them is found out before it is used.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
+import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from commands import eventually
+from s3_server import CREDENTIALS, careless_s3
 
+from infini_model.config import load_config
 from infini_model.runtime.errors import LeaseLostError, StoreError, UnreachableError
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.object_stores.object_store import ObjectStore
 from infini_model.runtime.stored import lease, record
+from infini_model.runtime.stored.conditions import check_stores
+from infini_model.runtime.stored.copies import put_folder
 from infini_model.runtime.stored.lease import (
     LEASE_SECONDS,
     Lease,
@@ -25,24 +31,32 @@ from infini_model.runtime.stored.lease import (
 )
 from infini_model.runtime.stored.record import lease_lost, stored_holder
 
-if TYPE_CHECKING:
-    from conftest import Clock
-
 ELSEWHERE = Holder(pid=7, started=1.0, host="elsewhere", run="/runs/mine")
-HOLD = """
-import sys, time
-from pathlib import Path
-from infini_model.runtime.holders import Holder
-from infini_model.runtime.object_stores.object_store import ObjectStore
-from infini_model.runtime.stored import lease
-lease.LEASE_SECONDS = 1e9
-run_dir = Path(sys.argv[2])
-run_dir.mkdir()
-for line in sys.stdin:
-    holder = Holder.current(run_dir, None)
-    held = lease.take_lease(ObjectStore(sys.argv[1] + line.strip()), run_dir, holder)
-    print("refused" if held is None else "taken", flush=True)
-"""
+
+
+class Clock:
+    """Time that passes only when a test, or somebody who waits, says so."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which leases end, so that no delay of this machine lets one expire.
+
+    How often they are renewed is another matter.
+    """
+    clock = Clock()
+    monkeypatch.setattr(lease, "time", clock)
+    monkeypatch.setattr(record, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -57,7 +71,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> Iterator[Path]:
+def folders(tmp_path: Path) -> Path:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     return tmp_path
@@ -162,7 +176,7 @@ def test_an_answer_that_was_cut_loses_no_lease(
     s3, store: ObjectStore, folders: Path, clock: Clock
 ) -> None:
     first = taken(store, folders / "one")
-    for _ in range(8):
+    for _ in range(3):
         # Only renewals use the line.
         s3.line.cut_after(10)
         eventually(lambda: s3.line.has_cut, "a renewal")
@@ -173,34 +187,32 @@ def test_an_answer_that_was_cut_loses_no_lease(
     assert read_lease(store)[0].holder is None
 
 
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("left", [None, record.LeaseRecord(1, "t", 0, ELSEWHERE, "another", 0.0)])
 def test_of_two_machines_that_claim_at_once_one_wins(
-    s3, store: ObjectStore, tmp_path: Path
+    store: ObjectStore,
+    folders: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left: record.LeaseRecord | None,
 ) -> None:
-    """Processes, as each has its own connections; many times."""
-    import subprocess
+    """Both find that the run is free: it has no lease, or one that has expired."""
+    if left is not None:
+        store.create("lease.json", left.dumps())
+    overtaken = []
 
-    rounds = 40
-    contenders = [
-        subprocess.Popen(
-            [sys.executable, "-c", HOLD, store.address, str(tmp_path / str(number))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | s3.environment(),
-        )
-        for number in range(2)
-    ]
-    try:
-        for number in range(rounds):
-            for each in contenders:
-                each.stdin.write(f"/{number}\n")
-                each.stdin.flush()
-            answers = sorted(each.stdout.readline().strip() for each in contenders)
-            assert answers == ["refused", "taken"]
-    finally:
-        for each in contenders:
-            each.kill()
-            each.communicate()
+    def read_and_be_overtaken(store: ObjectStore) -> object:
+        found = read_lease(store)
+        if not overtaken:
+            overtaken.append(True)
+            overtaken.append(taken(store, folders / "one"))
+        return found
+
+    monkeypatch.setattr(lease, "read_lease", read_and_be_overtaken)
+    assert take(store, folders / "two") is None
+    holder = stored_holder(folders / "two")
+    assert holder is not None
+    assert holder.run == str(folders / "one")
+    overtaken[1].close()
 
 
 def test_a_folder_takes_back_a_lease_that_it_could_not_release(
@@ -219,3 +231,85 @@ def test_a_damaged_lease_is_named(store: ObjectStore, folders: Path) -> None:
     store.write("lease.json", b"{")
     with pytest.raises(StoreError, match=r"mine/lease\.json: is damaged; delete it"):
         take(store, folders / "one")
+
+
+def test_a_checkpoint_does_not_count_if_the_run_was_lost_during_its_upload(
+    store: ObjectStore, folders: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 1e6)
+    checkpoint, manifest = folders / "checkpoint", "checkpoints/step-4/manifest.json"
+    checkpoint.mkdir()
+    (checkpoint / "weights").write_bytes(b"weights")
+    first = taken(store, folders / "one")
+    others: list[Lease] = []
+
+    def stall(_bytes: int) -> None:
+        """As a machine that is suspended for longer than its lease, once."""
+        if not others:
+            clock.now += LEASE_SECONDS + 0.1
+            others.append(taken(store, folders / "two"))
+
+    assert not put_folder(store, "checkpoints/step-4", checkpoint, stall, first.confirm)
+    assert (first.is_lost, store.find(manifest)) == (True, None)
+    assert put_folder(store, "checkpoints/step-4", checkpoint, stall, others[0].confirm)
+    assert store.find(manifest) is not None
+    first.close()
+    others[0].close()
+
+
+def reach(patch: pytest.MonkeyPatch, url: str) -> None:
+    """Have this process reach the server, which gets a bucket."""
+    for name, value in (CREDENTIALS | {"AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1"}).items():
+        patch.setenv(name, value)
+    patch.setenv("AWS_ALLOW_HTTP", "true")
+    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+
+
+@pytest.mark.parametrize(
+    ("ignored", "setting", "address"),
+    [
+        ("If-None-Match", "run.output_dir", "s3://bucket/team"),
+        ("If-Match", "run.data_dir", "s3://bucket/data"),
+    ],
+)
+def test_a_store_that_ignores_a_condition_is_refused_in_one_line(
+    ignored: str, setting: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path))
+    run = load_config(overrides=[f"run.output_dir={tmp_path}", f"{setting}={address}"]).run
+    with careless_s3(ignored) as (url, _):
+        reach(monkeypatch, url)
+        message = f"^{setting}: {address}: the store ignores conditional writes, .*If-Match$"
+        for _ in range(2):
+            with pytest.raises(StoreError, match=message):
+                check_stores(run, builds_dataset=True)
+        assert ObjectStore("s3://bucket").list_below() == []
+
+
+def test_a_store_is_checked_once_on_a_machine_by_five_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path))
+    run = load_config(overrides=["run.output_dir=s3://bucket/team"]).run
+    with careless_s3() as (url, methods):
+        reach(monkeypatch, url)
+        methods.clear()
+        check_stores(run, builds_dataset=True)
+        assert methods == ["PUT"] * 4 + ["POST"]
+        check_stores(run, builds_dataset=True)
+        assert len(methods) == 5
+        assert ObjectStore("s3://bucket").list_below() == []
+    with careless_s3("If-Match") as (url, _):
+        reach(monkeypatch, url)
+        with pytest.raises(StoreError, match="ignores conditional writes"):
+            check_stores(run, builds_dataset=False)
+
+
+def test_nothing_is_asked_for_without_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectStore, "create", pytest.fail)
+    run = load_config(overrides=[f"run.output_dir={tmp_path}"]).run
+    check_stores(run, builds_dataset=True)
+    data = load_config(overrides=[f"run.output_dir={tmp_path}", "run.data_dir=s3://bucket/d"]).run
+    check_stores(data, builds_dataset=False)

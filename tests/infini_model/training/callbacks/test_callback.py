@@ -5,7 +5,7 @@ import signal
 import threading
 
 import pytest
-from curves import curve, weights
+from curves import curve
 
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.training.callbacks.callback import Callback
@@ -66,36 +66,42 @@ class Witness(Callback):
         self.events.append(("end", status))
 
 
-def test_the_hooks_tell_the_story_of_the_training(dataset, make_config, tmp_path):
-    witness = Witness()
+def test_the_hooks_tell_the_story_of_the_training(dataset, make_config, tmp_path, monkeypatch):
+    witness, add_up = Witness(), World.sum
+
+    def spy(world, values):
+        witness.events.append(("sum",))
+        return add_up(world, values)
+
+    monkeypatch.setattr(World, "sum", spy)
     train(make_config(), dataset, tmp_path / "run", [witness])
     expected = [("start", 0), ("validation", 0)]
     for step in range(1, 13):
         expected += [("before step",), ("gradients",), ("backward", step), ("step", step)]
         expected += [("checkpoint", step)] if step % 4 == 0 else []
         expected += [("validation", step)] if step in (5, 10, 12) else []
-    assert witness.events == [*expected, ("test", 12), ("end", "FINISHED")]
+    expected += [("test", 12), ("end", "FINISHED")]
+    assert [event for event in witness.events if event != ("sum",)] == expected
     assert witness.pauses > 0
     assert curve(tmp_path / "run", "mine/double") == {step: 2.0 * step for step in range(1, 13)}
+    # Gradients are announced before a rank waits for the loss of the others: so heartbeats tell
+    # which rank of a hang is behind. The first sum is of the targets, by which they are scaled.
+    first = witness.events.index(("before step",))
+    assert witness.events[first : first + 5] == [
+        ("before step",),
+        ("sum",),
+        ("gradients",),
+        ("sum",),
+        ("backward", 1),
+    ]
 
 
-def test_it_changes_no_bit_of_the_training(dataset, make_config, tmp_path):
-    train(make_config(), dataset, tmp_path / "alone")
-    train(make_config(), dataset, tmp_path / "watched", [Witness()])
-    assert weights(tmp_path / "watched") == weights(tmp_path / "alone")
-
-
-def test_it_hears_how_the_training_ended(dataset, make_config, tmp_path):
+def test_it_hears_that_the_training_was_stopped(dataset, make_config, tmp_path):
     stop = Witness(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     train(make_config(), dataset, tmp_path / "stopped", [stop])
     assert stop.events[-1] == ("end", "KILLED")
     # The signal is shared with the next step, which is saved.
     assert newest_checkpoint(tmp_path / "stopped").name == "step-4"
-
-    broken = Witness(3, lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        train(make_config(), dataset, tmp_path / "broken", [broken])
-    assert broken.events[-1] == ("end", "FAILED")
 
 
 def test_a_step_that_is_not_finite_ends_it_before_the_weights_change(
@@ -113,45 +119,16 @@ def test_one_that_fails_at_the_end_keeps_no_other_from_ending(
     dataset, make_config, tmp_path, caplog
 ):
     class Failing(Callback):
-        def before_pause(self):
-            if self.ending:
-                raise OSError("no heartbeat")
-
         def after_evaluation(self, evaluation, metrics):
-            self.ending = evaluation.split == "test"
+            raise OSError("no evaluation")
 
         def on_end(self, status):
             raise OSError("no end")
 
-        ending = False
-
     witness = Witness()
-    with pytest.raises(OSError, match="no heartbeat"):
+    with pytest.raises(OSError, match="no evaluation"):
         train(make_config(), dataset, tmp_path / "run", [Failing(), witness])
     assert witness.events[-1] == ("end", "FAILED")
     assert "Failing failed at the end of the training" in caplog.text
     threads = {thread.name for thread in threading.enumerate()}
     assert not {name for name in threads if name.startswith(("loader", "checkpoint"))}
-
-
-def test_gradients_are_announced_before_a_rank_waits_for_the_loss_of_the_others(
-    dataset, make_config, tmp_path, monkeypatch
-):
-    """So that the heartbeats tell which rank of a hang is behind."""
-    witness, add_up = Witness(), World.sum
-
-    def spy(world, values):
-        witness.events.append(("sum",))
-        return add_up(world, values)
-
-    monkeypatch.setattr(World, "sum", spy)
-    train(make_config(), dataset, tmp_path / "run", [witness])
-    first = witness.events.index(("before step",))
-    # First the number of targets, by which gradients are scaled.
-    assert witness.events[first : first + 5] == [
-        ("before step",),
-        ("sum",),
-        ("gradients",),
-        ("sum",),
-        ("backward", 1),
-    ]

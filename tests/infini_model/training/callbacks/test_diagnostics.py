@@ -1,4 +1,4 @@
-"""Diagnostics name a document that causes non-finite values, its text and its effect."""
+"""Steps that are not finite and losses that spike are reported, with the documents they read."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -25,15 +25,16 @@ from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.shards.shard_files import map_shard
 from infini_model.data.sources.download import download
 from infini_model.runtime.errors import NonFiniteError
-from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.metrics_file import MetricsFile, read_metrics
 from infini_model.runtime.storage import sha256
 from infini_model.training.callbacks.diagnostics import find_faults
+from infini_model.training.callbacks.spikes import MIN_LOSSES, WINDOW, SpikeDetector, past_losses
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
+from infini_model.training.parallel.distributed import World
 
 # A byte that only one document contains.
 POISON = "@"
-CONTEXT = 64
 NUMBERS = Path(__file__).parents[4] / "docs" / "numbers.md"
 
 
@@ -58,27 +59,29 @@ def poisoned(tmp_path_factory):
     return output / "datasets" / manifest.folder_name
 
 
-def settings(make_config, mode="packed", save_steps=4, **training):
-    remainder = "pad" if mode == "document" else "drop"
-    packing = {"context_length": CONTEXT, "mode": mode, "remainder": remainder}
+def debugging(make_config, mode="packed", **training):
     return make_config(
-        packing=packing,
+        packing={"context_length": 64, "mode": mode},
         training={"max_steps": 60} | training,
         logging={"debug": True},
-        checkpoint={"save_steps": save_steps},
     )
 
 
-def poison(checkpoint):
-    """Make the embedding of the byte infinite, as if training had produced that."""
+def change(checkpoint, name, harm):
+    """Change a weight of a checkpoint, as if training had produced that."""
     path = checkpoint / "model" / "model.safetensors"
     tensors = load_file(path)
-    tensors["model.embed_tokens.weight"][ord(POISON)] = torch.inf
+    harm(tensors[name])
     save_file(tensors, path, {"format": "pt"})
     manifest = checkpoint / "manifest.json"
     tree = json.loads(manifest.read_text())
     tree["sha256"]["model/model.safetensors"] = sha256(path)
     manifest.write_text(json.dumps(tree))
+
+
+def poison(checkpoint):
+    """Make the embedding of the byte infinite."""
+    change(checkpoint, "model.embed_tokens.weight", lambda rows: rows[ord(POISON)].fill_(torch.inf))
 
 
 def tokens_of(dataset, passage):
@@ -89,20 +92,22 @@ def tokens_of(dataset, passage):
     return values[first : first + passage["tokens"]]
 
 
-@pytest.mark.parametrize("mode", ["packed", "document", "aligned"])
-def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_path, mode, caplog):
-    run_dir = tmp_path / "run"
-    config = settings(make_config, mode, save_steps=1, batch_size=4, gradient_accumulation_steps=2)
-    train(
-        settings(make_config, mode, max_steps=1, batch_size=4, gradient_accumulation_steps=2),
-        poisoned,
-        run_dir,
-    )
-    poison(newest_checkpoint(run_dir))
+def fail(config, dataset, run_dir):
+    """Train until a step is not finite; returns its number and the folder of the report."""
     with pytest.raises(NonFiniteError) as caught:
-        train(config, poisoned, run_dir)
+        train(config, dataset, run_dir)
     step = int(str(caught.value).split(":")[0].removeprefix("step "))
-    report = run_dir / "debug" / f"step-{step}" / "rank-0"
+    return step, run_dir / "debug" / f"step-{step}"
+
+
+@pytest.mark.parametrize("mode", ["packed", "aligned"])
+def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_path, mode, caplog):
+    sizes = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    train(debugging(make_config, mode, max_steps=1, **sizes), poisoned, tmp_path)
+    poison(newest_checkpoint(tmp_path))
+    config = debugging(make_config, mode, **sizes)
+    step, folder = fail(config, poisoned, tmp_path)
+    report = folder / "rank-0"
 
     windows = json.loads((report / "windows.json").read_text())
     saved = load_file(report / "tensors.safetensors")
@@ -121,94 +126,37 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
         assert isinstance(window["loss"], str) == bool(read)
     assert isinstance(windows[0]["loss"], str)
     culprit = next(p for p in windows[0]["passages"] if POISON in p["text"])
-    (text,) = {(report / "report.txt").read_text()}
+    text = (report / "report.txt").read_text()
     assert f"{culprit['shard']}, row {culprit['row']}" in text
     assert repr(culprit["text"][:20])[1:-1] in text
     assert text.strip() in caplog.text
     # The number is that of the document in `load_from_disk`.
     shards = read_manifest(poisoned).splits["train"].shards
-    before = 0
-    for shard in shards:
-        if f"train/{shard.file}" == culprit["shard"]:
-            assert before + culprit["row"] == culprit["document"]
-        before += shard.documents
+    place = [f"train/{shard.file}" for shard in shards].index(culprit["shard"])
+    before = sum(shard.documents for shard in shards[:place])
+    assert before + culprit["row"] == culprit["document"]
 
-
-def test_the_report_has_the_documented_form_and_its_checkpoint_precedes_the_step(
-    poisoned, make_config, tmp_path, caplog
-):
-    run_dir = tmp_path / "run"
-    train(settings(make_config, max_steps=2), poisoned, run_dir)
-    poison(newest_checkpoint(run_dir))
-    with pytest.raises(NonFiniteError) as caught:
-        train(settings(make_config), poisoned, run_dir)
-    step = int(str(caught.value).split(":")[0].removeprefix("step "))
-    folder = run_dir / "debug" / f"step-{step}"
-    text = (folder / "rank-0" / "report.txt").read_text()
-    tree = json.loads((folder / "rank-0" / "report.json").read_text())
+    tree = json.loads((report / "report.json").read_text())
     gradients = [fault["name"] for fault in tree["faults"] if fault["kind"] == "gradients"]
     for line in (
         "NaN LOSS DETECTED [GPU 0]",
         f"Step: {step}",
-        "Loss: nan",
-        "Gradient Norm: nan",
-        "PROBLEMATIC TENSORS:",
-        "⚠️  Parameters with infinity (1 layers):",
         "  • model.embed_tokens.weight (shape: [256, 32])",
-        f"    Param values from [{ord(POISON)}, 0] on: [inf, inf, inf, inf, inf, ...]",
         f"    Infinity count: 32/{256 * 32}",
-        f"⚠️  Gradients with NaN ({len(gradients)} layers):",
-        f"Total layers with NaN gradients: {len(gradients)}",
         f"Affected layers: {gradients}",
     ):
         assert line in text.splitlines()
-    assert "--preset stable" in text
-    saved = load_file(folder / "rank-0" / "tensors.safetensors")
-    assert set(saved) - {"batch/0/input_ids", "batch/0/labels"} == {
-        f"{fault['kind']}/{fault['name']}" for fault in tree["faults"]
-    }
-    # The folder resumes as a separate run and fails at the same step.
+    batches = {f"batch/{number}/{part}" for number in (0, 1) for part in ("input_ids", "labels")}
+    faults = {f"{fault['kind']}/{fault['name']}" for fault in tree["faults"]}
+    assert set(saved) - batches == faults
+    # The folder resumes as a separate run, before the step, and fails at the same one.
     checkpoint = newest_checkpoint(folder)
     assert f"Checkpoint saved: {checkpoint}" in caplog.text
     position = read_position(checkpoint)
     assert (position.step, position.consumed) == (step - 1, (step - 1) * 8)
-    with pytest.raises(NonFiniteError, match=f"step {step}: "):
-        train(settings(make_config), poisoned, folder)
-    again = json.loads((folder / "debug" / f"step-{step}" / "rank-0" / "report.json").read_text())
-    assert again == tree
-
-
-def test_a_spike_is_reported_once_with_its_windows(poisoned, make_config, tmp_path, caplog):
-    """A document of rare bytes, on which the model is made to have a large loss."""
-    run_dir = tmp_path / "run"
-    config = settings(make_config, max_steps=40, learning_rate=1e-5)
-    train(settings(make_config, max_steps=20, learning_rate=1e-5), poisoned, run_dir)
-    checkpoint = newest_checkpoint(run_dir)
-    path = checkpoint / "model" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["lm_head.weight"] *= 400
-    save_file(tensors, path, {"format": "pt"})
-    manifest = checkpoint / "manifest.json"
-    tree = json.loads(manifest.read_text())
-    tree["sha256"]["model/model.safetensors"] = sha256(path)
-    manifest.write_text(json.dumps(tree))
-    with caplog.at_level(logging.WARNING):
-        train(config, poisoned, run_dir)
-    warnings = [r.getMessage() for r in caplog.records if "Loss spike" in r.getMessage()]
-    assert len(warnings) == 1
-    assert "Loss spike at step 21: " in warnings[0]
-    tree = json.loads((run_dir / "debug" / "spike-21" / "rank-0.json").read_text())
-    losses = [window["loss"] for window in tree["windows"]]
-    assert losses == sorted(losses, reverse=True)
-    assert np.mean(losses) == pytest.approx(tree["spike"]["loss"], rel=1e-4)
-    worst = tree["windows"][0]["passages"][0]
-    assert f"{worst['shard']}, row {worst['row']}" in warnings[0]
-    assert (
-        tokens_of(poisoned, worst)
-        .tobytes()
-        .decode("utf-8", "replace")
-        .startswith(worst["text"][:10])
-    )
+    again, its_folder = fail(config, poisoned, folder)
+    assert again == step
+    assert json.loads((its_folder / "rank-0" / "report.json").read_text()) == tree
 
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.sampled_from([np.nan, np.inf, -np.inf]))))
@@ -221,12 +169,8 @@ def test_faults_are_counted_and_located(places):
     faults = find_faults(model)
     assert len(faults) == (1 if final else 0)
     for fault in faults:
-        assert (fault.kind, fault.name, fault.shape, fault.size) == (
-            "gradients",
-            "weight",
-            [3, 4],
-            12,
-        )
+        place = (fault.kind, fault.name, fault.shape, fault.size)
+        assert place == ("gradients", "weight", [3, 4], 12)
         assert fault.nan == sum(np.isnan(value) for value in final.values())
         assert fault.infinite == len(final) - fault.nan
         assert fault.first == [min(final) // 4, min(final) % 4]
@@ -252,9 +196,9 @@ def _train_and_search(config, dataset, run_dir):
 @pytest.mark.story
 def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
     run_dir = tmp_path / "run"
-    train(settings(make_config, max_steps=1), poisoned, run_dir)
+    train(debugging(make_config, max_steps=1), poisoned, run_dir)
     poison(newest_checkpoint(run_dir))
-    on_two_ranks(_train_and_search, settings(make_config, batch_size=4), poisoned, run_dir)
+    on_two_ranks(_train_and_search, debugging(make_config, batch_size=4), poisoned, run_dir)
     (folder,) = (run_dir / "debug").glob("step-*")
     step = int(folder.name.removeprefix("step-"))
     logs = [Path(f"{run_dir}-{rank}.log").read_text() for rank in range(2)]
@@ -278,6 +222,99 @@ def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
     (fault,) = faults[1]
     assert (fault["shape"], fault["whole_shape"]) == ([2, 3], [4, 3])
     assert (fault["first"], fault["nan"], fault["size"]) == ([0, 1], 1, 6)
+
+
+NOISES = {
+    "normal": lambda rng, size: rng.normal(size=size),
+    "slow": lambda rng, size: np.convolve(rng.normal(size=size + 19), np.ones(20), "valid") / 4,
+    "uniform": lambda rng, size: rng.uniform(-2, 2, size),
+}
+
+
+def spikes_of(losses):
+    detector = SpikeDetector()
+    return {step: spike for step, loss in enumerate(losses) if (spike := detector.watch(loss))}
+
+
+def losses_of(size, noise, width, seed, drop=4.0, pace=300.0):
+    """A loss that falls from 1.5 + drop to 1.5, with noise as wide as `width`."""
+    rng = np.random.default_rng(seed)
+    smooth = 1.5 + drop * np.exp(-np.arange(size) / pace)
+    return (smooth + width * NOISES[noise](rng, size)).tolist()
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("width", [0.0, 0.3])
+def test_a_long_noisy_curve_has_no_spike(noise, width):
+    assert spikes_of(losses_of(5_000, noise, width, seed=1)) == {}
+
+
+@settings(max_examples=50)
+@given(
+    noise=st.sampled_from(sorted(NOISES)),
+    width=st.floats(0.0, 0.2),
+    drop=st.floats(0.0, 10.0),
+    pace=st.floats(5.0, 1000.0),
+    seed=st.integers(0, 2**32),
+    step=st.integers(MIN_LOSSES, 590),
+    length=st.integers(1, 20),
+)
+# Within a spike this long, its losses look normal for one step and then not any more.
+@example(noise="uniform", width=0.15625, drop=3.0, pace=467.0, seed=11675, step=16, length=8)
+def test_a_spike_is_reported_once_at_its_first_step(noise, width, drop, pace, seed, step, length):
+    losses = losses_of(600, noise, width, seed, drop, pace)
+    assert spikes_of(losses) == {}
+    # 20 deviations of the visible losses, including the fall itself.
+    seen = losses[max(0, step - WINDOW) : step]
+    height = 20 * 1.4826 * np.median(np.abs(np.array(seen) - np.median(seen))) + 1.0
+    top = np.median(seen) + height
+    for place in range(step, min(600, step + length)):
+        losses[place] = top
+    found = spikes_of(losses)
+    assert list(found) == [step]
+    assert found[step].loss == top > found[step].limit > found[step].median
+    assert found[step].steps == min(WINDOW, step)
+
+
+def test_the_next_spike_is_reported_again_and_a_new_level_becomes_normal():
+    losses = losses_of(400, "normal", 0.05, seed=2, drop=0.0)
+    for place in (100, 101, 250):
+        losses[place] += 3.0
+    losses[320:] = [loss + 2.0 for loss in losses[320:]]
+    assert list(spikes_of(losses)) == [100, 250, 320]
+
+
+def test_past_losses_are_restored_after_an_interruption(tmp_path):
+    chance = random.Random(4)
+    losses = [2.0 + chance.gauss(0, 0.05) for _ in range(150)]
+    file = MetricsFile(tmp_path, None)
+    for step, loss in enumerate(losses, start=1):
+        file.append(step, {"train/loss": loss})
+        file.append(step, {"validation/loss": 9.0})
+    file.close()
+    world = World(0, 1, torch.device("cpu"))
+    assert past_losses(tmp_path, 100, world) == losses[100 - WINDOW : 100]
+    assert past_losses(tmp_path, 0, world) == []
+    assert SpikeDetector(past_losses(tmp_path, 100, world)).watch(4.0)
+    assert not SpikeDetector().watch(4.0)
+
+
+def test_a_spike_is_reported_once_with_its_windows(poisoned, make_config, tmp_path, caplog):
+    train(debugging(make_config, max_steps=20, learning_rate=1e-5), poisoned, tmp_path)
+    change(newest_checkpoint(tmp_path), "lm_head.weight", lambda weight: weight.mul_(400))
+    with caplog.at_level(logging.WARNING):
+        train(debugging(make_config, max_steps=40, learning_rate=1e-5), poisoned, tmp_path)
+    warnings = [r.getMessage() for r in caplog.records if "Loss spike" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "Loss spike at step 21: " in warnings[0]
+    tree = json.loads((tmp_path / "debug" / "spike-21" / "rank-0.json").read_text())
+    losses = [window["loss"] for window in tree["windows"]]
+    assert losses == sorted(losses, reverse=True)
+    assert np.mean(losses) == pytest.approx(tree["spike"]["loss"], rel=1e-4)
+    worst = tree["windows"][0]["passages"][0]
+    assert f"{worst['shard']}, row {worst['row']}" in warnings[0]
+    text = tokens_of(poisoned, worst).tobytes().decode("utf-8", "replace")
+    assert text.startswith(worst["text"][:10])
 
 
 def test_the_documented_metrics_are_recorded(dataset, make_config, tmp_path):

@@ -67,18 +67,7 @@ def test_block_diffusion_has_two_streams_and_one_output_layer() -> None:
 
 @pytest.mark.parametrize(
     ("name", "tera"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA RTX A4000", None),
-    ],
+    [("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA RTX A4000", None)],
 )
 def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, tera: float | None) -> None:
     peak = peak_flops(name)

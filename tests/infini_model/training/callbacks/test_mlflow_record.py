@@ -66,52 +66,40 @@ def delivered(run_dir):
     return read_mlflow_record(run_dir).get("delivered_step")
 
 
-def test_the_status_follows_a_run_through_stop_resume_and_end(tmp_path, config):
-    metrics = begin(tmp_path, config)
-    assert status(tmp_path) == "RUNNING"
-    metrics.close("KILLED")
-    assert status(tmp_path) == "KILLED"
-    again = begin(tmp_path, config, resumed_step=1)
-    assert status(tmp_path) == "RUNNING"
-    again.close("FINISHED")
-    assert status(tmp_path) == "FINISHED"
-    assert not end_record(tmp_path, "FAILED")
-    assert status(tmp_path) == "FINISHED"
-
-
-def test_an_unreported_end_is_reported_once(tmp_path, config):
+def test_the_end_of_a_killed_training_is_reported_once(tmp_path, config):
     begin(tmp_path, config)
+    assert status(tmp_path) == "RUNNING"
     assert end_record(tmp_path, "FAILED")
     assert status(tmp_path) == "FAILED"
     assert not end_record(tmp_path, "KILLED")
     assert status(tmp_path) == "FAILED"
 
 
-def test_a_status_that_mlflow_already_has_is_kept(tmp_path, config):
-    metrics = begin(tmp_path, config)
+def test_the_status_follows_a_run_through_a_stop_a_resume_and_its_end(tmp_path, config):
+    begin(tmp_path, config).close("KILLED")
+    assert status(tmp_path) == "KILLED"
+    again = begin(tmp_path, config, resumed_step=1)
+    assert status(tmp_path) == "RUNNING"
     record = read_mlflow_record(tmp_path)
-    metrics.close("FINISHED")
-    # As if the training had been killed between reporting to MLflow and recording it.
+    again.close("FINISHED")
+    # As if it had been killed between reporting to MLflow and recording it.
     write_json(tmp_path / "logs" / "mlflow.json", record)
     assert not end_record(tmp_path, "FAILED")
     assert status(tmp_path) == "FINISHED"
 
 
-def test_an_end_without_a_record_is_ignored(tmp_path):
+def test_the_end_of_a_run_without_a_record_is_ignored(tmp_path):
     assert not end_record(tmp_path, "FAILED")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("listens", [True, False], ids=["hangs", "down"])
-def test_an_unresponsive_server_does_not_block_end_record(tmp_path, listens, monkeypatch):
+def test_a_server_that_hangs_does_not_block_the_end(tmp_path, monkeypatch):
     # Longer than the test may take: it is not the client that gives up.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(10 * PATIENCE)))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        if not listens:
-            silent.close()
-        record = {"run_id": "r" * 32, "tracking_uri": f"http://127.0.0.1:{port}"}
-        write_json(tmp_path / "logs" / "mlflow.json", record | {"status": "RUNNING"})
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        record = {"run_id": "r" * 32, "tracking_uri": uri, "status": "RUNNING"}
+        write_json(tmp_path / "logs" / "mlflow.json", record)
         assert not end_record(tmp_path, "FAILED", timeout_seconds=1.0)
 
 
@@ -119,7 +107,6 @@ def test_an_unresponsive_server_does_not_block_end_record(tmp_path, listens, mon
 def test_a_killed_trainer_is_failed_in_mlflow_before_the_launcher_returns(
     dataset, make_config, output, tmp_path, monkeypatch
 ):
-    run_dir = tmp_path / "run"
     config = make_config(
         run={"output_dir": str(output)},
         training={"max_steps": 100_000},
@@ -127,66 +114,57 @@ def test_a_killed_trainer_is_failed_in_mlflow_before_the_launcher_returns(
         checkpoint={"save_steps": 50_000},
         tracking={"mlflow": True, "tensorboard": False},
     )
-
     monkeypatch.setattr(launcher, "end_record", end_record)
 
     def kill(_line):
-        if delivered(run_dir) is not None:
-            for process in trainers(run_dir):
+        if delivered(tmp_path) is not None:
+            for process in trainers(tmp_path):
                 process.kill()
 
     with pytest.raises(Crashed):
-        launch(config, dataset, run_dir, on_line=kill)
-    assert status(run_dir) == "FAILED"
+        launch(config, dataset, tmp_path, on_line=kill)
+    assert status(tmp_path) == "FAILED"
 
 
-def test_a_run_is_tagged_with_its_origin(tmp_path, config):
+def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
     flow_run = {"id": "0198c0de", "url": "http://127.0.0.1:4200/runs/flow-run/0198c0de"}
     write_json(tmp_path / "run.json", {"owner": flow_run})
+    assert run_url("http://127.0.0.1:5000", tmp_path) is None
+    number = open_tracking(config)[1]
     begin(tmp_path, config).close("KILLED")
-    tags = in_mlflow(tmp_path).data.tags
+    found = in_mlflow(tmp_path)
+    page = f"http://127.0.0.1:5000/#/experiments/{number}/runs/{found.info.run_id}"
+    assert run_url("http://127.0.0.1:5000/", tmp_path) == page
+    assert found.data.params["training.max_steps"] == "12"
+    assert found.inputs.dataset_inputs[0].dataset.digest == DATASET["key"][:36]
+    tags = found.data.tags
     assert tags["prefect.flow_run_id"] == flow_run["id"]
-    assert tags["prefect.flow_run_url"] == flow_run["url"]
     assert tags["run.folder"] == str(tmp_path)
     assert tags["run.preset"] == "debug"
     assert (tags["dataset.key"], tags["dataset.folder"]) == (DATASET["key"], DATASET["path"])
     assert {"mlflow.user", "mlflow.source.name", "mlflow.source.type"} <= set(tags)
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    git = ["git", "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     assert tags.get("mlflow.source.git.commit", "") == head
-    assert f"]({flow_run['url']})" in tags[NOTE]
     assert str(tmp_path) in tags[NOTE]
 
 
 def test_the_links_follow_a_resume_and_an_edited_description_is_kept(tmp_path, config):
     from mlflow import MlflowClient
 
-    urls = [f"http://127.0.0.1:4200/runs/flow-run/{number}" for number in range(3)]
-    for step, url in enumerate(urls[:2]):
-        write_json(tmp_path / "run.json", {"owner": {"id": url[-1], "url": url}})
+    for step in range(3):
+        url = f"http://127.0.0.1:4200/runs/flow-run/{step}"
+        write_json(tmp_path / "run.json", {"owner": {"id": str(step), "url": url}})
         begin(tmp_path, config, step or None).close("KILLED")
         tags = in_mlflow(tmp_path).data.tags
         assert tags["prefect.flow_run_url"] == url
-        assert f"]({url})" in tags[NOTE]
-    record = read_mlflow_record(tmp_path)
-    MlflowClient(record["tracking_uri"]).set_tag(record["run_id"], NOTE, "The one to keep.")
-    write_json(tmp_path / "run.json", {"owner": {"id": "2", "url": urls[2]}})
-    begin(tmp_path, config, 2).close("FINISHED")
-    tags = in_mlflow(tmp_path).data.tags
-    assert tags["prefect.flow_run_url"] == urls[2]
+        if step < 2:
+            assert f"]({url})" in tags[NOTE]
+        if step == 1:
+            record = read_mlflow_record(tmp_path)
+            client = MlflowClient(record["tracking_uri"])
+            client.set_tag(record["run_id"], NOTE, "The one to keep.")
     assert tags[NOTE] == "The one to keep."
-
-
-def test_the_page_of_a_run_and_of_its_experiment(tmp_path, config):
-    assert run_url("http://127.0.0.1:5000", tmp_path) is None
-    number = open_tracking(config)[1]
-    assert open_tracking(config)[1] == number
-    begin(tmp_path, config).close("FINISHED")
-    run = in_mlflow(tmp_path).info
-    assert run.experiment_id == number
-    page = f"http://127.0.0.1:5000/#/experiments/{number}/runs/{run.run_id}"
-    assert run_url("http://127.0.0.1:5000/", tmp_path) == page
 
 
 def test_a_kill_while_the_tables_are_created_is_recovered_from(make_config):

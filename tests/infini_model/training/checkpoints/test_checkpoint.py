@@ -1,15 +1,26 @@
-import json
+"""Checkpoints: restored bit for bit, written while the training goes on, and checked when read.
+
+A writer that is killed at any moment: `test_strikes.py`.
+"""
+
 import logging
+import resource
+import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from commands import PATIENCE
+from curves import repeatable, weights
+from trainings import PRELOADED
 
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.training.checkpoints.background import HostCopy
+from infini_model.training.callbacks.callback import Callback
+from infini_model.training.checkpoints.background import HostCopy, Writer
 from infini_model.training.checkpoints.checkpoint import (
     Position,
     clear_for_resume,
@@ -22,6 +33,7 @@ from infini_model.training.checkpoints.checkpoint import (
 )
 from infini_model.training.checkpoints.export import opens_in_transformers
 from infini_model.training.checkpoints.folders import verify_checkpoint
+from infini_model.training.loop import train
 from infini_model.training.optimizer import make_optimizer
 from infini_model.training.parallel.distributed import World
 
@@ -65,8 +77,10 @@ def test_weights_moments_and_position_are_restored_bit_for_bit(tmp_path, trained
     for index, state in before.items():
         for key, value in state.items():
             assert torch.equal(value, after[index][key])
-    json.loads((path / "state.json").read_text())["versions"]["torch"]
     assert torch.equal(load_generators(path, WORLD)["cpu"][0], torch.get_rng_state())
+    # Nothing is pickled.
+    suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
+    assert suffixes == {".json", ".safetensors"}
 
 
 @pytest.mark.parametrize(
@@ -78,29 +92,22 @@ def test_only_a_plain_llama_opens_in_transformers(tmp_path, changes, opens):
     assert opens_in_transformers(tmp_path / "m") is opens
 
 
-def test_a_checkpoint_contains_no_pickle(tmp_path, trained):
-    (path,) = save(tmp_path, trained, 1)
-    suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
-    assert suffixes == {".json", ".safetensors"}
+def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path, trained):
+    def kept():
+        return {int(p.name.removeprefix("step-")) for p in (tmp_path / "checkpoints").iterdir()}
 
-
-def test_only_the_newest_checkpoints_are_kept(tmp_path, trained):
-    save(tmp_path, trained, 2, 10, 9, keep=2)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-9"]
-
-
-def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path, trained):
     metrics = MetricsFile(tmp_path, None)
     losses = {1: 4.0, 2: 2.0, 3: 3.0, 4: 2.5, 5: 1.0}
-    kept = {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 4], 5: [2, 5]}
+    expected = {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {2, 4}, 5: {2, 5}}
     for step, loss in losses.items():
         save(tmp_path, trained, step, keep=1)
-        names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-        assert names == [f"step-{number}" for number in kept[step]]
+        assert kept() == expected[step]
         # The validation loss of this step is recorded only later.
         metrics.append(step, {"train/loss": loss, "validation/loss": loss})
     prune_checkpoints(tmp_path, 1)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
+    assert kept() == {5}
+    save(tmp_path, trained, 8, 10, 9, keep=2)
+    assert kept() == {5, 9, 10}
 
 
 def flip_a_bit(path):
@@ -138,27 +145,18 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_used(
     assert sorted(p.name for p in older.parent.iterdir()) == ["damaged-step-8", "step-4"]
 
 
-@pytest.mark.parametrize(
-    "half", ["checkpoints/.tmp-step-8-abc", ".tmp-model-abc", "debug/step-4/.tmp-rank-0-abc"]
-)
-def test_leftovers_of_a_killed_writer_are_removed_and_never_read(tmp_path, trained, half):
+def test_what_a_killed_writer_leaves_is_removed_and_never_read(tmp_path, trained):
     (path,) = save(tmp_path, trained, 4)
-    (tmp_path / half).mkdir(parents=True)
-    (tmp_path / half / "state.json").write_text("{")
+    folders = ["checkpoints/.tmp-step-8-abc", ".tmp-model-abc", "debug/step-4/.tmp-rank-0-abc"]
+    halves = [tmp_path / folder / "state.json" for folder in folders]
+    halves += [tmp_path / ".tmp-metrics.jsonl-abc", tmp_path / "logs" / ".tmp-mlflow.json-abc"]
+    for half in halves:
+        half.parent.mkdir(parents=True, exist_ok=True)
+        half.write_text("{")
     assert newest_checkpoint(tmp_path) == path
     clear_for_resume(tmp_path, path)
-    assert not (tmp_path / half).exists()
+    assert not list(tmp_path.rglob(".tmp-*"))
     assert [p.name for p in path.parent.iterdir()] == ["step-4"]
-
-
-def test_partially_written_files_are_removed(tmp_path, trained):
-    (path,) = save(tmp_path, trained, 4)
-    halves = [tmp_path / ".tmp-metrics.jsonl-abc", tmp_path / "logs" / ".tmp-mlflow.json-abc"]
-    for half in halves:
-        half.parent.mkdir(exist_ok=True)
-        half.write_text("{")
-    clear_for_resume(tmp_path, path)
-    assert not any(half.exists() for half in halves)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path, trained):
@@ -166,3 +164,96 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path, trained):
     smaller = InfiniLlama(MODEL.model_copy(update={"num_hidden_layers": 1}))
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\."):
         load_optimizer(path, smaller, make_optimizer(smaller, TrainingConfig()), WORLD)
+
+
+@pytest.fixture
+def writer():
+    writer = Writer()
+    yield writer
+    writer.close()
+
+
+def test_a_job_does_not_block_the_caller_but_the_next_job_waits(writer, monkeypatch):
+    may_end, done = threading.Event(), []
+
+    def job():
+        assert may_end.wait(PATIENCE)
+        done.append("first")
+
+    writer.start(job)
+    writer.check()
+    assert done == []
+    # The job ends only when it is waited for.
+    wait = writer.wait
+    monkeypatch.setattr(writer, "wait", lambda: (may_end.set(), wait()))
+    writer.start(lambda: done.append("second"))
+    assert done[:1] == ["first"]
+    wait()
+    assert done == ["first", "second"]
+
+
+def test_an_error_is_raised_once_by_the_next_call(writer):
+    failed = threading.Event()
+
+    def fail():
+        failed.set()
+        raise UserError("step-3: the disk is full")
+
+    writer.start(fail)
+    failed.wait()
+    with pytest.raises(UserError, match="step-3"):
+        writer.wait()
+    writer.check()
+    writer.wait()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_snapshot_does_not_change_with_the_training(ahead):
+    torch.manual_seed(0)
+    model = InfiniLlama(ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2))
+    optimizer = make_optimizer(model, TrainingConfig())
+    ids = torch.randint(0, 11, (2, 128))
+
+    def step():
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    step()
+    copy = HostCopy(World(0, 1, torch.device("cpu")))
+    if ahead:
+        copy.preallocate(model, optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    snapshot = copy.take(model, optimizer)
+    step()
+    assert snapshot.parameters.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(snapshot.parameters[name], value)
+        assert snapshot.moments[f"{name}/step"].item() == 1.0
+
+
+class Fill(Callback):
+    """Limits the size of files after step 6, as on a full disk."""
+
+    def after_step(self, step, metrics):
+        if step.number == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+
+def test_a_full_disk_names_the_checkpoint_and_the_previous_one_resumes_to_the_same_bits(
+    dataset, make_config, tmp_path
+):
+    train(make_config(), dataset, tmp_path / "whole")
+    run_dir = tmp_path / "run"
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with (
+        ProcessPoolExecutor(1, context) as pool,
+        pytest.raises(UserError, match="step-8: cannot be written: File too large") as caught,
+    ):
+        pool.submit(train, make_config(), dataset, run_dir, [Fill()]).result()
+    assert ".tmp-" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert [p.name for p in (run_dir / "checkpoints").glob("*step*")] == ["step-4"]
+    train(make_config(), dataset, run_dir)
+    assert repeatable(run_dir) == repeatable(tmp_path / "whole")
+    assert weights(run_dir) == weights(tmp_path / "whole")

@@ -1,49 +1,237 @@
-"""The physical GPU of a rank, from the launcher or from the visible devices."""
+"""The GPUs of a machine: which are found, which a training reserves, and which a rank has.
 
+A driver of two GPUs stands in for NVML.
+"""
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pynvml
 import pytest
+import torch
 
-from infini_model.training.launch import devices
+from infini_model.config import Config, load_config
+from infini_model.runtime.errors import DeviceError
+from infini_model.training.launch import devices, reservation
 from infini_model.training.launch.devices import (
     GPU_NUMBERS,
     Gpu,
+    choose_gpus,
+    first_device,
     gpu_numbers,
+    list_gpus,
     number_visible_gpus,
     physical_gpu,
 )
+from infini_model.training.launch.reservation import reserve, waiting_note
 
-GPUS = [Gpu(f"GPU-{n}", n, "NVIDIA H200", 0, 0, 0, f"GPU-{n}") for n in (5, 3)]
+WHOLE = ("GPU-8932f937-d72c", "GPU-8a01b2c3-ffff")
+SLICES = ("MIG-1b2c0000-aaaa", "MIG-1b2d0000-bbbb")
 
 
-@pytest.fixture(autouse=True)
-def _two_gpus(monkeypatch):
-    # Set first, so that it is restored although the code under test sets it.
-    monkeypatch.setenv(GPU_NUMBERS, "")
-    monkeypatch.delenv(GPU_NUMBERS)
-    monkeypatch.setattr(devices, "list_gpus", lambda: GPUS)
+@pytest.fixture
+def driver(monkeypatch):
+    """Two GPUs; the second one is divided into two slices if the value returned says so.
+
+    A handle is a UUID.
+    """
+    state = SimpleNamespace(divided=False, error=None)
+
+    def init():
+        if state.error is not None:
+            raise pynvml.NVMLError(state.error)
+
+    def refuse(*arguments):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def mode(handle):
+        return (1, 1) if state.divided and handle == WHOLE[1] else refuse()
+
+    def slice_of(handle, index):
+        return SLICES[index] if index < len(SLICES) else refuse()
+
+    replies = {
+        "Init": init,
+        "Shutdown": lambda: None,
+        "DeviceGetCount": lambda: len(WHOLE),
+        "DeviceGetHandleByIndex": lambda index: WHOLE[index] if index < 2 else refuse(),
+        "DeviceGetUUID": lambda handle: handle,
+        "DeviceGetIndex": WHOLE.index,
+        "DeviceGetName": lambda handle: "NVIDIA H100",
+        "DeviceGetMemoryInfo": lambda handle: SimpleNamespace(free=8 << 30, total=9 << 30),
+        "DeviceGetCudaComputeCapability": lambda handle: (9, 0),
+        "DeviceGetUtilizationRates": refuse,
+        "DeviceGetMigMode": mode,
+        "DeviceGetMaxMigDeviceCount": lambda handle: 7,
+        "DeviceGetMigDeviceHandleByIndex": slice_of,
+        "DeviceGetDeviceHandleFromMigDeviceHandle": lambda handle: (
+            WHOLE[1] if handle in SLICES else refuse()
+        ),
+    }
+    for name, reply in replies.items():
+        monkeypatch.setattr(pynvml, f"nvml{name}", reply)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
+    devices._warn_once.cache_clear()
+    return state
+
+
+def listed():
+    return [(gpu.identifier, gpu.number) for gpu in list_gpus()]
+
+
+def test_whole_gpus_have_numbers_and_slices_their_uuids(driver, monkeypatch):
+    assert listed() == [("0", 0), ("1", 1)]
+    assert [gpu.capability for gpu in list_gpus()] == [(9, 0)] * 2
+    driver.divided = True
+    assert listed() == [("0", 0), (SLICES[0], 1), (SLICES[1], 1)]
+    assert [gpu.identifier for gpu in choose_gpus("auto")] == ["0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(SLICES))
+    assert [gpu.identifier for gpu in choose_gpus("auto")] == [SLICES[0]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", SLICES[1])
+    # CUDA shows a process one slice, whatever its place in the list.
+    assert [gpu.identifier for gpu in choose_gpus("auto")] == [SLICES[1]]
+    assert first_device("auto") == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [("GPU-89", [("GPU-89", 0)]), ("MIG-1b2d,1", [("MIG-1b2d", 1), ("1", 1)])],
+)
+def test_a_uuid_may_be_abbreviated(driver, monkeypatch, visible, found):
+    driver.divided = True
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert listed() == found
+
+
+@pytest.mark.parametrize("visible", ["GPU-8", "GPU-77", "7"])
+def test_what_names_no_gpu_or_several_is_refused(driver, monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(DeviceError, match=f"{visible} does not exist; this machine has 2 GPUs"):
+        list_gpus()
+
+
+def test_where_nvml_fails_torch_counts_the_gpus_and_a_warning_says_so(driver, monkeypatch, caplog):
+    driver.error = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    assert list_gpus() == []  # no driver of CUDA: a machine without a GPU
+    monkeypatch.setattr(devices, "_has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (8 << 30, 9 << 30))
+    about = SimpleNamespace(name="NVIDIA H100", uuid="1", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    with caplog.at_level(logging.WARNING):
+        assert [len(choose_gpus("auto")) for _ in range(2)] == [8, 8]
+    (record,) = caplog.records
+    assert "torch finds 8 GPUs" in record.message
+    assert devices.nvml_error() is not None
+
+
+def test_the_gpu_of_a_rank_is_named_by_the_launcher_or_else_the_visible_ones_count(
+    monkeypatch, caplog
+):
+    gpus = [Gpu(f"GPU-{n}", n, "NVIDIA H200", 0, 0, 0, f"GPU-{n}") for n in (5, 3)]
+    monkeypatch.setattr(devices, "list_gpus", lambda: gpus)
     monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
 
+    def numbered(how, launcher=None):
+        # Set first, so that it is restored although the code under test sets it.
+        monkeypatch.setenv(GPU_NUMBERS, launcher or "")
+        if launcher is None:
+            monkeypatch.delenv(GPU_NUMBERS)
+        number_visible_gpus(how)
+        return [physical_gpu(local_rank) for local_rank in range(3)]
 
-def numbered():
-    return [physical_gpu(local_rank) for local_rank in range(3)]
-
-
-def test_the_launcher_passes_the_gpu_numbers(monkeypatch):
-    assert numbered() == [None, None, None]
-    monkeypatch.setenv(GPU_NUMBERS, gpu_numbers(GPUS[:1]))
-    number_visible_gpus("auto")
-    assert numbered() == [5, None, None]
-    monkeypatch.setenv(GPU_NUMBERS, gpu_numbers([]))
-    number_visible_gpus("auto")
-    assert numbered() == [None, None, None]
-
-
-@pytest.mark.parametrize(("gpus", "numbers"), [("auto", [5, 3, None]), ("cpu", [None] * 3)])
-def test_without_a_launcher_the_visible_gpus_count(gpus, numbers):
-    number_visible_gpus(gpus)
-    assert numbered() == numbers
-
-
-def test_a_torch_without_cuda_trains_on_the_cpu(monkeypatch):
+    assert numbered("auto", gpu_numbers(gpus[:1])) == [5, None, None]
+    assert numbered("auto", gpu_numbers([])) == [None] * 3
+    assert numbered("auto") == [5, 3, None]
+    assert numbered("cpu") == [None] * 3
     monkeypatch.setattr(devices, "torch_cuda", lambda: None)
-    number_visible_gpus("auto")
-    assert numbered() == [None, None, None]
+    devices._warn_once.cache_clear()
+    assert numbered("auto") == [None] * 3
+    assert choose_gpus("auto") == []
+    assert "2 GPUs are not used: the installed torch was built without CUDA" in caplog.text
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    gpus = [
+        Gpu(str(number), number, "NVIDIA H200", 140 << 30, 141 << 30, 0, f"GPU-{number}")
+        for number in range(3)
+    ]
+    monkeypatch.setattr(devices, "list_gpus", lambda: gpus)
+    monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
+    monkeypatch.setattr(reservation, "POLL_SECONDS", 0.01)
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    def make(gpus, processes=None, **launch) -> Config:
+        tree = {"gpus": gpus, "processes": processes} | launch
+        shared = {"run": {"output_dir": str(tmp_path), "name": "both"}, "launch": tree}
+        return load_config(overrides=[shared])
+
+    return make
+
+
+class WaitedError(Exception):
+    """Ends the wait."""
+
+
+@pytest.fixture
+def reserved(tmp_path, three_gpus):
+    """Reserve devices that are free now; otherwise `WaitedError` holds the line about waiting."""
+
+    def take(config, name):
+        lines = []
+        stop = lambda: WaitedError(*lines) if lines else None  # noqa: E731
+        return reserve(config, tmp_path / "runs" / name, on_line=lines.append, stop=stop)
+
+    return take
+
+
+def numbers(gpus):
+    """As in `CUDA_VISIBLE_DEVICES`."""
+    return [gpu.identifier for gpu in gpus]
+
+
+def test_auto_takes_what_is_free(config_of, reserved):
+    with reserved(config_of("auto", 1), "one") as one, reserved(config_of("auto", 2), "two") as two:
+        assert (numbers(one), numbers(two)) == (["0"], ["1", "2"])
+        with pytest.raises(WaitedError, match="Waiting for 1 of 3 GPUs: GPU 0 is held by process"):
+            reserved(config_of("auto", 1), "three").__enter__()
+    with reserved(config_of("auto"), "three") as all_of_them:
+        assert numbers(all_of_them) == ["0", "1", "2"]
+
+
+def test_a_list_waits_for_exactly_those_and_holds_nothing_meanwhile(config_of, reserved, tmp_path):
+    with reserved(config_of("1"), "one"):
+        held = f"GPU 1 is held by process {os.getpid()}, which trains {tmp_path}/runs/one"
+        with pytest.raises(WaitedError, match=f"Waiting for GPU 0, GPU 1: {held}$"):
+            reserved(config_of("0,1"), "two").__enter__()
+        assert not waiting_note(tmp_path / "runs" / "two").exists()
+        with reserved(config_of("0,1", 1), "two") as first, reserved(config_of("2"), "three"):
+            assert numbers(first) == ["0"]
+        with reserved(config_of("cpu"), "four") as cpu:
+            assert cpu == []
+
+
+def test_the_machines_of_one_training_share_a_device_and_those_of_another_do_not(
+    config_of, reserved
+):
+    def node(rank):
+        return config_of("cpu", num_nodes=2, node_rank=rank, rdzv_endpoint="localhost:1")
+
+    with (
+        reserved(node(0), "one"),
+        reserved(node(1), "one"),
+        pytest.raises(WaitedError, match="Waiting for the CPU: the CPU is held by"),
+    ):
+        reserved(node(0), "two").__enter__()
+    with pytest.raises(WaitedError), reserved(config_of("cpu"), "one"):
+        reserved(config_of("cpu"), "one").__enter__()
+
+
+def test_more_processes_than_gpus_are_refused(config_of, reserved):
+    with pytest.raises(DeviceError, match=r"launch\.processes=4: only 3 GPUs"):
+        reserved(config_of("auto", 4), "one").__enter__()

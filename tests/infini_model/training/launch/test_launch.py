@@ -8,14 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 from commands import PATIENCE, eventually
 from curves import curve, repeatable, weights
 from disks import frozen
-from ports import free_port
 from stopping import Halt, is_pending
 from trainings import trainers
 
@@ -31,7 +29,7 @@ from infini_model.training import AGENT
 from infini_model.training.callbacks import heartbeat
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.launch import launcher
-from infini_model.training.launch.devices import Gpu, choose_gpus
+from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.failures import (
     Crashed,
     Hung,
@@ -45,14 +43,18 @@ from infini_model.training.launch.launcher import launch
 from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.loop import train
 
-LAUNCH = """
+BY_HAND = ["-m", "infini_model.training"]
+LAUNCH = [
+    "-c",
+    """
 import sys
 from pathlib import Path
 from infini_model.config import load_config
 from infini_model.training.launch.launcher import launch
-config, dataset, run_dir = map(Path, sys.argv[1:])
+config, dataset, run_dir = map(Path, sys.argv[2::2])
 launch(load_config(file=config), dataset, run_dir)
-"""
+""",
+]
 # It does not end by itself: not before a test has waited in vain for it to be ended.
 LONG = {
     "training": {"max_steps": 100_000},
@@ -77,11 +79,6 @@ if "infini_model.training" in sys.orig_argv and not {{
 """
 
 
-def has_reached(run_dir, step):
-    lines = read_metrics(run_dir)
-    return bool(lines) and lines[-1]["step"] >= step
-
-
 def ranks(run_dir):
     agents = "infini_model.training.launch.agent"
     everyone = [p for p in trainers(run_dir) if agents not in p.cmdline()]
@@ -103,14 +100,18 @@ def none_left(run_dir):
     eventually(lambda: not trainers(run_dir), "the end of every process")
 
 
+def has_saved_its_last_step(run_dir):
+    return newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
+
+
 class Once:
     """Does something as soon as a line with `text` is printed."""
 
-    def __init__(self, text, act, prefix=""):
-        self.text, self.act, self.prefix, self.is_done = text, act, prefix, False
+    def __init__(self, text, act):
+        self.text, self.act, self.is_done = text, act, False
 
     def __call__(self, line):
-        if not self.is_done and self.text in line and line.startswith(self.prefix):
+        if not self.is_done and self.text in line:
             self.is_done = True
             self.act()
 
@@ -155,41 +156,16 @@ def start(tmp_path, dataset):
     def begin(command, config, run_dir):
         file = tmp_path / "config.yaml"
         file.write_text(dump_config(config))
-        arguments = [str(file), str(dataset), str(run_dir)]
-        if command != ["-c", LAUNCH]:
-            flags = ("--config", "--dataset", "--run-dir")
-            arguments = [x for pair in zip(flags, arguments, strict=True) for x in pair]
-        started.append(
-            subprocess.Popen(
-                [sys.executable, *command, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                # As a shell does: the terminal's signals go to the whole group.
-                process_group=0,
-            )
-        )
+        command = [sys.executable, *command, "--config", file, "--dataset", dataset]
+        # As a shell does: the terminal's signals go to the whole group.
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "process_group": 0}
+        started.append(subprocess.Popen([*command, "--run-dir", run_dir], text=True, **options))
         return started[-1]
 
     yield begin
     for process in started:
         process.kill()
         process.communicate()
-
-
-def test_sigterm_to_a_rank_started_by_hand_saves_and_exits_143(make_config, tmp_path, start, halt):
-    run_dir = tmp_path / "run"
-    process = start(["-m", "infini_model.training"], make_config(**LONG), run_dir)
-    halt.wait()
-    process.terminate()
-    halt.resume()
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143
-    last = read_metrics(run_dir)[-1]["step"]
-    assert newest_checkpoint(run_dir).name == f"step-{last}"
-    assert "Step [4/100000]" in output
-    # Progress is for the launcher alone.
-    assert "::" not in output
 
 
 @pytest.fixture
@@ -203,15 +179,22 @@ def gpus_5_and_3(monkeypatch):
     monkeypatch.setattr(launcher, "reserve", reserve)
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_all_and_is_named_with_its_gpu(
-    dataset, make_config, tmp_path, gpus_5_and_3
+@pytest.mark.parametrize(
+    ("victim", "where"),
+    [
+        (lambda run_dir: rank_of(run_dir, 1), " on rank 1 (GPU 3)"),
+        pytest.param(agent, "", marks=pytest.mark.story),
+    ],
+    ids=["rank", "agent"],
+)
+def test_a_killed_process_ends_all_and_a_rank_is_named_with_its_gpu(
+    dataset, make_config, tmp_path, gpus_5_and_3, victim, where
 ):
     run_dir = tmp_path / "run"
-    kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill())
+    kill = Once("Step [20/", lambda: victim(run_dir).kill())
     with pytest.raises(Crashed) as caught:
         launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
-    assert str(caught.value) == "training failed: crash on rank 1 (GPU 3): killed by SIGKILL"
+    assert str(caught.value) == f"training failed: crash{where}: killed by SIGKILL"
     assert not caught.value.is_final
     none_left(run_dir)
     for rank, gpu in enumerate((5, 3)):
@@ -221,57 +204,10 @@ def test_a_killed_rank_ends_all_and_is_named_with_its_gpu(
 
 
 @pytest.mark.story
-def test_a_rank_that_fails_is_named_with_its_gpu(
-    dataset, make_config, tmp_path, faulty, gpus_5_and_3
-):
-    faulty("if os.environ['RANK'] == '1': raise torch.OutOfMemoryError('CUDA out of memory')")
-    lines = []
-    with pytest.raises(OutOfMemory) as caught:
-        launch(make_config(**PAIR), dataset, tmp_path / "run", on_line=lines.append)
-    assert (
-        str(caught.value) == "training failed: out of memory on rank 1 (GPU 3): CUDA out of memory"
-    )
-    assert any(line.startswith("GPU3:ERROR | ") for line in lines)
-
-
-@pytest.mark.story
-def test_progress_arrives_to_the_last_step_and_no_log_shows_it(dataset, make_config, tmp_path):
-    run_dir, progress, lines = tmp_path / "run", [], []
-    config = make_config(training={"batch_size": 4}, launch={"processes": 2})
-    report = lambda *counts: progress.append(counts)  # noqa: E731
-    launch(config, dataset, run_dir, on_line=lines.append, on_progress=report)
-    assert progress[-1] == (12, 12)
-    assert len(progress) > 1
-    assert progress == sorted(set(progress))
-    assert any("Step [12/12]" in line for line in lines)
-    logs = [(run_dir / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
-    assert all("Step [12/12]" in log for log in logs)
-    assert not any("::" in line for line in [*lines, *"".join(logs).splitlines()])
-
-
-@pytest.mark.story
-def test_no_rank_outlives_a_killed_agent(dataset, make_config, tmp_path):
-    run_dir = tmp_path / "run"
-    kill = Once("Step [20/", lambda: agent(run_dir).kill())
-    with pytest.raises(Crashed, match="killed by SIGKILL"):
-        launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
-    none_left(run_dir)
-
-
-@pytest.mark.story
-def test_no_process_outlives_a_killed_launcher(make_config, tmp_path, start, halt):
-    run_dir = tmp_path / "run"
-    process = start(["-c", LAUNCH], make_config(**merge(PAIR, PATIENT)), run_dir)
-    halt.wait(2)
-    process.kill()
-    none_left(run_dir)
-
-
-@pytest.mark.story
 def test_a_launcher_that_is_stopped_finds_the_training_finished(make_config, tmp_path, start, halt):
     run_dir = tmp_path / "run"
     pair = {"training": {"batch_size": 4}, "launch": {"processes": 2}}
-    process = start(["-c", LAUNCH], make_config(**merge(pair, PATIENT)), run_dir)
+    process = start(LAUNCH, make_config(**merge(pair, PATIENT)), run_dir)
     halt.wait(2)
     process.send_signal(signal.SIGSTOP)
     launcher = psutil.Process(process.pid)
@@ -284,17 +220,51 @@ def test_a_launcher_that_is_stopped_finds_the_training_finished(make_config, tmp
     none_left(run_dir)
 
 
-@pytest.mark.story
-def test_sigterm_to_an_agent_saves_first(make_config, tmp_path, start, halt):
-    run_dir = tmp_path / "run"
-    process = start(["-c", LAUNCH], make_config(**merge(PAIR, PATIENT)), run_dir)
-    halted = halt.wait(2)
+def close_terminal(process, _run_dir):
+    os.killpg(process.pid, signal.SIGHUP)
+
+
+def press_ctrl_c(process, _run_dir):
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def end_agent(_process, run_dir):
     agent(run_dir).terminate()
+
+
+def end_rank(process, _run_dir):
+    process.terminate()
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "strike", "status"),
+    [
+        (BY_HAND, LONG, end_rank, 128 + signal.SIGTERM),
+        (LAUNCH, LONG, close_terminal, 128 + signal.SIGHUP),
+        pytest.param(LAUNCH, PAIR, press_ctrl_c, -signal.SIGINT, marks=pytest.mark.story),
+        pytest.param(LAUNCH, PAIR, end_agent, 1, marks=pytest.mark.story),
+    ],
+    ids=["a rank started by hand", "a closed terminal", "Ctrl-C twice", "the agent"],
+)
+def test_a_signal_saves_first_and_nothing_is_left(
+    make_config, tmp_path, start, halt, command, settings, strike, status
+):
+    run_dir = tmp_path / "run"
+    process = start(command, make_config(**merge(settings, PATIENT)), run_dir)
+    halted = halt.wait(2 if settings is PAIR else 1)
+    strike(process, run_dir)
     for rank in halted:
         eventually(lambda rank=rank: is_pending(rank, signal.SIGTERM), "SIGTERM for the ranks")
+    if strike is press_ctrl_c:
+        # The launcher acts on the first one: it waits for the ranks.
+        press_ctrl_c(process, run_dir)
     halt.resume()
-    assert process.wait(timeout=PATIENCE) != 0
-    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == status
+    assert has_saved_its_last_step(run_dir)
+    # Progress is for the launcher alone.
+    assert "Step [4/100000]" in output
+    assert "::" not in output
     none_left(run_dir)
 
 
@@ -304,12 +274,10 @@ def test_a_folder_that_turns_read_only_is_named_and_the_run_resumes_once_it_is_w
 ):
     run_dir = tmp_path / "run"
     config = make_config(**PATIENT)
-    process = start(["-c", LAUNCH], config, run_dir)
+    process = start(LAUNCH, config, run_dir)
     halt.wait()
     checkpoints = run_dir / "checkpoints"
-    with frozen(checkpoints) as done:
-        if not done:
-            pytest.skip("needs the right to mount a folder read-only")
+    with frozen(checkpoints):
         halt.resume()
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
@@ -352,34 +320,6 @@ def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faul
     assert "in fault" in log.read_text()
 
 
-def test_a_terminal_that_is_closed_saves_first(make_config, tmp_path, start, halt):
-    run_dir = tmp_path / "run"
-    process = start(["-c", LAUNCH], make_config(**merge(LONG, PATIENT)), run_dir)
-    (rank,) = halt.wait()
-    os.killpg(process.pid, signal.SIGHUP)
-    eventually(lambda: is_pending(rank, signal.SIGTERM), "SIGTERM for the rank")
-    halt.resume()
-    assert process.wait(timeout=PATIENCE) == 128 + signal.SIGHUP
-    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
-    none_left(run_dir)
-
-
-@pytest.mark.story
-def test_ctrl_c_in_a_terminal_saves_first_however_often(make_config, tmp_path, start, halt):
-    run_dir = tmp_path / "run"
-    process = start(["-c", LAUNCH], make_config(**merge(PAIR, PATIENT)), run_dir)
-    halted = halt.wait(2)
-    os.killpg(process.pid, signal.SIGINT)
-    for rank in halted:
-        eventually(lambda rank=rank: is_pending(rank, signal.SIGTERM), "SIGTERM for the ranks")
-    # The launcher acts on the first one: it waits for the ranks.
-    os.killpg(process.pid, signal.SIGINT)
-    halt.resume()
-    assert process.wait(timeout=PATIENCE) == -signal.SIGINT
-    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
-    none_left(run_dir)
-
-
 class Clock:
     """The clock of the launcher, which a test sets forward."""
 
@@ -392,54 +332,52 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
-@pytest.mark.story
-def test_a_training_that_takes_too_long_is_saved_and_ended(
-    dataset, make_config, tmp_path, monkeypatch
-):
+def test_a_training_that_its_caller_ends_is_saved(dataset, make_config, tmp_path, monkeypatch):
+    """By a signal to its ranks, by an error of the caller, or since it takes too long."""
     run_dir, clock = tmp_path / "run", Clock()
     monkeypatch.setattr(processes, "time", clock)
-    later = Once("Step [10/", lambda: setattr(clock, "ahead", 3600.0))
-    with pytest.raises(TimedOut, match="not finished after 3600 s"):
-        launch(make_config(**LONG), dataset, run_dir, timeout_seconds=3600, on_line=later)
-    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
-    none_left(run_dir)
+
+    def preempt():
+        for process in ranks(run_dir):
+            process.terminate()
+
+    def fail():
+        raise KeyboardInterrupt
+
+    def wait():
+        clock.ahead = 3600.0
+
+    for act, error, message in (
+        (preempt, Preempted, r"^training stopped: preempted: .*step \d+ is saved$"),
+        (fail, KeyboardInterrupt, ""),
+        (wait, TimedOut, "not finished after 3600 s"),
+    ):
+        then = Once("Step [", act)
+        with pytest.raises(error, match=message):
+            launch(make_config(**LONG), dataset, run_dir, timeout_seconds=3600, on_line=then)
+        assert has_saved_its_last_step(run_dir)
+        none_left(run_dir)
 
 
-def test_an_error_in_the_caller_ends_the_training(dataset, make_config, tmp_path):
-    run_dir = tmp_path / "run"
-
-    def leave(line):
-        if "Step [10/" in line:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        launch(make_config(**LONG), dataset, run_dir, on_line=leave)
-    assert newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
-    none_left(run_dir)
-
-
-def test_a_preemption_is_reported_as_a_stop(dataset, make_config, tmp_path):
-    run_dir = tmp_path / "run"
-
-    def preempt(line):
-        if "Step [10/" in line:
-            for process in ranks(run_dir):
-                process.terminate()
-
-    with pytest.raises(Preempted, match=r"^training stopped: preempted: .*step \d+ is saved$"):
-        launch(make_config(**LONG), dataset, run_dir, on_line=preempt)
-
-
-def test_non_finite_numbers_are_reported(make_config, tmp_path, start):
-    config = make_config(training={"learning_rate": 1e30})
-    process = start(["-m", "infini_model.training"], config, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("settings", "status", "kind", "message"),
+    [
+        ({"training": {"learning_rate": 1e30}}, 3, NonFiniteFailure, "the step was not taken"),
+        ({"model": {"vocab_size": 100}}, 2, UserError, "model.vocab_size: 100 is less"),
+    ],
+    ids=["not finite", "user error"],
+)
+def test_a_failure_is_one_line_and_an_exit_status(
+    make_config, tmp_path, start, settings, status, kind, message
+):
+    process = start(BY_HAND, make_config(**settings), tmp_path / "run")
     _, errors = process.communicate()
-    assert process.returncode == 3
-    assert len(errors.splitlines()) == 1
-    failure = explain(tmp_path / "run", 3)
-    assert isinstance(failure, NonFiniteFailure)
-    assert failure.rank == 0
-    assert "the step was not taken" in str(failure)
+    assert process.returncode == status
+    (line,) = errors.splitlines()
+    failure = explain(tmp_path / "run", status)
+    assert isinstance(failure, kind)
+    for text in (line, str(failure)):
+        assert message in text
 
 
 def test_a_failed_allocation_is_out_of_memory(dataset, make_config, tmp_path):
@@ -458,27 +396,37 @@ def test_a_kill_by_the_oom_killer_is_out_of_memory(dataset, make_config, tmp_pat
 
 
 @pytest.mark.story
-def test_out_of_memory_is_retried_with_smaller_micro_batches(
-    dataset, make_config, tmp_path, faulty
+def test_out_of_memory_is_retried_with_smaller_micro_batches_and_its_gpu_is_named(
+    dataset, make_config, tmp_path, faulty, gpus_5_and_3
 ):
-    config = make_config(evaluation={"max_windows": 8})
-    train(config, dataset, tmp_path / "whole")
-    faulty("if len(inputs.input_ids) > 2: raise torch.OutOfMemoryError('CUDA out of memory')")
-    run_dir, lines = tmp_path / "run", []
-    for _ in range(2):
-        with pytest.raises(OutOfMemory) as caught:
-            launch(config, dataset, run_dir, on_line=lambda _: None)
-        assert not caught.value.is_final
-    launch(config, dataset, run_dir, on_line=lines.append)
+    few = {"evaluation": {"max_windows": 8}}
+    train(make_config(**few), dataset, tmp_path / "whole")
+    is_large = "os.environ['RANK'] == '1' and len(inputs.input_ids) > 2"
+    faulty(f"if {is_large}: raise torch.OutOfMemoryError('CUDA out of memory')")
+    config = make_config(**few, training={"batch_size": 4}, launch={"processes": 2})
+    run_dir, lines, progress = tmp_path / "run", [], []
+    with pytest.raises(OutOfMemory, match=r" on rank 1 \(GPU 3\): CUDA out of memory") as caught:
+        launch(config, dataset, run_dir, on_line=lines.append)
+    assert not caught.value.is_final
+    assert any(line.startswith("GPU3:ERROR | ") for line in lines)
+
+    lines.clear()
+    report = lambda *counts: progress.append(counts)  # noqa: E731
+    launch(config, dataset, run_dir, on_line=lines.append, on_progress=report)
     assert lines[0] == (
-        "Resuming after: out of memory at step 1; batch_size 2, gradient_accumulation_steps 4, "
+        "Resuming after: out of memory at step 1; batch_size 2, gradient_accumulation_steps 2, "
         "the same global batch"
     )
-    positions = [read_position(newest_checkpoint(tmp_path / name)) for name in ("whole", "run")]
-    assert positions[0].consumed == positions[1].consumed
     for name in ("train/loss", "validation/loss"):
         whole, parts = (curve(tmp_path / folder, name) for folder in ("whole", "run"))
         assert parts == pytest.approx(whole, abs=5e-5)
+
+    # Progress arrives to the last step, and no log shows it.
+    assert progress[-1] == (12, 12)
+    assert progress == sorted(set(progress))
+    logs = [(run_dir / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert all("Step [12/12]" in log for log in logs)
+    assert not any("::" in line for line in [*lines, *"".join(logs).splitlines()])
 
 
 @pytest.mark.story
@@ -503,100 +451,39 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     assert read_position(newest_checkpoint(run_dir)).consumed == (12 + 1) * 8
 
 
-def test_damaged_data_is_a_user_error(dataset, make_config, tmp_path):
-    damaged = tmp_path / dataset.name
-    shutil.copytree(dataset, damaged)
+def test_what_the_user_did_wrong_is_named(dataset, make_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    damaged = shutil.copytree(dataset, tmp_path / "damaged")
     next((damaged / "train").glob("*.arrow")).write_bytes(b"")
-    with pytest.raises(DataError) as caught:
-        launch(make_config(), damaged, tmp_path / "run", on_line=lambda _: None)
-    assert str(damaged) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_user_error_is_one_line_and_exit_2(make_config, tmp_path, start):
-    config = make_config(model={"vocab_size": 100})
-    process = start(["-m", "infini_model.training"], config, tmp_path / "run")
-    _, errors = process.communicate()
-    assert process.returncode == 2
-    assert len(errors.splitlines()) == 1
-    failure = explain(tmp_path / "run", 2)
-    assert isinstance(failure, UserError)
-    assert str(failure).startswith("model.vocab_size: 100 is less")
-    assert str(failure) in errors
-
-
-def test_an_unwritable_run_folder_is_a_user_error(dataset, make_config, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/run"):
-        launch(make_config(), dataset, tmp_path / "file" / "run", on_line=lambda _: None)
+    for folder, run, gpus, error, message in (
+        (damaged, "run", "cpu", DataError, str(damaged)),
+        (dataset, "file/run", "cpu", UserError, "file/run"),
+        (dataset, "other", "all", DeviceError, "launch.gpus=all: no GPU"),
+        (dataset, "other", "3", DeviceError, "GPU 3 does not exist; this machine has none"),
+    ):
+        with pytest.raises(error) as caught:
+            launch(make_config(launch={"gpus": gpus}), folder, tmp_path / run)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.story
-def test_a_second_training_waits_for_the_devices_until_the_first_is_killed(
+def test_a_second_training_waits_until_the_first_launcher_is_killed_and_with_it_all_its_processes(
     make_config, tmp_path, start, monkeypatch
 ):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    config = make_config(**LONG)
-    one, two = tmp_path / "one", tmp_path / "two"
-    first = start(["-c", LAUNCH], config, one)
-    eventually(lambda: has_reached(one, 5), "step 5")
-    second = start(["-c", LAUNCH], config, two)
+    config, one, two = make_config(**PAIR), tmp_path / "one", tmp_path / "two"
+    first = start(LAUNCH, config, one)
+    eventually(lambda: len(ranks(one)) == 2, "the first training")
+    second = start(LAUNCH, config, two)
     line = second.stdout.readline()
     held = f"the CPU is held by process {first.pid}, which trains {one}"
     assert line == f"Waiting for the CPU: {held}\n"
     assert waiting_note(two).read_text() == line.strip()
     assert not ranks(two)
     first.kill()
+    none_left(one)
     eventually(lambda: ranks(two), "the second training")
     assert not waiting_note(two).exists()
-
-
-@pytest.fixture
-def two_nodes(dataset, make_config, tmp_path):
-    """Run two launchers as on two machines that share the run folder; returns their errors."""
-
-    def run(run_dir, on_line, **sections):
-        endpoint = f"127.0.0.1:{free_port()}"
-
-        def node(rank):
-            where = {"num_nodes": 2, "node_rank": rank, "rdzv_endpoint": endpoint}
-            shared = {
-                "run": {"name": "two"},
-                "training": {"batch_size": 4},
-                "launch": where | {"processes": 1},
-            }
-            config = make_config(**merge(shared, sections))
-            launch(config, dataset, run_dir, on_line=on_line)
-
-        with ThreadPoolExecutor(2) as pool:
-            return [end.exception() for end in [pool.submit(node, rank) for rank in (0, 1)]]
-
-    return run
-
-
-@pytest.mark.story
-def test_two_nodes_train_as_one(dataset, make_config, tmp_path, two_nodes):
-    train(make_config(), dataset, tmp_path / "one")
-    assert two_nodes(tmp_path / "two", lambda _: None) == [None, None]
-    one, two = (curve(tmp_path / name, "train/loss") for name in ("one", "two"))
-    assert two == pytest.approx(one, abs=5e-5)
-
-
-@pytest.mark.story
-def test_a_rank_that_is_killed_on_one_node_ends_both(tmp_path, two_nodes):
-    run_dir = tmp_path / "run"
-    kill = Once("Step [20/", lambda: rank_of(run_dir, 1).kill(), prefix="GPU0:")
-    ends = two_nodes(run_dir, kill, **LONG)
-    assert all(isinstance(end, Crashed) for end in ends)
-    assert ends[1].rank == 1
-    none_left(run_dir)
-
-
-def test_a_gpu_that_does_not_exist_is_named(monkeypatch, dataset, make_config, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert choose_gpus("auto") == []
-    with pytest.raises(DeviceError, match="GPU 3 does not exist; this machine has none"):
-        choose_gpus("3")
-    with pytest.raises(DeviceError, match=r"launch\.gpus=all: no GPU"):
-        launch(make_config(launch={"gpus": "all"}), dataset, tmp_path / "run")
-    assert not (tmp_path / "run").exists()

@@ -1,0 +1,158 @@
+"""Builds on machines that share nothing but an object store, and builds that are interrupted.
+
+The latter are for processes of their own, which have little to import.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainings import PRELOADED
+
+from infini_model.config import Config, DataConfig, validate
+from infini_model.data.keeping.scratch import scratch_folder
+from infini_model.data.keeping.staging import staged_dataset
+from infini_model.data.keeping.stored_partitions import StoredPartitions
+from infini_model.data.manifest import Manifest
+from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.shards.engine import LocalEngine
+from infini_model.data.shards.partitions import PartitionSpec
+from infini_model.data.shards.plan import Plan, finished_dataset, plan_dataset
+from infini_model.data.sources.download import download
+from infini_model.runtime.object_stores.object_store import ObjectStore
+
+
+@dataclass
+class Machine:
+    """A machine: its working folder, and the address of the datasets."""
+
+    folder: Path
+    address: str
+    made: list[str] = field(default_factory=list)
+
+    def config(self, data: DataConfig) -> Config:
+        """The configuration of a command on this machine."""
+        run = {"output_dir": self.folder, "data_dir": self.folder, "data_store": self.address}
+        return validate({"run": run, "data": data.model_dump()})
+
+    def build(self, data: DataConfig) -> Manifest:
+        """Build a dataset; `made` then has the keys of the partitions that were made for it."""
+
+        def engine(config, tokenizer):
+            self._engine = LocalEngine(config, tokenizer)
+            return self
+
+        self.made = []
+        return build_dataset(
+            download(data, self.folder, datasets_dir=self.folder),
+            self.config(data).data,
+            self.folder,
+            datasets_dir=self.folder,
+            store=self.address,
+            make_engine=engine,
+        )
+
+    def make(self, specs, store, advance):
+        """Make partitions, as an engine does, and note their keys."""
+        self.made = [spec.key for spec in specs]
+        self._engine.make(specs, store, advance)
+
+    def plan(self, data: DataConfig) -> Plan:
+        """What there is to do."""
+        listing = download(data, self.folder, datasets_dir=self.folder)
+        return plan_dataset(listing, self.config(data))
+
+    def finished(self, data: DataConfig) -> Plan:
+        """The dataset to train on."""
+        return finished_dataset(self.config(data))
+
+    def stage(self, data: DataConfig) -> Path:
+        """Copy the shards of the dataset; returns its folder."""
+        with self.staged(data) as folder:
+            return folder
+
+    @contextlib.contextmanager
+    def staged(self, data: DataConfig) -> Iterator[Path]:
+        """The same, and use the copies while the block runs."""
+        folder = self.finished(data).folder
+        with staged_dataset(folder, data.cache_dir, data.cache_gigabytes):
+            yield folder
+
+
+def _work_with(environment: Mapping[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ |= environment
+    return work(*arguments)
+
+
+def in_a_fork(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` returns in a new process, with this one's environment; raise what it raises.
+
+    It is forked from the server of the trainings, which has imported most of what it needs.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_work_with, dict(os.environ), work, *arguments).result()
+
+
+def make_partitions(address: str, folder: Path, specs: Sequence[str], dies: bool) -> list[str]:
+    """Make partitions in a store, and perhaps be killed after the first; `folder` is empty."""
+    store, made = StoredPartitions(address, folder), []
+    for line in specs:
+        spec = PartitionSpec.model_validate_json(line)
+        store.make(spec, store.tokenizer(spec), lambda count: None)
+        made.append(spec.key)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return made
+
+
+def killed_in_a_request(
+    machine: Machine, task: str, data: DataConfig, method: str, calls: int
+) -> None:
+    """Build or stage until this process is killed, after so many calls of a method of the store."""
+    plain, moments = getattr(ObjectStore, method), itertools.count()
+
+    def die(*arguments, **named):
+        if next(moments) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments, **named)
+
+    setattr(ObjectStore, method, die)
+    getattr(machine, task)(data)
+
+
+def killed_in_an_access(data: DataConfig, output_dir: Path, moment: int) -> None:
+    """Build until this process is killed, before its n-th access to the output folder."""
+    moments = itertools.count()
+    accesses = ("open", "os.rename", "os.link", "os.mkdir", "os.remove", "os.symlink", "os.rmdir")
+
+    def die(event, arguments):
+        is_access = event in accesses and str(arguments[0]).startswith(str(output_dir))
+        if is_access and next(moments) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    build_dataset(download(data, output_dir), data, output_dir)
+
+
+def killed_with_a_scratch_folder(folder: Path) -> None:
+    """Write to a scratch folder and be killed."""
+    with scratch_folder(folder) as scratch:
+        (scratch / "half").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_full_disk(data: DataConfig, output_dir: Path, limit: int) -> None:
+    """Build where no file can have more than `limit` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    build_dataset(download(data, output_dir), data, output_dir)

@@ -1,0 +1,211 @@
+"""Prompts and answers, in shards and in windows: nothing is lost, and no pair meets another."""
+
+import random
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from conversations import as_rows, make_pairs, pair_dataset, pairs_config, write_rows
+from corpora import build, files_config, make_texts, write_parquet
+from stored_datasets import without_shards
+from templates import with_bos
+
+from infini_model.config import FilesSource, PackingConfig, SplitsConfig
+from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.validation import validation_batches
+from infini_model.data.loading.windows import open_windows
+from infini_model.data.manifest import SPLITS, read_manifest
+from infini_model.data.shards import partitions, writing
+from infini_model.data.shards.stream import open_split
+from infini_model.data.sources.content import hash_documents, splits_of
+from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.runtime.errors import ConfigError, DataError
+
+THIRDS = {"train": 0.5, "validation": 0.25, "test": 0.25}
+PAIRS = make_pairs(200)
+EOS = 255
+
+
+def in_shards(folder, split):
+    """The prompts and answers of a split, as ids."""
+    stream = open_split(folder, split)
+    prompts = [int(each) for part in stream.shards.prompts() for each in part]
+    documents = [stream.document(number) for number in range(stream.documents)]
+    return [
+        (document[:prompt].tolist(), document[prompt:].tolist())
+        for document, prompt in zip(documents, prompts, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def llama_tokenizer(tmp_path_factory):
+    """A tokenizer that puts a token in front of every text, as that of Llama 3 does."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([make_texts(50)], 400).save(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(with_bos(path.read_text()))
+    return path
+
+
+@pytest.mark.parametrize("spec", ["train", "llama"])
+def test_every_pair_is_in_the_shards_with_its_boundary(tmp_path, spec, llama_tokenizer):
+    import datasets
+
+    given = {"spec": str(llama_tokenizer) if spec == "llama" else spec, "vocab_size": 300}
+    folder = pair_dataset(tmp_path, PAIRS, tokenizer=given, splits=THIRDS, batch_size=7)
+    tokenizer = load_dataset_tokenizer(folder)
+
+    def ids(text):
+        return tokenizer.encode_batch([text]).ids.tolist()
+
+    begin = [tokenizer.bos_token_id] if spec == "llama" else []
+    expected = sorted(([*begin, *ids(p)], [*ids(a), tokenizer.eos_token_id]) for p, a in PAIRS)
+    assert sorted(pair for split in SPLITS for pair in in_shards(folder, split)) == expected
+    manifest = read_manifest(folder)
+    assert (manifest.pairs, manifest.documents, manifest.corpus.skipped) == (True, len(PAIRS), 0)
+    assert manifest.corpus.bytes == sum(len((p + a).encode()) for p, a in PAIRS)
+    rows = [
+        (row["input_ids"][: row["prompt_length"]], row["input_ids"][row["prompt_length"] :])
+        for split in datasets.load_from_disk(str(folder)).values()
+        for row in split
+    ]
+    assert sorted(rows) == expected
+
+
+def test_a_hash_of_prompt_and_answer_decides_the_split(tmp_path):
+    folder = pair_dataset(tmp_path, PAIRS, splits=THIRDS)
+    texts = pa.array([prompt + answer for prompt, answer in PAIRS])
+    numbers = splits_of(hash_documents(texts), SplitsConfig(**THIRDS))
+    for number, split in enumerate(SPLITS):
+        expected = [PAIRS[place] for place in np.flatnonzero(numbers == number)]
+        found = [(bytes(p).decode(), bytes(a[:-1]).decode()) for p, a in in_shards(folder, split)]
+        assert found == expected
+
+
+def test_small_shards_and_batches_hold_the_same_pairs(tmp_path, monkeypatch):
+    whole = pair_dataset(tmp_path / "a", PAIRS, splits=THIRDS)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(partitions, "ENCODE_BYTES", 500)
+    parts = pair_dataset(tmp_path / "b", PAIRS, splits=THIRDS, batch_size=3)
+    assert len(read_manifest(parts).splits["train"].shards) > 3
+    for split in SPLITS:
+        assert in_shards(parts, split) == in_shards(whole, split)
+
+
+def test_only_what_decides_the_pairs_changes_their_key(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", as_rows(PAIRS[:9]))
+
+    def key(**source):
+        return build(pairs_config(path, source=source), tmp_path / str(random.random()))[0].key
+
+    keys = [key(), key(template="{role}: {content}\n"), key(min_characters=5)]
+    assert len(set(keys)) == 3
+    assert key(column="ignored", template=FilesSource().template) != keys[0]
+
+
+def test_a_text_dataset_knows_nothing_of_pairs(tmp_path, bucket):
+    texts = files_config(write_parquet(tmp_path / "a.parquet", make_texts(20)))
+    manifest, folder = build(texts, tmp_path)
+    assert "pairs" not in (folder / "manifest.json").read_text()
+    for shard in folder.rglob("*.arrow"):
+        assert pa.ipc.open_stream(shard.read_bytes()).schema.names == ["input_ids"]
+    template = texts.model_copy(
+        update={"source": texts.source.model_copy(update={"template": "{role}{content}"})}
+    )
+    assert build(template, tmp_path)[0].key == manifest.key
+    elsewhere = without_shards(folder, tmp_path / "elsewhere", bucket, ["train"])
+    for place, name in ((folder, "arrow"), (elsewhere, "s3://.*")):
+        with pytest.raises(DataError, match=rf"{name}: has no prompts, the manifest says it has"):
+            list(open_split(place, "train").shards.prompts())
+
+
+def test_nothing_left_names_the_file(tmp_path):
+    with pytest.raises(DataError, match="no documents left: 2 of 2 are without a prompt or an ans"):
+        pair_dataset(tmp_path, [("a", ""), ("b", "")])
+
+
+def packing(length, **fields):
+    return PackingConfig(
+        **{"mode": "document", "remainder": "pad", "context_length": length} | fields
+    )
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """A dataset of several shards a split, and an empty split."""
+    splits = {"train": 0.8, "validation": 0.2, "test": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "SHARD_BYTES", 3000)
+        return pair_dataset(tmp_path_factory.mktemp("pairs"), PAIRS, splits=splits)
+
+
+def whole(windows):
+    return windows.gather(np.arange(len(windows)))
+
+
+@pytest.mark.parametrize("length", [8, 100, 2000])
+def test_a_window_is_a_pair_from_its_start_cut_or_padded(dataset, length):
+    windows = open_windows(dataset, "train", packing(length), 4)
+    batch, seen = whole(windows), 0
+    for number in range(windows.stream.documents):
+        document = windows.stream.document(number)
+        text = document[:-1].tobytes().decode()
+        prompt = next(len(p.encode()) for p, a in PAIRS if p + a == text)
+        if prompt >= length:
+            continue
+        row = batch.tokens[seen, 0]
+        valid = length if batch.valid is None else int(batch.valid[seen])
+        assert int(batch.prompts[seen]) == prompt
+        assert valid == min(len(document) - 1, length)
+        assert row[: valid + 1].tolist() == document[: length + 1].tolist()
+        assert (row[valid + 1 :] == EOS).all()
+        seen += 1
+    pairs = windows.pairs
+    assert (seen, windows.stream.documents - seen) == (len(windows), pairs.skipped)
+    assert pairs.cut == int((batch.tokens[:, 0, -1] != EOS).sum())
+    said = (
+        f"packing.context_length={length} is too short for {pairs.skipped} prompts, which are "
+        f"skipped with their answers, and for {pairs.cut} answers, which are cut"
+    )
+    assert pairs.shortfall == (None if length == 2000 else said)
+
+
+def test_an_empty_split_of_pairs_can_be_opened(dataset):
+    import datasets
+
+    assert len(datasets.load_from_disk(str(dataset))["test"]) == 0
+    assert in_shards(dataset, "test") == []
+    assert len(open_windows(dataset, "test", packing(100), 4)) == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mode": "packed"}, {"mode": "aligned"}, {"mode": "document", "remainder": "drop"}]
+)
+def test_other_packing_is_refused_in_one_line(dataset, fields):
+    with pytest.raises(ConfigError, match=r"packing\.mode: .* has prompts and answers, which need"):
+        open_windows(dataset, "train", packing(64, **fields), 16)
+
+
+def test_the_loader_and_validation_give_the_prompts_with_their_windows(dataset):
+    windows = open_windows(dataset, "train", packing(400), 4)
+    every = whole(windows)
+    with Loader(windows, batch_size=3, seed=5) as loader:
+        (chosen,) = torch.from_numpy(loader.numbers(0))
+        (batch,) = next(loader)
+        assert torch.equal(batch.prompts, every.prompts[chosen])
+    ranks = [list(validation_batches(windows, 4, rank, 2)) for rank in range(2)]
+    found = torch.cat([each.prompts for both in zip(*ranks, strict=True) for each in both])
+    assert torch.equal(found[: len(windows)], every.prompts)
+
+
+def test_pairs_in_a_store_are_those_of_the_folder(dataset, tmp_path, bucket):
+    elsewhere = without_shards(dataset, tmp_path / "elsewhere", bucket, ["train"])
+    for split in SPLITS:
+        assert in_shards(elsewhere, split) == in_shards(dataset, split)
+    local, distant = (
+        whole(open_windows(place, "train", packing(200), 4)) for place in (dataset, elsewhere)
+    )
+    for ours, theirs in zip(local, distant, strict=True):
+        assert torch.equal(ours, theirs) if ours is not None else theirs is None

@@ -1,0 +1,213 @@
+"""Inspection of the memory, beside the definition of the attention, in float64.
+
+Its shares in the output, and what heads that do not read it change.
+"""
+
+import pytest
+import torch
+from tiny_models import draw_memory_parameters, tiny_config
+
+from infini_model.model.definition import attention_by_segment
+from infini_model.model.inspection.knock_out import knocked_out
+from infini_model.model.inspection.memory_use import watched
+from infini_model.model.key_shift import with_previous
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import ConfigError
+
+LENGTH, SEGMENTS = 4, 5
+CASES = [
+    {"memory": "linear"},
+    {"memory": "delta", "memory_query_shift": True},
+    {"memory": "linear", "memory_key_shift": False, "num_key_value_heads": 4},
+]
+
+
+def build(dtype=torch.float64, **changes):
+    torch.manual_seed(0)
+    model = InfiniLlama(tiny_config(initializer_range=0.3, **changes)).to(dtype)
+    draw_memory_parameters(model)
+    return model
+
+
+def ids(batch=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, (batch, SEGMENTS * LENGTH), generator=generator)
+
+
+def resets(batch=3):
+    return torch.rand(batch, SEGMENTS, generator=torch.Generator().manual_seed(2)) < 0.4
+
+
+def first_layer(model, tokens, reset):
+    """(local part, memory part), each [B, H, T, D], and the memory, by the definition."""
+    attention, config = model.model.layers[0].self_attn, model.config
+    x = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens))
+    q, k, v = attention.project(x)
+    starts = reset.repeat_interleave(LENGTH, 1) & (torch.arange(tokens.size(1)) % LENGTH == 0)
+    keys = (
+        with_previous(k, attention.memory_key_shift, None, starts) if config.memory_key_shift else k
+    )
+    queries = q
+    if config.memory_query_shift:
+        queries = with_previous(q, attention.memory_query_shift, None, starts)
+
+    def at(gate):
+        return attention_by_segment(
+            q,
+            k,
+            v,
+            torch.full((4,), gate).double(),
+            segment_length=LENGTH,
+            rope=(model.model.cos.double(), model.model.sin.double()),
+            update=config.memory,
+            reset=reset,
+            memory_keys=keys,
+            memory_queries=queries,
+        )
+
+    (local, memory), (read, _) = at(-1e4), at(1e4)
+    share = attention.gate.sigmoid().view(-1, 1, 1)
+    return (1 - share) * local, share * read, memory
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_shares_and_norms_are_those_of_the_definition(changes):
+    model, tokens, reset = build(**changes), ids(), resets()
+    targets = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(3)) < 0.7
+    with torch.no_grad(), watched(model, targets) as watch:
+        model.hidden(tokens, reset=reset)
+    local, read, memory = first_layer(model, tokens, reset)
+    sizes = [x.norm(dim=3) for x in (local, read)]
+    shares, positions = torch.zeros(4).double(), 0
+    for row in range(3):
+        for position in range(tokens.size(1)):
+            segment = position // LENGTH
+            if segment and not reset[row, segment] and targets[row, position]:
+                ours, theirs = (size[row, :, position] for size in sizes)
+                shares += theirs / (ours + theirs)
+                positions += 1
+    use = watch.use
+    assert positions == use.positions > 5
+    torch.testing.assert_close(use.mean_shares[0], (shares / positions).detach())
+    norms = [x.flatten(2).norm(dim=2).mean().detach() for x in memory]
+    torch.testing.assert_close(use.mean_norms[0], torch.stack(norms))
+    assert use.shares.shape == (2, 4)
+
+
+def test_watching_changes_no_bit_of_the_pass_or_the_model():
+    model, tokens = build(), ids()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    alone, state = model.hidden(tokens, reset=resets())
+    with torch.no_grad(), watched(model, torch.ones_like(tokens, dtype=torch.bool)):
+        seen, after = model.hidden(tokens, reset=resets())
+    assert torch.equal(alone, seen)
+    assert torch.equal(state.layers[1].memory.kv, after.layers[1].memory.kv)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+    assert not any(any(each) for each in hooks)
+
+
+def test_where_no_memory_was_read_there_is_no_share():
+    model, tokens = build(), ids()
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    for reset, targets in (
+        (torch.ones(3, SEGMENTS, dtype=torch.bool), everywhere),
+        (None, everywhere & (torch.arange(tokens.size(1)) < LENGTH)),
+    ):
+        with torch.no_grad(), watched(model, targets) as watch:
+            model.hidden(tokens, reset=reset)
+        assert watch.use.positions == 0
+        assert watch.use.mean_shares.isnan().all()
+
+
+def test_batches_add_up():
+    model, tokens = build(), ids(batch=5)
+    targets = torch.ones_like(tokens, dtype=torch.bool)
+    targets[4] = False  # as on a rank without a window
+    uses = []
+    for rows in (slice(0, 5), slice(0, 2), slice(2, 5)):
+        with torch.no_grad(), watched(model, targets[rows]) as watch:
+            model.hidden(tokens[rows])
+        uses.append(watch.use)
+    whole, *parts = uses
+    assert (whole.windows, whole.positions) == (4, 4 * LENGTH * (SEGMENTS - 1))
+    for one, other in zip(whole, parts[0] + parts[1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_of_two_streams_the_noisy_one_counts():
+    model = build(bidirectional=True, memory_query_shift=True)
+    clean, noisy = ids(), ids(seed=5)
+    everywhere = torch.ones_like(clean, dtype=torch.bool)
+
+    def shares(one, other):
+        with torch.no_grad(), watched(model, everywhere) as watch:
+            model.noisy_hidden(one, other)
+        return watch.use.mean_shares
+
+    with torch.no_grad(), watched(model, everywhere) as watch:
+        model.hidden(clean)
+    torch.testing.assert_close(shares(clean, clean), watch.use.mean_shares)
+    assert (shares(noisy, clean) - shares(clean, clean)).abs().min() > 1e-6
+
+
+def gates(model):
+    return [layer.self_attn.gate.detach().clone() for layer in model.model.layers]
+
+
+@pytest.mark.parametrize("memory", ["linear", "delta"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_all_heads_knocked_out_is_a_memory_that_is_emptied_before_every_segment(memory, dtype):
+    model, tokens = build(dtype, memory=memory), ids()
+    with torch.no_grad():
+        emptied = model(tokens, reset=torch.ones(3, SEGMENTS, dtype=torch.bool)).logits
+        read = model(tokens).logits
+        with knocked_out(model):
+            assert torch.equal(model(tokens).logits, emptied)
+        assert torch.equal(model(tokens).logits, read)
+    assert not torch.equal(read, emptied)
+
+
+def test_a_layer_is_all_of_its_heads_and_no_other():
+    model, tokens = build(), ids()
+    before = gates(model)
+    with knocked_out(model, layer=1):
+        layer = model(tokens).logits
+        assert torch.equal(gates(model)[0], before[0])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.gate.fill_(-1e5)
+        assert torch.equal(model(tokens).logits, layer)
+
+
+def test_one_head_leaves_what_the_other_heads_return():
+    model, tokens = build(), ids()
+    seen = []
+    projection = model.model.layers[0].self_attn.o_proj
+    projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(tokens)
+    with knocked_out(model, layer=0, head=2):
+        model(tokens)
+    moved = (seen[0] != seen[1]).unflatten(2, (4, 4)).any(3)
+    assert moved[:, 4:].all(1).all(0).tolist() == [False, False, True, False]
+    assert not moved[:, :4].any()
+
+
+def test_gates_come_back_bit_for_bit_also_after_an_error():
+    model = build(torch.float32)
+    before = gates(model)
+    for layer, head in ((None, None), (1, None), (0, 3), (None, 2)):
+        with pytest.raises(ZeroDivisionError), knocked_out(model, layer, head):
+            assert 1 / int(all(map(torch.equal, gates(model), before)))
+        assert all(map(torch.equal, gates(model), before))
+    with pytest.raises(IndexError), knocked_out(model, 0, 4):
+        pass
+    assert all(map(torch.equal, gates(model), before))
+
+
+@pytest.mark.parametrize(
+    "inspect", [knocked_out, lambda model: watched(model, torch.ones(1, 4, dtype=torch.bool))]
+)
+def test_a_model_without_memory_is_refused_in_one_line(inspect):
+    model = build(memory="none")
+    with pytest.raises(ConfigError, match=r"^model\.memory: none"), inspect(model):
+        pass

@@ -1,0 +1,204 @@
+"""Masked and block diffusion: what is masked, its weights, and that the loss is the bound."""
+
+import itertools
+
+import pytest
+import torch
+from tiny_models import draw_memory_parameters
+from torch.nn import functional
+
+from infini_model.config import ModelConfig
+from infini_model.data.loading.windows import Batch
+from infini_model.model.keyed_random import hashed, spread_evenly, uniform
+from infini_model.model.llama import InfiniLlama
+from infini_model.objectives.block_diffusion import BlockDiffusion
+from infini_model.objectives.masked_diffusion import MaskedDiffusion
+from infini_model.objectives.objective import LossModule
+
+VOCABULARY, LENGTH, BLOCKS = 12, 4, 6
+MASK = VOCABULARY - 1
+NOISES = pytest.mark.parametrize("noise", ["count", "time"])
+
+
+def windows(count, blocks=BLOCKS, length=LENGTH, first_key=0):
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(MASK, (count, 1, blocks * length + 1), generator=draw)
+    return Batch(tokens, None, None, torch.arange(first_key, first_key + count))
+
+
+def masks(batch, length=LENGTH, seed=0, noise="count"):
+    """Which tokens are masked, by block, [B, S, L]."""
+    inputs = BlockDiffusion(seed, MASK, length, noise).inputs(batch)
+    return (inputs.input_ids == MASK).unflatten(1, (-1, length))
+
+
+def make_module(noise="count", length=LENGTH):
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_attention_heads=2,
+        intermediate_size=24,
+        segment_length=length,
+        memory_query_shift=True,
+        bidirectional=True,
+        mask_token_id=MASK,
+        initializer_range=0.3,
+    )
+    model = InfiniLlama(config).double()
+    draw_memory_parameters(model)
+    return LossModule(model, BlockDiffusion(0, MASK, length, noise))
+
+
+def without_memory(module, noise):
+    """The same weights, for masked diffusion."""
+    model, weights = module.model, module.model.state_dict()
+    bare = InfiniLlama(model.config.model_copy(update={"memory": "none"})).double()
+    bare.load_state_dict({name: weights[name] for name in bare.state_dict()})
+    return LossModule(bare, MaskedDiffusion(0, MASK, noise))
+
+
+def losses_of(logits, labels):
+    """The loss of each label, where the mask token has no probability."""
+    logits = logits.clone()
+    logits[..., MASK] = -torch.inf
+    return functional.cross_entropy(logits.mT, labels, reduction="none")
+
+
+@NOISES
+def test_a_window_of_one_block_is_masked_diffusion(noise):
+    batch, module = windows(8, blocks=1), make_module(noise)
+    plain = without_memory(module, noise)
+    for given in (batch, batch._replace(valid=torch.tensor([[3], [0], [4], [1]] * 2))):
+        ours, theirs = module.objective.inputs(given), plain.objective.inputs(given)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one is other is None or torch.equal(one, other)
+        torch.testing.assert_close(module(ours, "none"), plain(theirs, "none"))
+
+
+@NOISES
+def test_the_masks_depend_on_seed_window_and_block_alone(noise):
+    batch = windows(64)
+    whole = masks(batch, noise=noise)
+    for part, own in zip(batch.chunk(4), whole.chunk(4), strict=True):
+        assert torch.equal(masks(part, noise=noise), own)
+    assert not torch.equal(masks(batch, seed=1, noise=noise), whole)
+    assert not torch.equal(masks(batch._replace(keys=batch.keys + 64), noise=noise), whole)
+    counts = whole.sum(2)
+    assert all((counts[:, 0] != counts[:, block]).any() for block in range(1, BLOCKS))
+
+
+@NOISES
+def test_masked_tokens_are_the_labels_and_all_others_are_seen(noise):
+    batch = windows(64)
+    ids = batch.tokens[:, 0, :-1]
+    inputs = BlockDiffusion(0, MASK, LENGTH, noise).inputs(batch)
+    masked = inputs.input_ids == MASK
+    assert torch.equal(inputs.labels[masked], ids[masked])
+    assert torch.equal(inputs.input_ids[~masked], ids[~masked])
+    assert (inputs.labels[~masked] == -100).all()
+    assert inputs.counted.all()
+
+
+def test_each_block_is_weighted_by_the_inverse_of_its_count_which_is_never_zero():
+    inputs = BlockDiffusion(0, MASK, LENGTH).inputs(windows(50))
+    counts = (inputs.input_ids == MASK).unflatten(1, (-1, LENGTH)).sum(2, keepdim=True)
+    assert counts.min() >= 1
+    assert torch.allclose(counts * inputs.weights.unflatten(1, (-1, LENGTH)), torch.tensor(4.0))
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 64), (64, 1), (8, 8), (64, 34)])
+@pytest.mark.parametrize("first", [0, 12345, 1 << 33])
+def test_the_counts_are_spread_evenly_over_windows_and_blocks(rows, blocks, first):
+    counts = masks(windows(rows, blocks, 64, first), length=64).sum(2)
+    several = [counts.flatten()]
+    if rows > 1:
+        several += counts.unbind(1)
+    for each in several:
+        expected = (torch.arange(len(each)) + 0.5) * 64 / len(each)
+        assert (each.sort().values - expected).abs().max() <= 5
+
+
+@NOISES
+def test_every_position_is_masked_equally_often_and_independently_of_others(noise):
+    many, length = 20_000, 16
+    masked = MaskedDiffusion(0, MASK, noise).inputs(windows(many, 1, length)).input_ids == MASK
+    expected = (length + 1) / (2 * length) if noise == "count" else 0.5
+    assert (masked.double().mean(0) - expected).abs().max() < 5 * (0.25 / many) ** 0.5
+    # Which ones are masked together depends on their number alone.
+    together = torch.einsum("bi,bj->ij", masked.double(), masked.double()) / many
+    pairs = together[~torch.eye(length, dtype=torch.bool)]
+    assert pairs.max() - pairs.min() < 10 * (0.25 / many) ** 0.5
+
+
+def test_padding_is_seen_and_never_masked():
+    tokens = torch.randint(MASK, (2, BLOCKS, LENGTH + 1))
+    valid = torch.tensor([[4, 4, 2, 0, 0, 0], [4, 1, 4, 4, 4, 3]])
+    inputs = BlockDiffusion(0, MASK, LENGTH).inputs(Batch(tokens, valid, None, torch.arange(2)))
+    by_block = inputs.counted.unflatten(1, (-1, LENGTH)).sum(2)
+    assert by_block.tolist() == [[4, 4, 3, 0, 0, 0], [4, 2, 4, 4, 4, 4]]
+    assert not ((inputs.labels != -100) & ~inputs.counted).any()
+
+
+@NOISES
+@pytest.mark.parametrize("objective", ["masked", "block"])
+def test_the_loss_and_its_gradients_are_those_of_the_logits(noise, objective):
+    module, batch = make_module(noise), windows(4, 1 if objective == "masked" else BLOCKS)
+    if objective == "masked":
+        module = without_memory(module, noise)
+        inputs = module.objective.inputs(batch)
+        hidden, _ = module.model.hidden(inputs.input_ids)
+    else:
+        reset = torch.arange(BLOCKS).expand(4, -1) == 3
+        inputs = module.objective.inputs(batch._replace(reset=reset))
+        clean = batch.tokens[:, 0, :-1]
+        hidden = module.model.noisy_hidden(inputs.input_ids, clean, reset)
+    expected = losses_of(module.model.lm_head(hidden), inputs.labels) * inputs.weights
+    torch.testing.assert_close(module(inputs, "none"), expected)
+    parameters = list(module.parameters())
+    ours = torch.autograd.grad(module(inputs, "sum"), parameters)
+    theirs = torch.autograd.grad(expected.sum(), parameters)
+    torch.testing.assert_close(ours, theirs)
+    assert all(torch.count_nonzero(gradient) for gradient in ours)
+    with torch.no_grad():
+        torch.testing.assert_close(module(inputs, "sum"), expected.sum())
+
+
+@NOISES
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_expected_loss_is_the_mean_over_orders_in_each_block_given_those_before(noise, blocks):
+    """Equation 6 of LLaDA for each block: what any-order autoregression assigns, on average."""
+    length, draws = 3, 30_000
+    module, batch = make_module(noise, length), windows(1, blocks, length)
+    ids = batch.tokens[:, 0, :-1]
+    subsets = torch.tensor(list(itertools.product([False, True], repeat=length)))
+    masked = ids.masked_fill(subsets.repeat(1, blocks), MASK)
+    hidden = module.model.noisy_hidden(masked, ids.expand_as(masked))
+    losses = losses_of(module.model.lm_head(hidden).detach(), ids.expand_as(masked))
+    losses = losses.unflatten(1, (blocks, length))
+    row = {tuple(subset): i for i, subset in enumerate(subsets.tolist())}
+    orders = list(itertools.permutations(range(length)))
+    total = 0.0
+    for order in orders:
+        for known in range(length):
+            hidden_ones = tuple(position not in order[:known] for position in range(length))
+            total += float(losses[row[hidden_ones], :, order[known]].sum())
+    many = Batch(batch.tokens.expand(draws, -1, -1), None, None, torch.arange(draws))
+    inputs = module.objective.inputs(many)
+    drawn = (inputs.input_ids == MASK).unflatten(1, (blocks, length))
+    chosen = (drawn * torch.tensor([4, 2, 1])).sum(2)
+    each = losses[chosen, torch.arange(blocks)] * drawn
+    each = (each.flatten(1) * inputs.weights).sum(1)
+    error = each.std() / draws**0.5
+    assert abs(each.mean() - total / len(orders)) < 4 * error + 1e-3 * each.mean()
+
+
+def test_hashes_are_uniform_and_change_with_every_part():
+    keys = torch.arange(4096)
+    numbers = uniform(hashed(3, keys))
+    assert 0.0 <= numbers.min() < 0.01 < 0.99 < numbers.max() < 1.0
+    assert abs(numbers.mean() - 0.5) < 5 / (12 * 4096) ** 0.5
+    bits = torch.stack([hashed(3, keys) >> n & 1 for n in range(64)]).double().mean(1)
+    assert (bits - 0.5).abs().max() < 5 * (0.25 / 4096) ** 0.5
+    assert len({int(x) for x in hashed(3, keys)} & {int(x) for x in hashed(4, keys)}) == 0
+    assert not torch.equal(spread_evenly(3, keys), spread_evenly(4, keys))

@@ -1,0 +1,158 @@
+"""What ranks do together: agree on settings, sum gradients, hold shards, wait for each other."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from trainings import on_two_ranks
+
+from infini_model.data.loading.windows import Batch
+from infini_model.data.manifest import read_manifest
+from infini_model.objectives import make_objective
+from infini_model.runtime.errors import ConfigError
+from infini_model.training.callbacks.heartbeat import Heartbeat
+from infini_model.training.loop import train
+from infini_model.training.parallel.agreement import check_agreement
+from infini_model.training.parallel.distributed import collective_timeout, join_world
+from infini_model.training.replica import Replica
+from infini_model.training.setup import build_module
+
+# 70 MB of parameters: far more than all else that a process allocates to make a model.
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "vocab_size": 256}
+
+
+def disagree(folder, *settings):
+    """Compare the settings of the rank with those of the other, and note what is said."""
+    with join_world(settings[0][0].launch) as world:
+        for number, each in enumerate(settings):
+            said = "nothing"
+            try:
+                check_agreement(each[world.rank], each[2 + world.rank], world)
+            except ConfigError as error:
+                said = str(error)
+            (folder / f"{number}-{world.rank}").write_text(said)
+
+
+def test_the_first_setting_that_differs_is_named_on_both_ranks(make_config, tmp_path):
+    node = {"num_nodes": 2, "rdzv_endpoint": "first:1"}
+    here = {
+        "run": {"name": "r", "output_dir": str(tmp_path / "other")},
+        "launch": node | {"node_rank": 1, "processes": 2, "hang_timeout_seconds": 5},
+        "checkpoint": {"save_total_limit": 9},
+        "stages": {"train": {"retries": 0}},
+        "data": {"name": "mine"},
+    }
+    there = make_config(run={"name": "r"}, launch=node)
+    cases = [
+        (there, make_config(**here), "k", "k"),
+        (there, make_config(**here | {"model": {"hidden_size": 128}}), "k", "k"),
+        (there, make_config(**here | {"training": {"precision": "bf16"}}), "k", "k"),
+        (there, make_config(**here | {"logging": {"eval_steps": 6}}), "k", "k"),
+        (there, make_config(**here), "k", "l"),
+    ]
+    on_two_ranks(disagree, tmp_path, *cases)
+    told = [
+        [(tmp_path / f"{number}-{rank}").read_text() for rank in (0, 1)]
+        for number in range(len(cases))
+    ]
+    differ = [
+        "model.hidden_size is 32 on the first machine, 128",
+        "training.precision is 'auto' on the first machine, 'bf16'",
+        "logging.eval_steps is 5 on the first machine, 6",
+        "dataset is 'k' on the first machine, 'l'",
+    ]
+    assert told == [
+        ["nothing"] * 2,
+        *([f"{each} on that of rank 1", f"{each} here"] for each in differ),
+    ]
+
+
+def test_a_training_does_not_begin_with_another_dataset(dataset, make_config, tmp_path):
+    config, other = make_config(), tmp_path / "other"
+    shutil.copytree(dataset, other)
+    manifest = other / "manifest.json"
+    key = read_manifest(dataset).key
+    manifest.write_text(manifest.read_text().replace(key, "f" * len(key)))
+    with pytest.raises(Exception, match=re.escape(f"dataset is '{key}' on the first machine")):
+        on_two_ranks(train_on, config, [dataset, other], tmp_path / "run")
+
+
+def train_on(config, datasets, run_dir):
+    """Train on the dataset of this rank."""
+    train(config, datasets[int(os.environ["RANK"])], run_dir)
+
+
+def _peak_bytes(*, forget: bool = False) -> int:
+    """Peak resident memory of this process since the last call with `forget`."""
+    if forget:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def _sums(replica: Replica, batches: list[Batch]) -> int:
+    """Number of gradient reductions in one backward pass, without that of the targets."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        replica.backward(batches)
+    names = ("c10d::allreduce_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_")
+    return sum(event.count for event in profiler.key_averages() if event.key in names) - 1
+
+
+def _with_strategy(config, strategy):
+    launch = config.launch.model_copy(update={"strategy": strategy})
+    return config.model_copy(update={"launch": launch})
+
+
+def _measure(config, folder):
+    """Save how much memory a model takes under FSDP, and how often gradients are summed."""
+    objective, found = make_objective(config), {}
+    tokens = torch.arange(65).reshape(1, 1, 65)
+    batch = Batch(tokens, torch.tensor([[64]]), None, torch.tensor([0]))
+    large = config.model_copy(update={"model": config.model.model_copy(update=LARGE)})
+    with join_world(config.launch) as world:
+        for strategy in ("ddp", "fsdp"):
+            asked = _with_strategy(config, strategy)
+            replica = Replica(build_module(asked, objective, None, world), asked, world)
+            replica.backward([batch])
+            found[strategy] = [_sums(replica, [batch] * count) for count in (1, 3)]
+            replica.close()
+        before = _peak_bytes(forget=True)
+        module = build_module(_with_strategy(large, "fsdp"), objective, None, world)
+        grown = _peak_bytes() - before
+        found["grown"] = grown / sum(p.numel() * p.element_size() for p in module.parameters())
+        (folder / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_ddp_sums_gradients_once_a_step_and_under_fsdp_only_rank_0_ever_has_all_of_anything(
+    make_config, tmp_path
+):
+    model = make_config().model.model_dump() | {"vocab_size": 256}
+    on_two_ranks(_measure, make_config(model=model), tmp_path)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    for found in (first, second):
+        # FSDP sums those of each micro-batch, as until then a rank would hold all of them.
+        for strategy, times in (("ddp", 1), ("fsdp", 3)):
+            one, three = found[strategy]
+            assert three == times * one > 0
+    # Some of it may fit into memory that was allocated before.
+    assert first["grown"] > 0.9
+    # Half of it is this rank's shard.
+    assert second["grown"] < 0.75
+
+
+@pytest.mark.parametrize("hang_timeout", [None, 30.0, 7200.0])
+def test_the_launcher_ends_a_hang_before_the_ranks_give_up_waiting(tmp_path, hang_timeout):
+    heartbeat = Heartbeat(tmp_path, 0, hang_timeout)
+    allowed = []
+    for beat in (heartbeat.before_pause, heartbeat.after_gradients, heartbeat.after_gradients):
+        beat()
+        line = (tmp_path / "logs" / "heartbeats" / "rank-0").read_text()
+        allowed.append(float(line.split()[1]))
+    heartbeat.close()
+    assert collective_timeout(hang_timeout).total_seconds() > max(allowed)

@@ -1,0 +1,186 @@
+"""One training, whatever happens to it: whole, stopped and resumed, or on two ranks.
+
+Killed at any moment, on one rank and on two: `test_strikes.py`. On a GPU:
+`test_training_on_a_gpu.py`.
+"""
+
+import shutil
+from typing import Any, NamedTuple
+
+import pytest
+from curves import curve, repeatable, weights
+from llamas import from_weights, recorded, write_llama
+from stopping import StopAfter
+from stored_datasets import without_shards
+from trainings import cut_off, on_two_ranks, train_traced, with_adapters
+
+from infini_model.config import merge
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
+from infini_model.training.loop import train
+
+SHORT = {
+    "training": {"max_steps": 6},
+    "logging": {"logging_steps": 1, "eval_steps": 3},
+    # An odd number, so that one of two ranks has more to validate.
+    "evaluation": {"max_windows": 9},
+    "checkpoint": {"save_steps": 2, "save_total_limit": 3},
+}
+RECOMPUTED = {"launch": {"gradient_checkpointing": True}}
+ONE_SEGMENT = {"packing": {"context_length": 16}}
+PAIRS = {"packing": {"mode": "document", "remainder": "pad"}}
+LORA = {
+    "r": 4,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "modules_to_save": ["embed_tokens", "norm"],
+}
+
+
+class Kind(NamedTuple):
+    """What is trained, on which data, from which weights, and how two ranks divide it.
+
+    Their losses and gradients differ from those of one process by no more than `rounding`.
+    """
+
+    strategy: str | None
+    sections: dict[str, Any]
+    data: str = "dataset"
+    weights: str | None = None
+    rounding: float = 5e-5
+
+
+KINDS = {
+    "aligned delta": Kind(None, {"packing": {"mode": "aligned"}, "model": {"memory": "delta"}}),
+    # The gates get no gradient.
+    "one segment": Kind("ddp", ONE_SEGMENT | RECOMPUTED),
+    "one segment, tied": Kind("fsdp", ONE_SEGMENT | {"model": {"tie_word_embeddings": True}}),
+    "documents in a store": Kind("ddp", {"packing": {"mode": "document"}}, data="stored"),
+    "fp16": Kind("fsdp", {"training": {"precision": "fp16"}} | RECOMPUTED, rounding=2e-3),
+    "answers": Kind(None, PAIRS, data="pairs"),
+    "masked diffusion of answers": Kind(
+        "fsdp",
+        PAIRS | {"training": {"objective": "masked_diffusion"}, "model": {"segment_length": 64}},
+        data="pairs",
+    ),
+    "block diffusion": Kind(
+        "ddp", {"training": {"objective": "block_diffusion"}, "packing": {"mode": "aligned"}}
+    ),
+    "a Llama": Kind(None, {}, weights="llama"),
+    "LoRA": Kind("ddp", RECOMPUTED, weights="adapters"),
+    "LoRA in bf16": Kind(
+        "fsdp", {"training": {"precision": "bf16"}}, weights="adapters", rounding=2e-2
+    ),
+}
+
+
+@pytest.fixture
+def stored(dataset, tmp_path, bucket):
+    """The dataset folder without any shard."""
+    return without_shards(dataset, tmp_path / "stored", f"{bucket}/partitions")
+
+
+@pytest.fixture
+def begin(make_config, tmp_path):
+    """A run folder that holds what the run needs to begin, and its settings."""
+
+    def make(kind, batch_size, name="run"):
+        changes = {"training": {"batch_size": batch_size}}
+        changes["launch"] = {"strategy": kind.strategy or "ddp"}
+        config = make_config(**merge(merge(SHORT, kind.sections), changes))
+        run_dir = tmp_path / name
+        if kind.weights is None:
+            return config, run_dir
+        llama = tmp_path / "llama"
+        if not llama.exists():
+            write_llama(llama)
+        config = from_weights(config, llama)
+        if kind.weights == "adapters":
+            config = with_adapters(config, LORA)
+        return config, recorded(config, run_dir)
+
+    return make
+
+
+def expect_same_curves(run_dir, whole, rounding):
+    for name in ("train/loss", "validation/loss", "test/loss"):
+        expected = curve(whole, name)
+        assert expected
+        assert curve(run_dir, name) == pytest.approx(expected, abs=rounding), name
+    # AdamW hardly minds a gradient of another length.
+    norms = curve(whole, "train/grad_norm")
+    assert curve(run_dir, "train/grad_norm") == pytest.approx(norms, rel=100 * rounding)
+
+
+def expect_same_bits(run_dir, whole):
+    assert repeatable(run_dir) == repeatable(whole)
+    assert weights(run_dir) == weights(whole)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_training_is_the_same_whole_resumed_or_on_two_ranks(
+    kind, begin, dataset, tmp_path, request
+):
+    data = request.getfixturevalue(kind.data)
+    config, whole = begin(kind, 4, "whole")
+    train(config, dataset if kind.data == "stored" else data, whole)
+    losses = curve(whole, "validation/loss")
+    assert losses[6] < losses[0]
+
+    _, parts = begin(kind, 4, "parts")
+    assert train(config, data, parts, [StopAfter(4)]).step == 5
+    if kind.weights == "llama":
+        shutil.rmtree(tmp_path / "llama")
+    train(config, data, parts)
+    expect_same_bits(parts, whole)
+
+    if kind.strategy is not None:
+        divided, pair = begin(kind, 2, "pair")
+        on_two_ranks(train, divided, data, pair)
+        expect_same_curves(pair, whole, kind.rounding)
+        assert read_position(newest_checkpoint(pair)).world_size == 2
+    if kind.weights == "adapters" and kind.strategy == "fsdp":
+        again = cut_off(pair, 2, tmp_path / "again")
+        on_two_ranks(train, divided, data, again)
+        expect_same_bits(again, pair)
+
+
+@pytest.mark.story
+def test_a_run_goes_on_with_another_strategy_or_number_of_ranks(begin, dataset, tmp_path):
+    def config(strategy, batch_size):
+        accumulated = {"training": {"gradient_accumulation_steps": 2}}
+        return begin(Kind(strategy, accumulated), batch_size)[0]
+
+    whole = tmp_path / "whole"
+    train(config("ddp", 4), dataset, whole)
+    sharded = cut_off(whole, 2, tmp_path / "sharded")
+    on_two_ranks(train, config("fsdp", 2), dataset, sharded)
+    copied = cut_off(sharded, 4, tmp_path / "copied")
+    on_two_ranks(train, config("ddp", 2), dataset, copied)
+    alone = cut_off(sharded, 4, tmp_path / "alone")
+    train(config("fsdp", 2), dataset, alone)
+    for run_dir in (sharded, copied, alone):
+        position = read_position(newest_checkpoint(run_dir))
+        assert (position.step, position.consumed, position.global_batch) == (6, 48, 8)
+        expect_same_curves(run_dir, whole, 5e-5)
+
+
+@pytest.mark.story
+def test_compiled_layers_train_as_plain_ones_and_resume_to_the_same_bits(begin, dataset, tmp_path):
+    """With generated code: `test_training_on_a_gpu.py`."""
+
+    def config(strategy, *, batch_size=4, compiled=True, recomputed=False):
+        launch = {"compile": compiled, "gradient_checkpointing": recomputed}
+        kind = Kind(strategy, {"packing": {"mode": "aligned"}, "launch": launch})
+        return begin(kind, batch_size)[0]
+
+    plain, whole, parts = (tmp_path / name for name in ("plain", "whole", "parts"))
+    train(config("ddp", compiled=False), dataset, plain)
+    train_traced(config("ddp"), dataset, whole)
+    expect_same_curves(whole, plain, 5e-5)
+    assert train_traced(config("ddp"), dataset, parts, [StopAfter(4)]).step == 5
+    train_traced(config("ddp"), dataset, parts)
+    expect_same_bits(parts, whole)
+    for strategy, recomputed in (("ddp", False), ("fsdp", True)):
+        pair = tmp_path / strategy
+        divided = config(strategy, batch_size=2, recomputed=recomputed)
+        on_two_ranks(train_traced, divided, dataset, pair)
+        expect_same_curves(pair, plain, 5e-5)

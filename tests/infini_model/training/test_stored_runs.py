@@ -194,7 +194,8 @@ def test_the_first_machine_learns_why_a_rank_failed_on_another(
         assert [each.wait() for each in ended] == [1, 1]
         for each in ended:
             assert each.output.splitlines()[-1] == reason
-        assert "recorded False" in ended[1].output
+        if name == "killed":  # the next time the other machine begins with a copy of the record
+            assert "recorded False" in ended[1].output
     recovery = json.loads((folder(ended[0]) / "recovery.json").read_text())
     assert recovery["micro_batch_divisor"] == 2
     # The divisor reaches the ranks of the other machine.

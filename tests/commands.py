@@ -152,6 +152,14 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """The command line of a process; none if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def infini(*arguments: str | Path) -> list[str]:
     """The command line of `infini`, through its module."""
     program = "import sys; from flows.cli import main; sys.argv[0] = 'infini'; main()"

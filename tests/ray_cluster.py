@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import psutil
-from commands import PATIENCE, eventually, kill
+from commands import PATIENCE, eventually, kill, words_of
 from ray._private.services import get_node
 from ray.cluster_utils import Cluster
 
@@ -181,11 +181,6 @@ def _pid(node: Any, kind: str) -> int:
 
 
 def _workers(node: Any, task: str = TASK) -> list[psutil.Process]:
-    return [each for each in _raylet(node).children(recursive=True) if task in _name(each)]
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+    return [
+        each for each in _raylet(node).children(recursive=True) if task in " ".join(words_of(each))
+    ]

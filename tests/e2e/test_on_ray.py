@@ -20,6 +20,7 @@ from commands import (
     run,
     stage,
     tiny,
+    words_of,
     write_settings,
     write_texts,
 )
@@ -425,7 +426,7 @@ def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
     (driver,) = (
         child
         for child in running.tree()
-        if "infini_model.training.launch.on_ray" in child.cmdline()
+        if "infini_model.training.launch.on_ray" in words_of(child)
     )
     driver.kill()
     running.wait_for("retry 1 of 2")

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,13 +29,14 @@ pytestmark = pytest.mark.story
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, connected: Environment) -> Iterator[Cluster]:
+def cluster(connected: Environment) -> Iterator[Cluster]:
     """A cluster that submits from a checkout, with its virtual environment."""
-    folder = tmp_path / "cluster"
-    folder.mkdir()
-    (folder / ".venv").symlink_to(sys.prefix)
-    with slurm_cluster(folder, connected) as started:
-        yield started
+    # The path of a socket has at most 107 characters, and slurmd makes a long one.
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as name:
+        folder = Path(name)
+        (folder / ".venv").symlink_to(sys.prefix)
+        with slurm_cluster(folder, connected) as started:
+            yield started
 
 
 @pytest.fixture

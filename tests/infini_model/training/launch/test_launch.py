@@ -81,12 +81,13 @@ if "infini_model.training" in sys.orig_argv and not {{
 
 def ranks(run_dir):
     agents = "infini_model.training.launch.agent"
-    everyone = [p for p in trainers(run_dir) if agents not in p.cmdline()]
-    return [p for p in everyone if "infini_model.training" in p.cmdline()]
+    everyone = [p for p in trainers(run_dir) if agents not in p.info["cmdline"]]
+    return [p for p in everyone if "infini_model.training" in p.info["cmdline"]]
 
 
 def agent(run_dir):
-    (found,) = [p for p in trainers(run_dir) if "infini_model.training.launch.agent" in p.cmdline()]
+    name = "infini_model.training.launch.agent"
+    (found,) = [p for p in trainers(run_dir) if name in p.info["cmdline"]]
     return found
 
 

@@ -8,7 +8,10 @@ STAMP := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 # Debian's, for the stories: a browser for the pages of Prefect and MLflow, Slurm, PostgreSQL.
 PACKAGES := chromium slurm-wlm munge postgresql
-WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# One more than CI has cores: stories wait for much that they start.
+WORKERS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of Pythons, each of which would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install run test stories check packages lint serve bench gpu clean lock
 
@@ -26,11 +29,12 @@ help:
 
 install: $(STAMP)
 
-# The stamp is made last, so that an interrupted installation is gone through again.
+# The stamp is made last, so that an interrupted installation is gone through again. Python compiles a
+# module when it first imports it; all of them at once would take as long as all the rest.
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "$(PYTHON) is Python %d.%d; Python 3.11 to 3.13 is needed (make PYTHON=python3.11 ...)" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
@@ -40,7 +44,7 @@ run: install
 # A CUDA build of PyTorch pins the Triton that fits it, so the lock has none. Tests for a GPU run in
 # Triton's interpreter, on Linux, the only system that Triton is made for; make gpu runs them compiled.
 $(TRITON): $(STAMP)
-	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.5'
+	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile 'triton>=3.5'
 	@touch $@
 
 test: $(TRITON)

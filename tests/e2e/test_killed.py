@@ -1,4 +1,4 @@
-"""Commands that are killed or interrupted: the same command gives the same result."""
+"""A run from documents to a report; killed or interrupted, the same command gives the same one."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ from commands import (
     run,
     write_settings,
 )
-from curves import repeatable
+from curves import curve, repeatable
 from stopping import Halt, is_pending
 from trials import STEPS, Make, Start, Undisturbed
 
@@ -32,6 +32,20 @@ def expect_no_process(everyone: list[psutil.Process], output: Path) -> None:
     """The processes of a command end, and others that use its output folder."""
     eventually(lambda: not alive(everyone), "the end of all processes")
     eventually(lambda: not processes_about(output), lambda: f"the end of {processes_about(output)}")
+
+
+def test_a_run_from_scratch_ends_with_a_report_and_leaves_no_process(
+    undisturbed: Undisturbed,
+) -> None:
+    report = undisturbed.run_dir / "report.md"
+    assert undisturbed.printed.startswith("Starting a Prefect server for this command")
+    assert f"Report: {report}" in undisturbed.printed
+    assert report.is_file()
+    assert (undisturbed.output / "runs" / "latest").resolve() == undisturbed.run_dir
+    assert [*curve(undisturbed.run_dir, "train/loss")] == [*range(1, STEPS + 1)]
+    validation = [*curve(undisturbed.run_dir, "validation/loss").values()]
+    assert validation[-1] < validation[0] - 1.0
+    eventually(lambda: not processes_about(undisturbed.output), "the end of all processes")
 
 
 def test_a_run_that_is_killed_and_interrupted_gives_the_same_result(

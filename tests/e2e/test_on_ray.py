@@ -327,10 +327,13 @@ def halt_at(site: Path) -> Iterator[HaltAt]:
     shutil.rmtree(site, ignore_errors=True)
 
 
-@pytest.fixture
-def settings(pipeline: Make, tmp_path: Path, environment: Environment) -> Path:
-    """Settings of a training whose dataset is ready."""
-    path = write_settings(tmp_path / "settings.yaml", pipeline(tmp_path / "output", **SETTINGS))
+@pytest.fixture(scope="module")
+def settings(
+    pipeline: Make, tmp_path_factory: pytest.TempPathFactory, environment: Environment
+) -> Path:
+    """Settings of a training whose dataset is ready; its output folder is beside them."""
+    folder = tmp_path_factory.mktemp("training")
+    path = write_settings(folder / "settings.yaml", pipeline(folder / "output", **SETTINGS))
     done = run(infini("preprocess", "--config", path), environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return path
@@ -338,7 +341,7 @@ def settings(pipeline: Make, tmp_path: Path, environment: Environment) -> Path:
 
 def training_on(cluster: RayCluster, settings: Path, nodes: str) -> tuple[str | Path, ...]:
     where = (f"launch.ray_address={cluster.address}", f"launch.nodes={nodes}")
-    return ("train", "--config", settings, "run.name=ray", "launch.launcher=ray", *where)
+    return ("train", "--config", settings, f"run.name=on-{nodes}", "launch.launcher=ray", *where)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,6 @@ def test_a_lost_node_changes_no_bit(
     start: Start,
     environment: Environment,
     halt_at: HaltAt,
-    tmp_path: Path,
 ) -> None:
     local = infini("train", "--config", settings, "run.name=undisturbed", "launch.processes=2")
     done = run(local, environment)
@@ -393,9 +395,9 @@ def test_a_lost_node_changes_no_bit(
     assert "retry 1 of" not in running.output
     assert running.output.count("with a new gang") == 1
     assert running.output.count("Number of processes: 2, ddp") == 2
-    runs = tmp_path / "output" / "runs"
-    assert repeatable(runs / "ray") == repeatable(runs / "undisturbed")
-    assert weights(runs / "ray") == weights(runs / "undisturbed")
+    runs = settings.parent / "output" / "runs"
+    assert repeatable(runs / "on-2") == repeatable(runs / "undisturbed")
+    assert weights(runs / "on-2") == weights(runs / "undisturbed")
 
 
 def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
@@ -404,7 +406,6 @@ def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
     start: Start,
     environment: Environment,
     halt_at: HaltAt,
-    tmp_path: Path,
 ) -> None:
     command = training_on(cluster, settings, "1-3")
     halt = halt_at(25)
@@ -439,5 +440,5 @@ def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
     assert "Number of processes: 2, ddp" in running.output
     # Two windows for each of the three processes that the run began with.
     assert running.output.count("Total batch size: 6 windows") == 3
-    losses = curve(tmp_path / "output" / "runs" / "ray", "train/loss")
+    losses = curve(settings.parent / "output" / "runs" / "on-1-3", "train/loss")
     assert list(losses) == list(range(1, STEPS + 1))

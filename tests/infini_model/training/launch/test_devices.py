@@ -3,6 +3,7 @@
 A driver of two GPUs stands in for NVML.
 """
 
+import contextlib
 import logging
 import os
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pynvml
 import pytest
 import torch
 
-from infini_model.config import Config, load_config
+from infini_model.config import load_config
 from infini_model.runtime.errors import DeviceError
 from infini_model.training.launch import devices, reservation
 from infini_model.training.launch.devices import (
@@ -77,32 +78,32 @@ def driver(monkeypatch):
     return state
 
 
-def listed():
-    return [(gpu.identifier, gpu.number) for gpu in list_gpus()]
-
-
-def test_whole_gpus_have_numbers_and_slices_their_uuids(driver, monkeypatch):
-    assert listed() == [("0", 0), ("1", 1)]
-    assert [gpu.capability for gpu in list_gpus()] == [(9, 0)] * 2
-    driver.divided = True
-    assert listed() == [("0", 0), (SLICES[0], 1), (SLICES[1], 1)]
-    assert [gpu.identifier for gpu in choose_gpus("auto")] == ["0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(SLICES))
-    assert [gpu.identifier for gpu in choose_gpus("auto")] == [SLICES[0]]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", SLICES[1])
-    # CUDA shows a process one slice, whatever its place in the list.
-    assert [gpu.identifier for gpu in choose_gpus("auto")] == [SLICES[1]]
-    assert first_device("auto") == "cuda:0"
-
-
 @pytest.mark.parametrize(
     ("visible", "found"),
-    [("GPU-89", [("GPU-89", 0)]), ("MIG-1b2d,1", [("MIG-1b2d", 1), ("1", 1)])],
+    [
+        (None, [("0", 0), (SLICES[0], 1), (SLICES[1], 1)]),
+        ("GPU-89", [("GPU-89", 0)]),
+        ("MIG-1b2d,1", [("MIG-1b2d", 1), ("1", 1)]),
+    ],
 )
-def test_a_uuid_may_be_abbreviated(driver, monkeypatch, visible, found):
+def test_whole_gpus_have_numbers_and_slices_uuids_that_may_be_abbreviated(
+    driver, monkeypatch, visible, found
+):
+    assert [(gpu.identifier, gpu.number) for gpu in list_gpus()] == [("0", 0), ("1", 1)]
     driver.divided = True
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert listed() == found
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [(gpu.identifier, gpu.number) for gpu in list_gpus()] == found
+
+
+def test_auto_means_whole_gpus_or_else_one_slice(driver, monkeypatch):
+    driver.divided = True
+    assert [gpu.identifier for gpu in choose_gpus("auto")] == ["0"]
+    for visible, chosen in ((",".join(SLICES), SLICES[0]), (SLICES[1], SLICES[1])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.identifier for gpu in choose_gpus("auto")] == [chosen]
+    # CUDA shows a process one slice, whatever its place in the list.
+    assert first_device("auto") == "cuda:0"
 
 
 @pytest.mark.parametrize("visible", ["GPU-8", "GPU-77", "7"])
@@ -153,85 +154,64 @@ def test_the_gpu_of_a_rank_is_named_by_the_launcher_or_else_the_visible_ones_cou
     assert "2 GPUs are not used: the installed torch was built without CUDA" in caplog.text
 
 
-@pytest.fixture
-def three_gpus(monkeypatch):
-    gpus = [
-        Gpu(str(number), number, "NVIDIA H200", 140 << 30, 141 << 30, 0, f"GPU-{number}")
-        for number in range(3)
-    ]
-    monkeypatch.setattr(devices, "list_gpus", lambda: gpus)
-    monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
-    monkeypatch.setattr(reservation, "POLL_SECONDS", 0.01)
-
-
-@pytest.fixture
-def config_of(tmp_path):
-    def make(gpus, processes=None, **launch) -> Config:
-        tree = {"gpus": gpus, "processes": processes} | launch
-        shared = {"run": {"output_dir": str(tmp_path), "name": "both"}, "launch": tree}
-        return load_config(overrides=[shared])
-
-    return make
-
-
 class WaitedError(Exception):
     """Ends the wait."""
 
 
 @pytest.fixture
-def reserved(tmp_path, three_gpus):
-    """Reserve devices that are free now; otherwise `WaitedError` holds the line about waiting."""
+def reserved(tmp_path, monkeypatch):
+    """Reserve such of three GPUs as are free now; otherwise `WaitedError` holds the line."""
+    three = [Gpu(str(n), n, "NVIDIA H200", 140 << 30, 141 << 30, 0, f"GPU-{n}") for n in range(3)]
+    monkeypatch.setattr(devices, "list_gpus", lambda: three)
+    monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
+    monkeypatch.setattr(reservation, "POLL_SECONDS", 0.01)
 
-    def take(config, name):
-        lines = []
+    @contextlib.contextmanager
+    def take(name, gpus, processes=None, **nodes):
+        launch = {"gpus": gpus, "processes": processes} | nodes
+        run = {"output_dir": str(tmp_path), "name": "both"}
+        config, lines = load_config(overrides=[{"run": run, "launch": launch}]), []
         stop = lambda: WaitedError(*lines) if lines else None  # noqa: E731
-        return reserve(config, tmp_path / "runs" / name, on_line=lines.append, stop=stop)
+        run_dir = tmp_path / "runs" / name
+        with reserve(config, run_dir, on_line=lines.append, stop=stop) as taken:
+            yield [gpu.identifier for gpu in taken]
 
     return take
 
 
-def numbers(gpus):
-    """As in `CUDA_VISIBLE_DEVICES`."""
-    return [gpu.identifier for gpu in gpus]
+def test_auto_takes_what_is_free(reserved):
+    with reserved("one", "auto", 1) as one, reserved("two", "auto", 2) as two:
+        assert (one, two) == (["0"], ["1", "2"])
+        held = "Waiting for 1 of 3 GPUs: GPU 0 is held by process"
+        with pytest.raises(WaitedError, match=held), reserved("three", "auto", 1):
+            pass
+    with reserved("three", "auto") as three:
+        assert three == ["0", "1", "2"]
+    with (
+        pytest.raises(DeviceError, match=r"launch\.processes=4: only 3 GPUs"),
+        reserved("one", "auto", 4),
+    ):
+        pass
 
 
-def test_auto_takes_what_is_free(config_of, reserved):
-    with reserved(config_of("auto", 1), "one") as one, reserved(config_of("auto", 2), "two") as two:
-        assert (numbers(one), numbers(two)) == (["0"], ["1", "2"])
-        with pytest.raises(WaitedError, match="Waiting for 1 of 3 GPUs: GPU 0 is held by process"):
-            reserved(config_of("auto", 1), "three").__enter__()
-    with reserved(config_of("auto"), "three") as all_of_them:
-        assert numbers(all_of_them) == ["0", "1", "2"]
-
-
-def test_a_list_waits_for_exactly_those_and_holds_nothing_meanwhile(config_of, reserved, tmp_path):
-    with reserved(config_of("1"), "one"):
+def test_a_list_waits_for_exactly_those_and_holds_nothing_meanwhile(reserved, tmp_path):
+    with reserved("one", "1"):
         held = f"GPU 1 is held by process {os.getpid()}, which trains {tmp_path}/runs/one"
-        with pytest.raises(WaitedError, match=f"Waiting for GPU 0, GPU 1: {held}$"):
-            reserved(config_of("0,1"), "two").__enter__()
+        expected = pytest.raises(WaitedError, match=f"Waiting for GPU 0, GPU 1: {held}$")
+        with expected, reserved("two", "0,1"):
+            pass
         assert not waiting_note(tmp_path / "runs" / "two").exists()
-        with reserved(config_of("0,1", 1), "two") as first, reserved(config_of("2"), "three"):
-            assert numbers(first) == ["0"]
-        with reserved(config_of("cpu"), "four") as cpu:
+        with reserved("two", "0,1", 1) as first, reserved("three", "2"):
+            assert first == ["0"]
+        with reserved("four", "cpu") as cpu:
             assert cpu == []
 
 
-def test_the_machines_of_one_training_share_a_device_and_those_of_another_do_not(
-    config_of, reserved
-):
-    def node(rank):
-        return config_of("cpu", num_nodes=2, node_rank=rank, rdzv_endpoint="localhost:1")
-
-    with (
-        reserved(node(0), "one"),
-        reserved(node(1), "one"),
-        pytest.raises(WaitedError, match="Waiting for the CPU: the CPU is held by"),
-    ):
-        reserved(node(0), "two").__enter__()
-    with pytest.raises(WaitedError), reserved(config_of("cpu"), "one"):
-        reserved(config_of("cpu"), "one").__enter__()
-
-
-def test_more_processes_than_gpus_are_refused(config_of, reserved):
-    with pytest.raises(DeviceError, match=r"launch\.processes=4: only 3 GPUs"):
-        reserved(config_of("auto", 4), "one").__enter__()
+def test_the_machines_of_one_training_share_a_device_and_those_of_another_do_not(reserved):
+    nodes = {"num_nodes": 2, "rdzv_endpoint": "localhost:1"}
+    with reserved("one", "cpu", node_rank=0, **nodes), reserved("one", "cpu", node_rank=1, **nodes):
+        waiting = pytest.raises(WaitedError, match="Waiting for the CPU: the CPU is held by")
+        with waiting, reserved("two", "cpu", node_rank=0, **nodes):
+            pass
+    with reserved("one", "cpu"), pytest.raises(WaitedError), reserved("one", "cpu"):
+        pass

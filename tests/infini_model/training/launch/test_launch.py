@@ -9,10 +9,9 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 from commands import PATIENCE, eventually
-from curves import curve, repeatable, weights
+from curves import repeatable, weights
 from disks import frozen
 from stopping import Halt, is_pending
 from trainings import trainers
@@ -22,9 +21,10 @@ from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import open_windows
 from infini_model.objectives.causal import CausalLM
 from infini_model.runtime import processes
-from infini_model.runtime.errors import DataError, DeviceError, UserError
+from infini_model.runtime.errors import DataError, DeviceError, LeaseLostError, UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
+from infini_model.runtime.stored.record import note_lost
 from infini_model.training import AGENT
 from infini_model.training.callbacks import heartbeat
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
@@ -37,7 +37,6 @@ from infini_model.training.launch.failures import (
     OutOfMemory,
     Preempted,
     TimedOut,
-    explain,
 )
 from infini_model.training.launch.launcher import launch
 from infini_model.training.launch.reservation import waiting_note
@@ -103,6 +102,10 @@ def none_left(run_dir):
 
 def has_saved_its_last_step(run_dir):
     return newest_checkpoint(run_dir).name == f"step-{read_metrics(run_dir)[-1]['step']}"
+
+
+def ignore(_line):
+    pass
 
 
 class Once:
@@ -189,36 +192,21 @@ def gpus_5_and_3(monkeypatch):
     ids=["rank", "agent"],
 )
 def test_a_killed_process_ends_all_and_a_rank_is_named_with_its_gpu(
-    dataset, make_config, tmp_path, gpus_5_and_3, victim, where
+    dataset, make_config, tmp_path, gpus_5_and_3, victim, where, monkeypatch
 ):
-    run_dir = tmp_path / "run"
+    run_dir, in_mlflow = tmp_path / "run", []
+    monkeypatch.setattr(launcher, "end_record", lambda _, status: in_mlflow.append(status))
     kill = Once("Step [20/", lambda: victim(run_dir).kill())
     with pytest.raises(Crashed) as caught:
         launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     assert str(caught.value) == f"training failed: crash{where}: killed by SIGKILL"
     assert not caught.value.is_final
+    assert in_mlflow == ["FAILED"]
     none_left(run_dir)
     for rank, gpu in enumerate((5, 3)):
         lines = (run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
         assert any("Step [2/" in line for line in lines)
         assert all(line.startswith(f"GPU{gpu}:") for line in lines)
-
-
-@pytest.mark.story
-def test_a_launcher_that_is_stopped_finds_the_training_finished(make_config, tmp_path, start, halt):
-    run_dir = tmp_path / "run"
-    pair = {"training": {"batch_size": 4}, "launch": {"processes": 2}}
-    process = start(LAUNCH, make_config(**merge(pair, PATIENT)), run_dir)
-    halt.wait(2)
-    process.send_signal(signal.SIGSTOP)
-    launcher = psutil.Process(process.pid)
-    eventually(lambda: launcher.status() == psutil.STATUS_STOPPED, "the stop of the launcher")
-    halt.resume()
-    eventually(lambda: not ranks(run_dir), "the end of the ranks")
-    assert (run_dir / "model").exists()
-    process.send_signal(signal.SIGCONT)
-    assert process.wait(timeout=PATIENCE) == 0
-    none_left(run_dir)
 
 
 def close_terminal(process, _run_dir):
@@ -233,14 +221,10 @@ def end_agent(_process, run_dir):
     agent(run_dir).terminate()
 
 
-def end_rank(process, _run_dir):
-    process.terminate()
-
-
 @pytest.mark.parametrize(
     ("command", "settings", "strike", "status"),
     [
-        (BY_HAND, LONG, end_rank, 128 + signal.SIGTERM),
+        (BY_HAND, LONG, lambda process, _run_dir: process.terminate(), 128 + signal.SIGTERM),
         (LAUNCH, LONG, close_terminal, 128 + signal.SIGHUP),
         pytest.param(LAUNCH, PAIR, press_ctrl_c, -signal.SIGINT, marks=pytest.mark.story),
         pytest.param(LAUNCH, PAIR, end_agent, 1, marks=pytest.mark.story),
@@ -283,24 +267,27 @@ def test_a_folder_that_turns_read_only_is_named_and_the_run_resumes_once_it_is_w
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert re.search(rf"{checkpoints}/step-\d+: cannot be written", errors)
-    launch(config, dataset, run_dir, on_line=lambda _: None)
+    launch(config, dataset, run_dir, on_line=ignore)
     train(config, dataset, tmp_path / "undisturbed")
     assert repeatable(run_dir) == repeatable(tmp_path / "undisturbed")
     assert weights(run_dir) == weights(tmp_path / "undisturbed")
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(("victim", "rank"), [("rank", 1), ("agent", None)])
+@pytest.mark.parametrize(
+    ("pid", "rank"),
+    [("os.getpid()", 1), (f"int(os.environ[{AGENT!r}])", None)],
+    ids=["rank", "agent"],
+)
 def test_a_stopped_process_is_a_hang_that_names_it(
-    dataset, make_config, tmp_path, faulty, victim, rank
+    dataset, make_config, tmp_path, faulty, pid, rank
 ):
     run_dir = tmp_path / "run"
     config = make_config(**merge(PAIR, {"launch": {"hang_timeout_seconds": 3}}))
     # In the first validation, where the silence of a slow rank is no hang for half an hour.
-    pid = "os.getpid()" if victim == "rank" else f"int(os.environ[{AGENT!r}])"
     faulty(f"os.environ['RANK'] == '1' and os.kill({pid}, signal.SIGSTOP); time.sleep(600)")
     with pytest.raises(Hung, match="has been stopped for 3 s") as caught:
-        launch(config, dataset, run_dir, on_line=lambda _: None)
+        launch(config, dataset, run_dir, on_line=ignore)
     assert caught.value.rank == rank
     none_left(run_dir)
 
@@ -315,7 +302,7 @@ def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faul
     # The third step is the first that is limited.
     faulty(f"inputs.input_ids.sum() == {sum_of_ids(config, dataset, 2 * 8)} and time.sleep(3600)")
     with pytest.raises(Hung, match="no step within 10 s") as caught:
-        launch(config, dataset, run_dir, on_line=lambda _: None)
+        launch(config, dataset, run_dir, on_line=ignore)
     assert caught.value.rank == 0
     none_left(run_dir)
     assert "in fault" in log.read_text()
@@ -333,8 +320,10 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
-def test_a_training_that_its_caller_ends_is_saved(dataset, make_config, tmp_path, monkeypatch):
-    """By a signal to its ranks, by an error of the caller, or since it takes too long."""
+def test_a_training_that_is_ended_from_outside_is_saved(
+    dataset, make_config, tmp_path, monkeypatch
+):
+    """By a signal to its ranks, since it takes too long, or by a loss of its run."""
     run_dir, clock = tmp_path / "run", Clock()
     monkeypatch.setattr(processes, "time", clock)
 
@@ -342,17 +331,15 @@ def test_a_training_that_its_caller_ends_is_saved(dataset, make_config, tmp_path
         for process in ranks(run_dir):
             process.terminate()
 
-    def fail():
-        raise KeyboardInterrupt
-
     def wait():
         clock.ahead = 3600.0
 
     for act, error, message in (
         (preempt, Preempted, r"^training stopped: preempted: .*step \d+ is saved$"),
-        (fail, KeyboardInterrupt, ""),
         (wait, TimedOut, "not finished after 3600 s"),
+        (lambda: note_lost(run_dir, "taken over"), LeaseLostError, "taken over"),
     ):
+        clock.ahead = 0.0
         then = Once("Step [", act)
         with pytest.raises(error, match=message):
             launch(make_config(**LONG), dataset, run_dir, timeout_seconds=3600, on_line=then)
@@ -360,74 +347,12 @@ def test_a_training_that_its_caller_ends_is_saved(dataset, make_config, tmp_path
         none_left(run_dir)
 
 
-@pytest.mark.parametrize(
-    ("settings", "status", "kind", "message"),
-    [
-        ({"training": {"learning_rate": 1e30}}, 3, NonFiniteFailure, "the step was not taken"),
-        ({"model": {"vocab_size": 100}}, 2, UserError, "model.vocab_size: 100 is less"),
-    ],
-    ids=["not finite", "user error"],
-)
-def test_a_failure_is_one_line_and_an_exit_status(
-    make_config, tmp_path, start, settings, status, kind, message
-):
-    process = start(BY_HAND, make_config(**settings), tmp_path / "run")
-    _, errors = process.communicate()
-    assert process.returncode == status
-    (line,) = errors.splitlines()
-    failure = explain(tmp_path / "run", status)
-    assert isinstance(failure, kind)
-    for text in (line, str(failure)):
-        assert message in text
-
-
-def test_a_failed_allocation_is_out_of_memory(dataset, make_config, tmp_path):
-    config = make_config(model={"vocab_size": 1 << 44}, launch={"force": True})
-    with pytest.raises(OutOfMemory, match="allocate"):
-        launch(config, dataset, tmp_path / "run", on_line=lambda _: None)
-
-
 def test_a_kill_by_the_oom_killer_is_out_of_memory(dataset, make_config, tmp_path, monkeypatch):
-    counts = iter([3, 4])
+    counts, run_dir = iter([3, 4]), tmp_path / "run"
     monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
-    run_dir = tmp_path / "run"
     kill = Once("Step [2/", lambda: ranks(run_dir)[0].kill())
     with pytest.raises(OutOfMemory, match="killed by the kernel"):
         launch(make_config(**LONG), dataset, run_dir, on_line=kill)
-
-
-@pytest.mark.story
-def test_out_of_memory_is_retried_with_smaller_micro_batches_and_its_gpu_is_named(
-    dataset, make_config, tmp_path, faulty, gpus_5_and_3
-):
-    few = {"evaluation": {"max_windows": 8}}
-    train(make_config(**few), dataset, tmp_path / "whole")
-    is_large = "os.environ['RANK'] == '1' and len(inputs.input_ids) > 2"
-    faulty(f"if {is_large}: raise torch.OutOfMemoryError('CUDA out of memory')")
-    config = make_config(**few, training={"batch_size": 4}, launch={"processes": 2})
-    run_dir, lines, progress = tmp_path / "run", [], []
-    with pytest.raises(OutOfMemory, match=r" on rank 1 \(GPU 3\): CUDA out of memory") as caught:
-        launch(config, dataset, run_dir, on_line=lines.append)
-    assert not caught.value.is_final
-    assert any(line.startswith("GPU3:ERROR | ") for line in lines)
-
-    lines.clear()
-    report = lambda *counts: progress.append(counts)  # noqa: E731
-    launch(config, dataset, run_dir, on_line=lines.append, on_progress=report)
-    assert lines[0] == (
-        "Resuming after: out of memory at step 1; batch_size 2, gradient_accumulation_steps 2, "
-        "the same global batch"
-    )
-    for name in ("train/loss", "validation/loss"):
-        whole, parts = (curve(tmp_path / folder, name) for folder in ("whole", "run"))
-        assert parts == pytest.approx(whole, abs=5e-5)
-
-    # Progress arrives to the last step, and no log shows it.
-    assert progress[-1] == (12, 12)
-    assert progress == sorted(set(progress))
-    logs = [(run_dir / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
-    assert all("Step [12/12]" in log for log in logs)
-    assert not any("::" in line for line in [*lines, *"".join(logs).splitlines()])
 
 
 @pytest.mark.story
@@ -443,30 +368,38 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
     with pytest.raises(NonFiniteFailure, match="step 7") as caught:
-        launch(config, dataset, run_dir, on_line=lambda _: None)
+        launch(config, dataset, run_dir, on_line=ignore)
     assert caught.value.consumed == consumed
     assert not caught.value.is_final
-    launch(config, dataset, run_dir, on_line=lambda _: None)
+    launch(config, dataset, run_dir, on_line=ignore)
     assert repeatable(run_dir) == repeatable(tmp_path / "expected")
     assert weights(run_dir) == weights(tmp_path / "expected")
     assert read_position(newest_checkpoint(run_dir)).consumed == (12 + 1) * 8
 
 
-def test_what_the_user_did_wrong_is_named(dataset, make_config, tmp_path, monkeypatch):
+def test_what_lets_no_training_begin_is_named_in_one_line(
+    dataset, make_config, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     damaged = shutil.copytree(dataset, tmp_path / "damaged")
     next((damaged / "train").glob("*.arrow")).write_bytes(b"")
     (tmp_path / "file").write_text("")
-    for folder, run, gpus, error, message in (
-        (damaged, "run", "cpu", DataError, str(damaged)),
-        (dataset, "file/run", "cpu", UserError, "file/run"),
-        (dataset, "other", "all", DeviceError, "launch.gpus=all: no GPU"),
-        (dataset, "other", "3", DeviceError, "GPU 3 does not exist; this machine has none"),
+    huge = {"model": {"vocab_size": 1 << 44}, "launch": {"gpus": "cpu", "force": True}}
+    for sections, data, run, error, message in (
+        ({}, damaged, "run", DataError, str(damaged)),
+        ({}, dataset, "file/run", UserError, "file/run"),
+        ({"model": {"vocab_size": 100}}, dataset, "run", UserError, "model.vocab_size: 100 is les"),
+        (huge, dataset, "run", OutOfMemory, "allocate"),
+        ({"launch": {"gpus": "all"}}, dataset, "other", DeviceError, "launch.gpus=all: no GPU"),
+        ({"launch": {"gpus": "3"}}, dataset, "other", DeviceError, "GPU 3 does not exist; this"),
     ):
+        lines = []
         with pytest.raises(error) as caught:
-            launch(make_config(launch={"gpus": gpus}), folder, tmp_path / run)
+            launch(make_config(**sections), data, tmp_path / run, on_line=lines.append)
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
+        errors = [line for line in lines if "ERROR" in line]
+        assert error is OutOfMemory or len(errors) <= 1
     assert not (tmp_path / "other").exists()
 
 

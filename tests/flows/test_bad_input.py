@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Environment, infini, infini_here, leftovers, run, tiny, write_settings
+from commands import Environment, infini, infini_here, run, tiny, write_settings
 
 
 @pytest.fixture
@@ -21,16 +21,13 @@ def output(tmp_path: Path) -> Path:
     [
         ("run model.layers=2", "model.layers: unknown key"),
         ("run --max-steps many", "'--max-steps'"),
-        ("run --batch-size 0", "training.batch_size: got '0': input should be greater than 0"),
         ("run --no-such-option", "--no-such-option"),
         ("run --config missing.yaml", "missing.yaml: cannot be read: No such file"),
-        ("run --config /", "/: cannot be read: Is a directory"),
         ("run --gpus 0,97", "launch.gpus=0,97: GPU 0 does not exist"),
         ("train --gpus all", "launch.gpus=all: no GPU"),
         ("serve --port 70000", "--port"),
         ("run stages.train.deployment=gpu", "stages.train.deployment: needs a Prefect server"),
         ("generate", "give either --prompt or --prompt-file"),
-        ("generate --prompt a --prompt-file -", "give either --prompt or --prompt-file"),
         ("generate --prompt-file nowhere.txt", "nowhere.txt: cannot be read: No such file"),
         ("generate --prompt-file -", "-: is not UTF-8 text"),
         ("generate --prompt \udcff", "--prompt: is not UTF-8 text"),
@@ -40,8 +37,6 @@ def output(tmp_path: Path) -> Path:
         ("compare here", "/runs/here: there is no such run; infini runs lists them"),
         ("compare --sweep run.seed=0,1 here", "/runs/here: there is no such run"),
         ("compare --sweep run.seed=0", "--sweep: no setting has several values"),
-        ("compare --sweep model.memory=linear,lin", "model.memory: got 'lin': input should be"),
-        ("compare --sweep packing.context_length=512,100", "packing.context_length 100 is not a"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(
@@ -79,40 +74,20 @@ def test_an_unknown_run_is_told_without_importing_torch_or_prefect(
     assert all(re.search("/runs/(here|latest): .*no such run", each) for each in errors), errors
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, alone: Environment) -> None:
-    """Nothing can be written below a regular file, not even by root."""
-    (tmp_path / "file").write_text("")
-    done = infini_here("preprocess", "--output-dir", tmp_path / "file" / "below", env=alone)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert re.match(rf"error: {tmp_path}/file/below.* cannot be written: Not a directory", line)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "model.hidden_size=65536 model.num_hidden_layers=64",
-            r"not enough memory: the training needs .*\(weights [\d,]+, .*; no setting makes it "
-            r"fit; a smaller model.*--force \(launch\.force=true\) runs it all the same",
-        ),
-        (
-            "stages.train.deployment=train/nowhere",
-            r"stages\.train\.deployment: there is no deployment train/nowhere on http\S+",
-        ),
-    ],
-    ids=["memory", "deployment"],
-)
 def test_what_cannot_work_is_refused_before_anything_is_downloaded(
-    connected: Environment, text_files: Path, tmp_path: Path, output: Path, words: str, message: str
+    connected: Environment, text_files: Path, tmp_path: Path, output: Path
 ) -> None:
     settings = write_settings(tmp_path / "settings.yaml", tiny(text_files, output))
-    done = run(infini("run", "--config", settings, *words.split()), connected)
+    too_large = ("model.hidden_size=65536", "model.num_hidden_layers=64")
+    done = run(infini("run", "--config", settings, *too_large), connected)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     *before, last = done.stderr.splitlines()
-    assert re.fullmatch(f"error: {message}", last)
+    assert re.fullmatch(
+        r"error: not enough memory: the training needs .*\(weights [\d,]+, .*; no setting makes it "
+        r"fit; a smaller model.*--force \(launch\.force=true\) runs it all the same",
+        last,
+    )
     assert last not in before
-    assert not leftovers(output)
     assert not (output / "raw").exists()
     assert not (output / "datasets").exists()

@@ -12,8 +12,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from commands import Environment, eventually, infini, run
-from ports import free_port
+from commands import Environment, eventually, infini_here
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import (
@@ -36,7 +35,6 @@ from flows.serving import deploy as module
 from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
 from flows.serving.reconcile import end_dead_runs, keep_suspended_runs
 from infini_model.config import load_config
-from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import lock
 
 PREFECT_YAML = """
@@ -118,16 +116,25 @@ def edit(client: SyncPrefectClient) -> None:
     client.delete_deployment_schedule(preprocess.id, preprocess.schedules[0].id)
 
 
-def test_edits_stay_while_the_code_moves_on(
+def test_edits_stay_while_the_code_moves_on_and_reset_undoes_them(
     deployed: str, project: Path, client: SyncPrefectClient
 ) -> None:
     edit(client)
-    before = read(client, "train")
+    client.resume_automation(automation(client, TRAIN).id)
+
+    def everything() -> list[Any]:
+        automations = [automation(client, name) for name in (CRASH, TRAIN)]
+        things = [client.read_work_pool(WORK_POOL), read(client, "train"), *automations]
+        return [thing.model_dump(exclude={"last_polled"}) for thing in things]
+
+    edited, before = everything(), read(client, "train")
+    deploy(deployed)
+    assert everything() == edited
+
     write_flow(project, "train", "preset: str = 'debug', steps: int = 1, rate: float = 0.1")
     moved = PREFECT_YAML.replace("Trains.", "Trains a model.").replace("quickstart", "arxiv")
     (project / "prefect.yaml").write_text(moved)
     deploy(deployed)
-
     train = read(client, "train")
     assert train.description == "Trains a model."
     assert set(train.parameter_openapi_schema["properties"]) == {"preset", "steps", "rate"}
@@ -143,27 +150,12 @@ def test_edits_stay_while_the_code_moves_on(
     assert train.global_concurrency_limit.limit == 2
     assert crons(train) == {"0 5 * * 1": False}
     assert crons(read(client, "preprocess")) == {}
+    assert automation(client, TRAIN).enabled
 
-
-def test_deploying_again_changes_nothing_and_reset_undoes_the_edits(
-    deployed: str, client: SyncPrefectClient
-) -> None:
-    edit(client)
-    client.resume_automation(automation(client, TRAIN).id)
-
-    def everything() -> list[Any]:
-        automations = [automation(client, name) for name in (CRASH, TRAIN)]
-        things = [client.read_work_pool(WORK_POOL), read(client, "train"), *automations]
-        return [thing.model_dump(exclude={"last_polled"}) for thing in things]
-
-    edited, before = everything(), read(client, "train")
-    deploy(deployed)
-    assert everything() == edited
     deploy(deployed, reset=True)
     train = read(client, "train")
     assert train.id == before.id
-    assert train.parameters == {"preset": "quickstart"}
-    assert train.tags == ["infini"]
+    assert (train.parameters, train.tags) == ({"preset": "arxiv"}, ["infini"])
     assert not train.paused
     assert train.global_concurrency_limit is None
     assert crons(train) == {}
@@ -194,18 +186,12 @@ def test_a_deployment_in_another_work_pool_is_left_alone(
 ) -> None:
     pool = WorkPoolCreate(name="elsewhere", type="process", base_job_template={})
     client.create_work_pool(pool, overwrite=True)
-    train = read(client, "train")
-    client.update_deployment(train.id, DeploymentUpdate(work_pool_name="elsewhere"))
+    moved = DeploymentUpdate(work_pool_name="elsewhere")
+    client.update_deployment(read(client, "train").id, moved)
+    before = read(client, "train")
     write_flow(project, "train", "preset: str = 'debug'")
     deploy(deployed)
-    assert read(client, "train").work_pool_name == "elsewhere"
-    assert read(client, "train").version == train.version
-
-
-def test_a_server_that_is_down_is_one_line(project: Path) -> None:
-    with pytest.raises(UserError, match=r"^http://127\.0\.0\.1:\d+/api does not answer") as error:
-        deploy(f"http://127.0.0.1:{free_port()}/api")
-    assert "\n" not in str(error.value)
+    assert read(client, "train") == before
 
 
 INJECTED = {
@@ -216,32 +202,27 @@ INJECTED = {
 }
 
 
-async def injected_configuration(client: SyncPrefectClient) -> ProcessJobConfiguration:
-    pool = client.read_work_pool(WORK_POOL)
+def injected_configuration(client: SyncPrefectClient) -> ProcessJobConfiguration:
+    template = client.read_work_pool(WORK_POOL).base_job_template
     worker = SimpleNamespace(read_deployment=None)
-    return await ProcessJobConfiguration.from_template_and_values(
-        pool.base_job_template, INJECTED, client=worker
+    return asyncio.run(
+        ProcessJobConfiguration.from_template_and_values(template, INJECTED, client=worker)
     )
 
 
 def test_the_server_refuses_job_variables_and_the_worker_ignores_those_that_came_past_it(
     deployed: str, client: SyncPrefectClient, project: Path
 ) -> None:
+    train = read(client, "train").id
     for name, value in INJECTED.items():
         with pytest.raises(PrefectHTTPStatusError, match="422"):
-            client.create_flow_run_from_deployment(
-                read(client, "train").id, job_variables={name: value}
-            )
+            client.create_flow_run_from_deployment(train, job_variables={name: value})
     # A pool of an earlier version, whose template is Prefect's own.
     open_template = ProcessWorker.get_default_base_job_template()
     client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=open_template))
-    assert asyncio.run(injected_configuration(client)).command == INJECTED["command"]
-    client.update_work_pool(WORK_POOL, WorkPoolUpdate(is_paused=True))
+    assert injected_configuration(client).command == INJECTED["command"]
     deploy(deployed)
-    assert client.read_work_pool(WORK_POOL).is_paused
-    client.update_work_pool(WORK_POOL, WorkPoolUpdate(is_paused=False))
-
-    configuration = asyncio.run(injected_configuration(client))
+    configuration = injected_configuration(client)
     assert configuration.command == job_template()["job_configuration"]["command"]
     assert configuration.command.endswith(" -m flows.serving.engine")
     assert configuration.env == {}
@@ -273,8 +254,6 @@ def test_a_new_dataset_starts_a_training_once_that_is_enabled(
     for old in runs_of(client, train):
         client.delete_flow_run(old.id)
     client.resume_automation(automation(client, TRAIN).id)
-    deploy(deployed)
-    assert automation(client, TRAIN).enabled
     payload = {"folder": "/datasets/new-1234", "key": "1234"}
     send_event(client, NEW_DATASET, "infini.dataset.1234", payload=payload)
     eventually(lambda: bool(runs_of(client, train)), "a training on the new dataset")
@@ -321,7 +300,7 @@ def test_a_run_whose_heartbeats_end_becomes_crashed(
 
 
 def test_the_command_deploys_the_project(connected: Environment, client: SyncPrefectClient) -> None:
-    done = run(infini("deploy", "--reset"), connected)
+    done = infini_here("deploy", "--reset", env=connected)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "Deployed."), done.stderr
     for name in ("pipeline", "preprocess", "train", "evaluate"):
         found = read(client, name)
@@ -358,14 +337,12 @@ def test_dead_runs_get_their_true_state_and_other_runs_are_left_alone(
         ended = {str(each.id) for each in end_dead_runs(client, tmp_path, config)}
         assert end_dead_runs(client, tmp_path, config) == []
     assert ended == {running, cancelling}
-    states = {
-        number: client.read_flow_run(number).state
-        for number in (running, alive, elsewhere, cancelling, paused)
-    }
-    assert [state.name for state in states.values()] == [
+    asked = (running, alive, elsewhere, cancelling, paused)
+    states = [client.read_flow_run(number).state for number in asked]
+    assert [state.name for state in states] == [
         *("Crashed", "Running", "Running", "Cancelled", "Paused")
     ]
-    assert "Retry resumes from the newest checkpoint" in states[running].message
+    assert "Retry resumes from the newest checkpoint" in states[0].message
 
 
 def test_a_suspended_run_whose_engine_has_ended_waits_without_a_limit(
@@ -376,9 +353,5 @@ def test_a_suspended_run_whose_engine_has_ended_waits_without_a_limit(
     (tmp_path / f"{ended}.lock").touch()
     with lock(tmp_path / f"{alive}.lock"):
         keep_suspended_runs(client, tmp_path)
-    limits = {
-        number: client.read_flow_run(number).state.state_details.pause_timeout
-        for number in (ended, alive)
-    }
-    assert limits[ended] is None
-    assert limits[alive] is not None
+    details = [client.read_flow_run(number).state.state_details for number in (ended, alive)]
+    assert [each.pause_timeout is None for each in details] == [True, False]

@@ -1,10 +1,8 @@
 """`infini export` and `infini generate`: what other programs, and a prompt, make of a training."""
 
-import functools
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -37,12 +35,12 @@ from infini_model.training.loop import train
 
 PROMPT = "a stone  under <|end_of_text|> the river"
 GIVEN = "given.json"
-Trained = Callable[[str, str], tuple[Manifest, Path]]
+Trained = tuple[Manifest, Path]
 
 
 def make_run(
     root: Path, output: str | Path, tokenizer: str, memory: str, *overrides: str
-) -> tuple[Manifest, Path]:
+) -> Trained:
     """Train a model of a few steps; returns the dataset's manifest and the run folder."""
     tree = tiny(
         write_texts(root / "texts", 20),
@@ -68,24 +66,15 @@ def make_run(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a model of a tokenizer and a memory, once: the dataset's manifest and the run folder.
-
-    The tokenizer is "bytes", or "plain" or "begun", which puts a token in front of every text.
-    """
-
-    @functools.cache
-    def make(tokenizer: str, memory: str) -> tuple[Manifest, Path]:
-        root = tmp_path_factory.mktemp("trained")
-        spec = tokenizer if tokenizer == "bytes" else str(write_tokenizer(root, tokenizer))
-        return make_run(root, root / "output", spec, memory)
-
-    return make
+    """A run of a model without memory, whose tokenizer puts a token in front of every text."""
+    root = tmp_path_factory.mktemp("trained")
+    return make_run(root, root / "output", str(write_tokenizer(root)), "none")
 
 
-def write_tokenizer(folder: Path, kind: str) -> Path:
+def write_tokenizer(folder: Path) -> Path:
     definition = train_tokenizer([["the stone under the river is a stone"]], 300).text
     path = folder / GIVEN
-    path.write_text(with_bos(definition) if kind == "begun" else definition)
+    path.write_text(with_bos(definition))
     return path
 
 
@@ -113,27 +102,22 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("kind", ["plain", "begun"])
 def test_transformers_opens_an_exported_model_without_memory(
-    trained: Trained, tmp_path: Path, kind: str
+    trained: Trained, tmp_path: Path
 ) -> None:
-    manifest, run_dir = trained(kind, "none")
+    manifest, run_dir = trained
     folder = tmp_path / "exported to" / "here"
     said = done("export", "--to", folder, "--output-dir", run_dir.parents[1])
     first, *uses = said.stdout.splitlines()
     assert first == f"Exported step 2 of {run_dir.name} to {folder}"
     assert [use.split()[0] for use in uses] == ["infini", "transformers:"]
     assert names(folder) == names(run_dir / "model")
-    assert names(folder) == {
-        *("config.json", "generation_config.json", "model.safetensors"),
-        *("tokenizer.json", "tokenizer_config.json"),
-    }
 
     theirs = AutoTokenizer.from_pretrained(folder)
     ids = theirs(PROMPT).input_ids
     assert ids == reference_of(run_dir).encode(PROMPT).ids
     assert theirs.eos_token == "<|end_of_text|>"
-    assert theirs.bos_token == (BOS if kind == "begun" else None)
+    assert theirs.bos_token == BOS
     assert theirs.model_max_length == 16
     llama = AutoModelForCausalLM.from_pretrained(folder)
     for said in (llama.config, llama.generation_config):
@@ -150,11 +134,9 @@ def test_transformers_opens_an_exported_model_without_memory(
 def test_infini_generate_opens_an_export_with_its_tokenizer(
     trained: Trained, tmp_path: Path
 ) -> None:
-    manifest, run_dir = trained("begun", "linear")
+    manifest, run_dir = trained
     folder = tmp_path / "exported"
-    assert "transformers" not in done("export", run_dir, "--to", folder).stdout
-    assert AutoTokenizer.from_pretrained(folder).model_max_length == 10**30
-
+    done("export", run_dir, "--to", folder)
     reference = reference_of(run_dir)
     prompt = reference.encode(PROMPT).ids
     eos = manifest.tokenizer.eos_token_id
@@ -169,7 +151,7 @@ def test_infini_generate_opens_an_export_with_its_tokenizer(
 
 
 def test_a_sample_continues_a_document_from_its_first_token(trained: Trained) -> None:
-    manifest, run_dir = trained("begun", "linear")
+    manifest, run_dir = trained
     model = InfiniLlama.from_pretrained(run_dir / "model")
     settings = SampleConfig(prompt_tokens=9, max_new_tokens=5)
     sample = draw_sample(model, dataset_of(run_dir), manifest, settings, seed=0)
@@ -181,27 +163,15 @@ def test_a_sample_continues_a_document_from_its_first_token(trained: Trained) ->
     assert whole.startswith(sample.prompt + sample.original)
 
 
-def test_an_export_of_bytes_is_opened_without_a_tokenizer_file(
+def test_an_export_is_written_over_another_but_not_over_other_files(
     trained: Trained, tmp_path: Path
 ) -> None:
-    _, run_dir = trained("bytes", "none")
-    output, folder = run_dir.parents[1], tmp_path / "exported"
-    said = done("export", run_dir.name, "--to", folder, "--output-dir", output).stdout
-    assert "AutoTokenizer" not in said
-    assert fields(folder / "generation_config.json") == {"eos_token_id": 255}
-    assert fields(folder / "config.json")["bos_token_id"] is None
-    assert not [name for name in names(folder) if name.startswith("tokenizer")]
-    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 255
-    given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0", "--prompt", "the river")
-    alone, within = (
-        done("generate", "--checkpoint", place, *given).stdout for place in (folder, run_dir)
-    )
-    assert alone == within
-
-    first = fields(folder / "config.json")
+    _, run_dir = trained
+    folder = tmp_path / "exported"
+    folder.mkdir()
     (folder / "config.json").write_text("{}")
     done("export", run_dir, "--to", folder)
-    assert fields(folder / "config.json") == first
+    assert fields(folder / "config.json") == fields(run_dir / "model" / "config.json")
     (folder / "notes.txt").write_text("mine")
     refused = attempted("export", run_dir, "--to", folder)
     assert str(refused.exception) == f"{folder}: holds notes.txt, which would be lost; pick another"
@@ -211,29 +181,29 @@ def test_an_export_of_bytes_is_opened_without_a_tokenizer_file(
     assert names(tmp_path) == {"exported"}
 
 
-@pytest.mark.parametrize("memory", ["none", "linear"])
-def test_a_lora_run_is_exported_as_an_adapter_or_merged(tmp_path: Path, memory: str) -> None:
+def test_a_lora_run_is_exported_as_an_adapter_or_merged(tmp_path: Path) -> None:
     llama = write_llama(tmp_path / "llama", dtype=torch.bfloat16)
     lora = (f"model.initial_weights={llama}", "model.segment_length=16", "training.lora={r: 4}")
-    _, run_dir = make_run(tmp_path, tmp_path / "output", "bytes", memory, *lora)
+    _, run_dir = make_run(tmp_path, tmp_path / "output", "bytes", "none", *lora)
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    opens = f"peft: AutoPeftModelForCausalLM.from_pretrained('{adapter}')"
     said = done("export", run_dir, "--to", adapter).stdout.splitlines()
-    assert said[2:] == ([opens] if memory == "none" else [])
+    assert said[2:] == [f"peft: AutoPeftModelForCausalLM.from_pretrained('{adapter}')"]
     assert names(adapter) == names(run_dir / "model")
     done("export", run_dir, "--merge", "--to", merged)
+    # The tokenizer of bytes is in no file.
     assert names(merged) == {"config.json", "generation_config.json", "model.safetensors"}
+    assert fields(merged / "generation_config.json") == {"eos_token_id": 255}
+    assert fields(merged / "config.json")["bos_token_id"] is None
     batch = torch.randint(256, (2, 16))
     with torch.no_grad():
         theirs = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
         ours, whole = theirs(batch).logits, InfiniLlama.from_pretrained(merged)(batch).logits
         torch.testing.assert_close(whole, ours, rtol=0.05, atol=0.05)
-        if memory == "none":
-            plain = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
-            torch.testing.assert_close(plain(batch).logits, whole, rtol=1e-5, atol=1e-5)
+        plain = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+        torch.testing.assert_close(plain(batch).logits, whole, rtol=1e-5, atol=1e-5)
     given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0", "--prompt", "the river")
-    for checkpoint in (adapter, merged, run_dir):
-        done("generate", "--checkpoint", checkpoint, *given)
+    said = {done("generate", "--checkpoint", each, *given).stdout for each in (adapter, run_dir)}
+    assert len(said) == 1
 
     llama.rename(tmp_path / "elsewhere")
     gone = attempted("export", run_dir, "--merge", "--to", merged)
@@ -244,23 +214,21 @@ def test_a_lora_run_is_exported_as_an_adapter_or_merged(tmp_path: Path, memory: 
 
 
 @pytest.mark.parametrize(
-    ("run", "to", "complaint"),
+    ("arguments", "complaint"),
     [
-        (None, "s3://bucket/a", "--to: got 's3://bucket/a': takes a folder of this machine"),
-        (None, "file", "file: is not a folder; pick another"),
-        (None, "new", "latest: there is no such run; infini runs lists them"),
-        ("run-1", "new", "run-1: there is no such run; infini runs lists them"),
-        ("empty", "new", "checkpoints: no checkpoint found; train first"),
+        ("--to s3://bucket/a", "--to: got 's3://bucket/a': takes a folder of this machine"),
+        ("--to file", "file: is not a folder; pick another"),
+        ("--to new", "latest: there is no such run; infini runs lists them"),
+        ("empty --to new", "checkpoints: no checkpoint found; train first"),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str | None, to: str, complaint: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "output" / "runs" / "empty").mkdir(parents=True)
-    named = [] if run is None else [run]
-    refused = attempted("export", *named, "--to", to, "--output-dir", "output")
+    refused = attempted("export", *arguments.split(), "--output-dir", "output")
     assert str(refused.exception).endswith(complaint)
     assert not (tmp_path / "new").exists()
 
@@ -268,14 +236,15 @@ def test_what_cannot_be_exported_is_one_line(
 def test_a_stored_run_is_exported_on_another_machine(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = str(write_tokenizer(tmp_path, "begun"))
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "one"))
-    _, run_dir = make_run(tmp_path, f"{bucket}/team", spec, "linear")
+    _, run_dir = make_run(tmp_path, f"{bucket}/team", str(write_tokenizer(tmp_path)), "linear")
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "two"))
     run_dir = run_dir.rename(tmp_path / "gone")
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     folder = tmp_path / "exported"
-    done("export", "--to", folder, "--output-dir", f"{bucket}/team")
+    said = done("export", "--to", folder, "--output-dir", f"{bucket}/team").stdout
+    assert "transformers" not in said  # which knows no memory
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == 10**30
     expected = {path.name: path.read_bytes() for path in (run_dir / "model").iterdir()}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
 
@@ -299,7 +268,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def continued(checkpoint: Path, precision: str = "fp32") -> str:
+def continued(checkpoint: Path, precision: str) -> str:
     """What the library makes of `TEXT` at once; a sequence that the end cuts off is left out."""
     tokenizer = load_tokenizer(str(checkpoint / "tokenizer.json"))
     ids = tokenizer.encode_batch([TEXT]).ids.tolist()
@@ -311,25 +280,18 @@ def continued(checkpoint: Path, precision: str = "fp32") -> str:
     return text
 
 
-def test_a_prompt_from_stdin_is_continued(alone: Environment, checkpoint: Path) -> None:
+def test_a_prompt_from_stdin_is_continued_in_the_precision_that_is_asked_for(
+    alone: Environment, checkpoint: Path
+) -> None:
+    rounded = continued(checkpoint, "bf16")
+    assert rounded != continued(checkpoint, "fp32")
     command = infini("generate", "--checkpoint", checkpoint, *OPTIONS, "--prompt-file", "-")
     ended = subprocess.run(
-        command, env=alone, input=TEXT.encode(), capture_output=True, check=False
+        [*command, "training.precision=bf16"],
+        env=alone,
+        input=TEXT.encode(),
+        capture_output=True,
+        check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
-    assert ended.stdout.decode() == continued(checkpoint) + "\n"
-
-
-def test_a_prompt_from_the_command_line_or_a_file_is_continued_in_any_precision(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """In this process: how a command starts is what the test above shows."""
-    file = tmp_path / "prompt.txt"
-    file.write_bytes(TEXT.encode())
-    command = ("generate", "--checkpoint", checkpoint, *OPTIONS)
-    exact, rounded = continued(checkpoint), continued(checkpoint, "bf16")
-    assert exact != rounded
-    assert done(*command, "--prompt-file", file).stdout == exact + "\n"
-    assert done(*command, "--prompt", TEXT).stdout == TEXT + exact + "\n"
-    said = done(*command, "--prompt", TEXT, "training.precision=bf16").stdout
-    assert said == TEXT + rounded + "\n"
+    assert ended.stdout.decode() == rounded + "\n"

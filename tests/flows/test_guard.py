@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import psutil
 import pytest
@@ -35,7 +34,6 @@ PATHS = {
     "prefect": "/api/admin/version",
     "mlflow": "/api/2.0/mlflow/experiments/get?experiment_id=0",
 }
-JSON = {"Content-Type": "application/json"}
 SIGNED_IN = {"Authorization": f"Basic {base64.b64encode(SECRET.encode()).decode()}"}
 GUESS = {"Authorization": f"Basic {base64.b64encode(b'infini:guessed').decode()}"}
 FOREIGN_HOSTS = ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", ""]
@@ -57,19 +55,15 @@ class Answer(NamedTuple):
 
     status: int
     headers: http.client.HTTPMessage
-    body: str
 
 
-def ask(
-    port: int, path: str, method: str = "GET", body: str | None = None, **headers: str
-) -> Answer:
-    """Send exactly these headers (`content_type` is Content-Type)."""
+def ask(port: int, path: str, method: str = "GET", **headers: str) -> Answer:
+    """Send exactly these headers."""
     connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
     with closing(connection):
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, body, named)
+        connection.request(method, path, None, headers)
         answer = connection.getresponse()
-        return Answer(answer.status, answer.headers, answer.read().decode())
+        return Answer(answer.status, answer.headers)
 
 
 def at(port: int, pattern: str) -> str:
@@ -133,35 +127,11 @@ def test_a_page_of_another_origin_is_refused(guarded: Guarded) -> None:
     port, path, signed_in = guarded
     for origin in FOREIGN_ORIGINS:
         for method in ("GET", "POST", "OPTIONS"):
-            asked = {"Access-Control-Request-Method": "POST"} if method == "OPTIONS" else {}
+            # A browser sends this kind of body without asking the server first.
+            asked = {"Access-Control-Request-Method": "POST", "Content-Type": "text/plain"}
             answer = ask(port, path, method, Origin=at(port, origin), **asked, **signed_in)
             assert answer.status == 403, (origin, method)
             assert "access-control-allow-origin" not in answer.headers
-
-
-def test_what_a_foreign_page_posts_has_no_effect(server: str, closed: dict[str, Service]) -> None:
-    prefect, mlflow = port_of(server), port_of(closed["mlflow"].url)
-    evil = {"name": str(uuid4())}
-
-    def exist() -> tuple[bool, bool]:
-        flows = ask(prefect, "/api/flows/filter", "POST", "{}", **JSON)
-        path = f"/api/2.0/mlflow/experiments/get-by-name?experiment_name={evil['name']}"
-        return evil["name"] in flows.body, ask(mlflow, path, **SIGNED_IN).status == 200
-
-    def post(**headers: str) -> list[int]:
-        path = "/api/2.0/mlflow/experiments/create"
-        return [
-            ask(prefect, "/api/flows/", "POST", json.dumps(evil), **headers).status,
-            ask(mlflow, path, "POST", json.dumps(evil), **headers, **SIGNED_IN).status,
-        ]
-
-    # A browser sends a body of this kind without asking the server first.
-    foreign = at(prefect, "http://127.0.0.1:{other}")
-    assert post(Content_Type="text/plain", Origin=foreign) == [403, 403]
-    assert exist() == (False, False)
-    # The same from a program takes effect.
-    assert post(**JSON) == [201, 200]
-    assert exist() == (True, True)
 
 
 @pytest.mark.parametrize("path", ["/api/events/out", "/api/logs/out", "/api/events/in"])
@@ -219,11 +189,10 @@ def test_the_secret_is_in_no_command_line_and_mlflow_is_one_process(
     assert processes["mlflow"].children(recursive=True) == []
 
 
-def test_the_doctor_and_mlflows_client_tell_when_a_secret_is_asked_for(
+def test_the_doctor_tells_which_secret_is_asked_for_and_commands_send_it(
     closed: dict[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
 
     page = closed["mlflow"].url
     config = load_config(overrides=[f"run.output_dir={tmp_path}", f"tracking.tracking_uri={page}"])
@@ -231,13 +200,11 @@ def test_the_doctor_and_mlflows_client_tell_when_a_secret_is_asked_for(
     monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
 
     def remedies() -> list[str]:
-        found = {finding.subject: finding for finding in doctor.examine(config)}
-        return [found["Prefect API"].remedy, found["MLflow"].remedy]
+        found = {finding.subject: finding.remedy for finding in doctor.examine(config)}
+        return [found["Prefect API"], found["MLflow"]]
 
     variables = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
     assert remedies() == ["set PREFECT_API_AUTH_STRING", variables]
-    with pytest.raises(MlflowException, match="401"):
-        MlflowClient(page).search_experiments()
     access = Access(SECRET)
     for name, value in (access.prefect_client() | access.mlflow_client(page)).items():
         monkeypatch.setenv(name, value)

@@ -2,8 +2,8 @@
 
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import UUID
 
@@ -23,6 +23,7 @@ from commands import (
 )
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from stopping import Halt, is_pending
 
 from flows import manage
@@ -30,27 +31,13 @@ from flows.presets import configure
 from infini_model.config import load_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.holders import Holder, Owner
 from infini_model.runtime.runs import is_finished, owner_of, record_evaluation, run_holder
 from infini_model.training.run_status import saved_step
 from tasks.flow_run import current_owner
 
 Started = Callable[..., Running]
 Told = Callable[..., tuple[int, str]]
-# A flow run at work, as long as its state allows.
-WORKING = """
-import sys
-from pathlib import Path
-from prefect.client.orchestration import get_client
-from flows.presets import configure
-from flows.serving.polling import poll
-from infini_model.runtime.claims import claim_run
-from infini_model.runtime.holders import Owner
-output, number = sys.argv[1:]
-config = configure(["debug"], overrides=[f"run.output_dir={output}"])
-with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):
-    with get_client(sync_client=True) as client:
-        poll(lambda: client.read_flow_run(number).state.type == "CANCELLING", every_seconds=0.1)
-"""
 
 
 @pytest.fixture
@@ -109,12 +96,10 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert re.search(rf"^run-1 +5/20 +running: process {running.process.pid} ", row)
     owner = owner_of(run_dir)
     assert owner is not None
-    assert owner.url is not None
-    assert row.rstrip().endswith(owner.url)
+    assert row.rstrip().endswith(str(owner.url))
     status, line = told("resume", "run-1")
     assert status == 2
     assert f"{run_dir} is in use by {holder}" in line
-    assert len(line.splitlines()) == 1
 
     cancelling = start(*infini("cancel", "run-1", "--output-dir", output))
     eventually(lambda: is_pending(trainer, signal.SIGTERM), lambda: cancelling.output)
@@ -130,9 +115,6 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert f"Step [{saved}/20]" in followed.output
     assert "interrupted" in told("runs")[1]
 
-    status, line = told("resume", "training.learning_rate=1e-5")
-    assert status == 2
-    assert "cannot be resumed with different settings (training.learning_rate is 0.001" in line
     command = infini("resume", "logging.logging_steps=50", "--output-dir", output)
     resumed = run(command, connected)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
@@ -141,25 +123,32 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert is_finished(run_dir)
     assert owner_of(run_dir) != owner
     assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
-    printed = run(infini("logs", "--output-dir", output), connected)
-    assert f"Step [{saved}/20]" in printed.stdout
 
 
 def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
-    start: Started, output: Path, server: str, connected: Environment
+    output: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flow = api(server, "flows/", name="managed")["id"]
     deployment = api(server, "deployments/", name="managed", flow_id=flow)["id"]
     created = api(server, f"deployments/{deployment}/create_flow_run", state={"type": "RUNNING"})
-    working = start(sys.executable, "-c", WORKING, output, created["id"])
-    run_dir = output / "runs" / "debug-1"
-    eventually(lambda: run_holder(run_dir) is not None, "the claim")
-    done = run(infini("cancel", run_dir), connected)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "Cancelled debug-1; nothing is saved"
-    # Not by a signal: that would have ended it with another status.
-    assert working.wait() == 0, working.output
-    assert api(server, f"flow_runs/{created['id']}", "GET")["state_type"] == "CANCELLING"
+    number, run_dir = created["id"], output / "runs" / "debug-1"
+    config = configure(["debug"], overrides=[f"run.output_dir={output}"])
+
+    def is_cancelling() -> bool:
+        return bool(api(server, f"flow_runs/{number}", "GET")["state_type"] == "CANCELLING")
+
+    def work_until_it_is_cancelled() -> None:
+        with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):
+            eventually(is_cancelling, "the cancellation")
+
+    monkeypatch.setenv("PREFECT_API_URL", server)
+    # Whoever meant to send a signal would ask this first.
+    monkeypatch.setattr(Holder, "is_on_this_machine", lambda _: pytest.fail("a signal"))
+    with ThreadPoolExecutor() as pool, temporary_settings({PREFECT_API_URL: server}):
+        working = pool.submit(work_until_it_is_cancelled)
+        eventually(lambda: run_holder(run_dir) is not None, "the claim")
+        assert manage.cancel(run_dir) == "nothing is saved"
+        working.result()
 
 
 def test_what_a_finished_run_lacks_is_named(output: Path) -> None:

@@ -1,22 +1,35 @@
-"""The servers of `infini serve` as their clients and their supervisor see them."""
+"""The servers of `infini serve` as their clients, their supervisor and their database see them."""
 
+import asyncio
+import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
+import asyncpg
 import pytest
-from commands import PATIENCE
+from commands import PATIENCE, api
 from ports import free_port
 
-from flows.serving import connection
+from flows.serving import connection, database
 from flows.serving.connection import status_of
-from flows.serving.services import Service, check_port
+from flows.serving.database import check_database
+from flows.serving.services import HOST, Service, check_port, start_prefect, wait_until_up
 from flows.serving.supervise import MOST_EXITS, WITHIN_SECONDS, Supervised
+from infini_model.config import load_config
 from infini_model.runtime.errors import UserError
+
+PASSWORD = "pass-word"
+BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+# PostgreSQL refuses to run as root.
+ACCOUNT = "postgres" if os.geteuid() == 0 else None
 
 
 @pytest.fixture
@@ -54,20 +67,17 @@ def test_a_server_that_hangs_up_is_asked_again(
     serving.join()
 
 
-def test_a_server_that_stays_silent_is_given_up(
+def test_a_server_that_is_silent_is_given_up_and_one_that_is_down_is_asked_once(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "STALL_SECONDS", 0.0)
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.1)
-    with pytest.raises(OSError, match="timed out"):
-        status_of(f"http://127.0.0.1:{port_of(listener)}/", None)
-
-
-def test_a_server_that_is_down_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whoever paused to ask again would get a ValueError.
     monkeypatch.setattr(connection, "PAUSE_SECONDS", -1.0)
     with pytest.raises(OSError, match="Connection refused"):
         status_of(f"http://127.0.0.1:{free_port()}/", None)
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.1)
+    with pytest.raises(OSError, match="timed out"):
+        status_of(f"http://127.0.0.1:{port_of(listener)}/", None)
 
 
 class Services:
@@ -89,7 +99,8 @@ def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up() -
     services, said, is_up = Services(), list[str](), True
     supervised = Supervised(services, lambda: is_up, clock=lambda: services.now)
 
-    def starts() -> int:
+    def starts(after: float = 0.0) -> int:
+        services.now += after
         supervised.check(said.append)
         return len(services.processes)
 
@@ -97,11 +108,9 @@ def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up() -
     services.die()
     assert starts() == 1
     assert said == ["the service has exited (-9); restarting it in 1 s"]
-    services.now += 0.9
-    assert starts() == 1
+    assert starts(after=0.9) == 1
     is_up = False
-    services.now += 0.2
-    assert starts() == 1
+    assert starts(after=0.2) == 1
     is_up = True
     assert starts() == 2
     assert supervised.service.process is services.processes[-1]
@@ -175,3 +184,91 @@ def test_collecting_garbage_does_not_block_a_server_whose_connections_wait_for_s
     words = [sys.executable, "-c", WAIT_FOR_THE_LOCK, str(tmp_path / "a.db"), str(PATIENCE)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == "got the lock\n", done.stderr
+
+
+@pytest.fixture(scope="module")
+def postgresql() -> Iterator[str]:
+    """HOST:PORT of a dedicated PostgreSQL server with an empty database `records`."""
+    # Not in pytest's folder, which no other account may enter.
+    folder = Path(tempfile.mkdtemp())
+    if ACCOUNT:
+        shutil.chown(folder, ACCOUNT)
+
+    def call(program: str, *arguments: str) -> None:
+        command = [str(BINARIES[-1] / program), *arguments]
+        env = {**os.environ, "PGPASSWORD": PASSWORD, "PGCTLTIMEOUT": f"{PATIENCE:.0f}"}
+        done = subprocess.run(
+            command, user=ACCOUNT, cwd=folder, env=env, stderr=subprocess.PIPE, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    secret = folder / "password"
+    secret.write_text(PASSWORD)
+    secret.chmod(0o644)
+    data = str(folder / "data")
+    port = free_port()
+    call("initdb", "-D", data, "-U", "owner", "-A", "scram-sha-256", f"--pwfile={secret}", "-N")
+    options = f"-p {port} -c listen_addresses={HOST} -k {folder} -F"
+    call("pg_ctl", "-D", data, "-o", options, "-l", str(folder / "log"), "-w", "start")
+    try:
+        call("createdb", "-h", HOST, "-p", str(port), "-U", "owner", "records")
+        yield f"{HOST}:{port}"
+    finally:
+        call("pg_ctl", "-D", data, "-m", "immediate", "stop")
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "CONNECT_SECONDS", PATIENCE)
+
+
+@pytest.mark.story
+def test_prefect_keeps_its_records_in_postgresql(postgresql: str, tmp_path: Path) -> None:
+    address = f"owner:{PASSWORD}@{postgresql}/records"
+    check_database(f"postgresql+asyncpg://{address}")
+    config = load_config(overrides=[f"run.output_dir={tmp_path}"])
+    service = start_prefect(config, free_port(), database=f"postgresql+asyncpg://{address}")
+    with closing(service):
+        wait_until_up(service, "/api/health")
+        api(f"{service.url}/api", "flows/", name="kept")
+
+    async def flows() -> list[str]:
+        connection = await asyncpg.connect(f"postgresql://{address}")
+        found = [row["name"] for row in await connection.fetch("SELECT name FROM flow")]
+        await connection.close()
+        return found
+
+    assert asyncio.run(flows()) == ["kept"]
+    assert not (tmp_path / "prefect" / "prefect.db").exists()
+    assert PASSWORD not in service.log.read_text()
+
+
+@pytest.mark.story
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("owner:wrong-secret@{server}/records", 'authentication failed for user "owner"'),
+        (f"owner:{PASSWORD}@{{server}}/missing", 'database "missing" does not exist'),
+        (f"owner:{PASSWORD}@{HOST}:1/records", "Connect call failed"),
+        (f"owner:{PASSWORD}@{{server}}/records?colour=red", "colour"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_told_in_one_line(
+    postgresql: str, address: str, reason: str
+) -> None:
+    with pytest.raises(UserError, match=r"^--database: [^\n]+$") as caught:
+        check_database("postgresql+asyncpg://" + address.format(server=postgresql))
+    assert reason in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["secret", "postgresql://u:secret@h/x", "postgresql+asyncpg://u:secret@h:port/x", "mysql://x"],
+)
+def test_an_address_of_another_kind_is_told_what_is_expected(address: str) -> None:
+    with pytest.raises(UserError, match=r"^--database: expected postgresql\+asyncpg://") as caught:
+        check_database(address)
+    assert "secret" not in str(caught.value)

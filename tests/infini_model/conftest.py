@@ -65,19 +65,3 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = validate({"data": {"source": source, "splits": splits}}).data
     manifest = build_dataset(download(data, folder), data, folder)
     return folder / "datasets" / manifest.folder_name
-
-
-@pytest.fixture
-def make_pairs_config(make_config: MakeConfig) -> MakeConfig:
-    """A configuration for `pairs` with an objective; keywords are settings of the training."""
-
-    def make(objective: str, **training: object) -> Config:
-        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        shape |= {"intermediate_size": 64, "segment_length": 64 if objective != "causal" else 16}
-        return make_config(
-            model=shape,
-            training={"objective": objective, "max_steps": 12} | training,
-            packing={"mode": "document", "remainder": "pad", "context_length": 64},
-        )
-
-    return make

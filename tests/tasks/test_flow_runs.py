@@ -5,7 +5,9 @@ Prefect's engine runs as a worker starts it, and the tests query the server.
 
 import contextvars
 import json
+import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -22,10 +24,14 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from serving import Server
 from stopping import Halt, is_pending
 
+from infini_model.config import load_config
 from infini_model.runtime.errors import ConfigError, StageError
+from infini_model.runtime.storage import write_json
+from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
-from tasks import elsewhere
+from tasks import artifacts, elsewhere
 from tasks.elsewhere import Elsewhere, find_deployment
+from tasks.training_view import mlflow_link, table_rows
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS, PIPELINE = "flows/preprocess.py:preprocess", "flows/pipeline.py:pipeline"
@@ -177,35 +183,6 @@ def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_a
 
 
 @pytest.mark.story
-def test_a_training_shows_its_newest_steps_and_leaves_all_its_lines_when_it_is_cancelled(
-    prefect: Server, start: Start, text_files: Path, tmp_path: Path
-) -> None:
-    tree = tiny(
-        text_files,
-        tmp_path / "output",
-        training={"max_steps": 1_000_000},
-        logging={"eval_steps": 20, "logging_steps": 20},
-        checkpoint={"save_steps": 1_000_000},
-    )
-    run = create(prefect, PIPELINE, advanced=tree)
-    running = start(run, PIPELINE)
-
-    def table() -> list[dict[str, str]]:
-        return list(json.loads(prefect.artifacts(run).get("training", "[]")))
-
-    validated = "a row of the table with a validation loss"
-    eventually(lambda: any(row["validation loss"] for row in table()), validated)
-    assert table()[0]["step"].endswith(" of 1000000")
-    prefect.cancel(run)
-    running.wait()
-    state = prefect.state(run)
-    last = saved_step(tmp_path / "output" / "runs" / "quickstart-1")
-    assert (state["type"], state["message"]) == ("CANCELLED", f"Cancelled; step {last} is saved")
-    saved = [line for line in prefect.log_of(run) if "Checkpoint saved: " in line]
-    assert f"step-{last}" in saved[-1]
-
-
-@pytest.mark.story
 def test_a_sweep_that_is_suspended_saves_the_run_that_is_its_part_and_a_retry_resumes_it(
     prefect: Server, start: Start, text_files: Path, tmp_path: Path
 ) -> None:
@@ -236,6 +213,9 @@ def test_a_sweep_that_is_suspended_saves_the_run_that_is_its_part_and_a_retry_re
 
     interrupted = ("swept-run quickstart-memory-linear", "CANCELLED")
     assert parts() == [interrupted]
+    (part,) = prefect.parts(run)
+    saved = [line for line in prefect.log_of(part["id"]) if "Checkpoint saved: " in line]
+    assert f"step-{step}" in saved[-1]
     prefect.retry(run)
     start(run, compare).wait()
     assert prefect.state(run)["type"] == "COMPLETED"
@@ -271,30 +251,22 @@ def test_an_unexpected_error_is_logged_with_its_traceback(
     assert json.loads(file.read_text())["__exc_type__"] == "builtins.KeyError"
 
 
-@pytest.mark.parametrize(
-    ("asked", "refusal"),
-    [
-        ("gpu", None),
-        ("train/gpu", None),
-        ("cpu", "cpu is a deployment of the flow preprocess, not train"),
-        ("preprocess/cpu", "preprocess/cpu is a deployment of the flow preprocess, not train"),
-        ("train/cpu", "there is no deployment train/cpu on {server}"),
-        ("none", "there is no deployment train/none on {server}"),
-    ],
-)
-def test_a_deployment_is_found_by_its_name_or_refused_in_one_line(
-    prefect: Server, asked: str, refusal: str | None
-) -> None:
+def test_a_deployment_is_found_by_its_name_or_refused_in_one_line(prefect: Server) -> None:
     expected = make_deployment(prefect, "train", "gpu")
     for name in ("gpu", "cpu"):
         make_deployment(prefect, "preprocess", name)
     with temporary_settings({PREFECT_API_URL: prefect.url}):
-        if refusal is None:
+        for asked in ("gpu", "train/gpu"):
             assert str(find_deployment(KEY, asked, "train")) == expected
-            return
-        with pytest.raises(ConfigError) as caught:
-            find_deployment(KEY, asked, "train")
-    assert str(caught.value) == f"{KEY}: {refusal.format(server=prefect.url)}"
+        for asked, refusal in {
+            "cpu": "cpu is a deployment of the flow preprocess, not train",
+            "preprocess/cpu": "preprocess/cpu is a deployment of the flow preprocess, not train",
+            "train/cpu": f"there is no deployment train/cpu on {prefect.url}",
+            "none": f"there is no deployment train/none on {prefect.url}",
+        }.items():
+            with pytest.raises(ConfigError) as caught:
+                find_deployment(KEY, asked, "train")
+            assert str(caught.value) == f"{KEY}: {refusal}"
 
 
 def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
@@ -387,3 +359,59 @@ def test_a_part_survives_a_crash_of_the_whole_and_ends_when_someone_suspends_the
     state = prefect.state(part)
     assert (state["type"], state["message"]) == ("CANCELLED", "Cancelled; step 7 is saved")
     assert prefect.state(whole)["type"] == "PAUSED"
+
+
+LINES = [
+    {"step": 3, "train/loss": 2.5, "train/step_seconds": 2.0, "train/tokens_per_second": 1234.5},
+    {"step": 3, "validation/loss": 2.75},
+]
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "step", "eta"), [(10, "3 of 10", "0:00:14"), (None, "3", "")]
+)
+def test_a_step_and_its_validation_are_one_row(max_steps: int | None, step: str, eta: str) -> None:
+    measured = {"loss": "2.5000", "validation loss": "2.7500", "tokens/s": "1,234"}
+    assert list(table_rows(LINES, max_steps)) == [{"step": step, **measured, "ETA": eta}]
+
+
+def test_a_run_is_linked_once_mlflow_has_a_page_and_a_record_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def linked(*overrides: str) -> str | None:
+        link = mlflow_link(tmp_path, load_config(overrides=overrides))
+        return None if link is None else link.link
+
+    server = "tracking.tracking_uri=http://mlflow:5000"
+    monkeypatch.delenv(PAGE, raising=False)
+    assert linked(server) is None
+    write_json(tmp_path / "logs" / "mlflow.json", {"run_id": "r1", "experiment_id": "7"})
+    page = "#/experiments/7/runs/r1"
+    assert linked(server) == f"http://mlflow:5000/{page}"
+    assert linked(server, "tracking.mlflow=false") is None
+    assert linked() is None  # a database
+    monkeypatch.setenv(PAGE, "http://127.0.0.1:5000")
+    assert linked() == f"http://127.0.0.1:5000/{page}"
+
+
+def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(artifacts, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(artifacts, "BACKOFF", 0)
+    tried = threading.Semaphore(0)
+
+    def update() -> None:
+        tried.release()
+        raise ConnectionError("no server")
+
+    with caplog.at_level(logging.WARNING), artifacts.Updates("progress", update, 0.01):
+        for _ in range(3):
+            assert tried.acquire(timeout=PATIENCE)
+    with artifacts.harmless("report"):
+        raise ConnectionError("no server")
+    told = [line for line in caplog.messages if "Prefect did not accept" in line]
+    assert told == [
+        "Prefect did not accept the progress (no server); the stage continues",
+        "Prefect did not accept the report (no server); the stage continues",
+    ]

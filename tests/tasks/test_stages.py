@@ -144,6 +144,9 @@ def expect_shown(shown: dict[str, dict[str, Any]], run_dir: Path) -> None:
         {"partitions": "new", "count": 1},
         {"partitions": "reused", "count": 0},
     ]
+    steps: list[dict[str, str]] = json.loads(shown["training"]["data"])
+    assert steps[0]["step"] == "19 of 19"
+    assert any(row["validation loss"] for row in steps)
     rows: list[dict[str, Any]] = json.loads(shown["dataset"]["data"])
     assert [row["split"] for row in rows] == ["train", "validation", "test"]
     assert sum(row["documents"] for row in rows) == 40

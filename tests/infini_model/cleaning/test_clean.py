@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,53 +26,26 @@ from infini_model.data.manifest import read_manifest
 from infini_model.data.verification import examine_dataset
 from infini_model.runtime import storage
 from infini_model.runtime.claims import claim_run
-from infini_model.runtime.runs import dataset_of, record_evaluation
+from infini_model.runtime.runs import record_evaluation
 
-HOUR, DAY = 3600.0, 86_400.0
+DAY = 86_400.0
 
 
-def config_of(output, source, name="corpus", **data):
+def preprocess(output, source, name="corpus", **data):
+    """The stages of `infini preprocess`; returns the dataset folder."""
     data = {"name": name, "workers": 1, "partition_megabytes": 1, **data}
     data["source"] = {"paths": [str(source / "*.txt")]}
-    return load_config(overrides=[{"run": {"output_dir": str(output)}, "data": data}])
-
-
-def preprocess(config):
-    """The stages of `infini preprocess`; returns the dataset folder."""
+    config = load_config(overrides=[{"run": {"output_dir": str(output)}, "data": data}])
     listing = STAGES["download"](config, argparse.Namespace())["listing"]
     arguments = argparse.Namespace(listing=Path(listing))
     STAGES["plan"](config, arguments)
     return Path(STAGES["shard"](config, arguments)["folder"])
 
 
-def text(number, times=16_000):
-    return f"{number} words of a document that is neither short nor long. " * times
-
-
-@pytest.fixture
-def output(tmp_path):
-    return (tmp_path / "output").resolve()
-
-
-@pytest.fixture
-def source(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(3):
-        (folder / f"{number}.txt").write_text(text(number))
-    return folder
-
-
-def grow(output, source, times, *, large=16_000, **fields):
-    """Datasets of a source with one file more each, and another file changed."""
-    folders = []
-    for number in range(times):
-        (source / f"{len(list(source.iterdir()))}.txt").write_text(text(number + 7, large))
-        (source / "0.txt").write_text(text(-number, large))
-        folders.append(preprocess(config_of(output, source, **fields)))
-        # The clock of the file system may be coarse.
-        age(folders[-1], 60.0 * (times - len(folders)))
-    return folders
+def write_text(folder, name, times=16_000):
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f"{name} words of a document that is neither short nor long. "
+    (folder / f"{name}.txt").write_text(text * times)
 
 
 def age(folder, seconds):
@@ -81,13 +55,41 @@ def age(folder, seconds):
         os.utime(path, (then, then))
 
 
-def scope_of(output, later=2 * HOUR, **fields):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """An output folder with three datasets of a source that changes, and the source."""
+    root = tmp_path_factory.mktemp("made").resolve()
+    output, source = root / "output", root / "texts"
+    write_text(source, "stays")
+    for number in range(3):
+        write_text(source, f"new{number}")
+        (source / "new0.txt").write_text(f"version {number} " * 90_000)
+        # The clock of the file system may be coarse.
+        age(preprocess(output, source), 60.0 * (2 - number))
+    return output, source
+
+
+@pytest.fixture
+def output(made, tmp_path):
+    """A copy of the output folder."""
+    subprocess.run(["cp", "-a", made[0], tmp_path], check=True)
+    return tmp_path.resolve() / "output"
+
+
+@pytest.fixture
+def folders(output):
+    """Its datasets, that used longest ago first."""
+    return sorted(datasets(output), key=lambda path: (path / "manifest.json").stat().st_mtime)
+
+
+def clean_up(output, later=2 * 3600.0, **fields):
     """By default nothing is recent any more."""
-    return Scope(output, output / "datasets", now=time.time() + later, **fields)
-
-
-def clean_up(scope):
+    scope = scope_of(output, later, **fields)
     return clean(scope, find_unneeded(scope))
+
+
+def scope_of(output, later=2 * 3600.0, **fields):
+    return Scope(output, output / "datasets", now=time.time() + later, **fields)
 
 
 def datasets(output):
@@ -124,13 +126,13 @@ def assert_left(output, *folders):
     assert datasets(output) == {*folders}
     assert partitions(output) == listed(*folders)
     assert_intact(*folders)
+    assert not list(output.rglob(".tmp-*"))
 
 
-def test_the_newest_stay_and_what_is_freed_is_what_du_says(output, source):
-    old, middle, new = grow(output, source, 3)
-    shared = listed(old) & listed(middle)
-    assert shared
-    clean_up(scope_of(output, keep=3))  # Makes the locks.
+def test_the_newest_stay_and_what_is_freed_is_what_du_says(made, output, folders):
+    old, middle, new = folders
+    assert listed(old) & listed(middle)
+    clean_up(output, keep=3)  # Makes the locks.
     scope = scope_of(output)
     before, held = state(output), usage(output)
     found = find_unneeded(scope)
@@ -141,57 +143,52 @@ def test_the_newest_stay_and_what_is_freed_is_what_du_says(output, source):
     assert {kind: amount.count for kind, amount in amounts.items()} == dict(cleaned.counts)
     assert (cleaned.failures, cleaned.notes) == ([], [])
     assert_left(output, middle, new)
-    assert shared <= partitions(output)
-    assert not list(output.rglob(".tmp-*"))
     assert find_unneeded(scope).items == []
-    assert preprocess(config_of(output, source)) == new
+    assert preprocess(output, made[1]) == new
 
 
-def test_copies_of_partitions_that_no_dataset_lists_go_unless_they_are_used(output, source):
-    old, new = grow(output, source, 2)
+def test_copies_of_partitions_that_no_dataset_lists_go_unless_they_are_used(output, folders):
+    old, _, new = folders
     used = min(listed(old) - listed(new))
     copies = output / "datasets" / ".staged"
     shutil.copytree(output / "datasets" / ".partitions", copies)
     shutil.rmtree(copies / ".locks")
-    stray = copies / ("0" * 32)
-    stray.mkdir()
+    (copies / ("0" * 32)).mkdir()
 
     def kept():
         return {path.name for path in copies.glob("[!.]*")}
 
     whole = kept()
     with storage.lock(cache_lock(copies)):
-        notes = clean_up(scope_of(output, keep=1)).notes
+        notes = clean_up(output, keep=1).notes
     assert notes == [f"{copies}: copies of shards stay, since some are being copied"]
     assert (datasets(output), kept()) == ({new}, whole)
     with hold(copies, [used, *listed(new)]):
-        clean_up(scope_of(output, keep=1))
+        clean_up(output, keep=1)
         assert kept() == {used} | listed(new)
-    clean_up(scope_of(output, later=0, keep=1))
+    clean_up(output, later=0, keep=1)
     assert kept() == {used} | listed(new)  # Used lately, as its time says.
-    clean_up(scope_of(output, keep=1))
+    clean_up(output, keep=1)
     assert kept() == listed(new)
     assert not list(copies.glob(".tmp-*"))
-    assert find_unneeded(scope_of(output, keep=1)).items == []
 
 
-def test_each_name_keeps_its_own(output, source):
-    first = [*grow(output, source, 2), *grow(output, source, 2, name="other")]
+def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders, tmp_path):
+    others = []
+    for name in ("one", "two"):
+        write_text(tmp_path / "others", name, 9)
+        others.append(preprocess(output, tmp_path / "others", name="other"))
+        age(others[-1], 60.0 * (2 - len(others)))
     found = find_unneeded(scope_of(output, keep=1, only="other")).items
-    assert [path for kind, path in found if kind is Kind.DATASET] == [first[2]]
-    clean_up(scope_of(output, keep=1))
-    assert datasets(output) == {first[1], first[3]}
-
-
-def test_what_was_used_lately_stays(output, source):
-    old, middle, new = grow(output, source, 3)
-    clean_up(scope_of(output, later=0, keep=1))
-    assert datasets(output) == {old, middle, new}
-    for folder in (old, middle, new):
+    assert [path for kind, path in found if kind is Kind.DATASET] == others[:1]
+    clean_up(output, later=0, keep=1)
+    assert datasets(output) == {*folders, *others}
+    for folder in (*folders, *others):
         age(folder, 2 * DAY)
-    note_use(old)
-    clean_up(scope_of(output, later=0, keep=1))
-    assert datasets(output) == {old, new}  # The last one made is `latest`.
+    note_use(folders[0])
+    note_use(folders[2])
+    clean_up(output, later=0, keep=1)
+    assert datasets(output) == {folders[0], folders[2], others[1]}  # The last made is `latest`.
 
 
 def run_on(output, dataset, name, *, finish=False):
@@ -205,242 +202,216 @@ def run_on(output, dataset, name, *, finish=False):
         return run_dir
 
 
-def test_what_a_run_refers_to_stays_with_its_partitions(output, source):
-    first, second, _, last = grow(output, source, 4)
+def test_what_a_run_refers_to_stays_with_its_partitions(output, folders):
+    first, second, last = folders
     run_on(output, first, "finished", finish=True)
     interrupted = run_on(output, second, "interrupted")
-    clean_up(scope_of(output, 30 * DAY, keep=1))
-    assert_left(output, first, second, last)
+    clean_up(output, 30 * DAY, keep=1)
+    assert_left(output, *folders)
+    whole = (interrupted / "run.json").read_text()
+    (interrupted / "run.json").write_text("{")
+    # A run that cannot be read may refer to anything.
+    assert "no data is removed" in clean_up(output, 30 * DAY, keep=1).notes[0]
+    assert datasets(output) == {*folders}
+    (interrupted / "run.json").write_text(whole)
     shutil.rmtree(interrupted)
-    clean_up(scope_of(output, 30 * DAY, keep=1))
-    assert datasets(output) == {first, last}
+    clean_up(output, 30 * DAY, keep=1)
+    assert_left(output, first, last)
 
 
-def test_a_run_of_another_output_folder_keeps_its_dataset(output, source, tmp_path):
-    old, new = grow(output, source, 2)
+def test_a_run_of_another_output_folder_keeps_its_dataset(output, folders, tmp_path):
+    old, _, new = folders
     run_dir = run_on(tmp_path / "elsewhere", old, "abroad")
-    assert dataset_of(run_dir) == old
-    clean_up(scope_of(output, keep=1))
+    clean_up(output, keep=1)
     assert datasets(output) == {old, new}
     (noted,) = (output / "datasets" / ".runs").glob("*.json")
     record = json.loads(noted.read_text())
     noted.write_text(json.dumps(record | {"host": "another machine", "run": "/not/here"}))
-    clean_up(scope_of(output, keep=1))
+    clean_up(output, keep=1)
     assert datasets(output) == {old, new}
     noted.write_text(json.dumps(record))
     # Of a disk that is not mounted nothing is known.
     (tmp_path / "elsewhere").rename(tmp_path / "unmounted")
-    clean_up(scope_of(output, keep=2))
+    clean_up(output, keep=2)
     assert noted.exists()
     (tmp_path / "unmounted").rename(tmp_path / "elsewhere")
     shutil.rmtree(run_dir)
-    clean_up(scope_of(output, later=0, keep=1))
+    clean_up(output, later=0, keep=1)
     assert noted.exists()
-    clean_up(scope_of(output, keep=1))
+    clean_up(output, keep=1)
     assert datasets(output) == {new}
     assert not noted.exists()
 
 
-def test_no_data_is_removed_while_a_run_cannot_be_read(output, source):
-    folders = grow(output, source, 2)
-    run_dir = run_on(output, folders[0], "damaged")
-    (run_dir / "run.json").write_text("{")
-    cleaned = clean_up(scope_of(output, 30 * DAY, keep=1))
-    assert "no data is removed" in cleaned.notes[0]
-    assert datasets(output) == {*folders}
-
-
-@pytest.mark.parametrize(("version", "stays"), [(2, False), (4, True)])
-def test_an_older_format_goes_and_a_newer_one_stays(output, source, version, stays):
-    old, new = grow(output, source, 2)
-    tree = json.loads((old / "manifest.json").read_text())
-    tree["format_version"] = version
-    if version == 2:
-        tree["ingredients"] = tree.pop("partitions")
-    (old / "manifest.json").write_text(json.dumps(tree))
+def test_an_older_format_goes_and_a_newer_one_stays(output, folders):
+    old, newer, new = folders
+    kept = listed(newer, new)
+    for folder, version, field in ((old, 2, "ingredients"), (newer, 4, "partitions")):
+        tree = json.loads((folder / "manifest.json").read_text())
+        tree |= {"format_version": version, field: tree.pop("partitions")}
+        (folder / "manifest.json").write_text(json.dumps(tree))
     (output / "datasets" / ".corpora").mkdir()
-    clean_up(scope_of(output, keep=9))
-    assert datasets(output) == ({old, new} if stays else {new})
-    assert partitions(output) == (listed(new) | set(tree.get("partitions", ())))
+    clean_up(output, keep=9)
+    assert datasets(output) == {newer, new}
+    assert partitions(output) == kept
     assert not (output / "datasets" / ".corpora").exists()
 
 
-def test_a_damaged_manifest_keeps_what_it_may_refer_to(output, source):
-    old, new = grow(output, source, 2)
-    whole = partitions(output)
+def test_a_damaged_manifest_keeps_what_it_may_refer_to(output, folders):
+    old, whole = folders[0], partitions(output)
     (old / "manifest.json").write_text("{")
-    cleaned = clean_up(scope_of(output, keep=1))
-    assert cleaned.notes == [f"{old}: its manifest is damaged; left alone"]
+    assert clean_up(output, keep=9).notes == [f"{old}: its manifest is damaged; left alone"]
     build_file(old).unlink()
-    cleaned = clean_up(scope_of(output, keep=1))
-    assert "a damaged manifest may refer to any of it" in cleaned.notes[1]
-    assert datasets(output) == {old, new}
+    assert "a damaged manifest may refer to any of it" in clean_up(output, keep=9).notes[1]
+    assert datasets(output) == {*folders}
     assert partitions(output) == whole
 
 
-def test_folders_of_strangers_stay(output, source):
-    grow(output, source, 1)
-    mine = output / "datasets" / "mine"
-    mine.mkdir()
-    (mine / "manifest.json").write_text("{}")
-    (output / "datasets" / "notes.txt").write_text("not to be lost")
+def test_folders_of_strangers_stay_and_what_a_machine_remembers_for_sixty_days(output):
+    place = output / "datasets"
+    (place / "mine").mkdir()
+    (place / "mine" / "manifest.json").write_text("{}")
+    (place / "notes.txt").write_text("not to be lost")
     before = state(output)
-    assert clean_up(scope_of(output, 59 * DAY, keep=1)).counts == {}
+    facts = list((place / ".remembered").glob("*.json"))
+    assert clean_up(output, 59 * DAY, keep=9).counts == {}
     assert before.items() <= state(output).items()
+    clean_up(output, 61 * DAY, keep=9)
+    assert [path.exists() for path in facts] == [False]
 
 
-def test_an_interrupted_build_keeps_its_partitions_for_a_week(output, source):
-    folder = preprocess(config_of(output, source))
-    shutil.rmtree(folder)
-    whole = partitions(output)
-    clean_up(scope_of(output, 6 * DAY))
+def test_an_interrupted_build_keeps_its_partitions_for_a_week(output, folders):
+    whole, its_own = partitions(output), listed(folders[2])
+    for folder in folders:
+        shutil.rmtree(folder)
+    clean_up(output, 6 * DAY)
     assert partitions(output) == whole
-    with storage.lock(build_lock(folder)):  # Somebody works on it again.
-        clean_up(scope_of(output, 30 * DAY))
-    assert partitions(output) == whole
-    clean_up(scope_of(output, 8 * DAY))
+    with storage.lock(build_lock(folders[2])):  # Somebody works on it again.
+        clean_up(output, 30 * DAY)
+    assert partitions(output) == its_own
+    clean_up(output, 8 * DAY)
     assert partitions(output) == set()
     assert not list((output / "datasets" / ".builds").glob("*"))
 
 
-def test_tokenizers_stay_while_a_name_or_a_dataset_has_them(output, source):
-    for number in range(3):
-        (source / f"{number}.txt").write_text(text(number, 40))
-    fields = {"large": 40, "tokenizer": {"spec": "train", "vocab_size": 300}}
-    old = grow(output, source, 1, **fields)[0]
-    age(old, HOUR)
-    fields["tokenizer"]["retrain"] = True
-    middle, new = grow(output, source, 2, **fields)
-    kept = output / "datasets" / ".tokenizers"
-    assert len([path for path in kept.iterdir() if path.is_dir()]) == 4  # .locks is one
-    clean_up(scope_of(output))
-    assert datasets(output) == {middle, new}
-    # The first text and the second give the same tokenizer, by its content.
-    assert len([path for path in kept.iterdir() if path.is_dir()]) == 4
-    clean_up(scope_of(output, keep=1))
-    assert len([path for path in kept.iterdir() if path.is_dir()]) == 2
-    assert preprocess(config_of(output, source, tokenizer=fields["tokenizer"])) == new
+def test_tokenizers_stay_while_a_name_or_a_dataset_has_them(tmp_path):
+    output, source, built = tmp_path / "output", tmp_path / "texts", []
+    fields = {"tokenizer": {"spec": "train", "vocab_size": 300, "retrain": True}}
+    for name in ("alpha", "beta", "gamma"):
+        write_text(source, name, 40)
+        built.append(preprocess(output, source, **fields))
+        age(built[-1], 60 * (3 - len(built)))
+
+    def kept():
+        folders = (output / "datasets" / ".tokenizers").glob("[!.]*/")
+        return {path.name for path in folders if path.is_dir()}
+
+    assert len(kept()) == 3
+    clean_up(output)
+    assert datasets(output) == {*built[1:]}
+    assert len(kept()) == 2
+    clean_up(output, keep=1)
+    assert len(kept()) == 1
+    assert preprocess(output, source, **fields) == built[2]
 
 
-def list_download(output, folder, name="corpus", key="a" * 32):
-    """A dataset of a file that was downloaded."""
-    raw = output / "raw" / key
-    raw.mkdir(parents=True)
-    (raw / "0.txt").write_text(text(len(key)) + key)
-    return preprocess(config_of(output, raw, name=name)), raw
-
-
-def test_downloads_stay_with_the_datasets_made_from_them(output, source):
-    old, its_raw = list_download(output, source, key="a" * 32)
-    age(old, 60)
-    new, new_raw = list_download(output, source, key="b" * 32)
-    loose = output / "raw" / ("c" * 32)
-    loose.mkdir()
-    (loose / "part.txt.partial").write_text("half")
-    (new_raw / "1.txt.partial").write_text("half")
-    clean_up(scope_of(output))
-    assert its_raw.exists()
-    assert loose.exists()
+def test_downloads_stay_with_the_datasets_made_from_them(tmp_path):
+    output, built = tmp_path / "output", []
+    its_raw, new_raw, loose = (output / "raw" / (name * 32) for name in "abc")
+    for raw in (its_raw, new_raw):
+        write_text(raw, raw.name, 9)
+        built.append(preprocess(output, raw))
+    age(built[0], 60)
+    for raw in (loose, new_raw):
+        raw.mkdir(exist_ok=True)
+        (raw / "1.txt.partial").write_text("half")
+    clean_up(output)
     with storage.lock(output / "raw" / ".lock", shared=True):  # A download is under way.
-        cleaned = clean_up(scope_of(output, 8 * DAY))
+        cleaned = clean_up(output, 8 * DAY)
     assert "since one is under way" in cleaned.notes[0]
     assert its_raw.exists()
     assert loose.exists()
-    clean_up(scope_of(output, 2 * HOUR, keep=1))
-    assert loose.exists()
+    clean_up(output, keep=1)
     assert not its_raw.exists()
+    assert loose.exists()
     assert [path.name for path in (output / "datasets" / ".listings").iterdir()] == [
-        json.loads(build_file(new).read_text())["listing"]
+        json.loads(build_file(built[1]).read_text())["listing"]
     ]
-    clean_up(scope_of(output, 8 * DAY, keep=1))
+    clean_up(output, 8 * DAY, keep=1)
     assert not loose.exists()
-    assert [path.name for path in new_raw.iterdir()] == ["0.txt"]
-    assert_intact(new)
-    assert preprocess(config_of(output, new_raw)) == new
+    assert [path.suffix for path in new_raw.iterdir()] == [".txt"]
+    assert preprocess(output, new_raw) == built[1]
 
 
-def test_downloads_of_an_older_version_stay(output):
-    raw = output / "raw" / ("a" * 32)
-    raw.mkdir(parents=True)
+def test_without_datasets_nothing_is_made_or_removed(tmp_path):
+    output = tmp_path / "output"
+    assert clean_up(output).bytes == 0
+    assert not output.exists()
+    # Downloads of an older version, which no listing names.
+    (output / "raw" / ("a" * 32)).mkdir(parents=True)
     (output / "datasets").mkdir()
     assert find_unneeded(scope_of(output, 99 * DAY)).items == []
 
 
-def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, source):
-    (folder,) = grow(output, source, 1)
-    place = output / "datasets"
-    dead = place / f".tmp-{folder.name}-abc"
+def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, folders):
+    dead = output / "datasets" / f".tmp-{folders[2].name}-abc"
+    young = output / "datasets" / ".listings" / ".tmp-corpus.json-abc"
     dead.mkdir()
-    with storage.lock(build_lock(folder)):
-        clean_up(scope_of(output))
-        assert dead.exists()
-    young = place / ".listings" / ".tmp-corpus.json-abc"
     young.touch()
-    clean_up(scope_of(output, later=0))
-    assert not dead.exists()
-    assert young.exists()
-    clean_up(scope_of(output))
+    with storage.lock(build_lock(folders[2])):
+        clean_up(output, later=0)
+    assert [dead.exists(), young.exists()] == [True, True]
+    clean_up(output, later=0)
+    assert [dead.exists(), young.exists()] == [False, True]
+    clean_up(output)
     assert not young.exists()
 
 
-def test_locks_go_with_what_they_are_for_unless_somebody_holds_them(output, source):
-    old, new = grow(output, source, 2)
-    gone = sorted(listed(old) - listed(new))
-    folder = output / "datasets" / ".partitions" / ".locks"
-    (output / "datasets" / ".locks" / f"{old.name}.pull").touch()
-    with storage.lock(folder / gone[0]):
-        clean_up(scope_of(output, keep=1))
-        assert {path.name for path in folder.iterdir()} == {gone[0], *listed(new)}
-    clean_up(scope_of(output, later=0, keep=1))
-    assert (folder / gone[0]).exists()  # It may be about to be taken.
-    cleaned = clean_up(scope_of(output, keep=1))
-    assert cleaned.counts == {Kind.LOCK: 1, Kind.PARTITION: 1}
-    assert {path.name for path in folder.iterdir()} == listed(new)
-    locks = {path.name for path in (output / "datasets" / ".locks").iterdir()}
-    assert locks == {new.name, ".removals"}
+def test_locks_go_with_what_they_are_for_unless_somebody_holds_them(output, folders):
+    old, middle, new = folders
+    key = min(listed(old, middle) - listed(new))
+    locks, partition_locks = (
+        output / "datasets" / place / ".locks" for place in (".", ".partitions")
+    )
+    (locks / f"{old.name}.pull").touch()
+    with storage.lock(partition_locks / key):
+        clean_up(output, keep=1)
+        assert {path.name for path in partition_locks.iterdir()} == {key, *listed(new)}
+    clean_up(output, later=0, keep=1)
+    assert (partition_locks / key).exists()  # It may be about to be taken.
+    assert clean_up(output, keep=1).counts == {Kind.LOCK: 1, Kind.PARTITION: 1}
+    assert {path.name for path in partition_locks.iterdir()} == listed(new)
+    assert {path.name for path in locks.iterdir()} == {new.name, ".removals"}
 
 
-def test_a_lock_that_is_taken_at_the_last_moment_stays(output, source, monkeypatch):
-    old, new = grow(output, source, 2)
-    folder = output / "datasets" / ".partitions"
-    key = min(listed(old) - listed(new))
+def test_a_lock_that_is_taken_at_the_last_moment_stays(output, folders, monkeypatch):
+    place = output / "datasets" / ".partitions"
+    key = min(listed(folders[0]) - listed(folders[2]))
     rename = os.rename
     with contextlib.ExitStack() as stack, monkeypatch.context() as patch:
 
         def rename_and_begin(one, other):
             rename(one, other)
-            if Path(one) == folder / key:
-                stack.enter_context(storage.lock(folder / ".locks" / key))
+            if Path(one) == place / key:
+                stack.enter_context(storage.lock(place / ".locks" / key))
 
         patch.setattr(os, "rename", rename_and_begin)
-        clean_up(scope_of(output, keep=1))
+        clean_up(output, keep=1)
         assert key not in partitions(output)
-        assert storage.is_locked(folder / ".locks" / key)
-    assert not storage.is_locked(folder / ".locks" / key)
-
-
-def test_what_a_machine_remembers_goes_when_it_has_not_been_used_for_long(output, source):
-    (folder,) = grow(output, source, 1)
-    (facts,) = (output / "datasets" / ".remembered").glob("*.json")
-    clean_up(scope_of(output, 59 * DAY))
-    assert facts.exists()
-    clean_up(scope_of(output, 61 * DAY))
-    assert not facts.exists()
-    assert_intact(folder)
+        assert storage.is_locked(place / ".locks" / key)
 
 
 def checkpoint(run_dir, step):
-    folder = run_dir / "checkpoints" / f"step-{step}"
-    with storage.atomic_folder(folder) as temporary:
+    with storage.atomic_folder(run_dir / "checkpoints" / f"step-{step}") as temporary:
         (temporary / "weights").write_bytes(bytes(9000))
         sums = {"weights": storage.sha256(temporary / "weights")}
         storage.dump_json(temporary / "manifest.json", {"sha256": sums})
-    return folder
 
 
-def test_only_finished_runs_lose_their_old_checkpoints(output, source):
-    (dataset,) = grow(output, source, 1)
-    runs = [run_on(output, dataset, name, finish=name != "cut") for name in ("done", "bad", "cut")]
+def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
+    runs = [
+        run_on(output, folders[2], name, finish=name != "cut") for name in ("done", "bad", "cut")
+    ]
     for run_dir in runs:
         for step in (3, 5, 7, 9):
             checkpoint(run_dir, step)
@@ -453,9 +424,9 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, source):
     (done / "checkpoints" / "damaged-step-8").mkdir()
     (done / "model").mkdir()
     with storage.lock(done / ".lock"):
-        assert clean_up(scope_of(output)).counts == {}
-    assert clean_up(scope_of(output, only="corpus")).counts == {}
-    cleaned = clean_up(scope_of(output))
+        assert clean_up(output, keep=9).counts == {}
+    assert clean_up(output, keep=9, only="corpus").counts == {}
+    cleaned = clean_up(output, keep=9)
     assert cleaned.counts == {Kind.CHECKPOINT: 3}
     assert "the checkpoints before it are kept" in cleaned.notes[0]
     left = [{p.name for p in (run_dir / "checkpoints").glob("[!.]*")} for run_dir in runs]
@@ -464,44 +435,36 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, source):
     assert (done / "model").exists()
 
 
-def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, source, monkeypatch):
-    old, middle, new = grow(output, source, 3)
-    unlink, rename = os.unlink, os.rename
+def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monkeypatch):
+    old, middle, new = folders
 
-    def refuse_unlink(path, *args, **kwargs):
-        if "train" in str(path) and old.name in str(path):
-            raise PermissionError(1, "Operation not permitted")
-        return unlink(path, *args, **kwargs)
+    def refusing(function, number, *parts):
+        def refuse(path, *arguments, **options):
+            if all(part in str(path) for part in parts):
+                raise PermissionError(number, os.strerror(number))
+            return function(path, *arguments, **options)
 
-    def refuse_rename(one, other, *args):
-        if Path(one) == middle:
-            raise PermissionError(13, "Permission denied")
-        return rename(one, other, *args)
+        return refuse
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse_unlink)
-        patch.setattr(os, "rename", refuse_rename)
-        cleaned = clean_up(scope_of(output, keep=1))
-    assert f"{middle}: cannot be removed: Permission denied" in cleaned.failures
-    assert len([line for line in cleaned.failures if "Operation not permitted" in line]) >= 1
+        patch.setattr(os, "unlink", refusing(os.unlink, 1, old.name, "train"))
+        patch.setattr(os, "rename", refusing(os.rename, 13, f"datasets/{middle.name}"))
+        failures = clean_up(output, keep=1).failures
+    assert f"{middle}: cannot be removed: Permission denied" in failures
+    assert [line for line in failures if "Operation not permitted" in line]
     assert datasets(output) == {middle, new}
     assert_intact(middle, new)
-    clean_up(scope_of(output, keep=1))
-    assert datasets(output) == {new}
-    assert not list(output.rglob(".tmp-*"))
+    clean_up(output, keep=1)
+    assert_left(output, new)
 
 
-def test_nothing_is_made_where_there_is_nothing(output):
-    assert find_unneeded(scope_of(output)).items == []
-    assert clean_up(scope_of(output)).bytes == 0
-    assert not output.exists()
-
-
-def begin_cleaning(output, moment=-1):
-    """Clean in another process, which is killed before its n-th change; returns its id."""
+def killed_in_cleaning(output, moment):
+    """Clean in another process, which is killed before its n-th change; whether it was."""
     child = os.fork()
     if child:
-        return child
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (-signal.SIGKILL, 0)
+        return status != 0
     moments = itertools.count()
 
     def die(event, arguments):
@@ -512,32 +475,24 @@ def begin_cleaning(output, moment=-1):
 
     try:
         sys.addaudithook(die)
-        clean_up(scope_of(output, keep=1))
+        clean_up(output, keep=1)
         os._exit(0)
     finally:
         os._exit(1)
 
 
-def status_of(child):
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_cleaning_killed_at_any_moment_is_finished_by_the_next(output, source, tmp_path):
-    *_, last = grow(output, source, 3)
-    copy, statuses = tmp_path / "copy", []
+def test_a_cleaning_killed_at_any_moment_is_finished_by_the_next(output, folders, tmp_path):
+    copy, killed = tmp_path / "copy", []
     for moment in itertools.chain(range(12), range(12, 60, 6)):
         shutil.rmtree(copy, ignore_errors=True)
         subprocess.run(["cp", "-a", output, copy], check=True)
-        statuses.append(status_of(begin_cleaning(copy, moment)))
-        new = copy / "datasets" / last.name
+        killed.append(killed_in_cleaning(copy, moment))
         assert_intact(*datasets(copy))
-        clean_up(scope_of(copy, keep=1))
-        assert_left(copy, new)
-        assert not list(copy.rglob(".tmp-*"))
-        if statuses[-1] == 0:
+        clean_up(copy, keep=1)
+        assert_left(copy, copy / "datasets" / folders[2].name)
+        if not killed[-1]:
             break
-    assert statuses.count(-signal.SIGKILL) > 15
-    assert set(statuses) <= {-signal.SIGKILL, 0}
+    assert sum(killed) > 15
 
 
 BUILDING = """
@@ -546,12 +501,10 @@ from pathlib import Path
 from infini_model.config import load_config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
-output_dir = Path(sys.argv[1])
-enough = Path(sys.argv[3])
+output_dir, source, enough = map(Path, sys.argv[1:])
 for number in itertools.count():
     if number >= 8 and enough.exists():
         break
-    source = Path(sys.argv[2])
     (source / "changing.txt").write_text(f"{number % 3} " * 300_000)
     data = {"name": "corpus", "workers": 2, "partition_megabytes": 1}
     data["source"] = {"paths": [str(source / "*.txt")]}
@@ -567,9 +520,12 @@ class Hurried(Scope):
         return not path.name.startswith(storage.TEMPORARY) and super().is_older(path, seconds)
 
 
-def test_builds_and_cleanings_at_once_do_each_other_no_harm(output, source, tmp_path):
-    """Nothing is protected by its age, only by what builds have noted and locked."""
+def test_builds_and_cleanings_at_once_do_each_other_no_harm(tmp_path):
+    """Two cleanings, too. Nothing is protected by its age, only by what is noted and locked."""
+    output, source = tmp_path / "output", tmp_path / "texts"
     enough, log = tmp_path / "enough", tmp_path / "log"
+    for number in range(3):
+        write_text(source, number)
     command = [sys.executable, "-c", BUILDING, output, source, enough]
     # Not a pipe: nobody reads it before the end, and a full one would halt the builder.
     with (
@@ -577,23 +533,21 @@ def test_builds_and_cleanings_at_once_do_each_other_no_harm(output, source, tmp_
         subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL) as builder,
     ):
         removed = 0
+
+        def clean_now(_):
+            scope = Hurried(output, output / "datasets", keep=1, now=time.time() + 30 * DAY)
+            cleaned = clean(scope, find_unneeded(scope))
+            assert cleaned.failures == []
+            return cleaned.counts[Kind.PARTITION]
+
         try:
-            while builder.poll() is None:
-                later = time.time() + 30 * DAY
-                cleaned = clean_up(Hurried(output, output / "datasets", keep=1, now=later))
-                assert cleaned.failures == []
-                removed += cleaned.counts[Kind.PARTITION]
-                if removed > 3:
-                    enough.touch()
+            with ThreadPoolExecutor(2) as pool:
+                while builder.poll() is None:
+                    removed += sum(pool.map(clean_now, range(2)))
+                    if removed > 3:
+                        enough.touch()
         finally:
             enough.touch()
         assert builder.returncode == 0, log.read_text()
     assert removed > 3
     assert_intact(*datasets(output))
-
-
-def test_two_cleanings_at_once_do_no_harm(output, source):
-    *_, last = grow(output, source, 4)
-    both = [begin_cleaning(output) for _ in range(2)]
-    assert [status_of(each) for each in both] == [0, 0]
-    assert_left(output, last)

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +19,10 @@ from typing import Any
 from trainings import PRELOADED
 
 from infini_model.config import Config, DataConfig, validate
-from infini_model.data.keeping.scratch import scratch_folder
 from infini_model.data.keeping.staging import staged_dataset
-from infini_model.data.keeping.stored_partitions import StoredPartitions
 from infini_model.data.manifest import Manifest
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.shards.engine import LocalEngine
-from infini_model.data.shards.partitions import PartitionSpec
 from infini_model.data.shards.plan import Plan, finished_dataset, plan_dataset
 from infini_model.data.sources.download import download
 from infini_model.runtime.object_stores.object_store import ObjectStore
@@ -104,18 +101,6 @@ def in_a_fork(work: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(_work_with, dict(os.environ), work, *arguments).result()
 
 
-def make_partitions(address: str, folder: Path, specs: Sequence[str], dies: bool) -> list[str]:
-    """Make partitions in a store, and perhaps be killed after the first; `folder` is empty."""
-    store, made = StoredPartitions(address, folder), []
-    for line in specs:
-        spec = PartitionSpec.model_validate_json(line)
-        store.make(spec, store.tokenizer(spec), lambda count: None)
-        made.append(spec.key)
-        if dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return made
-
-
 def killed_in_a_request(
     machine: Machine, task: str, data: DataConfig, method: str, calls: int
 ) -> None:
@@ -143,13 +128,6 @@ def killed_in_an_access(data: DataConfig, output_dir: Path, moment: int) -> None
 
     sys.addaudithook(die)
     build_dataset(download(data, output_dir), data, output_dir)
-
-
-def killed_with_a_scratch_folder(folder: Path) -> None:
-    """Write to a scratch folder and be killed."""
-    with scratch_folder(folder) as scratch:
-        (scratch / "half").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def with_full_disk(data: DataConfig, output_dir: Path, limit: int) -> None:

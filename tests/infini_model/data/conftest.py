@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from corpora import build, files_config, make_texts, write_parquet
+from corpora import build, files_config, make_texts, write_files, write_parquet
+
+from infini_model.config import DataConfig
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,10 @@ def byte_dataset(tmp_path_factory, texts) -> Path:
         splits={"train": 0.6, "validation": 0.2, "test": 0.2},
     )
     return build(config, root)[1]
+
+
+@pytest.fixture
+def several(tmp_path) -> DataConfig:
+    """A configuration of 24 files in several partitions."""
+    raw = write_files(tmp_path / "raw", [text * 100 for text in make_texts(24)])
+    return files_config(raw / "*", partition_megabytes=1, workers=1)

@@ -1,5 +1,6 @@
-"""Small real corpora, in files and as datasets."""
+"""Small real corpora, in files and as datasets: texts, and prompts with their answers."""
 
+import json
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from infini_model.config import DataConfig, FilesSource
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.data.sources.files import FileRange, SourceFile, local_version
+from infini_model.data.sources.formats import Reading, read_range
 from infini_model.runtime import storage
 
 WORDS = ["the", "quick", "brown", "fox's", "naïve", "Größe", "42", "日本", "emoji", "🦊"]
@@ -71,6 +73,80 @@ def build(config: DataConfig, output_dir: Path):
     return manifest, output_dir / "datasets" / manifest.folder_name
 
 
-def listed(paths: list[Path]) -> list[FileRange]:
-    """These local files, whole, as a listing has them."""
-    return [FileRange(file=local_file(path)) for path in paths]
+def shard_bytes(folder: Path) -> dict[str, bytes]:
+    """All shards in a folder, by their paths in it."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.arrow"))}
+
+
+def rows_of(*ranges: FileRange, batch_bytes: int = 1 << 20, **reading: object) -> list:
+    """The texts of all rows in these ranges."""
+    arrays = (
+        array for part in ranges for array in read_range(part, Reading(**reading), batch_bytes)
+    )
+    return [text for array in arrays for text in array.to_pylist()]
+
+
+def make_pairs(count: int, seed: int = 0, longest: int = 60) -> list[tuple[str, str]]:
+    """Prompts, each different, and answers of all lengths, not all of them ASCII."""
+    rng = random.Random(seed)
+    words = ["naïve", "日本", "is", "the sum", "of", "🦊", "42", "\n"]
+    return [
+        (
+            f"{number}: " + " ".join(rng.choices(words, k=rng.randrange(longest))),
+            " ".join(rng.choices(words, k=rng.randrange(1, longest))) + ".",
+        )
+        for number in range(count)
+    ]
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def as_rows(pairs: list[tuple[str, str]]) -> list[dict[str, object]]:
+    """Pairs in the columns of prompts and answers."""
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
+
+
+def pair_dataset(folder: Path, pairs: list[tuple[str, str]], **fields) -> Path:
+    """A dataset folder of these pairs."""
+    path = write_rows(folder / "pairs.jsonl", as_rows(pairs))
+    source = FilesSource(paths=[str(path)], pairs=True)
+    return build(DataConfig(source=source, **fields), folder)[1]
+
+
+# What the patterns of tokenizers distinguish: contractions in any case, ſ, digits of several
+# scripts, blanks, line ends, marks.
+PIECES = ["'", "'s", "'S", "ſ", "l", "L", "r", "v", "e", "E", "t", "d", "a", "É", "ß", "ǅ", "ª"]
+PIECES += ["1", "22", "٣", "Ⅷ", "½", " ", "  ", "\n", "\r", "\t", "\v", "\u00a0", "\u0085"]
+PIECES += ["\u2028", "\u3000", "\u200b", "\ufeff", ".", "!?", "…", "_", "日", "🦊", "\u0301"]
+PIECES += ["\0", "\U0010ffff"]
+# Of what long runs are made whose pieces depend on where they start or how they end.
+RUNNING = ["1", "٣", " ", "\u3000", "\n", "\r\n", "\n ", "'s", "a", "!"]
+
+
+def adversarial_texts(count: int, seed: int, longest: int = 90) -> list[str]:
+    """Documents of a few of these pieces, of any characters, or of runs of up to `longest`.
+
+    The interpreter takes milliseconds for each character of a run.
+    """
+    chance = random.Random(seed)
+
+    def pieces(most: int) -> str:
+        return "".join(chance.choices(PIECES, k=chance.randrange(most)))
+
+    def characters() -> str:
+        points = [chance.choice((0x80, 0x800, 0x3000, 0x110000)) for _ in range(12)]
+        drawn = (chance.randrange(point) for point in points[: chance.randrange(12)])
+        return "".join(chr(point) for point in drawn if not 0xD800 <= point < 0xE000)
+
+    def runs() -> str:
+        return "".join(
+            pieces(3) + chance.choice(RUNNING) * chance.randrange(1, longest) for _ in range(2)
+        )
+
+    makers = [lambda: pieces(13), lambda: pieces(13), lambda: pieces(40), characters, runs]
+    return [makers[number % len(makers)]() for number in range(count)]

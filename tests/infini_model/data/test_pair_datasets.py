@@ -1,17 +1,21 @@
 """Prompts and answers, in shards and in windows: nothing is lost, and no pair meets another."""
 
-import random
-
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conversations import as_rows, make_pairs, pair_dataset, pairs_config, write_rows
-from corpora import build, files_config, make_texts, write_parquet
+from corpora import (
+    build,
+    files_config,
+    make_pairs,
+    make_texts,
+    pair_dataset,
+    write_parquet,
+)
 from stored_datasets import without_shards
 from templates import with_bos
 
-from infini_model.config import FilesSource, PackingConfig, SplitsConfig
+from infini_model.config import DataConfig, FilesSource, PackingConfig, SplitsConfig
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.validation import validation_batches
 from infini_model.data.loading.windows import open_windows
@@ -19,11 +23,14 @@ from infini_model.data.manifest import SPLITS, read_manifest
 from infini_model.data.shards import partitions, writing
 from infini_model.data.shards.stream import open_split
 from infini_model.data.sources.content import hash_documents, splits_of
+from infini_model.data.sources.download import reading_of
+from infini_model.data.sources.formats import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.runtime.errors import ConfigError, DataError
 
 THIRDS = {"train": 0.5, "validation": 0.25, "test": 0.25}
+SPLIT_SIZES = {"train": 0.8, "validation": 0.2, "test": 0}
 PAIRS = make_pairs(200)
 EOS = 255
 
@@ -50,9 +57,12 @@ def llama_tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("spec", ["train", "llama"])
-def test_every_pair_is_in_the_shards_with_its_boundary(tmp_path, spec, llama_tokenizer):
+def test_every_pair_is_in_the_shards_with_its_boundary(
+    tmp_path, spec, llama_tokenizer, monkeypatch
+):
     import datasets
 
+    monkeypatch.setattr(partitions, "ENCODE_BYTES", 500)
     given = {"spec": str(llama_tokenizer) if spec == "llama" else spec, "vocab_size": 300}
     folder = pair_dataset(tmp_path, PAIRS, tokenizer=given, splits=THIRDS, batch_size=7)
     tokenizer = load_dataset_tokenizer(folder)
@@ -74,56 +84,17 @@ def test_every_pair_is_in_the_shards_with_its_boundary(tmp_path, spec, llama_tok
     assert sorted(rows) == expected
 
 
-def test_a_hash_of_prompt_and_answer_decides_the_split(tmp_path):
-    folder = pair_dataset(tmp_path, PAIRS, splits=THIRDS)
-    texts = pa.array([prompt + answer for prompt, answer in PAIRS])
-    numbers = splits_of(hash_documents(texts), SplitsConfig(**THIRDS))
-    for number, split in enumerate(SPLITS):
-        expected = [PAIRS[place] for place in np.flatnonzero(numbers == number)]
-        found = [(bytes(p).decode(), bytes(a[:-1]).decode()) for p, a in in_shards(folder, split)]
-        assert found == expected
-
-
-def test_small_shards_and_batches_hold_the_same_pairs(tmp_path, monkeypatch):
-    whole = pair_dataset(tmp_path / "a", PAIRS, splits=THIRDS)
-    monkeypatch.setattr(writing, "SHARD_BYTES", 3000)
-    monkeypatch.setattr(partitions, "ENCODE_BYTES", 500)
-    parts = pair_dataset(tmp_path / "b", PAIRS, splits=THIRDS, batch_size=3)
-    assert len(read_manifest(parts).splits["train"].shards) > 3
-    for split in SPLITS:
-        assert in_shards(parts, split) == in_shards(whole, split)
-
-
-def test_only_what_decides_the_pairs_changes_their_key(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", as_rows(PAIRS[:9]))
-
-    def key(**source):
-        return build(pairs_config(path, source=source), tmp_path / str(random.random()))[0].key
-
-    keys = [key(), key(template="{role}: {content}\n"), key(min_characters=5)]
-    assert len(set(keys)) == 3
-    assert key(column="ignored", template=FilesSource().template) != keys[0]
-
-
 def test_a_text_dataset_knows_nothing_of_pairs(tmp_path, bucket):
     texts = files_config(write_parquet(tmp_path / "a.parquet", make_texts(20)))
-    manifest, folder = build(texts, tmp_path)
+    assert reading_of(DataConfig(source=FilesSource(template="{role}{content}"))) == Reading()
+    folder = build(texts, tmp_path)[1]
     assert "pairs" not in (folder / "manifest.json").read_text()
     for shard in folder.rglob("*.arrow"):
         assert pa.ipc.open_stream(shard.read_bytes()).schema.names == ["input_ids"]
-    template = texts.model_copy(
-        update={"source": texts.source.model_copy(update={"template": "{role}{content}"})}
-    )
-    assert build(template, tmp_path)[0].key == manifest.key
     elsewhere = without_shards(folder, tmp_path / "elsewhere", bucket, ["train"])
     for place, name in ((folder, "arrow"), (elsewhere, "s3://.*")):
         with pytest.raises(DataError, match=rf"{name}: has no prompts, the manifest says it has"):
             list(open_split(place, "train").shards.prompts())
-
-
-def test_nothing_left_names_the_file(tmp_path):
-    with pytest.raises(DataError, match="no documents left: 2 of 2 are without a prompt or an ans"):
-        pair_dataset(tmp_path, [("a", ""), ("b", "")])
 
 
 def packing(length, **fields):
@@ -135,10 +106,21 @@ def packing(length, **fields):
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     """A dataset of several shards a split, and an empty split."""
-    splits = {"train": 0.8, "validation": 0.2, "test": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "SHARD_BYTES", 3000)
-        return pair_dataset(tmp_path_factory.mktemp("pairs"), PAIRS, splits=splits)
+        patch.setattr(partitions, "ENCODE_BYTES", 500)
+        folder = pair_dataset(tmp_path_factory.mktemp("pairs"), PAIRS, splits=SPLIT_SIZES)
+    assert len(read_manifest(folder).splits["train"].shards) > 3
+    return folder
+
+
+def test_a_hash_of_prompt_and_answer_decides_the_split(dataset):
+    texts = pa.array([prompt + answer for prompt, answer in PAIRS])
+    numbers = splits_of(hash_documents(texts), SplitsConfig(**SPLIT_SIZES))
+    for number, split in enumerate(SPLITS):
+        expected = [PAIRS[place] for place in np.flatnonzero(numbers == number)]
+        found = [(bytes(p).decode(), bytes(a[:-1]).decode()) for p, a in in_shards(dataset, split)]
+        assert found == expected
 
 
 def whole(windows):
@@ -170,14 +152,6 @@ def test_a_window_is_a_pair_from_its_start_cut_or_padded(dataset, length):
         f"skipped with their answers, and for {pairs.cut} answers, which are cut"
     )
     assert pairs.shortfall == (None if length == 2000 else said)
-
-
-def test_an_empty_split_of_pairs_can_be_opened(dataset):
-    import datasets
-
-    assert len(datasets.load_from_disk(str(dataset))["test"]) == 0
-    assert in_shards(dataset, "test") == []
-    assert len(open_windows(dataset, "test", packing(100), 4)) == 0
 
 
 @pytest.mark.parametrize(

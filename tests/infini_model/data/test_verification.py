@@ -1,59 +1,40 @@
 """What a dataset folder must have; what is damaged is found, named and mended by the next build."""
 
-import dataclasses
 import json
 import os
-import tracemalloc
 
 import pytest
-from corpora import build, files_config, make_texts, write_files, write_parquet
+from corpora import build, files_config, make_texts, write_files
 
 from infini_model.config import PackingConfig
 from infini_model.data import verification
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import (
-    Shard,
     latest_dataset,
-    parse_record,
-    read_manifest,
     write_record,
 )
-from infini_model.data.shards.partitions import PartitionRecord
-from infini_model.data.shards.stream import open_split
 from infini_model.data.sources.files import FileRange, Listing, SourceFile
 from infini_model.data.verification import examine_dataset, verify_dataset
 from infini_model.runtime.errors import DataError
 
 
-def test_folders_that_are_not_datasets_are_named(tmp_path, byte_dataset):
-    packing = PackingConfig(context_length=64)
-    (tmp_path / "other").mkdir()
+def test_what_is_no_dataset_is_named(tmp_path, byte_dataset):
+    packing, other = PackingConfig(context_length=64), tmp_path / "other"
+    newer = tmp_path / "newer"
+    other.mkdir()
+    newer.mkdir()
+    tree = json.loads((byte_dataset / "manifest.json").read_text())
+    (newer / "manifest.json").write_text(json.dumps(tree | {"format_version": 99}))
     for read, complaint in (
         (lambda: verify_dataset(tmp_path / "gone"), "gone: is not a dataset folder"),
-        (lambda: verify_dataset(tmp_path / "other"), r"other: .*has no manifest\.json"),
+        (lambda: verify_dataset(other), r"other: .*has no manifest\.json"),
+        (lambda: verify_dataset(newer), "has format version 99"),
         (lambda: latest_dataset(tmp_path), "there is no finished dataset yet"),
-        (lambda: open_windows(tmp_path / "other", "train", packing, 16), "other: is not a complet"),
+        (lambda: open_windows(other, "train", packing, 16), "other: is not a complete"),
         (lambda: open_windows(byte_dataset, "dev", packing, 16), "split 'dev' is unknown"),
     ):
         with pytest.raises(DataError, match=complaint):
             read()
-
-
-def test_a_dataset_of_another_version_or_with_other_shards_is_named(tmp_path):
-    config = files_config(write_parquet(tmp_path / "a.parquet", make_texts(20)))
-    _, folder = build(config, tmp_path)
-    tree = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(tree | {"format_version": 99}))
-    with pytest.raises(DataError, match="has format version 99"):
-        read_manifest(folder)
-    (folder / "manifest.json").write_text(json.dumps(tree))
-    shard = folder / "train" / tree["splits"]["train"]["shards"][0]["file"]
-    os.truncate(shard, 10)
-    with pytest.raises(DataError, match=rf"{shard.name}: has 10 bytes"):
-        open_split(folder, "train")
-    shard.unlink()
-    with pytest.raises(DataError, match=rf"{shard.name}: is missing"):
-        open_split(folder, "train")
 
 
 def test_a_record_with_a_name_that_is_not_utf8_is_refused_in_one_line(tmp_path):
@@ -64,58 +45,23 @@ def test_a_record_with_a_name_that_is_not_utf8_is_refused_in_one_line(tmp_path):
     assert not path.exists()
 
 
-def test_a_shard_takes_little_more_memory_than_its_strings():
-    """There may be a million partitions, with three shards each."""
-    shard = Shard(
-        file="train-0.arrow",
-        path=f"{'k' * 32}/train-0.arrow",
-        documents=8000,
-        tokens=8_000_000,
-        bytes=16_000_000,
-        sha256="a" * 64,
-    )
-    shards = [dataclasses.replace(shard, tokens=number) for number in range(10_000)]
-    record = PartitionRecord(
-        documents=0, bytes=0, skipped=0, shards={"train": shards, "validation": [], "test": []}
-    )
-    content = record.model_dump_json().encode()
-    tracemalloc.start()
-    again = parse_record(content, "here", PartitionRecord)
-    taken, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert again == record
-    # The strings of a shard take 260.
-    assert taken < 600 * len(shards)
-
-
-@pytest.fixture
-def large(tmp_path, monkeypatch):
-    """A configuration and its dataset, which counts as too large to be read every time."""
+def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, monkeypatch):
+    # As if it were too large to be read every time.
     monkeypatch.setattr(verification, "SMALL_BYTES", 1)
     raw = write_files(tmp_path / "raw", [text * 400 for text in make_texts(12)])
     config = files_config(raw / "*", partition_megabytes=1, workers=1)
     manifest, folder = build(config, tmp_path)
     assert len(manifest.partitions) > 2
-    return config, manifest, folder
-
-
-def rot(path):
-    """Change one bit, as a bad disk does: neither the size nor the timestamps tell."""
-    stat = path.stat()
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, large):
-    config, manifest, folder = large
     shards = [(folder / name, shard) for name, shard in manifest.files()]
     whole = {path: path.read_bytes() for path, _ in shards}
     partitions = tmp_path / "datasets" / ".partitions"
     made = {path: path.stat().st_mtime_ns for path in partitions.rglob("*.arrow")}
     (one, its_shard), (gone, _), (other, _) = shards[0], shards[1], shards[-1]
-    rot(one)
+    # One bit, as on a bad disk: neither the size nor the timestamps tell.
+    stat, data = one.stat(), bytearray(whole[one])
+    data[len(data) // 2] ^= 1
+    one.write_bytes(data)
+    os.utime(one, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     # What was verified before is only read again on demand.
     assert verify_dataset(folder) == manifest
     os.truncate(other, 100)
@@ -132,11 +78,10 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, large
         f"{other}: has 100 bytes, its record says {shards[-1][1].bytes}",
     ]
     total = sum(shard.bytes for _, shard in shards[:1] + shards[2:-1])
-    assert [count for count, _ in seen] == sorted(count for count, _ in seen)
+    assert seen == sorted(seen)
     assert seen[-1] == (total, total)
     # It is known from now on.
     assert len(examine_dataset(folder).faults) == 4
-    assert (partitions / its_shard.path).read_bytes() != whole[one]
     assert build(config, tmp_path)[1] == folder
     assert {path: path.read_bytes() for path, _ in shards} == whole
     # Damage to a file damages its partition, too; a missing link is only linked again.

@@ -1,5 +1,6 @@
 """Requests of the lm-evaluation-harness: answered as its own model of transformers answers them."""
 
+import contextlib
 import logging
 import random
 
@@ -156,29 +157,17 @@ def make_pairs():
 def log_probabilities(model, ids):
     """Of each token of `ids` after the first, from one plain pass over all of them."""
     rows = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-    return rows, rows.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
 
 
 def test_the_likelihoods_are_those_of_a_plain_pass(model):
     pairs = make_pairs()
     answers = make_answerer(model).score(pairs)
     for (context, continuation), answer in zip(pairs, answers, strict=True):
-        _, each = log_probabilities(model, context + continuation)
+        each = log_probabilities(model, context + continuation)
         expected = float(each[-len(continuation) :].double().sum())
         assert answer.log_probability == pytest.approx(expected, abs=1e-4)
         assert not answer.is_greedy
-
-
-def test_batches_and_their_order_change_nothing(model):
-    pairs = make_pairs()
-    expected = make_answerer(model, 1).score(pairs)
-    order = random.Random(1).sample(range(len(pairs)), len(pairs))
-    for batch_size in (2, 5, 100):
-        shuffled = make_answerer(model, batch_size).score([pairs[i] for i in order])
-        for number, answer in zip(order, shuffled, strict=True):
-            assert answer.log_probability == pytest.approx(
-                expected[number].log_probability, abs=1e-4
-            )
 
 
 def test_greedy_is_what_the_model_itself_would_write(model):
@@ -186,42 +175,37 @@ def test_greedy_is_what_the_model_itself_would_write(model):
     (likeliest,) = generate(model, [context], max_new_tokens=11, temperature=0.0)
     changed = [*likeliest[:5], (likeliest[5] + 1) % 256, *likeliest[6:]]
     ends_otherwise = [*likeliest[:-1], (likeliest[-1] + 1) % 256]
-    answers = make_answerer(model).score([(context, ids) for ids in (likeliest, changed)])
-    answers += make_answerer(model).score([(context, ends_otherwise)])
-    assert [answer.is_greedy for answer in answers] == [True, False, False]
+    pairs = [(context, ids) for ids in (likeliest, changed, ends_otherwise, [])]
+    greedy = [answer.is_greedy for answer in make_answerer(model).score(pairs)]
+    assert greedy == [True, False, False, True]
 
 
-def test_without_a_context_the_end_of_a_text_stands_before_the_first_token(model):
-    (answer,) = make_answerer(model).score([([], [3, 4, 5, 6, 7])])
-    _, each = log_probabilities(model, [EOS, 3, 4, 5, 6, 7])
-    assert answer.log_probability == pytest.approx(float(each.sum()), abs=1e-4)
-
-
-def test_nothing_to_score_is_certain(model):
-    assert make_answerer(model).score([([1, 2], [])]) == [(0.0, True)]
-    assert make_answerer(model).score([]) == []
+@contextlib.contextmanager
+def hooked(layer, note):
+    """Calls `note` with the inputs of a layer."""
+    handle = layer.register_forward_pre_hook(lambda _, inputs: note(inputs[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def test_a_long_text_takes_no_more_memory_than_a_short_one(model):
     """The state is constant, and no more tokens pass at once than fit a chunk."""
     seen = []
-    handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-    try:
+    with hooked(model.lm_head, lambda rows: seen.append(len(rows))):
         make_answerer(model).score([([], [1] * 3 * PREFILL_TOKENS)])
-    finally:
-        handle.remove()
     assert sum(seen) == 3 * PREFILL_TOKENS
     assert max(seen) == PREFILL_TOKENS
 
 
-@pytest.mark.parametrize("scored", [1, SEGMENT, SEGMENT + 1, 3 * SEGMENT + 2])
-def test_without_memory_each_token_is_scored_once_in_windows_of_a_segment(scored):
+def test_without_memory_each_token_is_scored_once_in_windows_of_a_segment():
     model = make_model(memory="none")
-    context, continuation = list(range(20, 27)), list(range(50, 50 + scored))
+    context, continuation = list(range(20, 27)), list(range(50, 64))
     ids, total, start = context + continuation, 0.0, len(context)
     while start < len(ids):
         end = min(start + SEGMENT, len(ids))
-        _, each = log_probabilities(model, ids[end - 1 - SEGMENT : end])
+        each = log_probabilities(model, ids[end - 1 - SEGMENT : end])
         total, start = total + float(each[-(end - start) :].sum()), end
     (answer,) = make_answerer(model).score([(context, continuation)])
     assert answer.log_probability == pytest.approx(total, abs=1e-4)
@@ -235,8 +219,8 @@ def greedy(**changes):
 PROMPTS = [[1, 2, 3], [9], list(range(40, 60)), [7, 7]]
 
 
-def text_of(model, prompt, tokens=12):
-    (ids,) = generate(model, [prompt], max_new_tokens=tokens, temperature=0.0, eos_token_id=EOS)
+def text_of(model, prompt):
+    (ids,) = generate(model, [prompt], max_new_tokens=12, temperature=0.0, eos_token_id=EOS)
     return BYTES.decode(ids)
 
 
@@ -251,29 +235,24 @@ def writer():
     return model
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_texts_end_before_the_first_stop_string(writer, batch_size):
     questions, expected = [], []
     for number, prompt in enumerate(PROMPTS):
-        whole = text_of(writer, prompt, tokens=12)
+        whole = text_of(writer, prompt)
         stop = whole[3:6]  # three tokens
         tokens = 12 - number
         questions.append(Question(prompt, greedy(until=("never", stop), max_gen_toks=tokens)))
         expected.append(whole[:tokens].partition(stop)[0])
-    texts = make_answerer(writer, batch_size).continue_texts(questions)
-    assert texts == expected
-    assert {len(text) for text in texts} != {0}
+    assert make_answerer(writer, batch_size).continue_texts(questions) == expected
+    assert any(expected)
 
 
 def test_generation_stops_as_soon_as_all_texts_have_ended(writer):
     stop, passes = text_of(writer, PROMPTS[0])[3:6], []
-    handle = writer.lm_head.register_forward_pre_hook(lambda *_: passes.append(1))
-    try:
-        make_answerer(writer).continue_texts(
-            [Question(PROMPTS[0], greedy(until=(stop,), max_gen_toks=500))]
-        )
-    finally:
-        handle.remove()
+    question = Question(PROMPTS[0], greedy(until=(stop,), max_gen_toks=500))
+    with hooked(writer.lm_head, lambda _: passes.append(1)):
+        make_answerer(writer).continue_texts([question])
     assert len(passes) <= 6
 
 

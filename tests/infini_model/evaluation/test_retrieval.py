@@ -1,30 +1,41 @@
-"""Haystacks and associations: what is drawn, and that it is read once, in constant memory."""
+"""Retrieval: what is drawn, what a model answers, and the tasks `passkey`, `needles`, `recall`."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import draw_memory_parameters, tiny_config
 from torch import Tensor
+from trained_run import make_dataset, make_run, settings
 
+from infini_model.config import Config
+from infini_model.config.evaluation_tasks import EvaluationTaskName
+from infini_model.data.shards.stream import open_split
 from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from infini_model.evaluation.retrieval.asking import ask, read
-from infini_model.evaluation.retrieval.filler import (
-    RANDOM,
-    REPEATED,
-    random_sentences,
-    repeated_sentences,
-)
-from infini_model.evaluation.retrieval.haystack import Haystacks, build, pass_key
+from infini_model.evaluation.reporting.report import evaluate_run
+from infini_model.evaluation.retrieval.asking import ask
+from infini_model.evaluation.retrieval.associations import Shape, Vocabulary, draw
+from infini_model.evaluation.retrieval.filler import RANDOM, REPEATED, random_sentences
+from infini_model.evaluation.retrieval.haystack import Encode, Haystacks, build, pass_key
+from infini_model.evaluation.retrieval.trials import Trials
+from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.tasks.recall import answer, ordinary_tokens
+from infini_model.evaluation.tasks.task import TaskResult, load_task
 from infini_model.model.generation.causal import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.model.precision import PRECISIONS
-from infini_model.model.state import State
+from infini_model.runtime.errors import ConfigError, UserError
 
 LENGTH = 512
 
@@ -40,12 +51,12 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return make()
 
 
-def haystacks(tokenizer: Tokenizer, keys: list[list[int]], depths: list[list[float]]) -> Haystacks:
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode_batch([text]).ids.tolist()
-        return ids
+def encoding(tokenizer: Tokenizer) -> Encode:
+    return lambda text: tokenizer.encode_batch([text]).ids.tolist()
 
-    rng = np.random.default_rng(0)
+
+def haystacks(tokenizer: Tokenizer, keys: list[list[int]], depths: list[list[float]]) -> Haystacks:
+    encode, rng = encoding(tokenizer), np.random.default_rng(0)
     owners = [None] if len(keys[0]) == 1 else ["Anna", "Maximilian", "Bo"]
     needles = [
         [pass_key(encode, key, owner) for key, owner in zip(row, owners, strict=True)]
@@ -65,11 +76,11 @@ def test_a_sequence_has_exactly_the_length_and_ends_with_question_and_answer(
     keys = [[71432], [99999], [10000]]
     made = haystacks(tokenizer, keys, [[0.3], [0.5], [0.7]])
     assert sum(tensor.size(-1) for tensor in made) == LENGTH
-    for (key,), body, question, answer in zip(keys, *made, strict=True):
+    for (key,), body, question, found in zip(keys, *made, strict=True):
         assert text(tokenizer, body).count(f" The pass key is {key}. Remember it.") == 1
-        asked = text(tokenizer, question[0]) + text(tokenizer, answer[0])
+        asked = text(tokenizer, question[0]) + text(tokenizer, found[0])
         assert asked.endswith(f" What is the pass key? The pass key is {key}")
-        assert text(tokenizer, answer[0]).strip() == str(key)
+        assert text(tokenizer, found[0]).strip() == str(key)
 
 
 def test_a_space_of_its_own_is_no_part_of_the_answer() -> None:
@@ -81,52 +92,60 @@ def test_a_space_of_its_own_is_no_part_of_the_answer() -> None:
 def test_the_depth_is_the_share_of_filler_before_the_needle(
     tokenizer: Tokenizer, depth: float
 ) -> None:
-    made = haystacks(tokenizer, [[71432]], [[depth]])
-    body = made.bodies[0].tolist()
-    needle = tokenizer.encode_batch([" The pass key is"]).ids.tolist()
+    encode = encoding(tokenizer)
+    body = haystacks(tokenizer, [[71432]], [[depth]]).bodies[0].tolist()
+    needle = encode(" The pass key is")
     at = next(i for i in range(len(body)) if body[i : i + len(needle)] == needle)
-    statement = len(tokenizer.encode_batch([" The pass key is 71432. Remember it."]).ids)
+    statement = len(encode(" The pass key is 71432. Remember it."))
     assert at == pytest.approx(depth * (len(body) - statement), abs=2)
 
 
 def test_several_needles_are_asked_for_by_their_owners(tokenizer: Tokenizer) -> None:
-    made = haystacks(tokenizer, [[71432, 20202, 55555]], [[0.9, 0.1, 0.9]])
+    keys = {"Anna": 71432, "Maximilian": 20202, "Bo": 55555}
+    made = haystacks(tokenizer, [[*keys.values()]], [[0.9, 0.1, 0.9]])
     assert sum(tensor.size(-1) for tensor in made) == LENGTH
     body = text(tokenizer, made.bodies[0])
     assert body.index("Maximilian") < body.index("Anna") < body.index("of Bo")
-    for owner, key, question, answer in zip(
-        ["Anna", "Maximilian", "Bo"],
-        [71432, 20202, 55555],
-        made.questions[0],
-        made.answers[0],
-        strict=True,
-    ):
+    for (owner, key), *asked in zip(keys.items(), made.questions[0], made.answers[0], strict=True):
         assert f" The pass key of {owner} is {key}. Remember it." in body
-        asked = text(tokenizer, question) + text(tokenizer, answer)
-        assert asked.endswith(f"What is the pass key of {owner}? The pass key of {owner} is {key}")
+        said = "".join(text(tokenizer, each) for each in asked)
+        assert said.endswith(f"What is the pass key of {owner}? The pass key of {owner} is {key}")
 
 
-def test_what_has_no_room_is_refused() -> None:
-    needle = pass_key(lambda text: list(text.encode()), 71432)
-    needed = sum(map(len, needle))
-    filler = [np.zeros(needed, np.int64)]
-    made = build(filler, [[needle]], [[0.5]], needed)
-    assert made.bodies[0].tolist() == needle.statement
-    with pytest.raises(ValueError, match=f"take {needed} tokens"):
-        build(filler, [[needle]], [[0.5]], needed - 1)
+SHAPE = Shape(32, 8)
+KEYS, VALUES, _ = SHAPE.vocabulary
+# Hashes of the tensors of `Questions`, of 64 rows each with the seed 5, by segments, writings and
+# whether answers are masked tokens.
+PUBLISHED = {
+    (2, 1, False): "ded8979bc601ecf6",
+    (8, 1, False): "81f44cb2b6a20543",
+    (3, 2, False): "710cfb81ead56312",
+    (8, 2, False): "cc0dbf0591becd49",
+    (2, 1, True): "b2845065b9a11141",
+    (8, 2, True): "a25af5ad199f7c14",
+}
 
 
-def test_filler_is_long_enough_and_decided_by_the_seed(tokenizer: Tokenizer) -> None:
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode_batch([text]).ids.tolist()
-        return ids
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_the_associations_are_those_of_the_published_figures(case: tuple[int, int, bool]) -> None:
+    segments, writings, masked = case
+    batch = draw(SHAPE, 64, segments, writings, torch.Generator().manual_seed(5), masked=masked)
+    content = b"".join(tensor.numpy().tobytes() for tensor in batch)
+    assert hashlib.sha256(content).hexdigest()[:16] == PUBLISHED[case]
 
-    for make in (repeated_sentences, random_sentences):
-        once, again = (make(encode)(np.random.default_rng(1), 1000) for _ in range(2))
-        assert len(once) >= 1000
-        assert np.array_equal(once, again)
-    other = random_sentences(encode)(np.random.default_rng(2), 1000)
-    assert not np.array_equal(other[:1000], once[:1000])
+
+def test_each_key_is_asked_once_in_the_last_segment_for_its_newest_value() -> None:
+    batch = draw(SHAPE, 64, 8, 2, torch.Generator().manual_seed(0))
+    asked = 7 * 32
+    for tokens, labels, written in zip(*(x.tolist() for x in batch), strict=True):
+        pairs = [(at, tokens[at]) for at in range(asked) if tokens[at] < KEYS]
+        newest = {key: (at // 32, tokens[at + 1]) for at, key in pairs}
+        assert (len(pairs), len(newest)) == (16, 8)
+        answers = {
+            tokens[at]: (written[at], labels[at]) for at in range(len(tokens)) if labels[at] != -100
+        }
+        assert answers == newest
+        assert not any(KEYS <= token < KEYS + VALUES for token in tokens[asked:])
 
 
 ROWS, NEEDLES, ANSWER = 3, 2, 3
@@ -155,17 +174,20 @@ def whole(model: InfiniLlama, haystacks: Haystacks) -> Tensor:
     """Whether each answer token is the likeliest, by one pass over each whole sequence."""
     found = []
     for body, questions, answers in zip(*haystacks, strict=True):
-        for question, answer in zip(questions, answers, strict=True):
-            ids = torch.cat((body, question, answer.clamp(min=0)))
+        for question, each in zip(questions, answers, strict=True):
             with torch.no_grad():
-                logits = model(ids[None]).logits[0]
-            found.append(logits[-ANSWER - 1 : -1].argmax(-1) == answer)
+                logits = model(torch.cat((body, question, each))[None]).logits[0]
+            found.append(logits[-ANSWER - 1 : -1].argmax(-1) == each)
     return torch.stack(found).view(haystacks.answers.shape)
 
 
-@pytest.mark.parametrize("memory", ["linear", "delta", "none"])
-def test_the_answers_are_those_of_whole_sequences(memory: str) -> None:
-    model = small_model(memory=memory)
+@pytest.mark.parametrize(
+    "changes",
+    [{"memory": "linear"}, {"memory": "delta", "memory_query_shift": True}, {"memory": "none"}],
+    ids=["linear", "delta", "none"],
+)
+def test_the_answers_are_those_of_whole_sequences(changes: dict[str, Any]) -> None:
+    model = small_model(**changes)
     haystacks = answered(model)
     right = whole(model, haystacks)
     assert 0 < right.sum() < right.numel()
@@ -173,63 +195,196 @@ def test_the_answers_are_those_of_whole_sequences(memory: str) -> None:
         found = ask(model, haystacks, rows)
         assert torch.equal(found.right, right.sum(-1))
         assert (found.tokens == ANSWER).all()
-
-
-def test_what_follows_a_short_answer_does_not_count() -> None:
-    model = small_model()
-    haystacks = answered(model)
+    # What follows a short answer does not count, in any precision.
     haystacks.answers[:, :, -1] = IGNORED
-    found = ask(model, haystacks, ROWS)
-    assert (found.tokens == ANSWER - 1).all()
-    assert (found.right[:, 1] == ANSWER - 1).all()
-
-
-def size(state: State) -> int:
-    tensors = [
-        tensor
-        for layer in state.layers
-        for tensor in (*layer.memory, layer.keys, layer.values, layer.memory_keys, layer.last_key)
-    ]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def test_neither_the_state_nor_a_chunk_grows_with_the_length() -> None:
-    model, chunks = small_model(), list[int]()
-    model.model.embed_tokens.register_forward_hook(
-        lambda module, arguments, output: chunks.append(arguments[0].numel())
-    )
-    sizes = [size(read(model, torch.zeros(2, body, dtype=torch.int64))) for body in (17, 30_001)]
-    assert sizes[0] == sizes[1]
-    assert max(chunks) <= PREFILL_TOKENS < sum(chunks)
-
-
-def test_a_haystack_is_read_once_for_all_its_needles() -> None:
-    model, read_tokens = small_model(), list[int]()
-    haystacks = answered(model)
-    model.model.embed_tokens.register_forward_hook(
-        lambda module, arguments, output: read_tokens.append(arguments[0].numel())
-    )
-    ask(model, haystacks, ROWS)
-    asked = NEEDLES * (haystacks.questions.size(-1) + ANSWER - 1)
-    # The last chunk of a body is padded to a segment.
-    body = -(-haystacks.bodies.size(1) // 4) * 4
-    assert sum(read_tokens) <= ROWS * (body + asked)
-
-
-def test_repeated_rows_stay_together() -> None:
-    model = small_model(memory_query_shift=True)
-    bodies = torch.from_numpy(np.random.default_rng(0).integers(11, size=(2, 10)))
-    state, more = read(model, bodies), torch.arange(4)[:, None].expand(4, 3)
-    with torch.inference_mode():
-        hidden, _ = model.extend(more, state.repeat(2))
-        expected, _ = model.extend(more, read(model, bodies[[0, 0, 1, 1]]))
-    torch.testing.assert_close(hidden, expected)
-
-
-def test_questions_are_asked_in_the_precision_in_which_the_bodies_are_read() -> None:
-    model = small_model()
-    haystacks = answered(model)
+    assert (ask(model, haystacks, ROWS).right[:, 1] == ANSWER - 1).all()
     model.precision = PRECISIONS["bf16"]
-    found = ask(model, haystacks, 2)
-    assert (found.tokens == ANSWER).all()
-    assert found.right.sum() > 0
+    assert (ask(model, haystacks, ROWS).tokens == ANSWER - 1).all()
+
+
+def test_a_haystack_is_read_once_for_all_its_needles_in_chunks() -> None:
+    model, read = small_model(), list[int]()
+    short = answered(model)
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, arguments, output: read.append(arguments[0].numel())
+    )
+    bodies = torch.zeros(ROWS, 10_001, dtype=torch.int64)
+    ask(model, short._replace(bodies=bodies), ROWS)
+    asked = NEEDLES * (short.questions.size(-1) + ANSWER - 1)
+    # The last chunk of a body is padded to a segment.
+    assert sum(read) <= ROWS * (10_004 + asked)
+    assert max(read) <= PREFILL_TOKENS < sum(read)
+
+
+TASKS: list[EvaluationTaskName] = ["passkey", "needles", "recall"]
+METRICS = ("exact_match", "token_accuracy")
+SMALL = {
+    "packing.context_length": 128,
+    "model.segment_length": 32,
+    "evaluation.passkey.depths": [0, 50, 100],
+    "evaluation.passkey.trials": 2,
+    "evaluation.passkey.lengths": [4, 2],
+    "evaluation.needles.depths": [0, 25, 50, 75, 100],
+    "evaluation.needles.trials": 1,
+    "evaluation.needles.needles": 2,
+    "evaluation.needles.lengths": [4],
+    "evaluation.recall.lengths": [2, 9],
+    "evaluation.recall.sequences": 5,
+}
+
+
+class Made:
+    """A dataset and a run, evaluated with different settings."""
+
+    def __init__(self, root: Path, **model: Any) -> None:
+        self.root, self.model = root, model
+        self.run_dir = root / "outputs" / "runs" / "first"
+        self.dataset = make_dataset(root, self.config())
+        make_run(self.run_dir, self.config(), steps=(40,))
+
+    def config(self, **overrides: Any) -> Config:
+        return settings(self.root, **SMALL | self.model | overrides)
+
+    def subject(self, **overrides: Any) -> Subject:
+        return Subject(self.run_dir, self.dataset, self.config(**overrides))
+
+    def result(self, task: EvaluationTaskName, **overrides: Any) -> TaskResult:
+        return load_task(task).run(self.subject(**overrides))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("retrieval"))
+
+
+def test_the_report_has_a_grid_with_intervals_and_a_picture(made: Made) -> None:
+    seen: list[tuple[int, int]] = []
+    config = made.config(**{"evaluation.tasks": TASKS})
+    result = evaluate_run(
+        made.run_dir, made.dataset, config, progress=lambda *pair: seen.append(pair)
+    )
+    # Two lengths of two trials of three haystacks; three haystacks for five depths; ten sequences.
+    assert seen[-1] == (12 + 3 + 10, 12 + 3 + 10)
+    passkey = result.tasks["passkey"].details["lengths"]
+    assert list(passkey) == ["256", "512"]
+    assert passkey["512"]["answers"] == [2, 2, 2]
+    needles = result.tasks["needles"].details["lengths"]["512"]["answers"]
+    assert (sum(needles), set(needles)) == (6, {1, 2})
+    metrics = {
+        *(f"evaluation/passkey_{name}/{n}" for name in METRICS for n in (256, 512)),
+        *(f"evaluation/needles_{name}/512" for name in METRICS),
+        *(f"evaluation/{name}/{n}" for name in ("recall", "recall_of_values") for n in (2, 9)),
+    }
+    assert set(result.metrics) == set(result.intervals) == metrics
+    for name, (low, high) in result.intervals.items():
+        assert low <= result.metrics[name] <= high
+    assert "![Pass keys found, by length and depth](plots/passkey.png)" in result.report.read_text()
+    assert (made.run_dir / "plots" / "needles.png").is_file()
+    json.dumps(result.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_one_more_length_costs_only_itself(made: Made, task: EvaluationTaskName) -> None:
+    folder = made.run_dir / "evaluation"
+    shutil.rmtree(folder, ignore_errors=True)  # what other tests have finished
+    made.result(task)
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob(f"{task}-*/*.json")}
+    made.result(task, **{f"evaluation.{task}.lengths": [2, 3, 4, 9]})
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert len([*folder.rglob(f"{task}-*/*.json")]) > len(kept)
+    assert len({path.parent for path in folder.rglob(f"{task}-*/*.json")}) == 1
+
+
+def test_the_seed_decides_what_is_asked(made: Made) -> None:
+    def drawn(seed: int) -> list[torch.Tensor]:
+        subject = made.subject(**{"run.seed": seed})
+        trials = Trials(subject, "passkey", subject.config.evaluation.passkey, 1)
+        return [*trials.draw(2, 0).haystacks, *trials.draw(2, 1).haystacks]
+
+    once, again, other = drawn(0), drawn(0), drawn(1)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    assert not torch.equal(once[0], other[0])
+    assert not torch.equal(once[0], once[3])
+
+
+def test_filler_may_be_documents_of_the_test_split(made: Made) -> None:
+    subject = made.subject(**{"evaluation.passkey.filler": "documents"})
+    trials = Trials(subject, "passkey", subject.config.evaluation.passkey, 1)
+    tokenizer, test = load_tokenizer("bytes"), open_split(made.dataset, "test")
+    bodies = [tokenizer.decode(body.numpy()) for body in trials.draw(4, 0).haystacks.bodies]
+    documents = [tokenizer.decode(test.document(number)) for number in range(test.documents)]
+    for body in bodies:
+        before, _, after = body.partition(" The pass key is ")
+        assert sum(text in before or text in after for text in documents) >= 2
+
+
+def test_a_model_of_diffusion_is_not_asked(tmp_path: Path) -> None:
+    bidirectional = {"model.bidirectional": True, "training.objective": "masked_diffusion"}
+    shape = {"model.memory": "none", "model.segment_length": 128, "model.mask_token_id": 256}
+    made = Made(tmp_path, **bidirectional | shape | {"model.vocab_size": 257})
+    for task in TASKS:
+        assert "a causal model" in made.result(task).section
+        assert load_task(task).sequences(made.subject()) == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "message"),
+    [
+        (
+            "passkey",
+            {"packing.context_length": 32, "evaluation.passkey.lengths": [64, 2]},
+            r"evaluation.passkey.lengths: 2 x packing.context_length is 64 tokens, but needles",
+        ),
+        (
+            "needles",
+            {"evaluation.needles.needles": 6},
+            r"evaluation.needles: .*6 needles .* as many depths",
+        ),
+        (
+            "recall",
+            {"evaluation.recall.pairs": 17},
+            r"evaluation.recall.pairs: 17 pairs need segments of at least 34 tokens",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    made: Made, task: EvaluationTaskName, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((UserError, ConfigError), match=message):
+        made.result(task, **overrides)
+
+
+def test_filler_of_documents_needs_a_test_split(tmp_path: Path) -> None:
+    made = Made(tmp_path, **{"data.splits": {"train": 0.5, "validation": 0.5, "test": 0.0}})
+    with pytest.raises(UserError, match=r"evaluation.needles.filler: documents, but the test"):
+        made.result("needles", **{"evaluation.needles.filler": "documents"})
+
+
+def test_recall_uses_different_readable_tokens() -> None:
+    tokenizer = load_tokenizer("bytes")
+    tokens = ordinary_tokens(tokenizer, SHAPE, seed=3)
+    assert len(set(tokens.tolist())) == SHAPE.vocabulary.size
+    assert tokenizer.decode(tokens.numpy()).isprintable()
+    assert not torch.equal(tokens, ordinary_tokens(tokenizer, SHAPE, seed=4))
+    with pytest.raises(UserError, match="needs 160 tokens of readable text"):
+        ordinary_tokens(tokenizer, Shape(32, 8, Vocabulary(80, 64, 16)), seed=0)
+
+
+def test_recall_counts_what_one_pass_over_each_sequence_predicts(made: Made) -> None:
+    model, vocabulary = made.subject().model, SHAPE.vocabulary
+    questions = draw(SHAPE, 6, 5, 1, torch.Generator().manual_seed(0))
+    tokens = torch.randperm(256, generator=torch.Generator().manual_seed(1))[: vocabulary.size]
+    values = tokens[vocabulary.keys : vocabulary.keys + vocabulary.values]
+    asked = questions.labels >= 0
+    with torch.no_grad():
+        model.lm_head.weight[values] *= 1.2  # so that a value is often the likeliest
+        logits = model(tokens[questions.input_ids]).logits[asked]
+    of_values = logits[:, values].argmax(-1)
+    of_values[::3] = 0
+    questions.labels[asked] = vocabulary.keys + of_values
+    right = (logits.argmax(-1) == values[of_values]).sum()
+    right_of_values = (logits[:, values].argmax(-1) == of_values).sum()
+    assert 0 < right < right_of_values < 6 * 8
+    found = answer(model, vocabulary, tokens, questions, 4)
+    counts = [sum(each) for each in (found.answers, found.right, found.right_of_values)]
+    assert counts == [6 * 8, right, right_of_values]

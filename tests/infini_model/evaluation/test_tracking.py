@@ -17,14 +17,14 @@ from infini_model.evaluation.prompt import continue_text
 from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.evaluation.tasks.task import TaskResult
 from infini_model.evaluation.tracking import log_evaluation
-from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import lock, write_json
 from infini_model.training.callbacks.mlflow_record import end_record, read_mlflow_record
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 SCORE = "evaluation/test_loss"
 PROMPT = "the memory of a "
-DRAW = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 30, "top_p": 0.9, "seed": 5}
+DRAW = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 30, "top_p": 0.9}
+SEED = 5
 # Loads models like a user without the project, outside its source folder.
 LOAD = """
 import json, os, sys
@@ -41,7 +41,7 @@ print(json.dumps([infini_model.__file__, *texts]))
 
 def evaluated(root, **overrides):
     """(config, dataset folder, run folder, result) of a finished run below `root`."""
-    config = settings(root, **overrides)
+    config = settings(root, **{"evaluation.tasks": ["loss"]} | overrides)
     dataset = make_dataset(root, config)
     run_dir = config.run.runs_dir / "first"
     make_run(run_dir, config)
@@ -79,17 +79,15 @@ def again(made, tmp_path):
     return evaluate
 
 
-def client(config):
+def client(uri):
     from mlflow import MlflowClient
 
-    return MlflowClient(config.tracking_uri)
+    return MlflowClient(uri)
 
 
 def in_mlflow(run_dir):
-    from mlflow import MlflowClient
-
     record = read_mlflow_record(run_dir)
-    return MlflowClient(record["tracking_uri"]).get_run(record["run_id"])
+    return client(record["tracking_uri"]).get_run(record["run_id"])
 
 
 def models_of(run_dir):
@@ -101,7 +99,7 @@ def load(uri, *models, cwd):
     """Where the library was loaded from, and each model's continuation of the prompt."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, uri, PROMPT, json.dumps(DRAW), *models],
+        [sys.executable, "-c", LOAD, uri, PROMPT, json.dumps(DRAW | {"seed": SEED}), *models],
         cwd=cwd,
         env=inherited | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -114,56 +112,40 @@ def load(uri, *models, cwd):
 
 def generated(config, run_dir):
     """The continuation of the prompt by `infini generate`."""
-    draw = {name: value for name, value in DRAW.items() if name != "seed"}
-    sample = config.evaluation.sample.model_copy(update=draw)
-    config = config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"seed": DRAW["seed"]}),
-            "evaluation": config.evaluation.model_copy(update={"sample": sample}),
-        }
-    )
-    return "".join(continue_text(config, run_dir, PROMPT))
+    sample = config.evaluation.sample.model_copy(update=DRAW)
+    changes = {
+        "run": config.run.model_copy(update={"seed": SEED}),
+        "evaluation": config.evaluation.model_copy(update={"sample": sample}),
+    }
+    return "".join(continue_text(config.model_copy(update=changes), run_dir, PROMPT))
 
 
 @pytest.mark.story
-def test_a_logged_model_generates_what_the_command_does(tmp_path):
-    config, dataset, run_dir, result = evaluated(
-        tmp_path,
-        **{
-            "data.tokenizer": {"spec": "train", "vocab_size": 280},
-            "model.vocab_size": 280,
-            "tracking.registered_model": "text",
-        },
-    )
-    assert log_evaluation(run_dir, dataset, config, result)
-    record = read_mlflow_record(run_dir)
-    library, *texts = load(
-        config.tracking_uri,
-        f"runs:/{record['run_id']}/model",
-        "models:/text@best",
-        cwd=tmp_path,
-    )
-    expected = generated(config, run_dir)
-    assert len(expected) > 20
-    assert texts == [[expected], [expected]]
-    assert "code/infini_model" in library
-    stored = {path.suffix for path in (config.run.output_dir / "mlflow").rglob("*")}
-    assert ".safetensors" in stored
-    assert not stored & {".pkl", ".pickle", ".pt", ".bin"}
-
-
-@pytest.mark.story
-def test_a_server_stores_and_returns_a_byte_model(made, again, tmp_path):
-    config, _, first, _ = made
+def test_a_model_on_a_server_generates_what_the_command_does(made, again, tmp_path):
+    """With a trained tokenizer, and of bytes."""
     home = tmp_path / "server"
     home.mkdir()
     with mlflow_server(home) as server:
-        run_dir = again(tracking_uri=server.url, registered_model="text")
-        assert in_mlflow(run_dir).info.status == "FINISHED"
-        model = f"runs:/{read_mlflow_record(run_dir)['run_id']}/model"
-        _, *texts = load(server.url, model, "models:/text@best", cwd=tmp_path)
-    assert texts == [[generated(config, first)]] * 2
-    assert list((home / "artifacts").rglob("model.safetensors"))
+        config, dataset, run_dir, result = evaluated(
+            tmp_path,
+            **{
+                "data.tokenizer": {"spec": "train", "vocab_size": 280},
+                "model.vocab_size": 280,
+                "tracking.tracking_uri": server.url,
+                "tracking.registered_model": "text",
+            },
+        )
+        assert log_evaluation(run_dir, dataset, config, result)
+        runs = [read_mlflow_record(each) for each in (run_dir, again(tracking_uri=server.url))]
+        models = [f"runs:/{each['run_id']}/model" for each in runs]
+        library, *texts = load(server.url, *models, "models:/text@best", cwd=tmp_path)
+    expected, of_bytes = generated(config, run_dir), generated(made[0], made[2])
+    assert len(expected) > 20
+    assert texts == [[expected], [of_bytes], [expected]]
+    assert "code/infini_model" in library
+    stored = {path.suffix for path in (home / "artifacts").rglob("*")}
+    assert ".safetensors" in stored
+    assert not stored & {".pkl", ".pickle", ".pt", ".bin"}
 
 
 def test_a_model_is_logged_once_with_its_signature_and_scores(made, again):
@@ -171,42 +153,27 @@ def test_a_model_is_logged_once_with_its_signature_and_scores(made, again):
     for _ in range(2):
         run_dir = again(registered_model="once")
     (output,) = models_of(run_dir)
-    model = client(config).get_logged_model(output.model_id)
+    model = client(config.tracking_uri).get_logged_model(output.model_id)
     assert (model.name, model.status, output.step) == ("model", "READY", 40)
     assert {m.key: m.value for m in model.metrics} == result.metrics
     assert in_mlflow(run_dir).data.metrics["evaluation/test_loss"] == result.metrics[SCORE]
-    assert len(client(config).search_model_versions("name = 'once'")) == 1
+    assert len(client(config.tracking_uri).search_model_versions("name = 'once'")) == 1
 
     from mlflow.models import Model
 
     signature = Model.load(model.artifact_location.removeprefix("file://")).signature
     assert [(c.name, c.type.name) for c in signature.inputs] == [("prompt", "string")]
-    defaults = {p.name: p.default for p in signature.params}
-    assert defaults == {
-        "max_new_tokens": config.evaluation.sample.max_new_tokens,
-        "temperature": config.evaluation.sample.temperature,
-        "top_k": config.evaluation.sample.top_k,
-        "top_p": config.evaluation.sample.top_p,
-        "seed": config.run.seed,
-    }
+    sample = config.evaluation.sample.model_dump(include=set(DRAW))
+    assert {p.name: p.default for p in signature.params} == sample | {"seed": config.run.seed}
 
 
 def test_the_version_with_the_lowest_loss_is_the_best(made, again):
-    config = made[0]
-    best = []
+    best, mlflow = [], client(made[0].tracking_uri)
     for name, loss in (("a", 2.0), ("b", 3.0), ("c", 1.5), ("a", 1.0)):
         again(name, loss=loss, registered_model="ranked")
-        best.append(client(config).get_model_version_by_alias("ranked", "best").version)
+        best.append(mlflow.get_model_version_by_alias("ranked", "best").version)
     # The last one was registered earlier, with the loss that it had then.
     assert best == [1, 1, 3, 3]
-
-
-def test_a_model_is_not_logged_or_registered_unless_configured(made, again):
-    run_dir = again(log_model=False)
-    assert models_of(run_dir) == []
-    assert in_mlflow(run_dir).info.status == "FINISHED"
-    with pytest.raises(ConfigError, match=r"registered_model needs mlflow and log_model"):
-        validate({"tracking": {"log_model": False, "registered_model": "text"}})
 
 
 def start(made, run_dir):
@@ -217,22 +184,30 @@ def start(made, run_dir):
     return metrics
 
 
-@pytest.mark.parametrize("end", ["KILLED", "FAILED"])
-def test_an_evaluation_keeps_the_status_of_an_interrupted_run(made, again, tmp_path, end):
-    start(made, tmp_path / "run").close(end)
-    run_dir = again(step=20)
-    assert in_mlflow(run_dir).info.status == end
+@pytest.mark.parametrize(
+    ("end", "step", "status"),
+    [
+        # MLflow was down while it trained; an evaluation creates the record.
+        (None, 20, "KILLED"),
+        ("FAILED", 20, "FAILED"),
+        ("FINISHED", 40, "FINISHED"),
+    ],
+)
+def test_an_evaluation_keeps_the_status_of_a_run(made, again, tmp_path, end, step, status):
+    ended = None
+    if end is not None:
+        start(made, tmp_path / "run").close(end)
+        ended = in_mlflow(tmp_path / "run").info.end_time
+    run_dir = again(step=step, log_model=end != "FINISHED")
+    info = in_mlflow(run_dir).info
+    assert info.status == status
+    assert ended in (None, info.end_time)
+    assert not end_record(run_dir, "FAILED")
+    # Models of checkpoints are not logged, nor those of runs with `log_model=false`.
     assert models_of(run_dir) == []
     # The scores are those of the checkpoint, not of the last recorded step.
-    history = client(made[0]).get_metric_history(in_mlflow(run_dir).info.run_id, SCORE)
-    assert [metric.step for metric in history] == [20]
-
-
-def test_an_evaluation_marks_a_killed_run(again):
-    # MLflow was down while it trained; an evaluation creates the record.
-    run_dir = again(step=20)
-    assert in_mlflow(run_dir).info.status == "KILLED"
-    assert not end_record(run_dir, "FAILED")
+    history = client(made[0].tracking_uri).get_metric_history(info.run_id, SCORE)
+    assert [metric.step for metric in history] == [step]
 
 
 def test_an_evaluation_leaves_a_running_training_running(made, again, tmp_path):
@@ -241,14 +216,6 @@ def test_an_evaluation_leaves_a_running_training_running(made, again, tmp_path):
         run_dir = again(step=20)
         assert in_mlflow(run_dir).info.status == "RUNNING"
     metrics.close("KILLED")
-
-
-def test_a_finished_run_stays_finished_when_evaluated_again(made, again, tmp_path):
-    start(made, tmp_path / "run").close("FINISHED")
-    ended = in_mlflow(tmp_path / "run").info.end_time
-    run_dir = again(log_model=False)
-    assert in_mlflow(run_dir).info.status == "FINISHED"
-    assert in_mlflow(run_dir).info.end_time == ended
 
 
 def test_results_are_kept_when_mlflow_is_down(made, caplog):
@@ -264,7 +231,7 @@ def test_results_are_kept_when_mlflow_is_down(made, caplog):
     assert log_evaluation(run_dir, dataset, config, result)
     assert in_mlflow(run_dir).data.metrics[SCORE] == result.metrics[SCORE]
     run_id = in_mlflow(run_dir).info.run_id
-    history = client(config).get_metric_history(run_id, "train/loss")
+    history = client(config.tracking_uri).get_metric_history(run_id, "train/loss")
     assert [metric.step for metric in history] == list(range(41))
-    report = client(config).list_artifacts(run_id)
+    report = client(config.tracking_uri).list_artifacts(run_id)
     assert {"report.md", "report.html", "plots"} <= {file.path for file in report}

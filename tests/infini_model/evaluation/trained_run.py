@@ -7,7 +7,6 @@ import torch
 from infini_model.config import load_config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
-from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.training.checkpoints.background import HostCopy
@@ -80,18 +79,3 @@ def make_run(run_dir, config, steps=(20, 40)):
         )
     metrics.close()
     return model
-
-
-def make_all(root):
-    """(root, dataset folder, run folder), with default settings."""
-    config = settings(root)
-    dataset = make_dataset(root, config)
-    make_run(root / "run", config)
-    return root, dataset, root / "run"
-
-
-def evaluated(made, **overrides):
-    """The result of the one task that `overrides` name, for what `make_all` has made."""
-    root, dataset, run_dir = made
-    (result,) = evaluate_run(run_dir, dataset, settings(root, **overrides)).tasks.values()
-    return result

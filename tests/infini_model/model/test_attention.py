@@ -100,12 +100,6 @@ def outputs_and_gradients(function, case, dtype):
     ]
 
 
-def test_rotation_is_complex_multiplication():
-    x, (cos, sin) = torch.randn(2, 3, 5, 8).double(), (t.double() for t in rope_tables(5, 8, 100.0))
-    turned = torch.complex(*x.chunk(2, -1)) * torch.complex(cos[:, :4], sin[:, :4])
-    torch.testing.assert_close(rotate(x, (cos, sin)), torch.cat((turned.real, turned.imag), -1))
-
-
 def test_the_gradient_of_the_rotation_is_that_of_its_definition():
     x, weights = torch.randn(2, 3, 2, 5, 8).double()
     rope = tuple(torch.randn(5, 8).double() for _ in range(2))
@@ -123,13 +117,12 @@ def test_the_gradient_of_the_rotation_is_that_of_its_definition():
 @settings(max_examples=80, derandomize=True)
 def test_equals_the_paper_with_all_gradients(case):
     exact = outputs_and_gradients(attention_by_segment, case, torch.float64)
-    for ours, theirs in zip(
-        outputs_and_gradients(infini_attention, case, torch.float64), exact, strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    for ours, theirs in zip(
-        outputs_and_gradients(infini_attention, case, torch.float32), exact, strict=True
-    ):
+    wide, narrow = (
+        outputs_and_gradients(infini_attention, case, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    torch.testing.assert_close(wide, exact, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(narrow, exact, strict=True):
         assert (ours - theirs).abs().max() < 1e-5 * (1.0 + theirs.abs().max())
 
 
@@ -179,33 +172,32 @@ def test_finite_whatever_the_magnitude(dtype, update):
 
 
 @BOTH
-def test_autocast_keeps_the_memory_exact(update):
-    q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=torch.bfloat16)
-    plain = infini_attention(q, k, v, gate, segment_length=4, update=update)
-    with torch.autocast("cpu", torch.bfloat16):
-        under = infini_attention(q, k, v, gate, segment_length=4, update=update)
-    torch.testing.assert_close(under, plain, rtol=0, atol=0)
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.bfloat16, "auto"), (torch.float32, "tiled")])
+def test_autocast_changes_no_bit(update, dtype, backend):
+    *leaves, _, _ = draw(1, 2, 1, 12, 4, dtype=dtype)
+    results = []
+    for enabled in (False, True):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out, memory = infini_attention(
+                *inputs, segment_length=4, update=update, backend=backend
+            )
+        gradients = torch.autograd.grad(out.float().sum() + memory.kv.sum(), inputs)
+        results.append((out, *memory, *gradients))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_delta_stays_bounded_where_the_papers_rule_explodes():
+def test_delta_grows_by_no_more_than_what_a_segment_adds():
     generator = torch.Generator().manual_seed(0)
-    memory, paper, bound = Memory(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)), None, 0.0
-    memory = Memory(*(x.double() for x in memory))
+    memory = Memory(torch.zeros(1, 1, 4, 4).double(), torch.zeros(1, 1, 4).double())
     for length in (1, 8, 64, 512, 4096):
         k, v = (torch.randn(1, 1, length, 4, generator=generator).double() for _ in range(2))
-        before = memory.kv[0, 0]
-        _, memory = infini_attention(
-            k, k, v, k.new_zeros(1), segment_length=length, memory=memory, update="delta"
-        )
-        sigma = functional.elu(k[0, 0]) + 1
-        added = torch.linalg.matrix_norm(sigma.T @ v[0, 0], 2)
-        after = torch.linalg.matrix_norm(memory.kv[0, 0], 2)
-        assert after <= torch.linalg.matrix_norm(before, 2) + added
-        bound += added
-        m, z = paper or (torch.zeros(4, 4).double(), sigma[0])
-        m = m + sigma.T @ (v[0, 0] - sigma @ m / (sigma @ z)[:, None])
-        paper = m, z + sigma.sum(0)
-    assert torch.linalg.matrix_norm(paper[0], 2) > 3 * bound
+        options = {"segment_length": length, "memory": memory, "update": "delta"}
+        _, after = infini_attention(k, k, v, k.new_zeros(1), **options)
+        added = (functional.elu(k) + 1).mT @ v
+        sizes = [torch.linalg.matrix_norm(x[0, 0], 2) for x in (after.kv, memory.kv, added)]
+        assert sizes[0] <= sizes[1] + sizes[2]
+        memory = after
 
 
 def test_delta_is_the_papers_rule_where_the_memory_outweighs_the_segment():
@@ -231,13 +223,19 @@ def test_feature_map_is_precise_in_value_and_gradient():
 
 @pytest.mark.parametrize("backend", ["auto", "math", "flash", "tiled"])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("length", [7, 150])
-def test_backends_equal_the_paper(backend, causal, length):
-    q, k, v, gate, *_ = draw(1, 4, 2, 2 * length + 2, 8)
-    settings = {"segment_length": length, "causal": causal}
-    ours, _ = infini_attention(q, k, v, gate, backend=backend, **settings)
-    exact, _ = attention_by_segment(q, k, v, gate, **settings)
-    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize(("tokens", "length"), [(16, 7), (302, 150), (3, 8)])
+def test_backends_equal_the_paper(backend, causal, tokens, length):
+    """With a memory and without; the last segments are not full."""
+    q, k, v, gate, *_ = draw(2, 4, 2, tokens, 8)
+    rope = tuple(table.double() for table in rope_tables(length, 8, 100.0))
+    settings = {"segment_length": length, "rope": rope, "causal": causal}
+    everywhere = torch.ones(2, -(-tokens // length), dtype=torch.bool)
+    for ours, reset in (
+        (infini_attention(q, k, v, gate, backend=backend, **settings)[0], None),
+        (segmented_local_attention(q, k, v, backend=backend, **settings), everywhere),
+    ):
+        exact, _ = attention_by_segment(q, k, v, gate, reset=reset, **settings)
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.cuda
@@ -262,11 +260,9 @@ def test_kernels_of_a_gpu_equal_the_paper(gpu, backend, causal):
         ("auto", torch.float32, 128, True, "auto"),
         ("auto", torch.float32, 129, True, "tiled"),
         ("auto", torch.bfloat16, 2048, True, "auto"),
-        ("auto", torch.float32, 2048, False, "auto"),
         ("tiled", torch.float32, 2048, False, "auto"),
         ("flash", torch.float32, 2048, False, "flash"),
         ("efficient", torch.float32, 2048, True, "tiled"),
-        ("efficient", torch.bfloat16, 2048, True, "auto"),
     ],
 )
 def test_kernels_on_a_cpu(backend, dtype, length, causal, kernel):
@@ -307,12 +303,8 @@ def test_the_flash_attn_that_suits_the_gpu(install, capability, head_dim, strict
     with deterministic_algorithms() if strict else contextlib.nullcontext():
         for dtype in (torch.bfloat16, torch.float16):
             assert resolve_on_cuda("auto", capability, dtype, head_dim) == kernel
-
-
-@pytest.mark.parametrize("backend", ["auto", "flash_attn", "flash", "cudnn"])
-def test_kernels_for_16_bits_are_not_used_for_more(install, backend):
-    install("flash-attn-4", "flash-attn")
-    assert resolve_on_cuda(backend, (9, 0), torch.float32, 128) == "auto"
+    for backend in ("auto", "flash_attn", "flash", "cudnn"):  # these take 16 bits
+        assert resolve_on_cuda(backend, capability, torch.float32, head_dim) == "auto"
 
 
 def test_a_kernel_that_does_not_suit_the_gpu_or_the_setting_is_refused(install):
@@ -340,7 +332,7 @@ def test_grouped_heads_in_float32_compute_no_scores_of_all_pairs(gpu, backend, d
     assert torch.cuda.max_memory_allocated() - before < 8 * 4096 * 4096
 
 
-@pytest.mark.parametrize("update", ["linear", "delta"])
+@BOTH
 def test_a_million_tokens_drift_less_than_a_thousandth(update):
     length, chunk, chunks = 64, 1 << 15, 32
     generator = torch.Generator().manual_seed(0)
@@ -370,24 +362,15 @@ EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
         (ValueError, "k: expected a number of heads that divides q's 4, got 3", {"k": Q[:, :3]}),
         (ValueError, r"k: expected shape \[2, 2, 6, 8\], got \[2, 2, 5, 8\]", {"k": K[:, :, :5]}),
         (TypeError, "v: expected dtype torch.float32, got torch.float16", {"v": V.half()}),
-        (TypeError, "q: expected a floating-point dtype, got torch.int64", {"q": Q.long()}),
         (ValueError, "v: expected device cpu as q, got meta", {"v": V.to("meta")}),
-        (ValueError, r"gate: expected shape \[4\], got \[2\]", {"gate": GATE[:2]}),
-        (
-            ValueError,
-            "memory_keys: expected a number of rows that divides 2, got 3",
-            {"memory_keys": K.repeat(2, 1, 1, 1)[:3]},
-        ),
         (ValueError, r"memory_values: expected shape \[1, 2, 6, 8\]", {"memory_keys": K[:1]}),
         (ValueError, "segment_length: expected at least 1, got 0", {"segment_length": 0}),
         (ValueError, "update: expected one of linear, delta, got 'none'", {"update": "none"}),
-        (ValueError, "rope cos: expected shape", {"rope": rope_tables(3, 8, 1e4)}),
         (
             TypeError,
             "memory.kv: expected dtype torch.float32, got torch.bfloat16",
             {"memory": Memory(*(x.bfloat16() for x in EMPTY))},
         ),
-        (TypeError, "reset: expected dtype torch.bool", {"reset": torch.zeros(2, 2)}),
         (ConfigError, "attention_backend: got 'cudnn': on cpu it takes", {"backend": "cudnn"}),
         (ConfigError, "attention_backend: got 'best'", {"backend": "best"}),
         (
@@ -401,16 +384,3 @@ def test_bad_input_is_named(error, message, change):
     arguments = {"q": Q, "k": K, "v": V, "gate": GATE, "segment_length": 4} | change
     with pytest.raises(error, match=message):
         infini_attention(**arguments)
-
-
-# Segments of one token, partial last segments, a single short segment, and tiles of the CPU kernel.
-@pytest.mark.parametrize(("tokens", "length"), [(3, 1), (12, 4), (14, 4), (3, 8), (290, 140)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_without_memory_it_is_the_softmax_of_each_segment(tokens, length, causal):
-    q, k, v, gate, *_ = draw(2, 4, 2, tokens, 4)
-    rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
-    options = {"segment_length": length, "rope": rope, "causal": causal}
-    out = segmented_local_attention(q, k, v, **options)
-    everywhere = torch.ones(2, -(-tokens // length), dtype=torch.bool)
-    emptied, _ = attention_by_segment(q, k, v, gate, reset=everywhere, **options)
-    torch.testing.assert_close(out, emptied, rtol=1e-10, atol=1e-10)

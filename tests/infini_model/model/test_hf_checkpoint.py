@@ -1,4 +1,4 @@
-"""Hugging Face folders, checked against `transformers` and after damage."""
+"""Hugging Face folders of a Llama and of a LLaDA, beside `transformers` and after damage."""
 
 import json
 import os
@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import draw_memory_parameters, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from infini_model.model.hf_checkpoint import read_config, write_checkpoint
+from infini_model.model.hf_checkpoint import TokenIds, describe_tokens, write_checkpoint
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError
 
+LENGTH = 24
+TOKENS = torch.randint(50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -22,9 +24,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-TOKENS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
-
-
 SHAPE = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -32,6 +31,55 @@ SHAPE = {
     "rope_theta": 5000.0,
     "initializer_range": 0.2,
 }
+# The fields of LLaDA-8B-Base, with a small shape; the last ones have no meaning here.
+LLADA_FIELDS = {
+    "model_type": "llada",
+    "architectures": ["LLaDAModelLM"],
+    "activation_type": "silu",
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": 32,
+    "embedding_size": 50,
+    "eos_token_id": 48,
+    "init_std": 0.02,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "mask_token_id": 49,
+    "max_sequence_length": LENGTH,
+    "mlp_hidden_size": 48,
+    "multi_query_attention": None,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "n_layers": 2,
+    "pad_token_id": 48,
+    "rms_norm_eps": 1e-05,
+    "rope": True,
+    "rope_theta": 5000.0,
+    "vocab_size": 50,
+    **dict.fromkeys(("attention_dropout", "embedding_dropout", "residual_dropout"), 0.0),
+    **dict.fromkeys(("alibi", "attention_layer_norm", "bias_for_layer_norm"), False),
+    **dict.fromkeys(("include_bias", "include_qkv_bias", "input_emb_norm"), False),
+    **dict.fromkeys(("scale_logits", "weight_tying"), False),
+    "flash_attention": False,
+    "init_fn": "mitchell",
+}
+# LLaDA's name for each part of a Llama's.
+LLADA_NAMES = {
+    "model.embed_tokens": "model.transformer.wte",
+    "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out",
+    "model.layers": "model.transformer.blocks",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ff_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "attn_out",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
+BLOCK = "model.transformer.blocks."
 
 
 def theirs(**changes):
@@ -40,15 +88,44 @@ def theirs(**changes):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 24,
+        "max_position_embeddings": LENGTH,
         "rms_norm_eps": 1e-6,
     }
-    return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
+    llama = LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
+    for parameter in llama.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return llama
 
 
 def ours(**changes):
     torch.manual_seed(0)
-    return InfiniLlama(tiny_config(**SHAPE | {"segment_length": 24} | changes))
+    model = InfiniLlama(tiny_config(**SHAPE | {"segment_length": LENGTH} | changes))
+    draw_memory_parameters(model)
+    return model
+
+
+def llada_name(name):
+    for llama, llada in LLADA_NAMES.items():
+        name = name.replace(llama, llada)
+    return name
+
+
+def write_llada(folder, llama=None):
+    """A folder with the weights of a Llama, in LLaDA's form."""
+    llama = llama or theirs(num_key_value_heads=4)
+    folder.mkdir()
+    fields = {"n_kv_heads": llama.config.num_key_value_heads}
+    fields["weight_tying"] = llama.config.tie_word_embeddings
+    (folder / "config.json").write_text(json.dumps(LLADA_FIELDS | fields))
+    tensors = {llada_name(name): each.data for name, each in llama.named_parameters()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_llama(folder):
+    ours().save_pretrained(folder)
+    return folder
 
 
 def logits(model):
@@ -85,7 +162,10 @@ def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard, dtype):
         f"{tmp_path}: no gate found; initialised to -2",
         f"{tmp_path}: no memory_key_shift found; initialised to 0",
     ]
-    assert model.config.segment_length == 24
+    assert {gates.mean for gates in model.gate_statistics()} == {
+        torch.tensor(-2.0).sigmoid().item()
+    }
+    assert model.config.segment_length == LENGTH
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tie
     caplog.clear()
     other = InfiniLlama.from_pretrained(
@@ -96,10 +176,21 @@ def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard, dtype):
     assert {p.dtype for p in other.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("tie", [False, True])
-def test_a_round_trip_through_transformers(tmp_path, tie, caplog):
-    model = ours(memory="none", tie_word_embeddings=tie)
+@pytest.mark.parametrize(
+    ("changes", "dropped"),
+    [
+        ({}, ()),
+        ({"tie_word_embeddings": True, "head_dim": 16}, ()),
+        # In the older and in the current fields, either of which is enough.
+        ({"rope_scaling": LLAMA3}, ("rope_parameters",)),
+        ({"rope_scaling": LLAMA3}, ("rope_scaling", "rope_theta")),
+    ],
+    ids=["plain", "tied, wide heads", "older scaling", "current scaling"],
+)
+def test_a_round_trip_through_transformers(tmp_path, changes, dropped):
+    model = ours(memory="none", **changes)
     model.save_pretrained(tmp_path / "a")
+    edit(tmp_path / "a", **dict.fromkeys(dropped, "drop"))
     llama, report = AutoModelForCausalLM.from_pretrained(tmp_path / "a", output_loading_info=True)
     assert type(llama) is LlamaForCausalLM
     assert not any(report.values())
@@ -108,21 +199,25 @@ def test_a_round_trip_through_transformers(tmp_path, tie, caplog):
     again = InfiniLlama.from_pretrained(tmp_path / "b")
     assert again.config == model.config
     assert torch.equal(logits(again), logits(model))
-    # Trained without a memory, it begins one as a Llama does.
-    caplog.clear()
-    begun = InfiniLlama.from_pretrained(tmp_path / "a", memory="linear")
-    assert caplog.records[0].message == f"{tmp_path / 'a'}: no gate found; initialised to -2"
-    gates = {gates.mean for gates in begun.gate_statistics()}
-    assert gates == {torch.tensor(-2.0).sigmoid().item()}
 
 
 @pytest.mark.parametrize(
-    ("memory", "shift", "tie"), [("linear", True, False), ("delta", False, True)]
+    "changes",
+    [
+        {"memory": "linear"},
+        {"memory": "delta", "memory_key_shift": False, "tie_word_embeddings": True},
+        {
+            "memory": "delta",
+            "memory_query_shift": True,
+            "bidirectional": True,
+            "mask_token_id": 49,
+            "rope_scaling": {name: LLAMA3[name] for name in LLAMA3 if name != "rope_type"},
+        },
+    ],
+    ids=["linear", "delta", "bidirectional"],
 )
-def test_a_round_trip_with_memory(tmp_path, caplog, memory, shift, tie):
-    model = ours(segment_length=5, memory=memory, memory_key_shift=shift, tie_word_embeddings=tie)
-    draw_memory_parameters(model)
-    folder = tmp_path / "model"
+def test_a_round_trip_with_memory(tmp_path, caplog, changes):
+    model, folder = ours(segment_length=5, **changes), tmp_path / "model"
     write_checkpoint(folder, model.config, dict(model.named_parameters()), shard_bytes=20_000)
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
     assert torch.equal(logits(InfiniLlama.from_pretrained(folder)), logits(model))
@@ -136,21 +231,22 @@ def test_a_round_trip_with_memory(tmp_path, caplog, memory, shift, tie):
     assert not any(name.endswith("gate") for name, _ in plain.named_parameters())
 
 
+OLDER_FIELDS = {"rope_parameters": "drop", "rope_theta": 5000.0}
+
+
 def test_older_fields_and_stored_frequencies_are_read(tmp_path):
     llama = theirs()
     llama.save_pretrained(tmp_path)
-    edit(tmp_path, rope_parameters="drop", rope_theta=5000.0, rope_scaling=None)
+    edit(tmp_path, **OLDER_FIELDS, rope_scaling=None)
     weights = tmp_path / "model.safetensors"
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     save_file(load_file(weights) | frequencies, weights)
-    model = InfiniLlama.from_pretrained(tmp_path)
-    assert_close(model, llama)
+    assert_close(InfiniLlama.from_pretrained(tmp_path), llama)
 
 
-OLDER_FIELDS = {"rope_parameters": "drop", "rope_theta": 5000.0, "rope_scaling": LLAMA3}
-
-
-@pytest.mark.parametrize("changes", [{}, OLDER_FIELDS], ids=["current", "older"])
+@pytest.mark.parametrize(
+    "changes", [{}, OLDER_FIELDS | {"rope_scaling": LLAMA3}], ids=["current", "older"]
+)
 def test_llama3_scaling_is_read(tmp_path, changes):
     llama = theirs(rope_parameters=LLAMA3 | {"rope_theta": 5000.0})
     llama.save_pretrained(tmp_path)
@@ -166,48 +262,19 @@ def test_llama3_scaling_is_read(tmp_path, changes):
     assert ((shares > 0.13) & (shares < 0.99)).any()
 
 
-@pytest.mark.parametrize("dropped", [("rope_parameters",), ("rope_scaling", "rope_theta")])
-def test_llama3_scaling_is_written(tmp_path, dropped):
-    """In the older and in the current fields, either of which is enough."""
-    model = ours(memory="none", rope_scaling=LLAMA3)
-    model.save_pretrained(tmp_path / "a")
-    edit(tmp_path / "a", **dict.fromkeys(dropped, "drop"))
-    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    assert_close(model, llama)
-    llama.save_pretrained(tmp_path / "b")
-    again = InfiniLlama.from_pretrained(tmp_path / "b")
-    assert again.config == model.config
-    assert torch.equal(logits(again), logits(model))
-
-
-def test_an_explicit_head_dim_is_kept(tmp_path):
-    llama = theirs(head_dim=16)
-    llama.save_pretrained(tmp_path / "a")
-    model = InfiniLlama.from_pretrained(tmp_path / "a", memory="none")
-    assert model.config.head_dim == 16
-    assert_close(model, llama)
-    model.save_pretrained(tmp_path / "b")
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    assert_close(back, llama)
-
-
 def test_omitted_fields_have_hugging_faces_defaults(tmp_path):
     """The weights are small, since the norm's epsilon matters only for small activations."""
     theirs(initializer_range=1e-3).save_pretrained(tmp_path)
     left_out = ("rms_norm_eps", "head_dim", "initializer_range", "tie_word_embeddings")
     edit(tmp_path, **dict.fromkeys(left_out, "drop"))
     llama = AutoModelForCausalLM.from_pretrained(tmp_path)
-    model = InfiniLlama.from_pretrained(tmp_path)
-    assert_close(model, llama, 1e-7)
+    assert_close(InfiniLlama.from_pretrained(tmp_path), llama, 1e-7)
 
 
 def test_bf16_stays_bf16(tmp_path):
     model = ours(memory="none").bfloat16()
     tensors = dict(model.named_parameters())
-    write_checkpoint(tmp_path, model.config, tensors, shard_bytes=9000)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) > 1
-    assert {t.dtype for file in files for t in load_file(file).values()} == {torch.bfloat16}
+    model.save_pretrained(tmp_path)
     llama = AutoModelForCausalLM.from_pretrained(tmp_path)
     again = InfiniLlama.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for name, parameter in llama.named_parameters():
@@ -216,7 +283,66 @@ def test_bf16_stays_bf16(tmp_path):
         assert torch.equal(again.get_parameter(name), tensors[name])
     wide = InfiniLlama.from_pretrained(tmp_path)
     assert {p.dtype for p in wide.parameters()} == {torch.float32}
-    assert torch.equal(wide.lm_head.weight.bfloat16(), model.lm_head.weight)
+
+
+@pytest.mark.parametrize(("kv_heads", "tied"), [(4, False), (2, True)])
+def test_a_llada_is_a_llama_without_a_causal_mask(tmp_path, kv_heads, tied):
+    fields = {"num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "rms_norm_eps": 1e-5}
+    llama = theirs(attn_implementation="eager", **fields)
+    folder = write_llada(tmp_path / "m", llama)
+    with torch.no_grad():
+        visible = llama(TOKENS, attention_mask=torch.zeros(2, 1, LENGTH, LENGTH)).logits
+        causal = llama(TOKENS).logits
+    assert (visible - causal)[:, :-1].abs().max() > 0.1  # the mask is in use
+    for changes, expected in (({}, visible), ({"bidirectional": False}, causal)):
+        model = InfiniLlama.from_pretrained(folder, **changes)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_fields_of_a_llada_become_the_model_config(tmp_path):
+    llada = write_llada(tmp_path / "m")
+    config = InfiniLlama.check_pretrained(llada)
+    assert (config.bidirectional, config.memory, config.mask_token_id) == (True, "none", 49)
+    assert (config.segment_length, config.rope_theta, config.vocab_size) == (LENGTH, 5000.0, 50)
+    edit(llada, n_kv_heads=None, embedding_size=None, weight_tying="drop")
+    config = InfiniLlama.check_pretrained(llada)
+    assert (config.key_value_heads, config.vocab_size) == (4, 50)
+    assert config.tie_word_embeddings  # LLaDA's default
+    edit(llada, vocab_size=47, embedding_size=50)  # a padded embedding counts with all its rows
+    assert InfiniLlama.check_pretrained(llada).vocab_size == 50
+
+
+def test_reading_and_writing_a_llada_changes_no_field_and_no_tensor(tmp_path):
+    llada = write_llada(tmp_path / "m")
+    InfiniLlama.from_pretrained(llada).save_pretrained(tmp_path / "again")
+    describe_tokens(tmp_path / "again", TokenIds(bos=None, eos=48))
+    tree = json.loads((tmp_path / "again" / "config.json").read_text())
+    kept = {name: value for name, value in LLADA_FIELDS.items() if name in tree}
+    assert {name: tree[name] for name in kept} == kept
+    assert set(LLADA_FIELDS) - set(kept) == {"flash_attention", "init_fn"}
+    generation = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": 48}
+    before, after = (load_file(f / "model.safetensors") for f in (llada, tmp_path / "again"))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("bidirectional", "tied"), [(True, False), (False, True)])
+def test_a_larger_vocabulary_appends_mean_rows(tmp_path, bidirectional, tied):
+    model = ours(memory="none", bidirectional=bidirectional, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "m")
+    larger = InfiniLlama.from_pretrained(
+        tmp_path / "m", vocab_size=53, bidirectional=True, mask_token_id=50
+    )
+    assert larger.config.vocab_size == 53
+    assert (larger.lm_head.weight is larger.model.embed_tokens.weight) is tied
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        before, after = (each.state_dict()[name] for each in (model, larger))
+        assert torch.equal(after[:50], before)
+        torch.testing.assert_close(after[50:], before.mean(0).expand(3, -1))
+    larger.save_pretrained(tmp_path / "larger")
+    assert torch.equal(logits(InfiniLlama.from_pretrained(tmp_path / "larger")), logits(larger))
+    with pytest.raises(CheckpointError, match=r"weight: expected shape \[49, 32\], got \[50, 32\]"):
+        InfiniLlama.check_pretrained(tmp_path / "m", vocab_size=49)
 
 
 def test_other_files_are_not_deleted(tmp_path):
@@ -227,82 +353,89 @@ def test_other_files_are_not_deleted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("write", "changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; llama and llada are read"),
-        ({"hidden_size": "drop"}, "hidden_size is missing"),
-        ({"hidden_size": -1}, "hidden_size: Input should be greater than 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
-        ({"head_dim": 7}, "head_dim must be even for the rotary embedding, not 7"),
-        ({"attention_bias": True}, "attention_bias is True, only False"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling of type 'yarn'"),
-        ({"rope_scaling": "twice"}, "rope_parameters holds 'twice', needs a mapping"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_scaling\.factor: Field required"),
+        (write_llama, {"model_type": "gpt2"}, "model_type is 'gpt2'; llama and llada are read"),
+        (write_llama, {"hidden_size": "drop"}, "hidden_size is missing"),
+        (write_llama, {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
+        (write_llama, {"head_dim": 7}, "head_dim must be even for the rotary embedding, not 7"),
+        (write_llama, {"attention_bias": True}, "attention_bias is True, only False"),
+        (write_llama, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of type 'yarn'"),
+        (write_llama, {"rope_scaling": "twice"}, "rope_parameters holds 'twice', needs a mapping"),
         (
-            {"rope_scaling": LLAMA3 | {"partial_rotary_factor": 0.5}},
-            r"rope_scaling\.partial_rotary_factor: Extra inputs are not permitted",
+            write_llama,
+            {"rope_parameters": {"rope_type": "llama3"}},
+            r"rope_scaling\.factor: Field required",
         ),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor 4 must be below"),
-        ({"infini_attention": {"segment_length": 0}}, "segment_length: Input should be greater"),
-        ({"infini_attention": 3}, "infini_attention holds 3, needs a mapping"),
+        (
+            write_llama,
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+            "low_freq_factor 4 must be below",
+        ),
+        (write_llama, {"infini_attention": {"segment_length": 0}}, "segment_length: Input should"),
+        (write_llama, {"infini_attention": 3}, "infini_attention holds 3, needs a mapping"),
+        (write_llada, {"architectures": ["LLaDAMoE"]}, r"architectures is \['LLaDAMoE'\], only"),
+        (write_llada, {"rope": False}, "rope is False, only True is supported"),
+        (write_llada, {"block_type": "drop"}, "block_type is missing"),
+        (write_llada, {"d_model": -32}, "d_model: Input should be greater than 0"),
     ],
 )
-def test_a_config_that_does_not_fit_is_named(tmp_path, changes, message):
-    ours().save_pretrained(tmp_path / "m")
-    edit(tmp_path / "m", **changes)
-    with pytest.raises(CheckpointError, match=message):
-        read_config(tmp_path / "m", {})
+def test_a_config_that_does_not_fit_is_named(tmp_path, write, changes, message):
+    folder = write(tmp_path / "m")
+    edit(folder, **changes)
+    for read in (InfiniLlama.check_pretrained, InfiniLlama.from_pretrained):
+        with pytest.raises(CheckpointError, match=rf"config\.json: .*{message}"):
+            read(folder)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("write", "name", "tensor", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight is missing"),
+        (write_llama, "model.norm.weight", None, "is missing"),
+        (write_llama, "model.layers.1.self_attn.gate", None, "is missing"),
+        (write_llama, "extra", torch.zeros(1), "unexpected tensor"),
+        (write_llama, "model.norm.weight", torch.zeros(31), r"expected shape \[32\], got \[31\]"),
         (
-            lambda t: t.pop("model.layers.1.self_attn.gate"),
-            r"tensor model\.layers\.1\.self_attn\.gate is missing",
+            write_llama,
+            "model.norm.weight",
+            torch.zeros(32, dtype=torch.float8_e4m3fn),
+            "expected dtype F64, F32, F16, BF16, got F8_E4M3",
         ),
-        (lambda t: t.update(extra=torch.zeros(1)), "unexpected tensor extra"),
-        (
-            lambda t: t.update({"model.norm.weight": torch.zeros(31)}),
-            r"tensor model\.norm\.weight: expected shape \[32\], got \[31\]",
-        ),
-        (
-            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.float8_e4m3fn)}),
-            r"tensor model\.norm\.weight: expected dtype F64, F32, F16, BF16, got F8_E4M3",
-        ),
+        (write_llada, f"{BLOCK}1.ff_out.weight", None, "is missing"),
+        (write_llada, f"{BLOCK}0.attn_out.weight", torch.zeros(3), r"expected shape \[32, 32\]"),
+        (write_llada, f"{BLOCK}0.q_norm.weight", torch.zeros(3), "unexpected tensor"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
-    ours().save_pretrained(tmp_path / "m")
-    weights = tmp_path / "m" / "model.safetensors"
-    tensors = load_file(weights)
-    change(tensors)
-    save_file(tensors, weights)
-    with pytest.raises(CheckpointError, match=message):
-        InfiniLlama.from_pretrained(tmp_path / "m")
+def test_tensors_that_do_not_fit_are_named_as_in_the_file(tmp_path, write, name, tensor, message):
+    folder = write(tmp_path / "m")
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights) | {name: tensor}
+    save_file({name: each for name, each in tensors.items() if each is not None}, weights)
+    for read in (InfiniLlama.check_pretrained, InfiniLlama.from_pretrained):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            read(folder)
+        assert name in str(caught.value)
 
 
 def test_damage_is_reported(tmp_path):
     folder = tmp_path / "m"
-    with pytest.raises(CheckpointError, match=r"m/config\.json: no such file"):
-        InfiniLlama.from_pretrained(folder)
-    ours().save_pretrained(folder)
-    with pytest.raises(CheckpointError, match="segment_length: Input should be a valid integer"):
-        InfiniLlama.from_pretrained(folder, segment_length="long")
-    with pytest.raises(CheckpointError, match="segments: Extra inputs are not permitted"):
-        InfiniLlama.from_pretrained(folder, segments=1)
+
+    def fails(message, **changes):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            InfiniLlama.from_pretrained(folder, **changes)
+        assert "\n" not in str(caught.value)
+
+    fails(r"m/config\.json: no such file")
+    write_llama(folder)
+    fails("segment_length: Input should be a valid integer", segment_length="long")
+    fails("segments: Extra inputs are not permitted", segments=1)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     for damaged in (whole[:1000], whole[:-8], b"", b"\x80\x04pickle" * 9):
         weights.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: unreadable") as caught:
-            InfiniLlama.from_pretrained(folder)
-        assert "\n" not in str(caught.value)
-    weights.unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: no such file"):
-        InfiniLlama.from_pretrained(folder)
+        fails(r"model\.safetensors: unreadable")
+    weights.rename(folder / "pytorch_model.bin")
+    fails(r"model\.safetensors: no such file; there is pytorch_model\.bin, but only weights in")
     index = folder / "model.safetensors.index.json"
     for tree, message in (
         ({}, "weight_map is missing"),
@@ -310,9 +443,7 @@ def test_damage_is_reported(tmp_path):
         ({"weight_map": {"a": "b.safetensors"}}, r"b\.safetensors: no such file"),
     ):
         index.write_text(json.dumps(tree))
-        with pytest.raises(CheckpointError, match=message):
-            InfiniLlama.from_pretrained(folder)
+        fails(message)
     for text, message in (("{", "invalid JSON"), ("[]", "holds list, needs a mapping")):
         (folder / "config.json").write_text(text)
-        with pytest.raises(CheckpointError, match=message):
-            InfiniLlama.from_pretrained(folder)
+        fails(message)

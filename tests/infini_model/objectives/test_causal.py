@@ -1,4 +1,4 @@
-"""Causal language modelling: next-token losses, summed without materializing all logits."""
+"""Causal language modelling, and prompts of which only the answers are learned."""
 
 import numpy as np
 import pytest
@@ -8,15 +8,27 @@ from torch.nn import functional
 
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.loss import IGNORED
 from infini_model.model.precision import PRECISIONS
 from infini_model.objectives.causal import CausalLM, GPUDataCollatorForCLM
+from infini_model.objectives.masked_diffusion import MaskedDiffusion
 from infini_model.objectives.objective import LossModule
 from infini_model.objectives.scoring import Scorer
 
-VOCABULARY, SEGMENT = 17, 4
+SEGMENT, LENGTH, MASK = 4, 12, 16
+VOCABULARY = MASK + 1
+# Tokens of each document without its first, as windows count them, and of its prompt: an answer of
+# several tokens, of one, one that is cut, one without a prompt, and no pair at all.
+VALID, PROMPTS = [9, 5, 12, 7, 0], [3, 5, 11, 0, 0]
+OBJECTIVES = {
+    "causal": CausalLM(),
+    "count": MaskedDiffusion(0, MASK, "count"),
+    "time": MaskedDiffusion(0, MASK, "time"),
+}
+DIFFUSION = pytest.mark.parametrize("name", ["count", "time"])
 
 
-def make_batch():
+def two_windows():
     """Two windows of two one-segment rows; the second window starts with a document."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (2, 2, SEGMENT + 1), generator=generator)
@@ -24,55 +36,56 @@ def make_batch():
     return Batch(tokens, valid, reset, torch.arange(2))
 
 
-@pytest.fixture
-def module():
+def pairs(first_key=0):
+    """A window of each prompt with its answer."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(MASK, (len(VALID), 1, LENGTH + 1), generator=generator)
+    valid, prompts = torch.tensor(VALID)[:, None], torch.tensor(PROMPTS)[:, None]
+    keys = torch.arange(first_key, first_key + len(VALID))
+    return Batch(tokens, valid, None, keys, prompts)
+
+
+def make_module(name="causal"):
     torch.manual_seed(0)
-    return LossModule(InfiniLlama(tiny_config(vocab_size=VOCABULARY)), CausalLM())
+    shape = {"vocab_size": VOCABULARY, "segment_length": SEGMENT}
+    if name != "causal":
+        shape |= {"segment_length": LENGTH, "memory": "none"}
+        shape |= {"bidirectional": True, "mask_token_id": MASK}
+    return LossModule(InfiniLlama(tiny_config(**shape)), OBJECTIVES[name]).double()
 
 
-def losses_by_logits(model, inputs):
-    logits = model(inputs.input_ids, reset=inputs.reset).logits
-    return functional.cross_entropy(logits.mT, inputs.labels, reduction="none")
+def score(module, batch, **options):
+    return Scorer(module, PRECISIONS["fp32"], torch.device("cpu")).score(batch, **options)
 
 
 def test_each_position_predicts_the_next_token_of_its_row():
-    batch = make_batch()
+    batch = two_windows()
     inputs = CausalLM().inputs(batch)
     assert torch.equal(inputs.input_ids, batch.tokens[:, :, :-1].reshape(2, 8))
     assert torch.equal(inputs.labels[1], batch.tokens[1, :, 1:].reshape(8))
-    assert inputs.labels[0].tolist()[6:] == [-100, -100]
-    assert inputs.counted.sum() == 14
+    assert inputs.labels[0].tolist()[6:] == [IGNORED, IGNORED]
 
 
-def test_the_loss_and_its_gradients_are_those_of_the_logits(module):
-    inputs = CausalLM().inputs(make_batch())
-    expected = losses_by_logits(module.model, inputs)
-    assert torch.allclose(module(inputs, "none"), expected, atol=1e-5)
-    assert not module(inputs, "none")[0, 6:].any()
+def test_the_loss_its_gradients_and_the_scores_are_those_of_the_logits():
+    module, batch = make_module(), two_windows()
+    inputs = module.objective.inputs(batch)
+    logits = module.model(inputs.input_ids, reset=inputs.reset).logits
+    expected = functional.cross_entropy(logits.mT, inputs.labels, reduction="none")
+    torch.testing.assert_close(module(inputs, "none"), expected)
     parameters = list(module.parameters())
     wanted = torch.autograd.grad(expected.sum(), parameters)
     total = module(inputs, "sum")
-    assert torch.allclose(total, expected.sum(), atol=1e-4)
-    for gradient, want in zip(torch.autograd.grad(total, parameters), wanted, strict=True):
-        assert torch.allclose(gradient, want, atol=1e-4)
+    torch.testing.assert_close(total, expected.sum())
+    torch.testing.assert_close(torch.autograd.grad(total, parameters), wanted)
 
-
-def test_scores_are_sums_and_counts_by_segment(module):
-    scorer = Scorer(module, PRECISIONS["fp32"], torch.device("cpu"))
-    batch = make_batch()
-    sums, counts = scorer.score(batch)
-    inputs = CausalLM().inputs(batch)
-    losses = losses_by_logits(module.model, inputs)
+    sums, counts = score(module, batch)
     assert counts.tolist() == [8, 6]
-    assert torch.allclose(sums.float(), losses.view(2, 2, SEGMENT).sum((0, 2)), atol=1e-4)
-    assert sums.dtype == counts.dtype == torch.float64
-    assert all(parameter.grad is None for parameter in module.parameters())
+    torch.testing.assert_close(sums, expected.detach().view(2, 2, SEGMENT).sum((0, 2)))
 
 
-def test_an_emptied_memory_changes_all_segments_but_the_first(module):
-    scorer = Scorer(module, PRECISIONS["fp32"], torch.device("cpu"))
-    batch = make_batch()._replace(reset=None)
-    (kept, _), (emptied, _) = scorer.score(batch), scorer.score(batch, empty_memory=True)
+def test_an_emptied_memory_changes_all_segments_but_the_first():
+    module, batch = make_module(), two_windows()._replace(reset=None)
+    (kept, _), (emptied, _) = score(module, batch), score(module, batch, empty_memory=True)
     assert torch.equal(kept[0], emptied[0])
     assert kept[1] != emptied[1]
 
@@ -81,4 +94,73 @@ def test_the_collator_shifts_and_masks():
     collate = GPUDataCollatorForCLM("cpu")
     batch = collate([{"input_ids": [1, 2, 3]}, {"input_ids": np.array([4, 5], np.uint16)}])
     assert batch["input_ids"].tolist() == [[1, 2], [4, 5]]
-    assert batch["labels"].tolist() == [[2, 3], [5, -100]]
+    assert batch["labels"].tolist() == [[2, 3], [5, IGNORED]]
+
+
+def test_a_causal_model_predicts_the_answer_and_its_end_alone():
+    batch = pairs()
+    inputs = CausalLM().inputs(batch)
+    for row, (valid, prompt) in enumerate(zip(VALID, PROMPTS, strict=True)):
+        places = range(max(prompt, 1), valid + 1)
+        labels = inputs.labels[row]
+        assert torch.nonzero(labels != IGNORED).flatten().tolist() == [n - 1 for n in places]
+        assert labels[labels != IGNORED].tolist() == batch.tokens[row, 0, list(places)].tolist()
+    assert torch.equal(inputs.input_ids, batch.tokens[:, 0, :-1])
+
+
+@DIFFUSION
+def test_diffusion_masks_every_token_of_an_answer_and_none_of_a_prompt(name):
+    masked = torch.zeros(len(VALID), LENGTH, dtype=torch.bool)
+    for first in range(0, 400, len(VALID)):
+        inputs = OBJECTIVES[name].inputs(pairs(first))
+        masked |= inputs.input_ids == MASK
+        assert torch.equal(inputs.labels != IGNORED, inputs.input_ids == MASK)
+    for row, (valid, prompt) in enumerate(zip(VALID, PROMPTS, strict=True)):
+        last = min(valid, LENGTH - 1) if valid else -1
+        assert torch.nonzero(masked[row]).flatten().tolist() == list(range(prompt, last + 1))
+
+
+def test_the_causal_loss_is_the_mean_over_answers_of_the_mean_over_their_tokens():
+    module, batch = make_module(), pairs()
+    inputs = module.objective.inputs(batch)
+    logits = module.model(inputs.input_ids).logits
+    each = functional.cross_entropy(logits.mT, inputs.labels, reduction="none")
+    has = (inputs.labels != IGNORED).sum(1)
+    means = [losses.sum() / count for losses, count in zip(each, has, strict=True) if count]
+    assert len(means) == 4
+    loss = module(inputs, "sum") / inputs.counted.sum()
+    torch.testing.assert_close(loss, torch.stack(means).mean(), rtol=1e-6, atol=0)
+
+
+@DIFFUSION
+def test_the_diffusion_loss_is_the_mean_over_answers_of_the_bound_per_token(name):
+    """What a window of each answer would have, with the prompt unmasked."""
+    module, batch = make_module(name), pairs()
+    inputs = module.objective.inputs(batch)
+    plain = module.objective.inputs(batch._replace(prompts=None))
+    logits = module.model(inputs.input_ids).logits.clone()
+    logits[..., MASK] = -torch.inf
+    each = functional.cross_entropy(logits.mT, inputs.labels, reduction="none")
+    means = []
+    for row, (valid, prompt) in enumerate(zip(VALID, PROMPTS, strict=True)):
+        length = min(valid, LENGTH - 1) - prompt + 1 if valid else 0
+        count = int((inputs.input_ids[row] == MASK).sum())
+        if length:
+            # The shares by which `time` masks are drawn per window, whatever is masked in it.
+            weight = length / count if name == "count" else float(plain.weights[row, 0])
+            means.append(each[row].sum() * weight / length)
+    loss = module(inputs, "sum") / inputs.counted.sum()
+    torch.testing.assert_close(loss, torch.stack(means).mean(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_scores_and_parts_of_a_batch_sum_to_the_loss_of_the_whole(name):
+    module, batch = make_module(name), pairs()
+    whole = module(module.objective.inputs(batch), "sum")
+    parts = [module.objective.inputs(part) for part in batch.chunk(5)]
+    for sums, counts in (
+        score(module, batch).sum(1),
+        (sum(module(part, "sum") for part in parts), sum(part.counted.sum() for part in parts)),
+    ):
+        torch.testing.assert_close(sums.squeeze(), whole.squeeze(), rtol=1e-6, atol=0)
+        assert float(counts) == pytest.approx(4.0)

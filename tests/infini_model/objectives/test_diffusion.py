@@ -4,12 +4,10 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import draw_memory_parameters
+from tiny_models import draw_memory_parameters, tiny_config
 from torch.nn import functional
 
-from infini_model.config import ModelConfig
 from infini_model.data.loading.windows import Batch
-from infini_model.model.keyed_random import hashed, spread_evenly, uniform
 from infini_model.model.llama import InfiniLlama
 from infini_model.objectives.block_diffusion import BlockDiffusion
 from infini_model.objectives.masked_diffusion import MaskedDiffusion
@@ -34,28 +32,11 @@ def masks(batch, length=LENGTH, seed=0, noise="count"):
 
 def make_module(noise="count", length=LENGTH):
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_attention_heads=2,
-        intermediate_size=24,
-        segment_length=length,
-        memory_query_shift=True,
-        bidirectional=True,
-        mask_token_id=MASK,
-        initializer_range=0.3,
-    )
-    model = InfiniLlama(config).double()
+    diffusion = {"memory_query_shift": True, "bidirectional": True, "mask_token_id": MASK}
+    shape = {"vocab_size": VOCABULARY, "segment_length": length, "initializer_range": 0.3}
+    model = InfiniLlama(tiny_config(**shape | diffusion)).double()
     draw_memory_parameters(model)
     return LossModule(model, BlockDiffusion(0, MASK, length, noise))
-
-
-def without_memory(module, noise):
-    """The same weights, for masked diffusion."""
-    model, weights = module.model, module.model.state_dict()
-    bare = InfiniLlama(model.config.model_copy(update={"memory": "none"})).double()
-    bare.load_state_dict({name: weights[name] for name in bare.state_dict()})
-    return LossModule(bare, MaskedDiffusion(0, MASK, noise))
 
 
 def losses_of(logits, labels):
@@ -68,7 +49,9 @@ def losses_of(logits, labels):
 @NOISES
 def test_a_window_of_one_block_is_masked_diffusion(noise):
     batch, module = windows(8, blocks=1), make_module(noise)
-    plain = without_memory(module, noise)
+    bare = InfiniLlama(module.model.config.model_copy(update={"memory": "none"})).double()
+    bare.load_state_dict(module.model.state_dict(), strict=False)
+    plain = LossModule(bare, MaskedDiffusion(0, MASK, noise))
     for given in (batch, batch._replace(valid=torch.tensor([[3], [0], [4], [1]] * 2))):
         ours, theirs = module.objective.inputs(given), plain.objective.inputs(given)
         for one, other in zip(ours, theirs, strict=True):
@@ -98,23 +81,17 @@ def test_masked_tokens_are_the_labels_and_all_others_are_seen(noise):
     assert torch.equal(inputs.input_ids[~masked], ids[~masked])
     assert (inputs.labels[~masked] == -100).all()
     assert inputs.counted.all()
+    if noise == "count":
+        counts = masked.unflatten(1, (-1, LENGTH)).sum(2)
+        assert counts.min() >= 1
+        assert torch.allclose(inputs.weights.unflatten(1, (-1, LENGTH)), LENGTH / counts[..., None])
 
 
-def test_each_block_is_weighted_by_the_inverse_of_its_count_which_is_never_zero():
-    inputs = BlockDiffusion(0, MASK, LENGTH).inputs(windows(50))
-    counts = (inputs.input_ids == MASK).unflatten(1, (-1, LENGTH)).sum(2, keepdim=True)
-    assert counts.min() >= 1
-    assert torch.allclose(counts * inputs.weights.unflatten(1, (-1, LENGTH)), torch.tensor(4.0))
-
-
-@pytest.mark.parametrize(("rows", "blocks"), [(1, 64), (64, 1), (8, 8), (64, 34)])
-@pytest.mark.parametrize("first", [0, 12345, 1 << 33])
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 64), (64, 1), (64, 34)])
+@pytest.mark.parametrize("first", [0, 1 << 33])
 def test_the_counts_are_spread_evenly_over_windows_and_blocks(rows, blocks, first):
     counts = masks(windows(rows, blocks, 64, first), length=64).sum(2)
-    several = [counts.flatten()]
-    if rows > 1:
-        several += counts.unbind(1)
-    for each in several:
+    for each in [counts.flatten()] + (list(counts.unbind(1)) if rows > 1 else []):
         expected = (torch.arange(len(each)) + 0.5) * 64 / len(each)
         assert (each.sort().values - expected).abs().max() <= 5
 
@@ -141,18 +118,12 @@ def test_padding_is_seen_and_never_masked():
 
 
 @NOISES
-@pytest.mark.parametrize("objective", ["masked", "block"])
-def test_the_loss_and_its_gradients_are_those_of_the_logits(noise, objective):
-    module, batch = make_module(noise), windows(4, 1 if objective == "masked" else BLOCKS)
-    if objective == "masked":
-        module = without_memory(module, noise)
-        inputs = module.objective.inputs(batch)
-        hidden, _ = module.model.hidden(inputs.input_ids)
-    else:
-        reset = torch.arange(BLOCKS).expand(4, -1) == 3
-        inputs = module.objective.inputs(batch._replace(reset=reset))
-        clean = batch.tokens[:, 0, :-1]
-        hidden = module.model.noisy_hidden(inputs.input_ids, clean, reset)
+def test_the_loss_and_its_gradients_are_those_of_the_logits(noise):
+    module, batch = make_module(noise), windows(4)
+    reset = torch.arange(BLOCKS).expand(4, -1) == 3
+    inputs = module.objective.inputs(batch._replace(reset=reset))
+    clean = batch.tokens[:, 0, :-1]
+    hidden = module.model.noisy_hidden(inputs.input_ids, clean, reset)
     expected = losses_of(module.model.lm_head(hidden), inputs.labels) * inputs.weights
     torch.testing.assert_close(module(inputs, "none"), expected)
     parameters = list(module.parameters())
@@ -160,15 +131,12 @@ def test_the_loss_and_its_gradients_are_those_of_the_logits(noise, objective):
     theirs = torch.autograd.grad(expected.sum(), parameters)
     torch.testing.assert_close(ours, theirs)
     assert all(torch.count_nonzero(gradient) for gradient in ours)
-    with torch.no_grad():
-        torch.testing.assert_close(module(inputs, "sum"), expected.sum())
 
 
 @NOISES
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_the_expected_loss_is_the_mean_over_orders_in_each_block_given_those_before(noise, blocks):
+def test_the_expected_loss_is_the_mean_over_orders_in_each_block_given_those_before(noise):
     """Equation 6 of LLaDA for each block: what any-order autoregression assigns, on average."""
-    length, draws = 3, 30_000
+    length, blocks, draws = 3, 3, 30_000
     module, batch = make_module(noise, length), windows(1, blocks, length)
     ids = batch.tokens[:, 0, :-1]
     subsets = torch.tensor(list(itertools.product([False, True], repeat=length)))
@@ -191,14 +159,3 @@ def test_the_expected_loss_is_the_mean_over_orders_in_each_block_given_those_bef
     each = (each.flatten(1) * inputs.weights).sum(1)
     error = each.std() / draws**0.5
     assert abs(each.mean() - total / len(orders)) < 4 * error + 1e-3 * each.mean()
-
-
-def test_hashes_are_uniform_and_change_with_every_part():
-    keys = torch.arange(4096)
-    numbers = uniform(hashed(3, keys))
-    assert 0.0 <= numbers.min() < 0.01 < 0.99 < numbers.max() < 1.0
-    assert abs(numbers.mean() - 0.5) < 5 / (12 * 4096) ** 0.5
-    bits = torch.stack([hashed(3, keys) >> n & 1 for n in range(64)]).double().mean(1)
-    assert (bits - 0.5).abs().max() < 5 * (0.25 / 4096) ** 0.5
-    assert len({int(x) for x in hashed(3, keys)} & {int(x) for x in hashed(4, keys)}) == 0
-    assert not torch.equal(spread_evenly(3, keys), spread_evenly(4, keys))

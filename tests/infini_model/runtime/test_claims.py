@@ -1,21 +1,19 @@
 """Run folders: what they record, who holds one, which is resumed and with which settings."""
 
-import contextlib
 import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 from commands import PATIENCE, eventually
 
 from flows.evaluate import _as_trained
-from infini_model.config import Config, Section, load_config
+from infini_model.config import Config, load_config
 from infini_model.config.moved import MOVED
 from infini_model.runtime import claims
 from infini_model.runtime.claims import claim_run, resume_config
@@ -50,98 +48,59 @@ def claim(config: Config, key: str = "k1", *, finish: bool = False, **options: A
 
 
 def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not(tmp_path: Path) -> None:
-    first = claim(config_of(tmp_path))
+    config = config_of(tmp_path, "training.max_steps=10")
+    first = claim(config)
     assert first.name == "debug-1"
-    assert claim(config_of(tmp_path), finish=True) == first
+    record_evaluation(first, 5, "k1", {"evaluation/test_loss": 2.0})
+    assert not is_finished(first)
+    assert claim(config) == latest_run(config) == first
+    record_evaluation(first, 10, "k1", {})
     assert is_finished(first)
-    second = claim(config_of(tmp_path))
+    second = claim(config)
     assert second.name == "debug-2"
-    assert (tmp_path / "runs" / "latest").resolve() == second
+    assert latest_run(config) == second
+    for damage in ("{", '"text"'):
+        (first / "evaluation.json").write_text(damage)
+        assert not is_finished(first)
 
 
-def test_other_settings_or_data_start_another_run(tmp_path: Path) -> None:
-    first = claim(config_of(tmp_path))
-    assert claim(config_of(tmp_path, "training.learning_rate=1e-4")) != first
-    assert claim(config_of(tmp_path), "k2") != first
-    free = ("checkpoint.save_steps=3", "run.log_level=info", "launch.processes=2")
-    assert claim(config_of(tmp_path, *free)) == first
-
-
-# Values that may be tried for any key, beside those that its type lists.
-VALUES = (
-    *("true", "false", "1", "3", "8", "64", "256", "0.5", "[3, 4, 5, 6, 7]", "[sample]"),
-    *("300", "cpu", "2/4", "head:6379", "'{role}: {content}'", "elsewhere"),
-)
-SPLITS = ("data.splits={train: 0.8, validation: 0.1, test: 0.1}",)
-SCALING = (
-    "{factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 8192}"
-)
-WEIGHTS = ("model.initial_weights=a/b", "model.segment_length=128")
-DIFFUSION = (
-    "training.objective=masked_diffusion",
-    "model.memory=none",
-    "model.segment_length=4096",
-)
-# What changes a key for which none of them is valid.
-OTHER: dict[str, tuple[str, ...]] = {
-    "data.source.kind": ("data.source={kind: hub, repository: ag_news}",),
-    "data.splits.train": SPLITS,
-    "data.splits.validation": SPLITS,
-    "data.splits.test": SPLITS,
-    "launch.nodes": ("launch.launcher=ray", "launch.nodes=2-4"),
-    "launch.num_nodes": SHARED,
-    "launch.node_rank": (*SHARED, "launch.node_rank=1"),
-    "model.initial_weights": WEIGHTS,
-    "model.rope_scaling": (f"model.rope_scaling={SCALING}",),
-    "model.bidirectional": (*DIFFUSION, "model.bidirectional=true"),
-    "training.objective": DIFFUSION,
-    "training.lora": (*WEIGHTS, "training.lora={}"),
-    "comparison.sweep": ("comparison.sweep=['run.seed=1,2']",),
-}
-# Keys that choose the folder.
-PLACES = {"run.name", "run.preset", "run.output_dir", "run.store", "run.data_store"}
-
-
-def leaves(section: Section, above: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Every key below `section` except `PLACES`, with the values that its type lists."""
-    for name, field in type(section).model_fields.items():
-        value, key = getattr(section, name), f"{above}{name}"
-        if isinstance(value, Section):
-            yield from leaves(value, f"{key}.")
-        elif key not in PLACES:
-            yield key, [str(choice) for choice in get_args(field.annotation)]
-
-
-BEFORE = load_config(overrides=["run.preset=debug"])
-KEYS = dict(leaves(BEFORE))
-
-
-def change_of(key: str) -> tuple[str, ...]:
-    """Overrides that change the value of a key; a new key may have to be named in `OTHER`."""
-    if key in OTHER:
-        return OTHER[key]
-    tree = BEFORE.model_dump()
-    for value in (*KEYS[key], *VALUES):
-        with contextlib.suppress(ConfigError):
-            if load_config(overrides=[tree, f"{key}={value}"]) != BEFORE:
-                return (f"{key}={value}",)
-    raise AssertionError(f"no value is valid for {key}: name one in OTHER")
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_change_makes_another_run_if_and_only_if_it_decides_the_weights(key: str) -> None:
-    changed = load_config(overrides=["run.preset=debug", *change_of(key)])
-    decides = key.split(".")[0] in ("packing", "model", "training") or key == "run.seed"
-    assert (changed.identity != BEFORE.identity) is decides
-
-
-def test_concurrent_claims_never_share_a_folder(tmp_path: Path) -> None:
+def test_a_held_run_and_one_of_other_settings_or_data_are_left_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    with (
-        claim_run(config, "k1", Path("data")) as one,
-        claim_run(config, "k1", Path("data")) as two,
-    ):
-        assert one != two
+    first = claim(config)
+    assert claim(config_of(tmp_path, "checkpoint.save_steps=3")) == first
+    with claim_run(config, "k1", Path("data")) as held:
+        assert held == first
+        assert claim(config).name == "debug-2"
+    assert claim(config_of(tmp_path, "training.learning_rate=1e-4")).name == "debug-3"
+    assert claim(config, "k2").name == "debug-4"
+
+
+@pytest.mark.parametrize(
+    ("change", "decides"),
+    [
+        ("training.learning_rate=1e-4", True),
+        ("model.gate_start=-1", True),
+        ("model.head_dim=64", True),  # otherwise derived, and not written down
+        ("packing.context_length=256", True),
+        ("run.seed=3", True),
+        ("run.log_level=debug", False),
+        ("data.batch_size=8", False),
+        ("launch.processes=2", False),
+        ("logging.logging_steps=3", False),
+        ("checkpoint.save_steps=3", False),
+        ("evaluation.max_windows=3", False),
+        ("comparison.runs=[a]", False),
+        ("tracking.mlflow=false", False),
+        ("stages.train.retries=7", False),
+    ],
+)
+def test_a_change_makes_another_run_if_and_only_if_it_decides_the_weights(
+    change: str, decides: bool
+) -> None:
+    before = load_config(overrides=["run.preset=debug"])
+    changed = load_config(overrides=["run.preset=debug", change])
+    assert changed != before
+    assert (changed.identity != before.identity) is decides
 
 
 def test_a_claim_that_is_killed_blocks_no_other_command(tmp_path: Path) -> None:
@@ -197,20 +156,13 @@ def test_other_machines_join_the_run_of_the_first_one(
         assert looked.wait(PATIENCE)
         with claim_run(first, "k1", Path("data")) as run_dir:
             assert joined.result(PATIENCE) == run_dir
+            # They do not wait for a run that is another one.
+            message = r"mine holds another run, in use by process \d+ \(the dataset differs"
+            with pytest.raises(ConfigError, match=message):
+                claim(second, "k2")
 
 
-def test_another_machine_does_not_wait_for_a_run_that_is_another_one(tmp_path: Path) -> None:
-    second = config_of(tmp_path, *SHARED, "launch.node_rank=1")
-    other = config_of(tmp_path, *SHARED, "training.learning_rate=1e-4")
-    with claim_run(other, "k1", Path("data")):
-        match = r"mine holds another run, in use by process \d+ \(training\.learning_rate is"
-        with pytest.raises(ConfigError, match=match):
-            claim(second)
-    with pytest.raises(ConfigError, match=r"mine holds another run \(training\.learning_rate is"):
-        claim(second)
-
-
-def test_a_flow_run_gets_its_own_folder_back_and_no_other(tmp_path: Path) -> None:
+def test_a_flow_run_gets_its_own_folder_back_until_another_has_resumed_it(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     first = claim(config, owner=UI, adopt=False)
     assert find_run(tmp_path / "runs", "ui") == first
@@ -223,31 +175,27 @@ def test_a_flow_run_gets_its_own_folder_back_and_no_other(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"debug-2 holds another run \(the dataset differs"):
         claim(config, "k2", owner=NIGHT, adopt=False)
 
-
-def test_a_flow_run_does_not_take_back_a_run_that_another_has_resumed(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    first = claim(config, owner=UI, adopt=False)
-    assert claim(config, owner=NIGHT) == first
-    message = r"debug-1 has since been resumed by flow run night; take it over with infini resume"
+    other = Owner("other")
+    assert claim(config, owner=other) == second
+    message = r"debug-2 has since been resumed by flow run other; take it over with infini resume"
     with pytest.raises(ConfigError, match=message):
-        claim(config, owner=UI, adopt=False)
-    assert find_run(tmp_path / "runs", "ui") == first
+        claim(config, owner=NIGHT, adopt=False)
+    assert find_run(tmp_path / "runs", "night") == second
     # Anyone may resume a run by its name if nobody holds it.
-    assert claim(resume_config(first), owner=Owner("by name"), adopt=False) == first
+    assert claim(resume_config(second), owner=Owner("by name"), adopt=False) == second
 
 
 def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tmp_path)
-    released = threading.Event()
+    begun, released = threading.Event(), threading.Event()
 
     def hold_until_released() -> None:
         with claim_run(config, "k1", Path("data"), owner=UI):
             begun.set()
             assert released.wait(PATIENCE)
 
-    begun = threading.Event()
     with ThreadPoolExecutor() as pool:
         pool.submit(hold_until_released)
         assert begun.wait(PATIENCE)
@@ -275,8 +223,10 @@ def test_a_run_is_resumed_with_its_own_settings_and_dataset(tmp_path: Path) -> N
     }.items():
         with pytest.raises(ConfigError, match=message):
             resume_config(run_dir, [override])
-    with pytest.raises(DataError, match="not a run folder"):
-        resume_config(begun)
+    assert dataset_of(run_dir) == Path("data").resolve()
+    for read in (resume_config, read_run_config, dataset_of):
+        with pytest.raises(DataError, match="not a run folder"):
+            read(begun)
 
 
 def test_the_datasets_folder_of_another_machine_becomes_that_of_this_one(
@@ -340,36 +290,10 @@ def test_a_run_that_an_earlier_version_started_is_read_and_resumed(tmp_path: Pat
         resume_config(run_dir, ["training.gpus=0"])
 
 
-def test_the_configuration_of_a_run_can_be_read_back(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    run_dir = claim(config)
-    recorded = read_run_config(run_dir)
-    assert recorded.run.name == run_dir.name
-    assert recorded.training == config.training
-    assert latest_run(config) == run_dir
-    assert dataset_of(run_dir) == Path("data").resolve()
-    with pytest.raises(DataError, match="not a run folder"):
-        read_run_config(tmp_path)
-    with pytest.raises(DataError, match="not a run folder"):
-        dataset_of(tmp_path)
-    with pytest.raises(DataError, match="no such run"):
-        latest_run(config_of(tmp_path / "elsewhere"))
-
-
-def test_an_evaluation_before_the_last_step_leaves_a_run_resumable(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "training.max_steps=10")
-    first = claim(config)
-    (first / "report.md").write_text("at step 5")
-    record_evaluation(first, 5, "k1", {"evaluation/test_loss": 2.0})
-    assert not is_finished(first)
-    assert claim(config) == first
-    record_evaluation(first, 10, "k1", {})
-    assert is_finished(first)
-    assert claim(config) != first
-
-
 @pytest.mark.parametrize(
-    ("step", "later", "finished"), [(10, 5, True), (9, 5, False), (10, -5, False)]
+    ("step", "later", "finished"),
+    [(10, 5, True), (9, 5, False), (10, -5, False)],
+    ids=["last step", "earlier step", "report before the step"],
 )
 def test_a_run_of_an_older_version_is_finished_if_its_report_is_of_the_last_step(
     tmp_path: Path, step: int, later: int, finished: bool
@@ -387,10 +311,3 @@ def test_a_run_of_an_older_version_is_finished_if_its_report_is_of_the_last_step
     assert is_finished(run_dir) is finished
     assert owner_of(run_dir) is None
     assert (claim(config, owner=UI) == run_dir) is not finished
-
-
-def test_a_run_with_a_damaged_record_is_not_finished(tmp_path: Path) -> None:
-    run_dir = claim(config_of(tmp_path), finish=True)
-    for damage in ("{", '"text"'):
-        (run_dir / "evaluation.json").write_text(damage)
-        assert not is_finished(run_dir)

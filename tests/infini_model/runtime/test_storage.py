@@ -1,7 +1,9 @@
 """Files are complete or absent, locks end with their holder and name it, facts are remembered."""
 
 import contextlib
+import fcntl
 import hashlib
+import os
 import shutil
 import signal
 import subprocess
@@ -15,16 +17,11 @@ import pytest
 from commands import PATIENCE, eventually
 from disks import small
 
+from infini_model.data.keeping.scratch import scratch_folder
 from infini_model.runtime import holders, remembered, storage
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.holders import Holder, hold, holder_of
 from infini_model.runtime.remembered import KEEP_DAYS, REFRESH_DAYS, Remembered
-
-
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], text=True, capture_output=True
-    )
 
 
 def interrupt(opened, name):
@@ -68,7 +65,8 @@ with storage.atomic_folder(Path(sys.argv[1])) as temporary:
     (temporary / "half").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert run(script, tmp_path / "a").returncode == -signal.SIGKILL
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")])
+    assert killed.returncode == -signal.SIGKILL
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "file").touch()
     assert (storage.retire(tmp_path / "b") / "file").exists()
@@ -129,29 +127,6 @@ def test_a_content_key_does_not_depend_on_the_order_of_keys():
     assert key != storage.content_key({"b": 0.5, "a": ["é", 1, None]})
 
 
-def test_a_killed_lock_holder_blocks_no_other_command(tmp_path):
-    script = """
-import sys
-from pathlib import Path
-from infini_model.runtime import storage
-with storage.lock(Path(sys.argv[1])) as held:
-    print(held, flush=True)
-    sys.stdin.read()
-"""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert holder.stdout.readline() == b"True\n"
-    with storage.lock(tmp_path / "lock", wait=False) as held:
-        assert not held
-    holder.kill()
-    holder.communicate()
-    with storage.lock(tmp_path / "lock", wait=False) as held:
-        assert held
-
-
 def test_holders_of_a_shared_lock_exclude_exclusive_ones_only(tmp_path):
     path = tmp_path / "lock"
     assert not storage.is_locked(path)
@@ -199,48 +174,21 @@ def test_who_waits_for_a_lock_whose_file_is_deleted_takes_the_new_one(
     waiter.join()
 
 
-def test_many_who_delete_the_file_of_a_lock_exclude_each_other(tmp_path):
-    path, inside, entered = tmp_path / "lock", [], []
-
-    def enter():
-        for _ in range(100):
-            with storage.lock(path):
-                inside.append(1)
-                entered.append(len(inside))
-                inside.pop()
-                path.unlink()
-
-    threads = [threading.Thread(target=enter) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert entered == [1] * 400
-
-
-def test_an_exclusive_lock_is_on_a_file_that_is_open_for_writing(tmp_path):
+def test_an_exclusive_lock_is_on_a_file_that_is_open_for_writing(tmp_path, monkeypatch):
     """A network file system gives it on no other."""
-    script = """
-import fcntl, os, sys
-from pathlib import Path
-from infini_model.data.keeping.scratch import scratch_folder
-from infini_model.runtime import storage
+    modes, flock = [], fcntl.flock
 
-counted = []
-def check(event, arguments):
-    if event == "fcntl.flock" and arguments[1] & fcntl.LOCK_EX:
-        counted.append(fcntl.fcntl(arguments[0], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR)
-sys.addaudithook(check)
+    def noted(file, kind):
+        if kind & fcntl.LOCK_EX:
+            modes.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE)
+        flock(file, kind)
 
-folder = Path(sys.argv[1])
-storage.point_latest(folder)
-with storage.lock(folder / "lock", shared=True):
-    assert storage.is_locked(folder / "lock", shared=True)
-with scratch_folder(folder), scratch_folder(folder):
-    print(counted)
-"""
-    (tmp_path / "new").mkdir()
-    assert run(script, tmp_path / "new").stdout == f"{[True] * 6}\n"
+    monkeypatch.setattr(fcntl, "flock", noted)
+    storage.point_latest(tmp_path / "new")
+    with storage.lock(tmp_path / "lock", shared=True):
+        assert storage.is_locked(tmp_path / "lock", shared=True)
+    with scratch_folder(tmp_path), scratch_folder(tmp_path):
+        assert modes == [os.O_RDWR] * 6
 
 
 def test_a_holder_is_read_while_it_holds(tmp_path):

@@ -1,8 +1,11 @@
-"""Trainings that begin from a Llama: found, checked, recorded, loaded, resumed."""
+"""Trainings that begin from weights, which they train or adapt: found, checked, recorded, resumed.
 
+That one is the same when it is resumed or divided: `test_same_training.py`.
+"""
+
+import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,22 +14,27 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
-from commands import stage
+from commands import run, stage
 from curves import curve
 from llamas import BESIDE, SEGMENT, from_weights, recorded, write_llama
 from local_hub import Repository, serve_hub
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from stopping import StopAfter
+from trainings import with_adapters
+from transformers import LlamaForCausalLM
 
 from infini_model.config import dump_config, validate
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.evaluation.subject import Subject
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import CheckpointError, ConfigError, NonFiniteError, UserError
 from infini_model.training.callbacks.mlflow_record import MlflowSink
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
+from infini_model.training.checkpoints.loading import load_model
 from infini_model.training.initial_weights import (
     InitialWeights,
     find_initial_weights,
@@ -36,11 +44,16 @@ from infini_model.training.initial_weights import (
 from infini_model.training.loop import train
 
 NORM = "model.norm.weight"
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LONG = LORA | {"modules_to_save": ["embed_tokens", "norm"]}
+BLOCKS = {"objective": "block_diffusion", "max_steps": 1}
+# One segment, as long as the window.
+LLADA = {"hidden_size": 32, "segment_length": 64}
 
 
 @pytest.fixture
 def llama(tmp_path):
-    return write_llama(tmp_path / "llama")
+    return write_llama(tmp_path / "llama", dtype=torch.bfloat16)
 
 
 @pytest.fixture
@@ -55,15 +68,11 @@ def loss_of(model, windows):
         return model(tokens[:, :-1], labels=tokens[:, 1:]).loss.item()
 
 
-def change_tensors(folder, **changes):
-    """Replace tensors of a folder, whose names have underscores for dots; None removes one."""
+def change_norm(folder, tensor):
+    """Replace the weight of the last norm in a folder; None removes it."""
     path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for name, tensor in changes.items():
-        del tensors[name]
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, path)
+    tensors = load_file(path) | {NORM: tensor}
+    save_file({name: each for name, each in tensors.items() if each is not None}, path)
 
 
 def test_a_training_begins_with_nearly_the_loss_of_the_llama(make_config, dataset, tmp_path):
@@ -73,17 +82,14 @@ def test_a_training_begins_with_nearly_the_loss_of_the_llama(make_config, datase
     config = from_weights(make_config(), llama)
     run_dir = recorded(config, tmp_path / "run")
     train(config, dataset, run_dir)
-    begun, windows = (
-        curve(run_dir, "validation/loss")[0],
-        open_windows(dataset, "validation", config.packing, SEGMENT),
-    )
+    begun = curve(run_dir, "validation/loss")[0]
+    windows = open_windows(dataset, "validation", config.packing, SEGMENT)
     asked = loss_of(InfiniLlama.from_pretrained(llama, **BESIDE), windows)
     assert begun == pytest.approx(asked, rel=1e-6)
-    separate = loss_of(InfiniLlama.from_pretrained(llama), windows)
-    assert separate == pytest.approx(curve(tmp_path / "before", "validation/loss")[12], rel=1e-6)
-    assert begun != pytest.approx(separate, rel=1e-6)
-    assert begun == pytest.approx(separate, rel=0.02)
-    assert begun < curve(tmp_path / "before", "validation/loss")[0] - 0.5
+    before = curve(tmp_path / "before", "validation/loss")
+    assert begun != pytest.approx(before[12], rel=1e-6)
+    assert begun == pytest.approx(before[12], rel=0.02)
+    assert begun < before[0] - 0.5
 
 
 def test_the_checkpoint_has_the_whole_shape_and_the_run_its_own_settings(config, dataset, tmp_path):
@@ -92,13 +98,66 @@ def test_the_checkpoint_has_the_whole_shape_and_the_run_its_own_settings(config,
     model = read_position(newest_checkpoint(run_dir)).config["model"]
     assert model["initial_weights"] is None
     assert (model["hidden_size"], model["vocab_size"], model["memory"]) == (32, 260, "linear")
-    assert f"initial_weights: {config.model.initial_weights}" in (
-        run_dir / "config.yaml"
-    ).read_text(encoding="utf-8")
+    name = config.model.initial_weights
+    assert f"initial_weights: {name}" in (run_dir / "config.yaml").read_text(encoding="utf-8")
     tags = MlflowSink(run_dir, config, None)._origin()
-    found = read_initial_weights(run_dir)
-    assert tags["initial_weights.name"] == found.name == config.model.initial_weights
-    assert tags["initial_weights.fingerprint"] == found.fingerprint
+    assert tags["initial_weights.name"] == name
+    assert tags["initial_weights.fingerprint"] == read_initial_weights(run_dir).fingerprint
+
+
+def adapting(config, llama, lora, **beside):
+    """`config`, training adapters of a Llama."""
+    return with_adapters(from_weights(config, llama, **beside), lora)
+
+
+def begin(config, dataset, run_dir, **model):
+    """Train as `config`, beginning from the weights that `model` names; returns the result."""
+    config = validate(config.model_dump() | {"model": model})
+    train(config, dataset, recorded(config, run_dir))
+    return InfiniLlama.from_pretrained(run_dir / "model")
+
+
+def test_a_fine_tuning_keeps_the_context_of_its_initial_weights(dataset, make_config, tmp_path):
+    """Shorter windows train the same weights as in a model of their length."""
+    config = make_config(model=LLADA, training={"objective": "masked_diffusion", "max_steps": 2})
+    train(config, dataset, tmp_path / "first")
+    found = []
+    for name, length in (("short", 64), ("long", 128)):
+        model = InfiniLlama.from_pretrained(tmp_path / "first" / "model", segment_length=length)
+        model.save_pretrained(tmp_path / name)
+        weights = {"initial_weights": str(tmp_path / name)}
+        trained = begin(config, dataset, tmp_path / f"{name}-run", **weights)
+        assert trained.config.segment_length == length
+        found.append(trained.state_dict())
+    torch.testing.assert_close(*found)
+
+
+def test_block_diffusion_begins_from_weights_with_a_memory_and_shifts_its_queries(
+    dataset, make_config, tmp_path
+):
+    """Of a LLaDA, whose memory is named, or of block diffusion, whose own is kept."""
+    llada = make_config(model=LLADA, training=BLOCKS | {"objective": "masked_diffusion"})
+    train(llada, dataset, tmp_path / "llada")
+    blocks = make_config(model={"memory": "delta"}, training=BLOCKS)
+    assert blocks.model.memory_query_shift is None
+    train(blocks, dataset, tmp_path / "blocks")
+    model = InfiniLlama.from_pretrained(tmp_path / "blocks" / "model")
+    shape = model.config
+    assert (shape.bidirectional, shape.memory, shape.memory_query_shift) == (True, "delta", True)
+    assert (shape.segment_length, shape.mask_token_id, shape.vocab_size) == (16, 256, 257)
+    shifts = model.get_parameter("model.layers.1.self_attn.memory_query_shift")
+    assert not torch.equal(shifts, torch.full((2,), 0.5))
+
+    def memory_of(name, **model):
+        weights = {"initial_weights": str(tmp_path / name / "model"), "segment_length": 16}
+        shape = begin(blocks, dataset, tmp_path / f"{name}-run", **weights | model).config
+        assert shape.memory_query_shift
+        return shape.memory
+
+    assert memory_of("llada", memory="linear") == "linear"
+    assert memory_of("blocks") == "delta"
+    with pytest.raises(ConfigError, match=r"^model.memory: missing; .* needs linear or delta$"):
+        memory_of("llada")
 
 
 def too_many_tokens(folder):
@@ -109,30 +168,31 @@ def too_many_tokens(folder):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("spoil", "changes", "message"),
     [
-        (shutil.rmtree, "model.initial_weights: {llama} is not a folder"),
-        (lambda folder: change_tensors(folder, **{NORM: None}), f"tensor {NORM} is missing"),
-        (
-            lambda folder: change_tensors(folder, **{NORM: torch.ones(32, dtype=torch.int8)}),
-            f"tensor {NORM}: expected dtype F64, F32, F16, BF16, got I8",
-        ),
-        (
-            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            "there is pytorch_model.bin, but only weights in safetensors are read",
-        ),
+        (shutil.rmtree, {}, "model.initial_weights: {llama} is not a folder"),
+        (lambda folder: change_norm(folder, None), {}, f"tensor {NORM} is missing"),
         (
             too_many_tokens,
+            {"data": {"tokenizer": {"spec": "model"}}},
             "data.tokenizer.spec: the tokenizer of {llama} has 300 tokens, more than the 260 of",
         ),
+        (
+            lambda folder: None,
+            {
+                "training": {"objective": "masked_diffusion"},
+                "model": {"initial_weights": "llama", "mask_token_id": 260},
+            },
+            "mask_token_id 260 is outside the vocabulary of 260",
+        ),
     ],
-    ids=["gone", "missing", "dtype", "bin", "tokenizer"],
+    ids=["gone", "a tensor", "tokenizer", "mask token"],
 )
-def test_a_folder_that_does_not_fit_is_refused_in_one_line(config, llama, spoil, message):
-    spec = {"data": config.data.model_dump() | {"tokenizer": {"spec": "model"}}}
-    asked = validate(config.model_dump(mode="json") | spec)
-    if spoil is not too_many_tokens:
-        train_tokenizer([["a text"]], 258).save(llama)
+def test_weights_that_do_not_fit_are_refused_in_one_line(
+    config, llama, monkeypatch, tmp_path, spoil, changes, message
+):
+    monkeypatch.chdir(tmp_path)
+    asked = validate(config.model_dump(mode="json") | changes)
     spoil(llama)
     with pytest.raises(UserError) as caught:
         find_initial_weights(asked)
@@ -150,12 +210,9 @@ def test_a_dataset_with_more_tokens_than_the_embedding_is_refused(make_config, d
 def test_a_rank_without_the_record_says_how_to_write_it(config, dataset, tmp_path):
     file, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     file.write_text(dump_config(config))
-    command = [sys.executable, "-m", "infini_model.training", "--config", file]
-    command += ["--dataset", dataset, "--run-dir", run_dir]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "initial_weights.json: is missing; python -m infini_model weights --config" in line
+    missing = r"initial_weights\.json: is missing; python -m infini_model weights --config"
+    with pytest.raises(CheckpointError, match=missing):
+        train(config, dataset, run_dir)
     found = stage("weights", file, "--run-dir", run_dir)
     assert found["fingerprint"] == read_initial_weights(run_dir).fingerprint
     train(config, dataset, run_dir)
@@ -186,9 +243,9 @@ def test_the_state_before_a_nan_works_as_a_run_of_its_own(make_config, llama, da
 
 
 def test_a_run_belongs_to_the_content_of_its_weights(config, llama, tmp_path):
-    def claim(config, **named):
+    def claim(config):
         found = find_initial_weights(config)
-        with claim_run(config, "key", tmp_path, weights=found.fingerprint, **named) as run_dir:
+        with claim_run(config, "key", tmp_path, weights=found.fingerprint) as run_dir:
             record_initial_weights(run_dir, found)
             return run_dir
 
@@ -196,52 +253,129 @@ def test_a_run_belongs_to_the_content_of_its_weights(config, llama, tmp_path):
     assert claim(config) == first
     copy = from_weights(config, shutil.copytree(llama, tmp_path / "copy"))
     assert claim(copy) == first
-    change_tensors(llama, **{NORM: torch.full((32,), 2.0)})
+    change_norm(llama, torch.full((32,), 2.0))
     assert claim(config) != first
     run = config.run.model_copy(update={"name": first.name})
     with pytest.raises(ConfigError, match=r"holds another run \(model\.initial_weights is 'sha256"):
         claim(config.model_copy(update={"run": run}))
 
 
-@pytest.fixture
-def hub(llama):
-    with serve_hub() as server:
-        files = {path.name: path.read_bytes() for path in llama.iterdir()}
-        files |= {"pytorch_model.bin": b"pickle", "modeling.py": b"code", "old/a.safetensors": b"a"}
-        files["tokenizer.json"] = train_tokenizer([["a text"]], 258).text.encode()
-        server.repositories["team/llama"] = Repository(files)
-        server.repositories["team/bin"] = Repository({"config.json": b"{}", "model.bin": b"pickle"})
-        yield server
+def test_adapters_begin_with_the_loss_of_their_weights_and_are_saved_alone(
+    make_config, llama, dataset, tmp_path
+):
+    run_dir, first = tmp_path / "run", from_weights(make_config(training={"max_steps": 1}), llama)
+    train(first, dataset, recorded(first, tmp_path / "full"))
+    config = adapting(make_config(), llama, LONG)
+    train(config, dataset, recorded(config, run_dir))
+    losses = curve(run_dir, "validation/loss")
+    assert losses[0] == curve(tmp_path / "full", "validation/loss")[0]
+    assert losses[12] < losses[0] - 0.02
+    checkpoint = newest_checkpoint(run_dir)
+    saved = load_file(checkpoint / "model" / "adapter_model.safetensors")
+    assert {name.split(".")[-2] for name in saved} >= {"lora_A", "lora_B"}
+    moments = load_file(checkpoint / "optimizer.safetensors")
+    assert {name.rpartition("/")[0] for name in moments} == {
+        name.removeprefix("base_model.model.")
+        for file in ("adapter_model", "memory")
+        for name in load_file(checkpoint / "model" / f"{file}.safetensors")
+    }
+    assert not (checkpoint / "model" / "model.safetensors").exists()
+    subject = Subject(run_dir, dataset, config)
+    assert subject.score("validation").loss == pytest.approx(losses[12], rel=1e-6)
+
+
+@pytest.mark.parametrize(("memory", "lora"), [("none", LONG), ("linear", LORA)])
+def test_peft_opens_the_adapter_with_the_same_logits(make_config, dataset, tmp_path, memory, lora):
+    """With a memory one segment is the Llama, so there the logits are the same."""
+    tied = lora is LONG
+    llama = write_llama(tmp_path / "llama", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    config = adapting(make_config(training={"max_steps": 4}), llama, lora, memory=memory)
+    run_dir = recorded(config, tmp_path / "run")
+    train(config, dataset, run_dir)
+    tokens = torch.randint(260, (3, 16))
+    with torch.no_grad():
+        ours = load_model(run_dir / "model")(tokens).logits
+        base = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
+        before = base(tokens).logits
+        named = PeftModel.from_pretrained(base, run_dir / "model")
+        found = AutoPeftModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
+        for theirs in (named, found):
+            torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-4, atol=1e-4)
+    assert (ours - before).abs().max() > 0.01
+
+
+def test_a_run_resumes_with_no_other_adapters_or_frozen_weights(
+    make_config, llama, dataset, tmp_path
+):
+    config = adapting(make_config(), llama, LORA)
+    run_dir = recorded(config, tmp_path / "run")
+    train(config, dataset, run_dir, [StopAfter(2)])
+
+    def expect(error, lora=LORA):
+        with pytest.raises(CheckpointError, match=error):
+            train(adapting(make_config(), tmp_path / "llama", lora), dataset, run_dir)
+
+    expect(r"training\.lora is {.*'r': 4, .*}, not None; choose another run\.name", None)
+    expect(r"training\.lora\.r is 4, not 8; choose another run\.name", LORA | {"r": 8})
+    write_llama(llama, rope_theta=5e3)
+    expect("llama: has other weights than those the run began")
+    shutil.rmtree(llama)
+    expect(r"llama: is gone; training\.lora needs")
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path: .*llama is not a folder"):
+        Subject(run_dir, dataset, config)
+
+
+def test_adapters_are_no_initial_weights_until_merged(make_config, llama, dataset, tmp_path):
+    config = adapting(make_config(training={"max_steps": 1}), llama, LORA)
+    run_dir = recorded(config, tmp_path / "run")
+    train(config, dataset, run_dir)
+    with pytest.raises(ConfigError, match="is a LoRA adapter; infini export --merge makes"):
+        find_initial_weights(from_weights(make_config(), run_dir / "model"))
+    with pytest.raises(CheckpointError, match="it is a LoRA adapter: load the weights that it"):
+        InfiniLlama.from_pretrained(run_dir / "model")
+    load_model(run_dir / "model").save_pretrained(tmp_path / "merged")
+    found = find_initial_weights(from_weights(make_config(), tmp_path / "merged"))
+    assert InfiniLlama.from_pretrained(found.folder, **BESIDE).lora is None
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from infini_model.training.checkpoints.loading import load_model
+print(load_model(Path(sys.argv[1])).config.memory)
+"""
 
 
 @pytest.mark.story
-def test_weights_on_the_hub_and_their_tokenizer_are_pinned_to_one_commit(
-    hub, config, text_files, tmp_path
+def test_weights_on_the_hub_are_pinned_to_a_commit_that_tokenizer_and_adapter_name(
+    make_config, llama, text_files, tmp_path
 ):
-    home, file = tmp_path / "home", tmp_path / "config.yaml"
-    env = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    """Any machine that has the adapter can then fetch what it adapts."""
+    run_dir, file = tmp_path / "run", tmp_path / "config.yaml"
+    files = {path.name: path.read_bytes() for path in llama.iterdir()}
+    files["tokenizer.json"] = train_tokenizer([["a text"]], 258).text.encode()
     data = {"source": {"paths": [str(text_files / "*.txt")]}, "tokenizer": {"spec": "model"}}
-    tree, commit = {"data": data}, hub.repositories["team/llama"].commit
+    config = adapting(make_config(training={"max_steps": 1}), "team/llama", LORA)
+    config = validate(config.model_dump(mode="json") | {"data": data})
+    file.write_text(dump_config(config))
+    with serve_hub() as hub:
+        hub.repositories["team/llama"] = Repository(files)
+        commit = hub.repositories["team/llama"].commit
+        env = os.environ | {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"}
+        here, elsewhere = (env | {"HF_HOME": str(tmp_path / name)} for name in ("one", "two"))
+        reported = stage("weights", file, "--run-dir", run_dir, env=here)
+        found = InitialWeights.model_validate(reported)
+        assert (found.name, found.commit) == ("team/llama", commit)
+        folder = find_initial_weights(from_weights(make_config(), llama))
+        assert found.fingerprint == folder.fingerprint
 
-    def ask(name):
-        asked = validate(from_weights(config, name).model_dump(mode="json") | tree)
-        file.write_text(dump_config(asked))
-        return stage("weights", file, env=env), asked
+        file.write_text(dump_config(found.pinned_in(config)))
+        listing = stage("download", file, env=here)["listing"]
+        dataset = Path(stage("shard", file, "--listing", listing, env=here)["folder"])
+        assert read_manifest(dataset).tokenizer.spec == f"team/llama@{commit}"
 
-    reported, asked = ask("team/llama")
-    found = InitialWeights.model_validate(reported)
-    assert (found.name, found.commit) == ("team/llama", commit)
-    # That of a folder with the same content.
-    assert found.fingerprint == find_initial_weights(config).fingerprint
-    fetched = {path.name for path in home.rglob("snapshots/*/*")}
-    assert fetched >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert not [name for name in fetched if name.endswith((".bin", ".py")) or name == "old"]
-    before = len(hub.requests)
-    assert ask(f"team/llama@{commit}")[0]["folder"] == reported["folder"]
-    assert not [each for each in hub.requests[before:] if each.method == "GET"]
-    assert "model team/bin: has no .safetensors files at" in ask("team/bin")[0]["error"]
-
-    file.write_text(dump_config(found.pinned_in(asked)))
-    listing = stage("download", file, env=env)["listing"]
-    dataset = stage("shard", file, "--listing", listing, env=env)["folder"]
-    assert read_manifest(Path(dataset)).tokenizer.spec == f"team/llama@{commit}"
+        train(config, dataset, run_dir)
+        said = json.loads((run_dir / "model" / "adapter_config.json").read_text())
+        assert (said["base_model_name_or_path"], said["revision"]) == ("team/llama", commit)
+        loaded = run([sys.executable, "-c", LOAD, str(run_dir / "model")], elsewhere)
+        assert loaded.stdout == "linear\n", loaded.stderr

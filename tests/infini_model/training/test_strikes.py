@@ -5,8 +5,9 @@ killed, the others are killed after it, as torchrun's agent does; what becomes o
 the launcher, the agent or a rank is struck is in `launch/test_launch.py`.
 """
 
-import itertools
+import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -55,56 +56,71 @@ class Strike(NamedTuple):
     change: int | None = None
 
 
-def is_change(event, arguments, run_dir):
-    """Whether an audit event announces a change of a run's files.
+def change_of(event, arguments, run_dir):
+    """The change of a run's files that an audit event announces, by what and where; or None.
 
     `safetensors` writes without any; that its files are renamed into place announces itself.
+    Checkpoints have the same name, and temporary ones have nothing random in theirs.
     """
     if event not in ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"):
-        return False
+        return None
     path = arguments[0]
     if not isinstance(path, str | os.PathLike) or run_dir not in Path(path).parents:
-        return False
-    if event == "open":
-        return bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
-    return event != "os.mkdir" or not Path(path).exists()
+        return None
+    is_read = event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    if is_read or (event == "os.mkdir" and Path(path).exists()):
+        return None
+    name = re.sub(r"(\.tmp-.+)-\w+", r"\1", str(Path(path).relative_to(run_dir)))
+    return f"{event} {re.sub(r'step-[0-9]+', 'step-N', name)}"
 
 
 def rank_of_a_training(config, dataset, run_dir, strike, changes_made):
-    """Train as one rank, which may be struck; rank 0 writes how many changes it has made."""
-    # Two threads make changes.
-    changes = itertools.count(1)
+    """Train as one rank, which may be struck; rank 0 writes which changes it has made."""
+    changes = []
     is_target = strike is not None and strike.rank == int(os.environ["RANK"])
 
     def before_a_change(event, arguments):
-        if is_change(event, arguments, run_dir):
-            number = next(changes)
-            if is_target and number == strike.change:
+        if (change := change_of(event, arguments, run_dir)) is not None:
+            changes.append(change)
+            if is_target and len(changes) == strike.change:
                 os.kill(os.getpid(), strike.number)
 
     sys.addaudithook(before_a_change)
     stops = is_target and strike.step is not None
     train(config, dataset, run_dir, [StopAfter(strike.step, strike.number)] if stops else [])
     if os.environ["RANK"] == "0":
-        changes_made.write_text(str(next(changes) - 1))
+        changes_made.write_text(json.dumps(changes))
 
 
 class Training:
     """A training of some kind, how it ends undisturbed, and strikes at it."""
 
     def __init__(self, kind, config, dataset, folder):
-        self.count = 1 if kind == "one rank" else 2
+        self._count = 1 if kind == "one rank" else 2
         self._config, self._dataset, self._folder = config, dataset, folder
         self._changes_made = folder / "changes"
         whole = folder / "whole"
         self._run(whole)
-        self.changes = int(self._changes_made.read_text())
+        self.changes = json.loads(self._changes_made.read_text())
         self._expected = self._outcome(whole)
+
+    def strikes(self):
+        """Both signals after any step, each to any rank; and kills before changes of files.
+
+        Of equal changes the last one is struck: of the second checkpoint, not of the first. Two
+        ranks change the files that one does; of those the checkpoints of shards are struck.
+        """
+        for step in range(STEPS + 1):
+            yield Strike(signal.SIGKILL, step % self._count, step=step)
+            yield Strike(signal.SIGTERM, (step + 1) % self._count, step=step)
+        for name, number in {each: n for n, each in enumerate(self.changes, start=1)}.items():
+            if self._count == 1 or (self._config.launch.strategy == "fsdp" and "step-N" in name):
+                yield Strike(signal.SIGKILL, rank=0, change=number)
 
     def _run(self, run_dir, strike=None):
         """Train until all ranks have ended, or the one that is struck has been killed."""
         arguments = (self._config, self._dataset, run_dir, strike, self._changes_made)
-        ranks = start_ranks(self.count, rank_of_a_training, *arguments).processes
+        ranks = start_ranks(self._count, rank_of_a_training, *arguments).processes
         try:
             if strike is not None and strike.number == signal.SIGKILL:
                 ranks[strike.rank].join(PATIENCE)
@@ -140,22 +156,12 @@ class Training:
         shutil.rmtree(run_dir)
 
 
-@pytest.fixture(params=list(KINDS))
-def training(request, dataset, make_config, tmp_path):
-    return Training(
-        request.param, make_config(**merge(SHORT, KINDS[request.param])), dataset, tmp_path
-    )
-
-
-def test_a_rank_killed_before_any_change_of_a_file(training):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_struck_after_any_step_or_before_any_change_of_a_file(
+    kind, dataset, make_config, tmp_path
+):
+    training = Training(kind, make_config(**merge(SHORT, KINDS[kind])), dataset, tmp_path)
     # Two checkpoints, the removal of the first one, and the export, each in several files.
-    assert training.changes > 25
-    for change in range(1, training.changes + 1):
-        training.survives(Strike(signal.SIGKILL, rank=0, change=change))
-
-
-def test_any_rank_struck_after_any_step(training):
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        for rank in range(training.count):
-            for step in range(STEPS + 1):
-                training.survives(Strike(number, rank, step=step))
+    assert len(training.changes) > 25
+    for strike in training.strikes():
+        training.survives(strike)

@@ -13,7 +13,8 @@ from streams import numbered_stream, write_shard
 from infini_model.config import PackingConfig
 from infini_model.data.loading.packing import BLOCK, DocumentPacking, OffsetsInMemory, pack
 from infini_model.data.loading.windows import Windows
-from infini_model.data.shards.shard_files import DOCUMENTS_AT_ONCE, ShardFiles
+from infini_model.data.shards import shard_files
+from infini_model.data.shards.shard_files import ShardFiles
 from infini_model.data.shards.stream import TokenStream
 from infini_model.model.loss import IGNORED
 from infini_model.objectives.causal import CausalLM
@@ -73,16 +74,25 @@ def plain_rows(lengths, row_length, pad):
 many = st.lists(st.lists(st.integers(1, 4) | st.integers(1, 60), max_size=3 * BLOCK), max_size=4)
 
 
-@given(many, st.integers(1, 20), st.booleans(), st.integers(1, 3), st.data())
+@given(
+    many,
+    st.integers(1, 20),
+    st.booleans(),
+    st.integers(1, 3),
+    st.sampled_from([BLOCK, 2 * BLOCK, 1 << 16]),
+    st.data(),
+)
 def test_rows_are_those_of_the_plain_definition(
-    shard_folder, shape, row_length, pad, together, data
+    shard_folder, shape, row_length, pad, together, at_once, data
 ):
     stream = numbered_stream(shard_folder, shape, max_mapped=2)
     flat = [length for lengths in shape for length in lengths]
     in_memory = OffsetsInMemory(np.cumsum([0, *flat]))
     expected = plain_rows(flat, row_length, pad)
     for documents in (stream, in_memory):
-        packing = DocumentPacking(documents, row_length, pad=pad, rows_per_window=together)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shard_files, "DOCUMENTS_AT_ONCE", at_once)
+            packing = DocumentPacking(documents, row_length, pad=pad, rows_per_window=together)
         assert packing.windows == len(expected) // together
         if packing.windows:
             number = st.integers(0, packing.windows - 1)
@@ -90,16 +100,6 @@ def test_rows_are_those_of_the_plain_definition(
             found = packing.locate(np.array(chosen, np.int64))
             rows = [expected[each * together + k] for each in chosen for k in range(together)]
             assert list(zip(*(part.tolist() for part in found), strict=True)) == rows
-
-
-def test_shards_of_more_documents_than_are_counted_at_once(shard_folder):
-    rng = np.random.default_rng(0)
-    shape = [rng.integers(1, 9, size).tolist() for size in (DOCUMENTS_AT_ONCE + 1, 3, 150_000)]
-    packing = DocumentPacking(numbered_stream(shard_folder, shape), 3, pad=True)
-    expected = np.array(plain_rows(np.concatenate(shape).tolist(), 3, pad=True))
-    assert packing.windows == len(expected)
-    chosen = rng.permutation(packing.windows)
-    assert np.array_equal(np.stack(packing.locate(chosen), axis=1), expected[chosen])
 
 
 def test_ten_million_documents_take_a_byte_each(tmp_path):
@@ -168,13 +168,6 @@ def test_aligned_documents_start_on_segments_and_reset_there(make_windows, shape
     assert inputs.reshape(-1).tolist() == expected_inputs[:whole]
     assert labels.reshape(-1).tolist() == expected_labels[:whole]
     assert reset.reshape(-1).tolist() == starts[: whole // SEGMENT]
-
-
-def test_a_window_number_out_of_range_is_refused(make_windows):
-    windows = make_windows([[20]], "packed")
-    for index in (-1, len(windows)):
-        with pytest.raises(IndexError):
-            windows.gather(np.array([index]))
 
 
 @given(

@@ -1,7 +1,6 @@
 """Shards depend only on content, are reused by content, and survive failures."""
 
 import errno
-import itertools
 import os
 import random
 import shutil
@@ -9,13 +8,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from builds import in_a_fork, killed_in_an_access, with_full_disk
-from corpora import build, files_config, make_texts, write_files, write_parquet
-from hypothesis import given
-from hypothesis import strategies as st
+from commands import leftovers
+from corpora import build, files_config, make_texts, shard_bytes, write_files, write_parquet
 from templates import BOS, with_bos
 from tokenizers import Tokenizer as Reference
 
@@ -25,15 +21,13 @@ from infini_model.data.shards import partitions, writing
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.shards.folder import dataset_key
 from infini_model.data.shards.layout import Partition
-from infini_model.data.shards.partitions import Recipe, slices
+from infini_model.data.shards.partitions import Recipe
 from infini_model.data.shards.stream import open_split
-from infini_model.data.shards.writing import ShardWriter, as_rows
 from infini_model.data.sources.download import download
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.data.tokenizers.tokenizer import Ragged
 from infini_model.data.verification import verify_dataset
 from infini_model.runtime.errors import DataError, UserError
 
@@ -48,22 +42,16 @@ def large_texts(count=24, size=100_000):
 
 
 @pytest.fixture
-def several(tmp_path):
-    """A configuration of several partitions."""
-    raw = write_files(tmp_path / "raw", large_texts())
-    return files_config(raw / "*", partition_megabytes=1, workers=1)
-
-
-@pytest.fixture
 def small(tmp_path):
-    """A configuration of 20 documents in a file."""
-    return files_config(write_parquet(tmp_path / "a.parquet", make_texts(20)))
+    """A configuration of 20 documents in a file, with a tokenizer of its own."""
+    path = write_parquet(tmp_path / "a.parquet", make_texts(20))
+    return files_config(path, tokenizer={"spec": "train", "vocab_size": 280}, workers=1)
 
 
-def shard_bytes(folder):
+def intact_shards(folder):
     """The shards of a dataset that is intact."""
     verify_dataset(folder)
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.arrow"))}
+    return shard_bytes(folder)
 
 
 def documents_of(folder):
@@ -72,10 +60,6 @@ def documents_of(folder):
     return [
         stream.document(index).tolist() for stream in streams for index in range(stream.documents)
     ]
-
-
-def leftovers(output_dir):
-    return [*output_dir.rglob(".tmp-*")]
 
 
 def partitions_of(output_dir):
@@ -139,7 +123,7 @@ def test_the_shards_do_not_depend_on_how_they_were_made(tmp_path):
     ):
         config = files_config(source / "*.txt", splits=THIRDS, partition_megabytes=1, **fields)
         manifest, folder = build(config, tmp_path / str(len(made)))
-        made.append((manifest.key, shard_bytes(folder)))
+        made.append((manifest.key, intact_shards(folder)))
     assert len(made[0][1]) > 3
     assert made[0] == made[1] == made[2]
 
@@ -152,40 +136,48 @@ def specs_of(*ranges, tokenizer=None, splits=None, reading=None, batch_size=9):
     return [recipe.spec(*keyed) for keyed in recipe.keyed([Partition(ranges, 9)])]
 
 
-def test_a_key_depends_only_on_what_decides_the_content():
+def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
     file = SourceFile(address="/a/b.txt", bytes=3, fingerprint="sha256:ab", version="1")
     part, other = FileRange(file=file), FileRange(file=file, start=5)
     (spec,) = specs_of(part, other)
     moved = file.model_copy(update={"address": "s3://c/d.md", "version": "2"})
     same = [FileRange(file=moved, start=5), FileRange(file=moved)]
     assert specs_of(*same, batch_size=1)[0].key == spec.key
-    record = spec.tokenizer
-    different = [
-        specs_of(part),
-        specs_of(part, part),
-        specs_of(part, FileRange(file=file, start=6)),
-        specs_of(part, FileRange(file=file, start=5, stop=6)),
-        specs_of(part, FileRange(file=file, start=5, rows=6)),
-        specs_of(part, FileRange(file=file.model_copy(update={"fingerprint": "x"}), start=5)),
-        specs_of(part, FileRange(file=file.model_copy(update={"address": "a.jsonl"}), start=5)),
-        specs_of(part, other, splits=SplitsConfig(**THIRDS)),
-        specs_of(part, other, reading=Reading(column="body")),
-        specs_of(part, other, reading=Reading(errors="skip")),
-        specs_of(part, other, reading=Reading(min_characters=5)),
-        specs_of(part, other, reading=Reading(separator="x")),
-        specs_of(part, other, tokenizer=record.model_copy(update={"fingerprint": "g"})),
-        specs_of(part, other, tokenizer=record.model_copy(update={"eos_token_id": 0})),
-        specs_of(part, other, tokenizer=record.model_copy(update={"bos_token_id": 0})),
+    others = [
+        [],
+        [part],
+        *(
+            [FileRange(file=file, **place)]
+            for place in ({"start": 6}, {"start": 5, "stop": 6}, {"start": 5, "rows": 6})
+        ),
+        *(
+            [FileRange(file=file.model_copy(update=update), start=5)]
+            for update in ({"fingerprint": "x"}, {"address": "a.jsonl"})
+        ),
     ]
+    readings = (
+        {"column": "body"},
+        {"errors": "skip"},
+        {"min_characters": 5},
+        {"separator": "x"},
+        {"template": "{role}{content}"},
+        {"template": "{role}: {content}"},
+    )
+    settings = [
+        {"splits": SplitsConfig(**THIRDS)},
+        *({"reading": Reading(**reading)} for reading in readings),
+        *(
+            {"tokenizer": spec.tokenizer.model_copy(update=update)}
+            for update in ({"fingerprint": "g"}, {"eos_token_id": 0}, {"bos_token_id": 0})
+        ),
+    ]
+    different = [specs_of(part, *more) for more in others]
+    different += [specs_of(part, other, **setting) for setting in settings]
     keys = {found.key for (found,) in different}
     assert len(keys) == len(different)
     assert spec.key not in keys
-
-
-def test_keys_of_existing_folders_do_not_change():
-    """Datasets and partitions on disk are found by these keys."""
-    file = SourceFile(address="/a/b.txt", bytes=3, fingerprint="sha256:ab", version="1")
-    (spec,) = specs_of(FileRange(file=file), splits=SplitsConfig(**THIRDS))
+    # Datasets and partitions on disk are found by these.
+    (spec,) = specs_of(part, splits=SplitsConfig(**THIRDS))
     assert spec.key == "9b9bb194d314220763c53b44f43fa8d3"
     assert "bos_token_id" not in spec.tokenizer.model_dump()
     assert dataset_key([spec.key]) == (
@@ -231,101 +223,68 @@ def test_no_text_is_read_for_what_stands(tmp_path, small):
     assert not leftovers(tmp_path)
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_changes_after_it_was_listed_is_named(tmp_path, replaced):
-    config = files_config(write_files(tmp_path / "raw", make_texts(5)) / "*.txt")
-    listing = download(config, tmp_path)
-    path = tmp_path / "raw" / "0003.txt"
-    other = tmp_path / "other" if replaced else path
-    other.write_bytes(b"x" * path.stat().st_size)
-    other.rename(path)
-    with pytest.raises(DataError, match=r"0003\.txt: changed while it was read; run again"):
-        build_dataset(listing, config, tmp_path)
-    assert not partitions_of(tmp_path)
-    assert not leftovers(tmp_path)
-
-
-def remade(output_dir, before):
-    """The keys of the partitions that were made again."""
-    return {key for key, stat in partitions_of(output_dir).items() if before[key] != stat}
-
-
-@pytest.mark.parametrize(
-    "tear",
-    [
-        lambda partition: (partition / "train-0.arrow").unlink(),
-        lambda partition: (partition / "partition.json").unlink(),
-        lambda partition: (partition / "partition.json").write_text('{"documents": 3'),
-        shutil.rmtree,
-    ],
-    ids=["no shard", "no record", "broken record", "nothing"],
-)
-def test_a_torn_partition_is_made_again_alone(tmp_path, several, tear):
+def test_a_torn_partition_is_made_again_alone(tmp_path, several):
     manifest, folder = build(several, tmp_path)
-    whole, stats = shard_bytes(folder), partitions_of(tmp_path)
-    tear(tmp_path / "datasets" / ".partitions" / manifest.partitions[1])
-    shutil.rmtree(folder)
-    build(several, tmp_path)
-    assert shard_bytes(folder) == whole
-    assert remade(tmp_path, stats) == {manifest.partitions[1]}
+    whole = intact_shards(folder)
+    torn = tmp_path / "datasets" / ".partitions" / manifest.partitions[1]
+    for tear in (
+        lambda: (torn / "train-0.arrow").unlink(),
+        lambda: (torn / "partition.json").unlink(),
+        lambda: (torn / "partition.json").write_text('{"documents": 3'),
+        lambda: shutil.rmtree(torn),
+    ):
+        stats = partitions_of(tmp_path)
+        tear()
+        shutil.rmtree(folder)
+        build(several, tmp_path)
+        assert intact_shards(folder) == whole
+        anew = {key for key, stat in partitions_of(tmp_path).items() if stats[key] != stat}
+        assert anew == {manifest.partitions[1]}
 
 
-def test_metadata_that_is_missing_or_broken_is_made_again(tmp_path, small):
-    config = small.model_copy(
-        update={"tokenizer": small.tokenizer.model_copy(update={"spec": "train"})}
-    )
-    _, folder = build(config, tmp_path)
-    whole = shard_bytes(folder)
-    for name in ("tokenizer.json", "test/state.json"):
-        (folder / name).unlink()
-        with pytest.raises(DataError, match=rf"{name}: is missing"):
+def test_a_missing_tokenizer_or_a_broken_manifest_is_made_again(tmp_path, small):
+    _, folder = build(small, tmp_path)
+    whole = intact_shards(folder)
+    for harm, complaint in (
+        (lambda: (folder / "tokenizer.json").unlink(), r"tokenizer\.json: is missing"),
+        (lambda: (folder / "manifest.json").write_text("{"), r"manifest\.json: is damaged"),
+        (lambda: (folder / "manifest.json").write_text("{}"), r"manifest\.json: is damaged"),
+    ):
+        harm()
+        with pytest.raises(DataError, match=complaint):
             verify_dataset(folder)
-        build(config, tmp_path)
-        assert shard_bytes(folder) == whole
-    shutil.rmtree(tmp_path / "datasets" / ".partitions")
-    assert verify_dataset(folder)
-    for text in ("{broken", "{}"):
-        (folder / "manifest.json").write_text(text)
-        with pytest.raises(DataError, match=r"manifest\.json: is damaged"):
-            read_manifest(folder)
-        build(config, tmp_path)
-        assert shard_bytes(folder) == whole
+        build(small, tmp_path)
+        assert intact_shards(folder) == whole
 
 
-def fails(number):
+def test_shards_that_cannot_be_linked_are_copied_and_another_failure_is_reported(
+    tmp_path, monkeypatch, small
+):
     def link(source, target):
         raise OSError(number, os.strerror(number), str(source), None, str(target))
 
-    return link
-
-
-def test_shards_that_cannot_be_linked_are_copied(tmp_path, monkeypatch, small):
     _, folder = build(small, tmp_path)
-    whole = shard_bytes(folder)
+    whole = intact_shards(folder)
     shutil.rmtree(folder)
-    monkeypatch.setattr(os, "link", fails(errno.EXDEV))
-    build(small, tmp_path)
-    assert shard_bytes(folder) == whole
-    assert all(shard.stat().st_nlink == 1 for shard in folder.glob("*/data-*.arrow"))
-
-
-def test_a_link_that_fails_otherwise_is_reported(tmp_path, monkeypatch, small):
-    monkeypatch.setattr(os, "link", fails(errno.ENOSPC))
+    monkeypatch.setattr(os, "link", link)
+    number = errno.ENOSPC
     with pytest.raises(UserError, match="the disk is full"):
         build(small, tmp_path)
     assert not leftovers(tmp_path)
+    number = errno.EXDEV
+    build(small, tmp_path)
+    assert intact_shards(folder) == whole
+    assert all(shard.stat().st_nlink == 1 for shard in folder.glob("*/data-*.arrow"))
 
 
-def test_a_build_killed_at_any_moment_gives_the_same_result(tmp_path):
-    raw = write_parquet(tmp_path / "a.parquet", make_texts(30))
-    config = files_config(raw, tokenizer={"spec": "train", "vocab_size": 280}, workers=1)
-    whole = shard_bytes(build(config, tmp_path / "whole")[1])
+def test_a_build_killed_at_any_moment_gives_the_same_result(tmp_path, small):
+    whole = intact_shards(build(small, tmp_path / "whole")[1])
     output_dir = tmp_path / "killed"
     for moment in (10, 16, 24, 42, 48, 66, 99):
         shutil.rmtree(output_dir, ignore_errors=True)
         with pytest.raises(BrokenProcessPool):
-            in_a_fork(killed_in_an_access, config, output_dir, moment)
-        assert shard_bytes(build(config, output_dir)[1]) == whole
+            in_a_fork(killed_in_an_access, small, output_dir, moment)
+        assert intact_shards(build(small, output_dir)[1]) == whole
         assert not leftovers(output_dir)
 
 
@@ -390,47 +349,3 @@ def test_equal_files_are_documents_of_their_own(tmp_path):
     manifest, _ = build(config, tmp_path)
     assert len(manifest.partitions) == 2 * len(set(manifest.partitions)) > 2
     assert manifest.documents == 2 * len(texts)
-
-
-@given(st.lists(st.text(max_size=9), max_size=30), st.integers(1, 7), st.sampled_from([1, 2]))
-def test_documents_are_encoded_in_slices_of_bounded_size(texts, batch_size, each):
-    """A document is a text, or a prompt and its answer, which are never parted."""
-    texts = texts[: len(texts) // each * each]
-    whole = pa.array(["x", *texts], pa.string()).slice(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partitions, "ENCODE_BYTES", 40)
-        batches = list(slices(whole, batch_size, each))
-    assert [text for batch in batches for text in batch.to_pylist()] == texts
-    for batch in batches:
-        assert len(batch) % each == 0
-        assert each <= len(batch) <= each * batch_size
-
-
-@given(
-    st.lists(st.lists(st.lists(st.integers(0, 254), max_size=5), max_size=8), max_size=4),
-    st.sampled_from([np.uint8, np.uint16, np.int32]),
-    st.data(),
-)
-def test_documents_are_written_in_order_with_the_tokens_around_them(
-    tmp_path_factory, batches, dtype, data
-):
-    folder = tmp_path_factory.mktemp("shards")
-    writer = ShardWriter(folder, "key", "train", np.dtype(dtype))
-    expected = []
-    bos = data.draw(st.none() | st.integers(0, 255))
-    for documents in batches:
-        rows = data.draw(st.permutations(range(len(documents))))
-        rows = rows[: data.draw(st.integers(0, len(rows)))]
-        ids = np.array([*itertools.chain(*documents)], np.int32)
-        encoded = Ragged(ids, np.cumsum([0, *map(len, documents)]))
-        if rows:
-            writer.add(as_rows(encoded, np.dtype(dtype), 255, bos), np.array(rows))
-        expected += [[*([] if bos is None else [bos]), *documents[row], 255] for row in rows]
-    shards = writer.close()
-    assert len(shards) == bool(expected)
-    for shard in shards:
-        with pa.memory_map(str(folder / shard.file)) as source:
-            column = pa.ipc.open_stream(source).read_next_batch().column(0)
-        assert column.type.value_type == pa.from_numpy_dtype(dtype)
-        assert column.to_pylist() == expected
-        assert (shard.documents, shard.tokens) == (len(expected), sum(map(len, expected)))

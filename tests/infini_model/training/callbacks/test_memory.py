@@ -1,13 +1,15 @@
-"""What a training records of its memory, what it warns of, and that it changes nothing."""
+"""What a training records of its memory, what it warns of, and that it changes nothing.
+
+That two ranks record the same: `test_same_training.py`.
+"""
 
 import logging
 import math
 
 import pytest
 import torch
-from curves import curve, repeatable, weights
+from curves import curve, weights
 from stopping import StopAfter
-from trainings import on_two_ranks
 
 from infini_model.data.loading.validation import sample_windows
 from infini_model.data.loading.windows import open_windows
@@ -25,34 +27,32 @@ AT_VALIDATION |= {"memory/probe_loss", "memory/probe_loss_without_memory"}
 AT_VALIDATION |= {"memory/probe_gain", "memory/probe_gain_error"}
 OF_GATES = ["gate_mean", "gate_min", "gate_max", "gate_grad_norm"]
 AT_LOG_LINES = {f"memory/layer_{layer}/{name}" for layer in range(2) for name in OF_GATES}
-BLOCKS = {"training": {"objective": "block_diffusion"}}
-ALIGNED = {"packing": {"mode": "aligned", "context_length": 64}}
+BLOCKS = {"objective": "block_diffusion"}
 
 
 def of_memory(line):
     return {name for name in line if name.startswith("memory/")}
 
 
-@pytest.mark.parametrize("sections", [{}, BLOCKS, ALIGNED], ids=["causal", "blocks", "aligned"])
 def test_the_metrics_of_the_memory_are_recorded_and_change_no_bit(
-    dataset, make_config, tmp_path, monkeypatch, sections
+    dataset, make_config, tmp_path, monkeypatch
 ):
+    config = make_config(training=BLOCKS | {"max_steps": 12}, packing={"mode": "aligned"})
     recorded, alone = tmp_path / "recorded", tmp_path / "alone"
-    train(make_config(**sections), dataset, recorded)
+    train(config, dataset, recorded)
     validations = [line for line in read_metrics(recorded) if "validation/loss" in line]
     steps = [line for line in read_metrics(recorded) if "train/loss" in line]
     assert [line["step"] for line in validations] == [0, 5, 10, 12]
     assert all(of_memory(line) == AT_VALIDATION for line in validations)
-    with_gates = [line["step"] for line in steps if of_memory(line) == AT_LOG_LINES]
-    assert with_gates == [2, 4, 6, 8, 10, 12]
+    with_gates = [line for line in steps if of_memory(line) == AT_LOG_LINES]
+    assert [line["step"] for line in with_gates] == [2, 4, 6, 8, 10, 12]
     assert all(0 < line["memory/layer_1/share"] < 1 for line in validations)
-    assert all(line["memory/layer_1/gate_grad_norm"] > 0 for line in steps if line["step"] % 2 == 0)
+    assert all(line["memory/layer_1/gate_grad_norm"] > 0 for line in with_gates)
     # It holds nothing that says how large it is, but that it is not empty.
     assert all(line["memory/layer_0/kv_norm"] > 0 for line in validations)
-    assert "memory/probe_loss" not in next(x for x in read_metrics(recorded) if "test/loss" in x)
 
     monkeypatch.setattr(defaults, "MemoryReports", lambda parts: Callback())
-    train(make_config(**sections), dataset, alone)
+    train(config, dataset, alone)
     assert not any(of_memory(line) for line in read_metrics(alone))
     assert weights(recorded) == weights(alone)
 
@@ -70,10 +70,8 @@ def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_confi
     train(config, dataset, tmp_path)
     for split in ("validation", "test"):
         for step, loss in curve(tmp_path, f"{split}/loss").items():
-            parts = [
-                curve(tmp_path, f"{split}/loss_by_segment/{name}")[step]
-                for name in ("1", "2", "3-4")
-            ]
+            by_segment = f"{split}/loss_by_segment"
+            parts = [curve(tmp_path, f"{by_segment}/{name}")[step] for name in ("1", "2", "3-4")]
             assert len(set(parts)) == 3
             assert (parts[0] + parts[1] + 2 * parts[2]) / 4 == pytest.approx(loss)
     # The probe compares some windows of the sample with themselves.
@@ -99,91 +97,63 @@ def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_confi
         assert curve(tmp_path, name)[12] == pytest.approx(float(value), rel=1e-3, abs=1e-5)
 
 
-def test_without_a_memory_nothing_is_recorded_of_it(dataset, make_config, tmp_path):
-    shape = make_config().model.model_dump() | {"memory": "none"}
-    train(make_config(model=shape), dataset, tmp_path)
-    assert not any(of_memory(line) for line in read_metrics(tmp_path))
-    assert len(curve(tmp_path, "validation/loss_by_segment/3-4")) == 4
-
-
-def trained(make_config, dataset, run_dir, caplog, *callbacks, packing=None, **fields):
-    """The warnings of a training that validates after 12 steps."""
-    training = {"gate_learning_rate": fields.pop("gate_learning_rate", 1e-2)}
-    config = make_config(
-        model=make_config().model.model_dump() | fields,
-        packing=packing or {},
-        training=training | {"max_steps": 16, "batch_size": 2},
-        logging={"logging_steps": 2, "eval_steps": 12},
-    )
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        train(config, dataset, run_dir, callbacks)
-    return [record.getMessage() for record in caplog.records]
-
-
 STUCK = {"gate_learning_rate": 1e-9, "gate_start": -1.0}
 
 
+@pytest.fixture
+def warned(dataset, make_config, tmp_path, caplog, monkeypatch):
+    """The warnings of a training that validates after 12 steps."""
+
+    def run(*callbacks, settled=10, context_length=64, gate_learning_rate=1e-2, **model):
+        monkeypatch.setattr(memory, "SETTLED_STEPS", settled)
+        config = make_config(
+            model=make_config().model.model_dump() | model,
+            packing={"context_length": context_length},
+            training={
+                "gate_learning_rate": gate_learning_rate,
+                "max_steps": 16,
+                "batch_size": 2,
+            },
+            logging={"logging_steps": 2, "eval_steps": 12},
+            evaluation={"max_windows": 16},
+        )
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            train(config, dataset, tmp_path / "run", callbacks)
+        return [record.getMessage() for record in caplog.records]
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("settled", "fields", "warning"),
+    ("settings", "warning"),
     [
-        (10, {}, None),
-        (100, STUCK, None),
-        (10, {"packing": {"context_length": 16}}, "make packing.context_length several times mod"),
-        (10, {"gate_start": -12.0}, "At step 12: Layers 0 and 1 of 2 (counted from 0) never read"),
+        ({}, None),
+        (STUCK | {"settled": 100}, None),
+        ({"context_length": 16}, "make packing.context_length several times mod"),
+        ({"gate_start": -12.0}, "At step 12: Layers 0 and 1 of 2 (counted from 0) never read"),
     ],
     ids=["fine", "young", "one segment", "never read"],
 )
-def test_a_memory_that_is_of_no_use_is_warned_of(
-    dataset, make_config, tmp_path, caplog, monkeypatch, settled, fields, warning
-):
-    monkeypatch.setattr(memory, "SETTLED_STEPS", settled)
-    warnings = trained(make_config, dataset, tmp_path, caplog, **fields)
+def test_a_memory_that_is_of_no_use_is_warned_of(warned, settings, warning):
+    warnings = warned(**settings)
     assert len(warnings) == (warning is not None)
     assert warning is None or warning in warnings[0]
 
 
-def test_gates_that_do_not_move_are_warned_of_once_per_run(
-    dataset, make_config, tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr(memory, "SETTLED_STEPS", 10)
-    run = (make_config, dataset, tmp_path / "run", caplog)
-    (warning,) = trained(*run, StopAfter(14), **STUCK)
-    assert warning == (
-        "At step 12: All gates are still at model.gate_start=-1 after 12 steps. "
-        "Raise training.gate_learning_rate."
-    )
-    assert trained(*run, **STUCK) == []  # resumed: it was said
+def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
+    (warning,) = warned(StopAfter(14), **STUCK)
+    assert "All gates are still at model.gate_start=-1 after 12 steps." in warning
+    assert warned(**STUCK) == []  # resumed: it was said
     assert len(curve(tmp_path / "run", "memory/probe_gain")) == 3
 
 
-def test_a_memory_that_hurts_is_warned_of(dataset, make_config, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(memory, "SETTLED_STEPS", 10)
+def test_a_memory_that_hurts_is_warned_of(warned, monkeypatch):
     probe = memory.probe_memory
 
     def hurting(*arguments, **options):
         return probe(*arguments, **options)._replace(gain=-1.0, error=0.1)
 
     monkeypatch.setattr(memory, "probe_memory", hurting)
-    (warning,) = trained(make_config, dataset, tmp_path, caplog)
+    (warning,) = warned()
     assert warning.startswith("At step 12: The memory hurts: with the same weights the loss is 1.")
-
-
-@pytest.mark.story
-def test_ranks_record_what_one_process_does(dataset, make_config, tmp_path):
-    """Of sharded parameters too, and where a rank has no window of the probe left."""
-
-    def config(batch_size):
-        return make_config(
-            training=BLOCKS["training"] | {"max_steps": 4, "batch_size": batch_size},
-            launch={"strategy": "fsdp"},
-            evaluation={"max_windows": 7},
-        )
-
-    train(config(6), dataset, tmp_path / "one")
-    on_two_ranks(train, config(3), dataset, tmp_path / "two")
-    ours, theirs = repeatable(tmp_path / "two"), repeatable(tmp_path / "one")
-    assert [line.keys() for line in ours] == [line.keys() for line in theirs]
-    for mine, other in zip(ours, theirs, strict=True):
-        for metric in of_memory(mine):
-            assert mine[metric] == pytest.approx(other[metric], rel=1e-3, abs=5e-5), metric

@@ -1,26 +1,36 @@
 """The metrics of a run: a file, and sinks that follow it and may be slow, silent or down.
 
-MLflow's server is real, behind a proxy that holds requests or drops them.
+The record in MLflow has the status and the origin of the run, too. Where its server matters, it is
+real, behind a line that holds requests or drops them; elsewhere the store is a file.
 """
 
-import http.client
-import http.server
+import functools
 import json
 import logging
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 
 import pytest
-from commands import PATIENCE, eventually
+from commands import PATIENCE, eventually, run
 from mlflow_server import mlflow_server
 from records import Record
+from urllib3.connectionpool import HTTPConnectionPool
 
 from infini_model.runtime.metrics_file import MetricsFile, read_metrics, read_newest
-from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+from infini_model.runtime.storage import write_json
+from infini_model.training.callbacks import mlflow_record
+from infini_model.training.callbacks.mlflow_record import NOTE, read_mlflow_record, run_url
 from infini_model.training.callbacks.sinks import Follower, TensorBoardSink
+from infini_model.training.mlflow_client import open_tracking
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
+end_record = functools.partial(mlflow_record.end_record, timeout_seconds=PATIENCE)
 NAMES = ("train/loss", "train/grad_norm", *(f"memory/layer_{i}/gate_mean" for i in range(10)))
 
 
@@ -44,18 +54,6 @@ def test_each_step_is_in_the_file_once_whatever_the_training_was_interrupted_by(
     assert [line["step"] for line in read_metrics(tmp_path)] == [0]
 
 
-def test_metrics_recorded_at_this_step_are_known_after_a_restart(tmp_path):
-    file = MetricsFile(tmp_path, None)
-    file.append(5, {"train/loss": 1.0})
-    file.append(5, {"validation/loss": 2.0})
-    file.append(6, {"train/loss": 1.0})
-    file.close()
-    again = MetricsFile(tmp_path, 5)
-    assert again.has(5, "validation/loss")
-    assert not again.has(5, "test/loss")
-    again.close()
-
-
 def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
     assert read_newest(tmp_path, "step") == {}
     lines = [{"step": 1, "validation/loss": 7.5}]
@@ -66,32 +64,22 @@ def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
     assert newest == {"step": 20_000, "train/loss": 1 / 20_000, "validation/loss": 7.5}
 
 
-class Unreliable:
-    """A sink that is down for its first calls."""
+class Down:
+    """A sink that takes nothing."""
 
-    name = "Unreliable"
+    name = "Down"
 
-    def __init__(self, failures):
-        self.failures = failures
-        self.taken = []
-        self.status = None
+    def __init__(self):
         self.tried = threading.Event()
 
     def deliver(self, lines):
         self.tried.set()
-        if self.failures > 0:
-            self.failures -= 1
-            raise ConnectionError("connection refused")
-        self.taken += [line["step"] for line in lines]
-
-    def finish(self, status):
-        self.status = status
+        raise ConnectionError("connection refused")
 
 
-@pytest.mark.parametrize("failures", [1, 10**9], ids=["recovers", "stays down"])
-def test_a_sink_that_was_down_gets_what_it_missed_once_or_is_given_up(tmp_path, caplog, failures):
+def test_a_sink_that_stays_down_is_warned_of_once_and_does_not_delay_the_end(tmp_path, caplog):
     write(tmp_path, range(1, 6))
-    sink = Unreliable(failures)
+    sink = Down()
     follower = Follower(tmp_path, sink)
     with caplog.at_level(logging.WARNING):
         follower.start()
@@ -100,11 +88,8 @@ def test_a_sink_that_was_down_gets_what_it_missed_once_or_is_given_up(tmp_path, 
         follower.end("FINISHED", math.inf)
         follower.join(PATIENCE)
     assert not follower.is_alive()
+    assert not follower.done
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    if failures == 1:
-        assert (follower.done, sink.taken, sink.status) == (True, [1, 2, 3, 4, 5], "FINISHED")
-    else:
-        assert (follower.done, sink.taken, sink.status) == (False, [], None)
 
 
 def test_tensorboard_has_each_step_once_across_a_resume(tmp_path):
@@ -125,94 +110,204 @@ def test_tensorboard_has_each_step_once_across_a_resume(tmp_path):
 
 
 @pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """An output folder shared by all runs, as creating MLflow's tables takes seconds."""
+    return tmp_path_factory.mktemp("output")
+
+
+@pytest.fixture
+def config(make_config, output):
+    return make_config(
+        run={"preset": "debug", "output_dir": str(output)},
+        tracking={"mlflow": True, "tensorboard": False},
+    )
+
+
+def in_mlflow(run_dir):
+    """The run in MLflow."""
+    from mlflow import MlflowClient
+
+    record = read_mlflow_record(run_dir)
+    return MlflowClient(record["tracking_uri"]).get_run(record["run_id"])
+
+
+def status(run_dir):
+    return in_mlflow(run_dir).info.status
+
+
+def delivered(run_dir):
+    return read_mlflow_record(run_dir).get("delivered_step")
+
+
+def until_delivered(run_dir, step):
+    eventually(lambda: delivered(run_dir) == step, f"MLflow has step {step}")
+
+
+def begin(run_dir, config, resumed_step=None):
+    """The record of a training that has taken a step, delivered to MLflow."""
+    metrics = Record(run_dir, config, DATASET, resumed_step)
+    metrics.append((resumed_step or 0) + 1, {"train/loss": 1.0})
+    until_delivered(run_dir, (resumed_step or 0) + 1)
+    return metrics
+
+
+def test_the_end_of_a_killed_training_is_reported_once(tmp_path, config):
+    assert not end_record(tmp_path, "FAILED")
+    assert list(tmp_path.iterdir()) == []
+    begin(tmp_path, config)
+    assert status(tmp_path) == "RUNNING"
+    assert end_record(tmp_path, "FAILED")
+    assert status(tmp_path) == "FAILED"
+    assert not end_record(tmp_path, "KILLED")
+    assert status(tmp_path) == "FAILED"
+
+
+def test_the_record_follows_a_run_through_a_stop_a_resume_and_its_end(tmp_path, config):
+    from mlflow import MlflowClient
+
+    def claim(number):
+        url = f"http://127.0.0.1:4200/runs/flow-run/{number}"
+        write_json(tmp_path / "run.json", {"owner": {"id": str(number), "url": url}})
+        return url
+
+    first = claim(1)
+    begin(tmp_path, config).close("KILLED")
+    assert status(tmp_path) == "KILLED"
+    assert f"]({first})" in in_mlflow(tmp_path).data.tags[NOTE]
+    second = claim(2)
+    again = begin(tmp_path, config, resumed_step=1)
+    assert status(tmp_path) == "RUNNING"
+    record = read_mlflow_record(tmp_path)
+    again.close("FINISHED")
+    # As if it had been killed between reporting to MLflow and recording it.
+    write_json(tmp_path / "logs" / "mlflow.json", record)
+    assert not end_record(tmp_path, "FAILED")
+    assert status(tmp_path) == "FINISHED"
+    assert f"]({second})" in in_mlflow(tmp_path).data.tags[NOTE]
+
+    # A description that has been edited is kept.
+    MlflowClient(record["tracking_uri"]).set_tag(record["run_id"], NOTE, "The one to keep.")
+    third = claim(3)
+    begin(tmp_path, config, resumed_step=2).close("KILLED")
+    tags = in_mlflow(tmp_path).data.tags
+    assert (tags["prefect.flow_run_url"], tags[NOTE]) == (third, "The one to keep.")
+
+
+def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
+    write_json(tmp_path / "run.json", {"owner": {"id": "0198c0de", "url": "http://prefect"}})
+    assert run_url("http://127.0.0.1:5000", tmp_path) is None
+    number = open_tracking(config)[1]
+    begin(tmp_path, config).close("KILLED")
+    found = in_mlflow(tmp_path)
+    page = f"http://127.0.0.1:5000/#/experiments/{number}/runs/{found.info.run_id}"
+    assert run_url("http://127.0.0.1:5000/", tmp_path) == page
+    assert found.data.params["training.max_steps"] == "12"
+    assert found.inputs.dataset_inputs[0].dataset.digest == DATASET["key"][:36]
+    git = ["git", "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    expected = {
+        "prefect.flow_run_id": "0198c0de",
+        "run.folder": str(tmp_path),
+        "run.preset": "debug",
+        "dataset.key": DATASET["key"],
+        "dataset.folder": DATASET["path"],
+    } | ({"mlflow.source.git.commit": head} if head else {})
+    assert expected.items() <= found.data.tags.items()
+
+
+def test_a_server_that_hangs_does_not_block_the_end(tmp_path, monkeypatch):
+    # Longer than the test may take: it is not the client that gives up.
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(10 * PATIENCE)))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        record = {"run_id": "r" * 32, "tracking_uri": uri, "status": "RUNNING"}
+        write_json(tmp_path / "logs" / "mlflow.json", record)
+        assert not end_record(tmp_path, "FAILED", timeout_seconds=1.0)
+
+
+# It kills itself when some of the tables exist, but not all.
+KILLED = """
+import json, os, signal, sys
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from infini_model.config import validate
+from infini_model.training.mlflow_client import open_tracking
+tables = []
+@event.listens_for(Engine, "after_cursor_execute")
+def kill(connection, cursor, statement, *rest):
+    tables.extend([statement] * ("CREATE TABLE" in statement))
+    if len(tables) == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+open_tracking(validate(json.loads(sys.argv[1])))
+"""
+
+
+def test_a_kill_while_the_tables_are_created_is_recovered_from(make_config):
+    config = make_config()
+    folder = config.run.output_dir / "mlflow"
+    killed = run([sys.executable, "-c", KILLED, config.model_dump_json()], dict(os.environ))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert list(folder.glob(".tmp-*"))
+    assert not (folder / "mlflow.db").exists()
+    assert int(open_tracking(config)[1]) > 0
+    assert not list(folder.glob(".tmp-*"))
+
+
+@pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """The port of an MLflow server."""
     with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
         yield running.port
 
 
-class Proxy:
-    """A proxy that forwards requests, or does with them what `fate` says.
+class Line:
+    """The line to a server: it carries requests, or does with them what `fate` says.
 
     They are "answered", "dropped" as if the server were down, or "unanswered": the server handles
-    them and the client gets no response. While they are held (`hold`) their fate is open. `met`
-    counts how many have "arrived" and met each fate.
+    them and the client gets no response. While `passes` is not set, they are held and their fate is
+    open. `met` counts how many have "arrived" and met each fate.
     """
 
-    def __init__(self, server_port):
-        self.fate, self.met = "answered", Counter()
-        self._passes = threading.Event()
-        self._passes.set()
-        proxy = self
+    def __init__(self, port):
+        self.port, self.fate, self.met = port, "answered", Counter()
+        self.passes = threading.Event()
+        self.passes.set()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def forward(self):
-                self.close_connection = True
-                proxy.met["arrived"] += 1
-                proxy._passes.wait()
-                fate = proxy.fate
-                if fate != "dropped":
-                    self.answer(discard=fate == "unanswered")
-                proxy.met[fate] += 1
-
-            def answer(self, discard):
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                inner = http.client.HTTPConnection("127.0.0.1", server_port, timeout=PATIENCE)
-                inner.request(self.command, self.path, body, dict(self.headers))
-                answer = inner.getresponse()
-                reply = answer.read()
-                inner.close()
-                if discard:
-                    return
-                self.send_response(answer.status)
-                self.send_header("Content-Type", answer.headers["Content-Type"])
-                self.send_header("Content-Length", str(len(reply)))
-                self.end_headers()
-                self.wfile.write(reply)
-
-            do_GET = do_POST = do_PATCH = forward  # noqa: N815
-
-        self._listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._listener.daemon_threads = True
-        self._listener.handle_error = lambda *_: None
-        self.port = self._listener.server_port
-        threading.Thread(target=self._listener.serve_forever, daemon=True).start()
-
-    def hold(self):
-        self._passes.clear()
-
-    def release(self):
-        self._passes.set()
+    def carry(self, request, pool, *arguments, **options):
+        """Instead of an attempt of urllib3, which repeats those that fail."""
+        if pool.port != self.port:
+            return request(pool, *arguments, **options)
+        self.met["arrived"] += 1
+        self.passes.wait()
+        fate = self.fate
+        response = None if fate == "dropped" else request(pool, *arguments, **options)
+        self.met[fate] += 1
+        if fate == "answered":
+            return response
+        raise ConnectionResetError(fate)
 
     def wait_for(self, what):
         """Wait until a request has arrived, or met a fate."""
         eventually(lambda: self.met[what] > 0, f"a request that was {what}")
 
-    def close(self):
-        self.fate = "dropped"
-        self.release()
-        self._listener.shutdown()
-        self._listener.server_close()
+
+@pytest.fixture
+def line(server, monkeypatch):
+    line, request = Line(server), HTTPConnectionPool._make_request
+    monkeypatch.setattr(
+        HTTPConnectionPool, "_make_request", lambda *args, **kw: line.carry(request, *args, **kw)
+    )
+    yield line
+    line.fate = "dropped"
+    line.passes.set()
 
 
 @pytest.fixture
-def proxy(server):
-    proxy = Proxy(server)
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture
-def record(proxy, make_config, tmp_path, monkeypatch):
-    """Starts the record of a run in tmp_path/run, tracked through the proxy."""
+def record(line, make_config, tmp_path, monkeypatch):
+    """Starts the record of a run in tmp_path/run, tracked by the server."""
     # A client that gave up by itself would hide that somebody waits for it.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(10 * PATIENCE)))
-    uri = f"http://127.0.0.1:{proxy.port}"
+    uri = f"http://127.0.0.1:{line.port}"
     config = make_config(tracking={"mlflow": True, "tensorboard": False, "tracking_uri": uri})
     return lambda resumed_step=None: Record(tmp_path / "run", config, DATASET, resumed_step)
 
@@ -223,92 +318,64 @@ def take_steps(metrics, steps):
         metrics.append(step, dict.fromkeys(NAMES, step + 0.5))
 
 
-def histories(server, run_dir):
-    """Steps of each metric, according to the server."""
+def recorded(run_dir):
+    """The status and the steps of each metric, according to the server."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"http://127.0.0.1:{server}")
-    run_id = read_mlflow_record(run_dir)["run_id"]
-    status = client.get_run(run_id).info.status
-    return status, {
-        name: sorted(m.step for m in client.get_metric_history(run_id, name)) for name in NAMES
-    }
+    record = read_mlflow_record(run_dir)
+    history = MlflowClient(record["tracking_uri"]).get_metric_history
+    steps = {name: sorted(m.step for m in history(record["run_id"], name)) for name in NAMES}
+    return status(run_dir), steps
 
 
 def complete(steps):
     return {name: list(steps) for name in NAMES}
 
 
-def until_delivered(run_dir, step):
-    delivered = lambda: read_mlflow_record(run_dir).get("delivered_step") == step  # noqa: E731
-    eventually(delivered, f"MLflow has step {step}")
-
-
 @pytest.mark.story
-def test_a_slow_server_delays_no_step(proxy, record, server, tmp_path):
-    proxy.hold()
-    metrics = record()
-    proxy.wait_for("arrived")
-    take_steps(metrics, range(1, 51))
-    assert proxy.met["answered"] == 0
-    proxy.release()
-    metrics.close("FINISHED")
-    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 51)))
-
-
-@pytest.mark.story
-def test_a_server_that_is_silent_at_the_end_gets_the_rest_on_resume(
-    proxy, record, server, tmp_path
+def test_a_silent_server_delays_neither_steps_nor_the_end_and_gets_the_rest_on_resume(
+    line, record, tmp_path
 ):
-    proxy.hold()
+    line.passes.clear()
     others = set(threading.enumerate())
     metrics = record()
     (follower,) = (t for t in set(threading.enumerate()) - others if "follower" in t.name)
-    proxy.wait_for("arrived")
+    line.wait_for("arrived")
     take_steps(metrics, range(1, 51))
     metrics.close("FINISHED", timeout_seconds=1.0)
-    assert proxy.met["answered"] == 0
-    proxy.fate = "dropped"
-    proxy.release()
+    assert line.met["answered"] == 0
+    line.fate = "dropped"
+    line.passes.set()
     follower.join()
-    proxy.fate = "answered"
+    line.fate = "answered"
     again = record(resumed_step=50)
     again.close("FINISHED")
-    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 51)))
+    assert recorded(tmp_path / "run") == ("FINISHED", complete(range(1, 51)))
 
 
 @pytest.mark.story
-def test_a_server_that_is_down_and_loses_answers_gets_each_point_once(
-    proxy, record, server, tmp_path
-):
-    proxy.fate = "dropped"
+def test_each_point_arrives_once_through_outages_lost_answers_and_a_kill(line, record, tmp_path):
+    line.fate = "dropped"
     metrics = record()
     take_steps(metrics, range(1, 101))
-    proxy.wait_for("dropped")
-    proxy.fate = "answered"
+    line.wait_for("dropped")
+    line.fate = "answered"
     until_delivered(tmp_path / "run", 100)
     # Now it accepts data without responding, then it is down again, then it is back.
-    proxy.fate = "unanswered"
+    line.fate = "unanswered"
     take_steps(metrics, range(101, 201))
-    proxy.wait_for("unanswered")
-    proxy.met.clear()
-    proxy.fate = "dropped"
+    line.wait_for("unanswered")
+    line.met.clear()
+    line.fate = "dropped"
     take_steps(metrics, range(201, 301))
-    proxy.wait_for("dropped")
-    proxy.fate = "answered"
-    metrics.close("FINISHED")
-    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 301)))
+    line.wait_for("dropped")
+    line.fate = "answered"
+    until_delivered(tmp_path / "run", 300)
+    assert recorded(tmp_path / "run") == ("RUNNING", complete(range(1, 301)))
 
-
-@pytest.mark.story
-def test_a_record_left_running_by_a_kill_is_corrected_on_resume(proxy, record, server, tmp_path):
-    metrics = record()
-    take_steps(metrics, range(1, 51))
-    until_delivered(tmp_path / "run", 50)
     # It is not closed, as after SIGKILL. The steps after the checkpoint are repeated.
-    assert histories(server, tmp_path / "run")[0] == "RUNNING"
-    again = record(resumed_step=40)
-    take_steps(again, range(41, 81))
+    again = record(resumed_step=290)
+    take_steps(again, range(291, 331))
     again.close("FINISHED")
-    assert histories(server, tmp_path / "run") == ("FINISHED", complete(range(1, 81)))
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 81))
+    assert recorded(tmp_path / "run") == ("FINISHED", complete(range(1, 331)))
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 331))

@@ -1,29 +1,34 @@
-"""The GPU tokenizer gives the ids of `tokenizers`."""
+"""The GPU tokenizer splits text where the regex of `tokenizers` does, and gives its ids."""
 
 import functools
-import itertools
 import json
+import os
 import random
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
-from adversarial_text import adversarial_texts
-from corpora import make_texts
+from corpora import adversarial_texts, make_texts
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Reference
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 pytest.importorskip("triton", reason="triton is not installed: CPU builds of torch bring none")
 
 from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, PROBE, BPETokenizer
-from infini_model.data.tokenizers.gpu import device_tokenizer, pretokens, word_model, word_table
+from infini_model.data.tokenizers.gpu import (
+    character_classes,
+    device_tokenizer,
+    pretokens,
+    word_model,
+    word_table,
+)
 from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer, put_on_device
-from infini_model.data.tokenizers.gpu.kernels.launch import launch
+from infini_model.data.tokenizers.gpu.kernels.characters import CONTINUED, MARGIN
 from infini_model.data.tokenizers.gpu.patterns import GPT2_PATTERN, PATTERNS
+from infini_model.data.tokenizers.gpu.pretokens import PADDING, PreTokenizer, TextBytes
 from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
 from infini_model.data.tokenizers.gpu.tokens import close_documents
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
@@ -34,6 +39,40 @@ SOURCES = [
     path.read_text(encoding="utf-8")
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _large_programs() -> Iterator[None]:
+    """For the interpreter, in which each costs a tenth of a second whatever it does."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    whole = BPETokenizer.vocabulary
+    patched = set()
+
+    def patch_once(function):
+        if function in patched:
+            return None
+        patched.add(function)
+        return patch_lang(function)
+
+    def launch_anew(*arguments, **keywords):
+        patched.clear()
+        return launch(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Triton's modules are patched once a launch and function, not in each call.
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        patch.setattr(pretokens, "BYTES", 1 << 16)
+        patch.setattr(word_table, "WORDS", 1 << 13)
+        patch.setattr(word_model, "SYMBOLS", 1 << 16)
+        # The words with which a tokenizer fills its table at first; it adds others as they come.
+        patch.setattr(BPETokenizer, "vocabulary", lambda tokenizer: whole(tokenizer)[-9:])
+        yield
 
 
 @functools.cache
@@ -91,7 +130,14 @@ def llama(gpu):
     return on_device(train(LLAMA3_PATTERN), gpu)
 
 
-@pytest.mark.parametrize("expression", PATTERNS, ids=["gpt2", "llama3", "qwen"])
+every_pattern = pytest.mark.parametrize("expression", PATTERNS, ids=["gpt2", "llama3", "qwen"])
+# Those of two different tables of characters.
+each_table = pytest.mark.parametrize(
+    "expression", [GPT2_PATTERN, LLAMA3_PATTERN], ids=["gpt2", "llama3"]
+)
+
+
+@every_pattern
 def test_adversarial_strings(expression, gpu):
     large = gpu.type == "cuda"
     texts = adversarial_texts(300_000, 7) if large else adversarial_texts(100, 7, longest=9)
@@ -103,6 +149,31 @@ def test_real_text(llama, gpu):
     texts = [*TEXTS[:5], *PROBE, *sources, "", "a", "\n", "0", " ", ""]
     assert_exact(llama, texts)
     assert_exact(llama, texts)  # all words known
+    for nothing in ([], [""], ["", ""]):
+        ids, offsets = llama.encode_batch(nothing)
+        assert (len(ids), offsets.tolist()) == (0, [0] * (len(nothing) + 1))
+
+
+def test_any_documents_in_batches_of_any_size(llama):
+    tokenizer, rng = again(llama), random.Random(0)
+    text = "".join(SOURCES[:3])[:200] + TEXTS[0][:100] + "日本語🦊" * 5
+    for batch_bytes in (1, 300, 1 << 20) if llama.device.type == "cuda" else (200,):
+        places = sorted(rng.choices(range(len(text) + 1), k=30))
+        tokenizer.batch_bytes = batch_bytes
+        ends = zip([0, *places], [*places, len(text)], strict=True)
+        assert_exact(tokenizer, [text[start:end] for start, end in ends])
+
+
+def test_documents_end_with_the_end_of_text_token(llama):
+    texts = ["", "one two", "", "<|endoftext|>", "three"]
+    encoded, host = llama.encode(texts), llama.encode_batch(texts)
+    rows = np.split(host.ids, host.offsets[1:])
+    for begin in ([], [7]):
+        ids, offsets = close_documents(encoded, llama.eos_token_id, *(begin or [None]))
+        expected = [[*begin, *row.tolist(), llama.eos_token_id] for row in rows[: len(texts)]]
+        assert ids.tolist() == [each for row in expected for each in row]
+        assert offsets.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
+    assert close_documents(llama.encode([]), 0, 7).offsets.tolist() == [0]
 
 
 def test_whole_words_of_a_vocabulary_that_ignores_merges(llama, gpu):
@@ -127,47 +198,6 @@ def test_a_model_that_the_kernels_do_not_cover_is_left_to_tokenizers(gpu, lackin
         tree["model"]["merges"] = []
     # What is not in the vocabulary has no id, or that of the unknown token.
     assert_exact(on_device(json.dumps(tree), gpu), ["a zebra é naïve zz", *TEXTS[:2], *PROBE])
-
-
-def test_any_documents_in_batches_of_any_size(llama):
-    tokenizer, rng = again(llama), random.Random(0)
-    text = "".join(SOURCES[:3])[:200] + TEXTS[0][:100] + "日本語🦊" * 5
-    for batch_bytes in (1, 300, 1 << 20) if llama.device.type == "cuda" else (200,):
-        places = sorted(rng.choices(range(len(text) + 1), k=30))
-        tokenizer.batch_bytes = batch_bytes
-        ends = zip([0, *places], [*places, len(text)], strict=True)
-        assert_exact(tokenizer, [text[start:end] for start, end in ends])
-
-
-def test_slices_and_empty_input(llama):
-    array = pa.array(["before", *TEXTS[:3], "after"]).slice(1, 3)
-    assert np.array_equal(llama.encode_batch(array).ids, llama.encode_batch(TEXTS[:3]).ids)
-    for nothing in ([], [""], ["", ""]):
-        ids, offsets = llama.encode_batch(nothing)
-        assert len(ids) == 0
-        assert offsets.tolist() == [0] * (len(nothing) + 1)
-
-
-def test_it_has_the_properties_of_the_file(llama, tmp_path):
-    host = BPETokenizer("x", train(LLAMA3_PATTERN))
-    for name in ("spec", "vocab_size", "eos_token_id", "bos_token_id", "fingerprint"):
-        assert getattr(llama, name) == getattr(host, name)
-    ids = llama.encode_batch(["naïve\n"]).ids
-    assert llama.decode(ids) == "naïve\n"
-    assert llama.same_ids("naïve\n".encode(), ids)
-    llama.save(tmp_path)
-    assert (tmp_path / "tokenizer.json").read_text() == host.text
-
-
-@pytest.mark.parametrize("bos", [None, 7])
-def test_documents_end_with_the_end_of_text_token(llama, bos):
-    texts = ["", "one two", "", "<|endoftext|>", "three"]
-    ids, offsets = close_documents(llama.encode(texts), llama.eos_token_id, bos)
-    rows = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets.tolist())]
-    expected = [llama.encode_batch([text]).ids.tolist() for text in texts]
-    first = [] if bos is None else [bos]
-    assert rows == [[*first, *row, llama.eos_token_id] for row in expected]
-    assert close_documents(llama.encode([]), 0, bos).offsets.tolist() == [0]
 
 
 def test_a_tokenizer_that_gives_other_ids_is_refused(monkeypatch, gpu):
@@ -203,7 +233,7 @@ def test_hundreds_of_added_tokens(gpu):
     tree["added_tokens"] += [
         plain | {"id": 9000 + number, "content": name} for number, name in enumerate(names)
     ]
-    texts = ["".join(names), " ".join(names), names[7][:-1], "<|" + names[9] + "|>", *TEXTS[:2]]
+    texts = ["".join(names), " ".join(names), names[7][:-1], "<|" + names[9] + "|>"]
     assert_exact(on_device(json.dumps(tree), gpu), texts)
 
 
@@ -250,34 +280,6 @@ def test_a_failed_insertion_leaves_a_valid_table(monkeypatch, llama):
     assert_exact(fresh, ["qqxx yyzzyy"])
 
 
-class Counter(TorchDispatchMode):
-    """Counts kernels, and operators that do work."""
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.kernels = self.operators = 0
-        for module in (pretokens, word_table, word_model):
-            monkeypatch.setattr(module, "launch", self.launch)
-
-    def launch(self, *arguments, **constants):
-        self.kernels += 1
-        with _disable_current_modes():  # the interpreter copies the arguments
-            launch(*arguments, **constants)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.operators += not function.is_view and "empty" not in function.name()
-        return function(*args, **(kwargs or {}))
-
-
-def test_known_words_take_few_kernels_and_operators(monkeypatch, llama):
-    text = "".join(TEXTS[:20])[:30_000]
-    llama.encode([text])
-    with Counter(monkeypatch) as counted:
-        llama.encode([text])
-    assert counted.kernels <= 9
-    assert counted.operators <= 40
-
-
 def test_running_out_of_memory_halves_the_batches(monkeypatch, llama, caplog):
     fresh = again(llama)
     encode = fresh._encode
@@ -293,3 +295,80 @@ def test_running_out_of_memory_halves_the_batches(monkeypatch, llama, caplog):
     assert fresh.batch_bytes <= 9000
     assert "halving the batch size" in caplog.text
     assert "out of memory: tokenising a document on the CPU" in caplog.text
+
+
+def uploaded(data: bytes, device: torch.device) -> TextBytes:
+    """Text as it is uploaded."""
+    padded = np.zeros(-(-len(data) // 8) * 8 + PADDING, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    return TextBytes(torch.from_numpy(padded).to(device), len(data))
+
+
+def starts_of(expression: str, texts: list[str], device: torch.device) -> list[list[int]]:
+    """Where the pieces of each document start, in bytes of the document."""
+    text = uploaded("".join(texts).encode(), device)
+    bounds = np.cumsum([0, *(len(text.encode()) for text in texts)])
+    pre_tokenizer = PreTokenizer(PATTERNS[expression], torch.zeros(1 << 16), device)
+    classified = pre_tokenizer.classify(text)
+    classified.mark_sections(torch.from_numpy(bounds).to(device))
+    *starts, end = pre_tokenizer.split(text, classified).tolist()
+    assert end == text.size
+    rows = np.split(starts, np.searchsorted(starts, bounds[1:-1]))
+    return [(row - first).tolist() for row, first in zip(rows, bounds, strict=False)]
+
+
+def assert_split(expression: str, texts: list[str], device: torch.device) -> None:
+    """Every document is split as by the regex."""
+    regex = pre_tokenizers.Split(Regex(expression), "isolated")
+    for text, starts in zip(texts, starts_of(expression, texts, device), strict=True):
+        pieces = [len(piece.encode()) for piece, _ in regex.pre_tokenize_str(text)]
+        assert starts == np.cumsum([0, *pieces])[:-1].tolist(), repr(text)
+
+
+@every_pattern
+def test_programs_see_what_is_beyond_their_bytes(expression, gpu, monkeypatch):
+    monkeypatch.setattr(pretokens, "BYTES", 64)
+    texts = ["x'll 12345", "é" * 9 + "1" * 90, "a\n" + " " * 40 + "\n b", "!\n\n" * 9 + "  \n c"]
+    for shift in (0,) if gpu.type == "cpu" else range(64):
+        assert_split(expression, ["y" * shift, *texts], gpu)
+
+
+@every_pattern
+def test_all_short_strings_with_one_character_per_class(expression, gpu):
+    letters, longest = ["a", "1", " ", "\t", "\n", "!", "'", "s"], 5 if gpu.type == "cuda" else 3
+    texts = [""]
+    for _ in range(longest):
+        texts += [text + letter for text in texts[-(8 ** len(texts[-1])) :] for letter in letters]
+    assert len(texts) == sum(8**length for length in range(longest + 1))
+    assert_split(expression, ["|x\nx|".join(texts)], gpu)
+
+
+@each_table
+def test_every_character_has_its_kind(expression, gpu):
+    """All bytes of a character do."""
+    characters = [chr(point) for point in (*range(0xD800), *range(0xE000, 0x110000))]
+    if gpu.type == "cpu":  # where an encoding or a page may end, and a sample
+        characters = [
+            one for one in characters if ord(one) % 257 == 0 or ord(one) & 0xFF in (0, 255)
+        ]
+    data = "".join(characters).encode()
+    llama = expression == LLAMA3_PATTERN
+    table = character_classes.kinds(newlines=llama, any_case=llama)
+    lengths = [len(one.encode()) for one in characters]
+    expected = np.repeat(table[[ord(one) for one in characters]], lengths)
+    starts = np.cumsum([0, *lengths])[:-1]
+    expected |= np.where(np.isin(np.arange(len(data)), starts), 0, CONTINUED).astype(np.uint8)
+    pre_tokenizer = PreTokenizer(PATTERNS[expression], torch.zeros(1 << 16), gpu)
+    kinds = pre_tokenizer.classify(uploaded(data, gpu)).kinds[MARGIN:-MARGIN]
+    assert np.array_equal(kinds.cpu().numpy(), expected)
+
+
+@each_table
+def test_every_kind_is_that_of_the_regex(expression, gpu):
+    # Above are ideographs and unassigned code points.
+    points = [*range(0xD800), *range(0xE000, 0x20000), *range(0x20000, 0x110000, 997)]
+    if gpu.type == "cpu":
+        points = [*range(0x300), *points[0x300::61]]
+    context = "a{0}b|1{0}2 {0} '{0}\n{0}"
+    texts = ["|x|".join(context.format(chr(point)) for point in points[at::9]) for at in range(9)]
+    assert_split(expression, texts, gpu)

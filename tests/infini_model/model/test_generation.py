@@ -1,7 +1,7 @@
-"""Generation by unmasking: nothing stays masked, ends come last, and a seed decides the text.
+"""Generation, token by token and by unmasking, against plain passes of the model.
 
-By masked diffusion, in a context of one segment, and by block diffusion, from segment to segment
-with a state that does not grow.
+Unmasking by masked diffusion is in a context of one segment, by block diffusion from segment to
+segment with a state that does not grow.
 """
 
 import itertools
@@ -12,9 +12,101 @@ from tiny_models import draw_memory_parameters, tiny_config
 
 from infini_model.config import UnmaskingConfig
 from infini_model.model.generation import unmasking
+from infini_model.model.generation.causal import generate
 from infini_model.model.generation.unmasking import unmask
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
+
+
+def causal_model(memory="linear", shift=True):
+    torch.manual_seed(3)
+    config = tiny_config(memory=memory, memory_key_shift=shift, initializer_range=0.4)
+    model = InfiniLlama(config).double()
+    draw_memory_parameters(model)
+    return model
+
+
+CAUSAL = causal_model()
+
+
+def greedy(model, prompt, count):
+    """The greedy continuation by full passes, without any state."""
+    tokens = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("memory", "shift"), [("linear", True), ("linear", False), ("delta", True), ("none", False)]
+)
+def test_prompts_are_read_in_any_chunks(memory, shift):
+    """One segment at a time, two, or all at once, then token by token; one prompt or several."""
+    model = causal_model(memory, shift)
+    tokens = torch.randint(11, (25,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = [tokens, tokens[:8], tokens[:3]]
+    expected = [greedy(model, prompt, 9) for prompt in prompts]
+    for prefill_tokens in (1, 8, 64):
+        for rows in (1, 3):
+            options = {"temperature": 0, "prefill_tokens": prefill_tokens}
+            assert generate(model, prompts[:rows], max_new_tokens=9, **options) == expected[:rows]
+
+
+def test_rows_are_sampled_independently():
+    options = {"max_new_tokens": 10, "temperature": 1.5, "seed": 3}
+    prompts = [[1, 2, 3, 4, 5, 6], [7] * 13, [8, 9]]
+    rows = generate(CAUSAL, prompts, **options)
+    assert generate(CAUSAL, prompts[:1], **options) == rows[:1]
+    assert generate(CAUSAL, [[0], prompts[1], [5] * 9], **options)[1] == rows[1]
+    same = generate(CAUSAL, [prompts[0]] * 3, **options)
+    assert len(set(map(tuple, same))) == 3
+    assert rows != generate(CAUSAL, prompts, **options | {"seed": 5})
+
+
+def test_a_row_ends_with_the_end_token():
+    prompts = [[1, 2, 3], [4, 4], [7]]
+    free = generate(CAUSAL, prompts, max_new_tokens=12, temperature=0)
+    end = free[0][1]
+    cut = [row[: row.index(end) + 1] if end in row else row for row in free]
+    assert generate(CAUSAL, prompts, max_new_tokens=12, temperature=0, eos_token_id=end) == cut
+    assert len(cut[0]) <= 2
+
+
+def test_sampling_respects_its_settings():
+    prompt = [[1, 2, 3]]
+    best = generate(CAUSAL, prompt, max_new_tokens=8, temperature=0)
+    for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}):
+        assert generate(CAUSAL, prompt, max_new_tokens=8, seed=1, **narrow) == best
+    with torch.no_grad():
+        logits = CAUSAL(torch.tensor(prompt)).logits[0, -1]
+    weights, order = (logits / 3.0).softmax(-1).sort(descending=True)
+    in_nucleus = int((weights.cumsum(0) < 0.5).sum()) + 1
+    for narrow, expected in (({"top_k": 3}, order[:3]), ({"top_p": 0.5}, order[:in_nucleus])):
+        drawn = generate(CAUSAL, prompt * 300, max_new_tokens=1, temperature=3.0, **narrow)
+        assert {row[0] for row in drawn} == set(expected.tolist())
+    drawn = torch.tensor(generate(CAUSAL, prompt * 2000, max_new_tokens=1))[:, 0]
+    observed = torch.bincount(drawn, minlength=11) / len(drawn)
+    torch.testing.assert_close(observed.double(), logits.softmax(-1), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("message", "prompts", "change"),
+    [
+        ("prompts: expected at least one", [], {}),
+        ("prompt 1: is empty", [[1], []], {}),
+        ("prompt 0: token 11 is outside the vocabulary of 11", [[11]], {}),
+        ("max_new_tokens: got -1", [[1]], {"max_new_tokens": -1}),
+        ("temperature: got nan", [[1]], {"temperature": float("nan")}),
+        ("top_k: got 0", [[1]], {"top_k": 0}),
+        ("top_p: got 0.0", [[1]], {"top_p": 0.0}),
+        ("seed: got -1", [[1]], {"seed": -1}),
+    ],
+)
+def test_mistakes_are_named(message, prompts, change):
+    with pytest.raises(UserError, match=message):
+        generate(CAUSAL, prompts, **{"max_new_tokens": 1} | change)
+
 
 VOCABULARY, CONTEXT, BLOCK = 20, 48, 4
 MASK, END = VOCABULARY - 1, 0
@@ -73,37 +165,29 @@ def run(model, prompt=PROMPT, new=24, settings=None, **options):
 
 @pytest.mark.parametrize("remasking", ["low_confidence", "random"])
 @pytest.mark.parametrize("confidence_threshold", [None, 0.3])
-def test_nothing_stays_masked(remasking, confidence_threshold):
-    model = make_model()
+def test_nothing_stays_masked(block_model, remasking, confidence_threshold):
     chosen = {"remasking": remasking, "confidence_threshold": confidence_threshold}
-    for block_length, steps in ((1, None), (7, None), (7, 5), (24, 1), (24, 24), (100, 1000)):
+    for block_length, steps in ((3, 2), (7, 5), (24, 1), (100, 1000)):
         settings = chosen | {"block_length": block_length, "steps": steps}
-        tokens = run(model, settings=settings, temperature=1.0)
-        assert len(tokens) == 24
-        assert MASK not in tokens
-
-
-@pytest.mark.parametrize("settings", [{}, {"block_length": 3}, {"steps": 2}])
-def test_in_blocks_nothing_stays_masked_whatever_the_lengths(block_model, settings):
-    for prompt, new in itertools.product((0, 1, 4, 11), (1, 13)):
-        tokens = run(block_model, prompt_of(prompt), new, settings, temperature=1.0)
-        assert len(tokens) == new
-        assert MASK not in tokens
+        for model in (make_model(), block_model):
+            tokens = run(model, settings=settings, temperature=1.0)
+            assert len(tokens) == 24
+            assert MASK not in tokens
 
 
 def test_blocks_of_one_token_are_greedy_from_left_to_right():
     model, ids = make_model(), list(PROMPT)
     for number in range(12):
-        masked = torch.tensor([ids + [MASK] * (12 - number)])
-        logits = model(masked).logits[0, len(ids)].detach()
+        logits = model(torch.tensor([ids + [MASK] * (12 - number)])).logits[0, len(ids)].detach()
         logits[MASK] = -torch.inf
         ids.append(int(logits.argmax()))
     assert run(model, new=12, settings=GREEDY) == ids[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("prompt", [0, 3, 4, 10])
-def test_a_block_fills_the_noisy_stream_given_the_clean_one(block_model, prompt):
+@pytest.mark.parametrize("prompt", [0, 3, 10])
+def test_a_block_fills_the_noisy_stream_given_the_clean_one(block_model, monkeypatch, prompt):
     """One token at a time, as a pass over everything written so far predicts it."""
+    monkeypatch.setattr(unmasking, "PREFILL_TOKENS", BLOCK)  # prompts are read in parts
     known = prompt_of(prompt)
     for _ in range(11):
         here = len(known)
@@ -114,13 +198,6 @@ def test_a_block_fills_the_noisy_stream_given_the_clean_one(block_model, prompt)
         logits[MASK] = -torch.inf
         known.append(int(logits.argmax()))
     assert run(block_model, known[:prompt], 11, GREEDY) == known[prompt:]
-
-
-def test_prompts_are_read_in_parts(block_model, monkeypatch):
-    prompt = prompt_of(45)
-    whole = run(block_model, prompt, 9, GREEDY)
-    monkeypatch.setattr(unmasking, "PREFILL_TOKENS", 2 * BLOCK)
-    assert run(block_model, prompt, 9, GREEDY) == whole
 
 
 def test_the_most_probable_prediction_stays_in_every_step():
@@ -149,8 +226,8 @@ def test_an_end_of_text_is_kept_last_and_ends_the_text():
 
 def test_an_end_of_text_ends_blocks(block_model):
     end = run(block_model, [1, 2], 40, temperature=1.0)[20]
-    tokens = run(block_model, [1, 2], 200, temperature=1.0, eos_token_id=end)
-    assert tokens.index(end) == len(tokens) - 1 < 199
+    tokens = run(block_model, [1, 2], 60, temperature=1.0, eos_token_id=end)
+    assert tokens.index(end) == len(tokens) - 1 < 59
 
 
 def test_a_seed_decides_the_text(block_model):
@@ -177,12 +254,9 @@ def test_few_steps_take_few_passes_and_a_threshold_saves_more():
     assert shown == [6, 2]
 
 
-def test_the_context_limits_the_new_tokens():
-    assert len(run(make_model(), [1] * 40)) == CONTEXT - 40
-
-
-def test_mistakes_are_told_in_one_line(block_model):
+def test_the_context_limits_the_new_tokens_and_mistakes_are_named(block_model):
     model = make_model()
+    assert len(run(model, [1] * 40)) == CONTEXT - 40
     with pytest.raises(UserError, match="cfg_scale: needs a model without memory"):
         run(block_model, [1], 4, {"cfg_scale": 1.0})
     with pytest.raises(UserError, match=r"48 tokens leave no room in .* context of 48$"):

@@ -1,0 +1,325 @@
+"""Settings: how files and overrides are read, also those of earlier versions, and what is refused.
+
+A mistake is one line that names the key and, if it can, what was meant.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from infini_model.config import ModelConfig, dump_config, load_config, merge, validate
+from infini_model.config.evaluation_tasks import EvaluationTaskName
+from infini_model.config.explaining import all_keys
+from infini_model.config.model import BESIDE_INITIAL_WEIGHTS
+from infini_model.config.moved import MOVED, REMOVED, TASKS, with_keys_moved
+from infini_model.config.names import NAMES
+from infini_model.config.places import output_place
+from infini_model.runtime.errors import ConfigError
+
+WEIGHTS = {"initial_weights": "team/llama@main", "segment_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.yaml", None, "cannot be read: No such file"),
+        ("binary.yaml", b"\xff\xfe\x00", "is not UTF-8"),
+        ("list.json", b"[1, 2]", "holds list, needs a mapping"),
+        ("torn.json", b'{\n  /* two\n  lines */ "training": {"max_steps": }\n}', ".*line 3"),
+        ("open.json", b"{\n\n  /* never closed\n}", ".*line 3"),
+        ("torn.yaml", b"# one\ntraining:\n  max_steps: [\n", ".*line 4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." in value else "",
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_line(
+    name: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{name}: {message}\b") as caught:
+        load_config(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_a_file_leaves_open_has_to_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "shared.yaml"
+    file.write_text('training: {max_steps: "???"}\ndata: {source: {paths: ["???"]}}')
+    message = r"^training\.max_steps: missing; give a value: training\.max_steps=VALUE$"
+    with pytest.raises(ConfigError, match=message):
+        load_config(file)
+    config = load_config(file, ["training.max_steps=3"])
+    assert config.training.max_steps == 3
+    assert config.data.source.paths == ["???"]  # a glob
+
+
+def test_json_may_have_comments(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(
+        """{
+    // one line
+    "training": {
+        "batch_size": 4,  // beside a value
+        "max_steps": /* inside */ 7
+    },
+    /* several
+       lines, "quoted" */
+    "tracking": {"tracking_uri": "http://host:5000/*/", "experiment_name": "a \\"//\\" b"}
+}
+// at the end"""
+    )
+    config = load_config(file)
+    assert (config.training.batch_size, config.training.max_steps) == (4, 7)
+    assert config.tracking.tracking_uri == "http://host:5000/*/"
+    assert config.tracking.experiment_name == 'a "//" b'
+
+
+def test_overrides_beat_the_file_and_the_later_one_wins(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("training: {max_steps: 2, batch_size: 4}")
+    config = load_config(file, ["training.max_steps=3", "training.max_steps=4"])
+    assert (config.training.max_steps, config.training.batch_size) == (4, 4)
+    # To YAML 1.1 a number without a point is text.
+    assert load_config(overrides=["training.learning_rate=1e-5"]).training.learning_rate == 1e-5
+
+
+def test_a_source_of_another_kind_replaces_the_previous_one() -> None:
+    overrides = ["data.source.kind=hub", "data.source.repository=ag_news"]
+    hub = load_config(overrides=overrides).data.source
+    assert hub.model_dump(exclude_defaults=True) == {"repository": "ag_news"}
+    at_once = ["data.source={kind: hub, repository: ag_news}"]
+    assert load_config(overrides=at_once).data.source == hub
+    back = [*overrides, "data.source={kind: files, column: body}"]
+    files = load_config(overrides=back).data.source
+    assert files.model_dump(exclude_defaults=True) == {"column": "body"}
+    limited = load_config(overrides=[*overrides, "data.source.limit=5"]).data.source
+    assert limited == hub.model_copy(update={"limit": 5})
+
+
+def test_epochs_and_max_steps_replace_each_other() -> None:
+    asked = load_config(overrides=["training.max_steps=9", "training.epochs=2.5"]).training
+    assert (asked.epochs, asked.max_steps) == (2.5, None)
+    written = load_config(overrides=["training.epochs=2"]).model_dump(mode="json")
+    back = load_config(overrides=[written, "training.max_steps=9"]).training
+    assert (back.epochs, back.max_steps, back.total_steps) == (None, 9, 9)
+
+
+def test_initial_weights_replace_the_shape_that_they_are_laid_over(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(load_config(overrides=["model.hidden_size=64"])))
+    weights = "model.initial_weights=team/llama"
+    model = load_config(file, [weights]).model
+    assert (model.initial_weights, model.segment_length) == ("team/llama", 128)
+    with pytest.raises(ConfigError, match=r"^model\.hidden_size: comes from"):
+        load_config(file, [weights, "model.hidden_size=64"])
+
+
+@pytest.mark.parametrize("beside", [{}, {"memory": "linear", "gate_start": -1.0}])
+def test_what_was_set_beside_initial_weights_survives_yaml_and_json(
+    beside: dict[str, object], tmp_path: Path
+) -> None:
+    config = validate({"model": WEIGHTS | beside})
+    yaml, json = tmp_path / "config.yaml", tmp_path / "config.json"
+    yaml.write_text(dump_config(config))
+    json.write_text(config.model_dump_json())
+    for file in (yaml, json):
+        again = load_config(file)
+        assert again == config
+        assert again.identity == config.identity
+        assert again.model.beside_initial_weights == {"segment_length": 64} | beside
+    assert config.model_dump(mode="json")["model"] == WEIGHTS | beside
+
+
+def test_head_dim_is_derived_unless_it_is_set(tmp_path: Path) -> None:
+    """Also when a field that it is derived from is overridden in a tree that was dumped before."""
+    file = tmp_path / "config.yaml"
+    for override, width in (("model.num_attention_heads=4", 64), ("model.head_dim=16", 16)):
+        file.write_text(dump_config(load_config(overrides=[override])))
+        assert load_config(file=file, overrides=["model.hidden_size=256"]).model.head_dim == width
+
+
+def test_the_tokenizer_of_the_model_is_that_of_its_weights() -> None:
+    config = validate({"model": WEIGHTS, "data": {"tokenizer": {"spec": "model"}}})
+    assert config.data_to_tokenize.tokenizer.spec == "team/llama@main"
+    assert load_config().data_to_tokenize == load_config().data
+
+
+DIFFUSION = {"training": {"objective": "block_diffusion"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "gates"),
+    [
+        ({}, -2.0),
+        (DIFFUSION, 0.0),
+        (DIFFUSION | {"model": {"gate_start": -1.0}}, -1.0),
+        (DIFFUSION | {"model": WEIGHTS}, -2.0),
+    ],
+)
+def test_gates_start_open_where_only_the_memory_shows_what_came_before(
+    given: dict[str, Any], gates: float
+) -> None:
+    assert load_config(overrides=[given]).model.gate_start == gates
+
+
+@pytest.mark.parametrize("output_dir", ["s3://bucket/team", "here", None])
+def test_another_process_is_told_the_same_output_folder_and_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "cache"))
+    chosen = [] if output_dir is None else [{"run": {"output_dir": output_dir}}]
+    run = load_config(overrides=chosen).run
+    monkeypatch.setenv("INFINI_OUTPUT_DIR", output_place(run.output_dir, run.store))
+    told = load_config(overrides=[{"run": {"seed": 1}}]).run
+    assert told.store == run.store
+    assert told.output_dir.resolve() == run.output_dir.resolve()
+
+
+@pytest.mark.parametrize("section", ["logging", "training"])
+def test_limits_in_batches_and_tasks_of_an_earlier_version_are_translated(section: str) -> None:
+    tree: dict[str, Any] = {"evaluation": {"max_batches": 9}, "training": {"batch_size": 4}}
+    tree = merge(tree, {section: {"eval_batches": 3}, "launch": {"processes": 2}})
+    moved = with_keys_moved(tree)
+    assert moved["evaluation"] == {"max_windows": 24}
+    assert "eval_batches" not in moved.get(section, {})
+    assert with_keys_moved({"evaluation": {"max_batches": None}}) == {"evaluation": {}}
+    renamed = with_keys_moved({"evaluation": {"tasks": ["sample", *TASKS]}})
+    assert renamed == {"evaluation": {"tasks": ["sample", *TASKS.values()]}}
+
+
+def refusal_of(*overrides: str | dict[str, Any]) -> str:
+    """The line with which settings are refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# What is refused, and the beginning of the line that says so.
+REFUSED = {
+    "training": "override 'training' is not of the form section.key=value",
+    "training.max_steps=[": "training.max_steps: '[' is not valid YAML",
+    "training.max_steps=many": "training.max_steps: got 'many': input should be a valid",
+    "training.max_steps=0": "training.max_steps: got 0: input should be greater than 0",
+    "training.max_steps=null": "training: takes exactly one of max_steps and epochs",
+    "training={epochs: 2, max_steps: 9}": "training: takes exactly one of max_steps and",
+    "training.learning_rate=.nan": "training.learning_rate: got nan: input should be a",
+    "training.lora={}": "training.lora: adapts model.initial_weights, which is not set",
+    "training.lora.target_modules=[]": "training.lora.target_modules: got []: tuple should",
+    "training.lora.target_modules=[wq]": "training.lora.target_modules.0: got 'wq': input should",
+    "run.name=a/b": "run.name: got 'a/b': string should match pattern",
+    "data.name=../elsewhere": "data.name: got '../elsewhere': string should match pattern",
+    "data.cache_dir=s3://b/x": "data.cache_dir: got 's3://b/x': takes a local folder, not",
+    "logging.tensorboard_dir=gs://b/x": "logging.tensorboard_dir: got 'gs://b/x': takes a",
+    "data.device=gpu": "data.device: got 'gpu': takes auto, cpu, cuda, cuda:N, or mixed",
+    "data={engine: ray, device: mixed}": "data: device mixed needs engine=local; Ray takes",
+    "data.source.kind=zip": "data.source.kind: got 'zip': takes 'files', 'hub'",
+    "data.source={kind: hub}": "data.source.repository: missing",
+    "data.source.template=x": "data.source.template: got 'x': takes text with one {content}",
+    "data.splits.train=0.5": "data.splits: train + validation + test must be 1, not 0.6",
+    "data.splits={train: 0, validation: 0.5, test: 0.5}": "data.splits: train must be more than 0",
+    "data.share=5/4": "data.share: got '5/4': takes I/N with 1 <= I <= N, such as 2/4",
+    "data.ray_cpus=1.5": "data.ray_cpus: got 1.5: takes a fraction of 1 or a whole number",
+    "data.ray_address=ray://head:1": "data.ray_address: got 'ray://head:1': takes auto or",
+    "packing.context_length=100": "packing.context_length 100 is not a multiple of",
+    "model.num_attention_heads=3": "model: hidden_size 128 is not a multiple of",
+    "model.head_dim=5": "model: head_dim must be even for the rotary embedding, not 5",
+    "model.rope_scaling.factor=8": "model.rope_scaling.low_freq_factor: missing",
+    "model.rope_scaling={rope_type: yarn}": "model.rope_scaling.rope_type: got 'yarn':",
+    "model={vocab_size: 10, mask_token_id: 10}": "model: mask_token_id 10 is outside the",
+    "model.bidirectional=true": "model.bidirectional: needs",
+    "model.initial_weights=llama": "model.segment_length: missing; model.initial_weights",
+    "model={initial_weights: '', segment_length: 64}": "model.initial_weights: got '': string",
+    "model={initial_weights: llama, segment_length: 96}": "packing.context_length 512 is not a",
+    "data.tokenizer.spec=model": "data.tokenizer.spec: model is the tokenizer of",
+    "launch.gpus=first": "launch.gpus: got 'first': takes auto, all, cpu, or device numbers",
+    "launch.node_rank=1": "launch: node_rank 1 must be below num_nodes 1",
+    "launch.num_nodes=2": "launch: num_nodes over 1 needs rdzv_endpoint=host:port",
+    "launch={num_nodes: 2, rdzv_endpoint: 'first:29500'}": "launch.num_nodes over 1 needs",
+    "launch.nodes=2": "launch: nodes needs launcher=ray; elsewhere num_nodes is their number",
+    "launch={launcher: ray, nodes: 4-2}": "launch.nodes: got '4-2': takes a number of nodes",
+    "launch={launcher: ray, nodes: 0}": "launch.nodes: got 0: takes a number of nodes, or",
+    "launch={launcher: ray, gpus: '0,1'}": "launch: gpus 0,1 needs launcher=local; Ray",
+    "launch={launcher: ray, num_nodes: 2, rdzv_endpoint: 'first:29500'}": "launch: num_nodes needs",
+    "tracking={mlflow: false, registered_model: mine}": "tracking: registered_model needs mlflow",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_wrong_value_is_named_with_its_key(override: str) -> None:
+    assert refusal_of(override).startswith(REFUSED[override])
+
+
+@pytest.mark.parametrize(
+    ("objective", "model", "message"),
+    [
+        ("masked_diffusion", {"memory": "linear"}, "model.memory: linear does not combine with"),
+        ("masked_diffusion", {"segment_length": 64}, "model.segment_length: 64 is less than pack"),
+        ("block_diffusion", {"memory": "none"}, "model.memory: none, but block_diffusion reads"),
+    ],
+)
+def test_a_model_that_its_objective_cannot_train_is_refused(
+    objective: str, model: dict[str, Any], message: str
+) -> None:
+    tree = {"training": {"objective": objective}, "model": model}
+    assert refusal_of(tree).startswith(message)
+
+
+def test_an_unknown_evaluation_task_is_told_all_there_are() -> None:
+    message = refusal_of("evaluation.tasks=[sample, heat]")
+    assert message.startswith("evaluation.tasks.1: got 'heat': ")
+    assert all(f"'{name}'" in message for name in get_args(EvaluationTaskName))
+
+
+def test_every_field_of_the_shape_is_refused_beside_initial_weights() -> None:
+    shape = ModelConfig().model_dump() | {"head_dim": 32}
+    for name in shape.keys() - BESIDE_INITIAL_WEIGHTS:
+        message = f"model.{name}: comes from model.initial_weights; leave it out"
+        assert refusal_of({"model": WEIGHTS | {name: shape[name]}}) == message
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "meant"),
+    [
+        ("training.max_stepz=3", "training.max_stepz", "; did you mean training.max_steps?"),
+        ("trainning.max_steps=3", "trainning", "; did you mean training?"),
+        ("model.learning_rats=1", "model.learning_rats", "; did you mean training.learning_rate?"),
+        ("training.context_length=64", None, "; it is packing.context_length"),
+        (
+            "batch_size=4",
+            None,
+            "; it is data.batch_size, training.batch_size or evaluation.batch_size",
+        ),
+        ("training.grad_accum_nums=8", None, "; it is training.gradient_accumulation_steps"),
+        (
+            "training.use_amp=false",
+            None,
+            "; use training.precision instead: fp32 for off, bf16 or fp16 for on",
+        ),
+        ("system={device_id: 3}", "system.device_id", "; it is launch.gpus"),
+        ("data.source.limit=5", None, " for this kind of source"),
+        ("training.zzzz=1", None, ""),
+        ("zzzz={}", None, ""),
+    ],
+)
+def test_an_unknown_key_is_told_what_was_probably_meant(
+    override: str, key: str | None, meant: str
+) -> None:
+    named = key or override.partition("=")[0]
+    assert refusal_of(override) == f"{named}: unknown key{meant}"
+
+
+def test_what_an_error_points_to_exists_and_what_it_replaces_does_not() -> None:
+    keys = set(all_keys())
+    sections = {key.rpartition(".")[0] for key in keys}
+    leaves = {key.rpartition(".")[2] for key in keys}
+    assert set(MOVED.values()) <= keys
+    assert set(TASKS.values()) <= set(get_args(EvaluationTaskName))
+    assert not {*MOVED, *REMOVED} & keys
+    assert not NAMES.keys() & (keys | leaves)
+    for name, meant in NAMES.items():
+        named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", meant))
+        assert named <= keys | sections, f"{name} points to {meant}"

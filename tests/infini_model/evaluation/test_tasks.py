@@ -1,0 +1,331 @@
+"""The tasks `loss_by_position`, `heads` and `throughput`, beside the model itself.
+
+Long documents with the memory emptied at their start, carried over, and knocked out; windows with
+layers and heads knocked out; speed by length.
+"""
+
+import json
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from trained_run import make_dataset, make_run, settings
+
+from infini_model.data.loading.validation import sample_windows
+from infini_model.data.loading.windows import open_windows
+from infini_model.data.shards.stream import open_split
+from infini_model.evaluation.long_documents import find_long_documents, measure
+from infini_model.evaluation.reporting.memory import verdict
+from infini_model.evaluation.statistics import Interval, bootstrap
+from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.tasks import throughput
+from infini_model.evaluation.tasks.task import load_task
+from infini_model.model.inspection.knock_out import knocked_out
+from infini_model.model.llama import InfiniLlama
+
+LENGTH, SEGMENTS = 8, 4
+TOKENS = LENGTH * SEGMENTS
+DIFFUSION = {
+    "training.objective": "block_diffusion",
+    "model.vocab_size": 257,
+    "model.mask_token_id": 256,
+    "model.bidirectional": True,
+}
+FEW_WINDOWS = {"evaluation.heads.max_windows": 6}
+SHORT = {"evaluation.throughput.new_tokens": 4, "evaluation.throughput.max_seconds": 1e6}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(root, dataset folder, run folder), not to be modified by tests."""
+    root = tmp_path_factory.mktemp("tasks")
+    config = settings(root)
+    make_run(root / "run", config, steps=(40,))
+    return root, make_dataset(root, config), root / "run"
+
+
+@pytest.fixture
+def subject_of(made, tmp_path):
+    """The run with other settings of the evaluation, or one with another model."""
+
+    def make(**overrides):
+        root, dataset, run_dir = made
+        config = settings(root, **overrides)
+        if config.model != settings(root).model:
+            run_dir = tmp_path / "run"
+            make_run(run_dir, config, steps=(40,))
+        return Subject(run_dir, dataset, config)
+
+    return make
+
+
+def run(task, subject):
+    return load_task(task).run(subject)
+
+
+def token_losses(model, ids):
+    """The loss of every token after the first, by the model's own logits."""
+    with torch.no_grad():
+        logits = model(ids[None, :-1]).logits[0]
+    return functional.cross_entropy(logits, ids[1:], reduction="none").double()
+
+
+def by_segment(losses):
+    return losses.view(SEGMENTS, LENGTH).sum(1).tolist()
+
+
+def test_a_document_is_scored_three_ways(subject_of, made):
+    """Each way as plain forward passes of the model over the document's own tokens compute it."""
+    subject = subject_of()
+    found = find_long_documents(subject)
+    measured = measure(subject, found)
+    stream = open_split(made[1], found.split)
+    whole = [stream.document(number) for number in range(stream.documents)]
+    documents = [torch.from_numpy(d[: TOKENS + 1].astype(np.int64)) for d in whole]
+    documents = [d for d in documents if len(d) == TOKENS + 1]
+    assert len(documents) == len(found.starts) == found.found > 3
+    assert (measured.counts == LENGTH).all()
+    for number, document in enumerate(documents):
+        before = documents[number - 1][:-1]
+        alone = [document[i : i + LENGTH + 1] for i in range(0, TOKENS, LENGTH)]
+        expected = {
+            "fresh": by_segment(token_losses(subject.model, document)),
+            "carried": by_segment(
+                token_losses(subject.model, torch.cat((before, document)))[TOKENS:]
+            ),
+            "knocked_out": [float(token_losses(subject.model, each).sum()) for each in alone],
+        }
+        for way, losses in expected.items():
+            assert measured.losses[way][number].tolist() == pytest.approx(losses, rel=1e-5), way
+    for way in ("fresh", "carried"):
+        gain = measured.losses["knocked_out"] - measured.losses[way]
+        assert measured.gains[way] == pytest.approx(gain, abs=1e-4)
+
+
+def test_the_noise_of_diffusion_is_the_same_on_both_sides_of_a_gain(subject_of):
+    subject = subject_of(**DIFFUSION)
+    measured = measure(subject, find_long_documents(subject))
+    assert measured.gains["fresh"][:, 0] == pytest.approx(0.0, abs=1e-6)
+    # The document before it is in the memory, or not; its own noise is that of its place.
+    assert (np.abs(measured.gains["carried"][:, 0]) > 1e-6).any()
+    assert (np.abs(measured.losses["carried"] - measured.losses["fresh"])[:, 0] > 1e-2).any()
+    fresh = measured.losses["knocked_out"] - measured.losses["fresh"]
+    assert measured.gains["fresh"] == pytest.approx(fresh)
+
+
+def test_batches_do_not_matter_and_finished_ones_are_kept(subject_of):
+    subject, seen = subject_of(), []
+    found = find_long_documents(subject)
+    subject.on_windows = seen.append
+    once = measure(subject, found)
+    assert sum(seen) == len(found.starts) == load_task("loss_by_position").sequences(subject)
+    subject.losses = None  # an interrupted evaluation that is repeated computes nothing again
+    again = measure(subject, found)
+    together = measure(subject_of(**{"evaluation.batch_size": 40}), found)
+    for way, losses in once.losses.items():
+        assert (again.losses[way] == losses).all()
+        assert together.losses[way] == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_sample_is_of_the_documents_that_are_long_enough(subject_of, made):
+    keys = ("evaluation.loss_by_position.segments", "evaluation.loss_by_position.max_documents")
+    few = find_long_documents(subject_of(**{keys[0]: 14, keys[1]: 2}))
+    assert (len(few.starts), few.found, few.segments) == (2, 3, 14)
+    every = find_long_documents(subject_of(**{keys[0]: 14}))
+    assert set(few.starts) < set(every.starts)
+    lengths = np.concatenate(list(open_split(made[1], "test").lengths()))
+    starts = np.cumsum(lengths) - lengths
+    assert every.starts.tolist() == starts[lengths > 14 * LENGTH].tolist()
+    # Where test has less than two, validation serves.
+    assert find_long_documents(subject_of(**{keys[0]: 20})).split == "validation"
+
+
+def test_gains_have_intervals_over_documents(subject_of):
+    subject = subject_of(**{"evaluation.loss_by_position.segments": 9})
+    measured = measure(subject, find_long_documents(subject))
+    result = run("loss_by_position", subject)
+    for start in (2, 8):
+        gain = measured.gains["fresh"][:, start - 1 :].sum() / measured.counts[:, start - 1 :].sum()
+        name = f"evaluation/test_memory_gain_from_segment_{start}"
+        assert result.metrics[name] == pytest.approx(gain)
+        low, high = result.intervals[name]
+        assert low < gain < high
+        assert f"evaluation/test_loss_from_segment_{start}" in result.intervals
+    for tokens in ("9 to 16", "33 to 64", "65 to 72"):
+        assert f"| {tokens} |" in result.section
+    assert result.pictures[0].path.is_file()
+    score = subject.score("validation", empty_memory=True)
+    assert result.metrics["evaluation/validation_loss_without_memory"] == score.loss
+
+
+def test_without_long_documents_the_windows_are_compared(subject_of):
+    subject = subject_of(**{"evaluation.loss_by_position.segments": 1000})
+    longest = find_long_documents(subject)
+    result = run("loss_by_position", subject)
+    assert f"more than 8,000 tokens (1,000 segments). The longest document has {longest}" in (
+        result.section
+    )
+    assert list(result.metrics) == ["evaluation/validation_loss_without_memory"]
+    assert load_task("loss_by_position").sequences(subject) == 0
+
+
+def test_a_model_without_memory_is_a_control(subject_of):
+    subject = subject_of(**{"model.memory": "none"})
+    result = run("loss_by_position", subject)
+    assert list(result.metrics) == ["evaluation/test_loss_from_segment_2"]
+    assert result.metrics.keys() == result.intervals.keys()
+    assert "no memory" in result.summary[0]
+    assert load_task("loss_by_position").scores(subject) == set()
+    # The same documents and targets as for a model with a memory.
+    assert (find_long_documents(subject).starts == find_long_documents(subject_of()).starts).all()
+
+
+@pytest.mark.parametrize(
+    ("interval", "begins"),
+    [
+        (Interval(0.05, 0.01, 0.09), "**The memory is used.**"),
+        (Interval(0.05, -0.01, 0.09), "**The memory is not used**"),
+        (Interval(-0.05, -0.09, -0.01), "**The memory hurts.**"),
+    ],
+)
+def test_the_verdict_follows_the_interval(interval, begins):
+    assert verdict({2: interval, 8: interval}, "on 5 documents").startswith(begins)
+
+
+def test_rises_are_paired_differences_with_a_bootstrap_interval_over_windows(made, subject_of):
+    root, dataset, _ = made
+    subject = subject_of(**FEW_WINDOWS, **{"evaluation.heads.max_heads": None})
+    result, model = run("heads", subject), subject.model
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    windows = open_windows(dataset, "validation", settings(root).packing, 8)
+    tokens = windows.gather(sample_windows(len(windows), 6)).tokens[:, 0]
+    assert len(windows) > len(tokens) == result.details["windows"]
+
+    def losses():
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits
+        each = functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
+        return each.sum(1).double().numpy()
+
+    read = losses()
+    parts = {"all": (None, None)} | {f"layer-{n}": (n, None) for n in range(layers)}
+    parts |= {f"layer-{n}-head-{h}": (n, h) for n in range(layers) for h in range(heads)}
+    assert result.details["gains"].keys() == parts.keys()
+    for name, part in parts.items():
+        with knocked_out(model, *part):
+            rises = losses() - read
+        (expected,) = bootstrap(rises[:, None], np.full((len(tokens), 1), 32))
+        assert result.details["gains"][name] == pytest.approx(list(expected), abs=1e-6)
+    gain = result.details["gains"]["all"]
+    assert result.metrics["evaluation/heads/gain"] == gain[0]
+    assert result.intervals["evaluation/heads/gain"] == tuple(gain[1:])
+    assert "evaluation/heads/layer_1/share" in result.metrics
+
+
+def test_of_many_heads_those_with_the_largest_shares_are_knocked_out(subject_of):
+    result = run("heads", subject_of(**FEW_WINDOWS, **{"evaluation.heads.max_heads": 3}))
+    shares = np.array(result.details["shares"])
+    tried = [name.split("-") for name in result.details["gains"] if "head" in name]
+    of_tried = [shares[int(layer), int(head)] for _, layer, _, head in tried]
+    assert sorted(of_tried) == sorted(shares.flatten())[-3:]
+    assert "3 heads were knocked out one by one" in result.section
+
+
+def test_finished_passes_are_kept_for_these_settings_only(subject_of, monkeypatch):
+    first = run("heads", subject_of(**FEW_WINDOWS))
+    monkeypatch.setattr(InfiniLlama, "hidden", lambda *_, **__: None)
+    assert run("heads", subject_of(**FEW_WINDOWS)) == first
+    other = subject_of(**FEW_WINDOWS, **{"packing.mode": "document", "packing.remainder": "pad"})
+    with pytest.raises(TypeError):
+        run("heads", other)
+
+
+def test_layers_that_never_read_are_named(subject_of, tmp_path):
+    subject = subject_of(**FEW_WINDOWS)
+    subject.run_dir = tmp_path  # without the finished passes of the other tests
+    with torch.no_grad():
+        for number, layer in enumerate(subject.model.model.layers):
+            layer.self_attn.gate.fill_(-12.0 if number else 2.0)
+    result = run("heads", subject)
+    (silent,) = [each for each in result.advice if "never read" in each]
+    assert silent.startswith("Layer 1 of 2")
+    assert min(result.details["shares"][0]) > 0.1
+
+
+def test_of_a_single_window_no_interval_is_claimed(subject_of):
+    result = run("heads", subject_of(**{"evaluation.heads.max_windows": 1}))
+    assert result.intervals == {}
+    assert len(result.details["gains"]["all"]) == 1
+    json.dumps(result.model_dump(mode="json"), allow_nan=False)
+    assert "uncertain" in result.summary[0]
+
+
+def test_heads_of_block_diffusion_are_measured_in_the_stream_that_predicts(subject_of):
+    result = run("heads", subject_of(**DIFFUSION, **FEW_WINDOWS))
+    assert np.array(result.details["shares"]).min() > 0
+    assert result.details["gains"]["all"][0] != 0
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "expected"),
+    [
+        ("heads", {"model.memory": "none"}, "The model has no memory"),
+        ("heads", {"packing.context_length": 8}, "The window has only one segment"),
+        ("heads", {"packing.context_length": 1 << 20}, "There are no windows to score."),
+        ("throughput", DIFFUSION, "Measured for causal models only."),
+        ("loss_by_position", {"packing.context_length": 8}, "A window has only one segment"),
+    ],
+)
+def test_why_nothing_is_measured_is_said_in_one_line(subject_of, task, overrides, expected):
+    result = run(task, subject_of(**overrides))
+    assert result.section.startswith(expected)
+    assert "\n" not in result.section
+    assert result.metrics == {}
+    assert result.pictures == result.advice == []
+
+
+def test_each_length_has_speeds_and_a_peak_and_is_kept(subject_of):
+    subject = subject_of(**SHORT, **{"evaluation.throughput.lengths": [4, 1]})
+    result = run("throughput", subject)
+    assert list(result.details) == ["32", "128"]
+    for name in ("1x", "4x"):
+        for metric in ("prompt_tokens_per_second", "new_tokens_per_second"):
+            assert result.metrics[f"evaluation/throughput/{name}/{metric}"] > 0
+    for length, trials in result.details.items():
+        assert len(trials) == throughput.MAX_TRIALS
+        for trial in trials:
+            reading = int(length) / trial["prompt_rate"]
+            assert reading + 3 / trial["new_rate"] == pytest.approx(trial["seconds"])
+    assert result.pictures[0].path.is_file()
+    assert run("throughput", subject) == result
+
+
+def test_a_length_that_would_take_too_long_is_named_and_left_out(subject_of):
+    # Nothing reads as many tokens in a millisecond; one trial is made of the first in any case.
+    lengths = {"evaluation.throughput.lengths": [1, 1_000_000]}
+    subject = subject_of(**SHORT | lengths | {"evaluation.throughput.max_seconds": 1e-3})
+    result = run("throughput", subject)
+    assert list(result.details) == ["32"]
+    assert "32,000,000 tokens" in result.section
+    assert "evaluation.throughput.max_seconds" in result.section
+
+
+def resident_bytes():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_a_peak_is_of_what_was_done_since_it_was_forgotten():
+    cpu, size = torch.device("cpu"), 64 << 20
+    throughput._forget_peak(cpu)
+    # Mapped, since allocators may keep what is freed.
+    with mmap.mmap(-1, size) as block:
+        block.write(bytes(range(256)) * (size // 256))
+    # Not relative to what was resident before: the kernel may reclaim pages at any time.
+    assert throughput._peak_bytes(cpu) - resident_bytes() >= 0.9 * size
+    throughput._forget_peak(cpu)
+    assert throughput._peak_bytes(cpu) - resident_bytes() < 0.5 * size

@@ -73,7 +73,7 @@ def test_the_rehearsal_of_make_gpu_writes_a_page_and_leaves_the_real_one_alone(
 ) -> None:
     pytest.importorskip("triton")
     page = tmp_path / "page.md"
-    only = ("--only", "test_gpu_dataloader", "benchmarks/")
+    only = ("--only", "test_loader", "benchmarks/")
     monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--output", str(page), *only])
     monkeypatch.setattr(gpu, "LOGS", tmp_path)
     # A lent GPU is given back; this machine may be slow.

@@ -127,11 +127,6 @@ class Line:
         """Cut the connection on which the server has sent `count` bytes from now on, once."""
         self._cut_after = count
 
-    @property
-    def has_cut(self) -> bool:
-        """Whether the connection that was to be cut has been."""
-        return self._cut_after is None
-
     def cut_all(self) -> None:
         """Cut all connections."""
         with self._changing:

@@ -1,20 +1,25 @@
-"""The documentation: its commands parse, its settings load, its links resolve."""
+"""The documentation: its commands parse, its links resolve, and what needs no network runs."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
+from commands import Environment, run, tiny, write_settings, write_texts
+from llamas import write_llama
 
 from flows.cli import app
 from flows.options import read
 from flows.presets import preset_names
 from infini_model.config import Config, load_config
+from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -148,3 +153,129 @@ def test_the_benchmarks_make_targets_and_tests_that_are_named_exist() -> None:
     assert set(run_by_bench.split()) <= modules
     files = {name for page in pages for name in TEST_FILE.findall(page)}
     assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+RUN = Path("outputs", "runs", "first")
+# Commands on runs and datasets that are there. The others parse, and those of the README's
+# list run in e2e/test_newcomer.py.
+READERS = re.compile(r"infini (evaluate|generate|export|verify|clean|logs|runs)\b")
+# Of an object store, a task of the reader's own, a run of LoRA.
+ELSEWHERE = re.compile(r"s3://|lm_eval|--merge|quickstart-3")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Someone who has the run `first`, and types into a shell what a page says."""
+
+    folder: Path
+    env: Environment
+
+    @property
+    def dataset(self) -> Path:
+        """The folder of their dataset."""
+        (found,) = (self.folder / "outputs" / "datasets").glob("tiny-*")
+        return found
+
+    def type(self, line: str) -> None:
+        """Type a line, which must succeed."""
+        done = run(["bash", "-ec", line], self.env, cwd=self.folder)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        assert "Traceback" not in done.stderr, line
+
+
+@pytest.fixture(scope="module")
+def reader(
+    tmp_path_factory: pytest.TempPathFactory, session_environment: Environment, server: str
+) -> Reader:
+    """A folder with `mine.yaml`, the run of it, a Llama, an `infini` and a home."""
+    folder = tmp_path_factory.mktemp("reader")
+    tree = tiny(write_texts(folder / "texts", 120), Path("outputs"), run={"name": "first"})
+    tree["tracking"]["mlflow"] = True
+    # What opens in transformers, and is long enough for every task of the evaluation.
+    tree["model"]["memory"] = "none"
+    tree["data"]["tokenizer"] = {"spec": "train", "vocab_size": 300}
+    tree["packing"]["context_length"] = 256
+    few = {"trials": 1, "depths": [0.0, 30.0, 60.0, 90.0]}
+    tree["evaluation"] |= {"max_windows": 2, "passkey": few, "needles": few}
+    tree["evaluation"] |= {"recall": {"sequences": 2}, "throughput": {"max_seconds": 0.1}}
+    write_settings(folder / "mine.yaml", tree)
+    write_llama(folder / "llama")
+    (folder / "book.txt").write_text("river stone light")
+    env = {
+        **session_environment,
+        "HOME": str(folder),
+        "PREFECT_API_URL": server,
+        "PATH": f"{Path(sys.executable).parent}:{session_environment['PATH']}",
+    }
+    made = Reader(folder, env)
+    made.type("infini run --config mine.yaml")
+    return made
+
+
+def _lines(page: Path) -> list[str]:
+    """The commands of a page on what is there, without their comments."""
+    shell = "".join(_blocks(page, "sh"))
+    found = [line.partition("  #")[0].rstrip() for line in shell.splitlines()]
+    return [line for line in found if READERS.match(line) and not ELSEWHERE.search(line)]
+
+
+README, *OTHERS = PAGES
+LINES = {line for page in OTHERS for line in _lines(page)}
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("line", sorted(LINES - {*_lines(README)}))
+def test_a_command_of_the_pages_succeeds(line: str, reader: Reader) -> None:
+    reader.type(line.replace("mine-0123456789abcdef", reader.dataset.name))
+
+
+@pytest.mark.story
+def test_the_stages_run_without_prefect(reader: Reader) -> None:
+    (block,) = [each for each in _blocks(ROOT / "docs" / "training.md", "sh") if "torchrun" in each]
+    for number, line in enumerate(block.splitlines()):
+        # The second training is a new one, too; it is what is evaluated.
+        run_dir = f"outputs/runs/direct-{min(number, 2)}"
+        reader.type(line.replace("DATASET", str(reader.dataset)).replace("RUN", run_dir))
+    assert (reader.folder / "outputs/runs/direct-2/evaluation.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def debug(reader: Reader) -> Path:
+    """What a training that diverged left to look at."""
+    diverging = "run.name=diverged training.learning_rate=1e30 stages.train.retries=0"
+    reader.type(f"! infini train --config mine.yaml --debug {diverging}")
+    (folder,) = (reader.folder / "outputs" / "runs" / "diverged" / "debug").iterdir()
+    return folder
+
+
+@pytest.mark.story
+def test_a_step_that_failed_can_be_repeated(reader: Reader, debug: Path) -> None:
+    (line,) = [each for each in _blocks(ROOT / "docs" / "numbers.md", "sh") if "DATASET" in each]
+    here = {"<run>": str(debug.parents[1]), "step-12": debug.name, "DATASET": str(reader.dataset)}
+    for word, replacement in here.items():
+        line = line.replace(word, replacement)
+    reader.type(f"{line.rstrip()} 2>&1 | grep 'the step was not taken'")
+
+
+@pytest.mark.story
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name
+)
+def test_the_python_of_a_page_runs(page: Path, reader: Reader, debug: Path) -> None:
+    record = read_mlflow_record(reader.folder / RUN)
+    here = {
+        "runs/latest": "runs/first",
+        '"bytes"': f'"{RUN / "model"}"',
+        '"cuda"': '"cpu"',
+        "path/to/Llama-3.2-1B": "llama",
+        "path/to/folder": "saved",
+        "models/first": str(RUN / "model"),
+        "debug/step-12": str(debug),
+        "http://127.0.0.1:5000": record["tracking_uri"],
+        "<run id>": record["run_id"],
+    }
+    code = "\n".join(_blocks(page, "python"))
+    for word, replacement in here.items():
+        code = code.replace(word, replacement)
+    (reader.folder / "snippet.py").write_text(code)
+    reader.type("python snippet.py")

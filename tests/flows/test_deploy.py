@@ -280,9 +280,8 @@ def test_a_run_whose_heartbeats_end_becomes_crashed(
     flow_ids = {name: client.create_flow_from_name(name) for name in ("stranger", "train")}
 
     def beat_once(name: str, seconds_ago: float) -> UUID:
-        state = {"type": "RUNNING"}
-        body = {"flow_id": str(flow_ids[name]), "state": state}
-        flow_run = UUID(client.request("POST", "/flow_runs/", json=body).json()["id"])
+        running = {"flow_id": str(flow_ids[name]), "state": {"type": "RUNNING"}}
+        flow_run = UUID(client.request("POST", "/flow_runs/", json=running).json()["id"])
         related = {
             "prefect.resource.id": f"prefect.flow.{flow_ids[name]}",
             "prefect.resource.role": "flow",
@@ -299,7 +298,7 @@ def test_a_run_whose_heartbeats_end_becomes_crashed(
     pairs: list[tuple[UUID, UUID]] = []
 
     def crashed() -> bool:
-        # Prefect answers before its triggers know of the change: the first may be too early.
+        # Prefect answers before its triggers know of the change: the first pairs may be too early.
         # The stranger has been silent for longer: if it were to crash, it would be the first.
         pairs.append((beat_once("stranger", 5.0), beat_once("train", 0.0)))
         return any(kind(train) is StateType.CRASHED for _, train in pairs)

@@ -90,15 +90,18 @@ class Mirror:
         for key, path in small_files(self._run_dir).items():
             self._put_file(key, path)
         self._steps = complete_steps(each.key for each in self._store.list_below(CHECKPOINTS))
-        local = local_steps(self._run_dir)
-        losses = read_validation_losses(self._run_dir)
-        kept = kept_steps(local | self._steps, losses, self._keep)
-        for step in sorted((local & kept) - self._steps, reverse=True):
+        for step in sorted(self._missing_steps(), reverse=True):
             self._put_checkpoint(step)
         if is_last and (self._run_dir / MODEL).is_dir():
             self._put_folder(MODEL, self._run_dir / MODEL)
         if self._lease.confirm():
             apply_retention(self._store, self._run_dir, self._keep)
+
+    def _missing_steps(self) -> set[int]:
+        """The checkpoints of this machine that retention keeps and that are not known as stored."""
+        local = local_steps(self._run_dir)
+        losses = read_validation_losses(self._run_dir)
+        return (local & kept_steps(local | self._steps, losses, self._keep)) - self._steps
 
     def _put_file(self, key: str, path: Path) -> None:
         try:
@@ -151,7 +154,7 @@ class Mirror:
     def _tell_what_is_missing(self) -> None:
         if self._lease.is_lost or (self._failure is None and not self._thread.is_alive()):
             return
-        steps = [f"step {step}" for step in sorted(local_steps(self._run_dir) - self._steps)]
+        steps = [f"step {step}" for step in sorted(self._missing_steps())]
         log.warning(
             "%s: %s are not in %s yet (%s); infini resume %s copies them from this machine",
             *(self._name, " and ".join([*steps, "the newest files"]), self._address),

@@ -134,9 +134,10 @@ class Trainer:
         began = time.perf_counter()
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
         batches = self._next_batches()
-        rank_loss, targets = self.replica.backward(batches)
+        rank_loss, targets = self.replica.backward(batches, self._callbacks.before_collective)
         overflowed = self.replica.unscale(self.optimizer)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self._callbacks.before_collective()
         norm = gathered(get_total_norm(gradients))
         self._callbacks.after_gradients()
         loss_sum = self._sum_and_sync_stop(rank_loss)[0]
@@ -180,6 +181,7 @@ class Trainer:
     def _sum_and_sync_stop(self, values: Tensor) -> list[float]:
         """Sum `values` [N] over all ranks; the same reduction shares received stop signals."""
         stops = values.new_tensor(self._stops.as_counts())
+        self._callbacks.before_collective()
         numbers: list[float] = self.world.sum(torch.cat([values, stops])).tolist()
         self.stopped_by = received_stop(numbers[len(values) :])
         return numbers[: len(values)]

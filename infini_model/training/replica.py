@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,13 +86,17 @@ class Replica:
             module.model.model.compile_layers(attention=attention)
             self.compiled = "layers" if attention else f"feed-forward only, because of {kernel}"
 
-    def backward(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, batches: Sequence[Batch], before_collective: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor]:
         """Compute the gradients of the mean loss over the global batch.
 
         In fp16 they are multiplied by the loss scale until `unscale`.
 
         Args:
             batches: This rank's micro-batches.
+            before_collective: Called before each operation that may wait for the other ranks,
+                except those of FSDP within a forward pass.
 
         Returns:
             The sum of this rank's token losses, [1] float64, and the divisor over all ranks, []:
@@ -100,6 +104,7 @@ class Replica:
         """
         micro_batches = [self.objective.inputs(batch) for batch in batches]
         counts = torch.stack([inputs.counted.sum() for inputs in micro_batches])
+        before_collective()
         targets = self._world.sum(counts.sum())
         scale = (self._world.size / targets.clamp(min=1)).float()
         total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
@@ -107,6 +112,7 @@ class Replica:
             with self._reducing(last=index + 1 == len(micro_batches)):
                 with self.precision.autocast(self._world.device):
                     loss = (self._parallel or self._module)(inputs)
+                before_collective()
                 self._scaler.scale(loss * scale).backward()
             total += loss.detach()
         return total, targets

@@ -86,8 +86,11 @@ class Callback:
     def before_step(self) -> None:
         """A step starts."""
 
+    def before_collective(self) -> None:
+        """A collective operation of the step starts, which may wait for the other ranks."""
+
     def after_gradients(self) -> None:
-        """This rank's gradients are computed; it has not waited for the other ranks yet."""
+        """This rank's gradients are computed; it has not waited for the others' losses yet."""
 
     def after_backward(self, step: Step) -> None:
         """All gradients are there, finite unless `step.overflowed`; no weight has changed yet."""
@@ -134,6 +137,11 @@ class Callbacks:
         """Call this hook of all members."""
         for member in self._members:
             member.before_step()
+
+    def before_collective(self) -> None:
+        """Call this hook of all members."""
+        for member in self._members:
+            member.before_collective()
 
     def after_gradients(self) -> None:
         """Call this hook of all members."""

@@ -3,6 +3,10 @@
 At every step each rank rewrites `logs/heartbeats/rank-N`, a line of fixed width, with the time
 allowed until the next one. The launcher polls these files and measures silence by its own clock
 only, so neither clock skew nor suspending the whole machine causes a false alarm.
+
+If one rank hangs, the others wait for it. So each also notes how far it has come within its step
+before it may have to wait: the rank that is behind the others is named. Within a backward pass, and
+under FSDP within a forward pass, the ranks wait where none can note it, and no rank is named.
 """
 
 from __future__ import annotations
@@ -33,11 +37,15 @@ STACKS_SECONDS = 1.0
 
 
 class Beat(NamedTuple):
-    """A heartbeat: its `number`, the `allowed` seconds until the next one, and the process id."""
+    """A heartbeat: its `number`, the `allowed` seconds until the next one, and the process id.
+
+    `position` counts the collective operations that the rank has begun since.
+    """
 
     number: int
     allowed: float
     pid: int
+    position: int
 
 
 def _path(run_dir: Path, rank: int) -> Path:
@@ -47,10 +55,10 @@ def _path(run_dir: Path, rank: int) -> Path:
 def _read(path: Path) -> Beat | None:
     """The last heartbeat of a rank; None before the first one and after the end."""
     try:
-        number, allowed, pid = path.read_text(encoding="ascii").split()
+        number, allowed, pid, position = path.read_text(encoding="ascii").split()
     except (FileNotFoundError, ValueError):
         return None
-    return Beat(int(number), float(allowed), int(pid))
+    return Beat(int(number), float(allowed), int(pid), int(position))
 
 
 class Heartbeat(Callback):
@@ -67,14 +75,19 @@ class Heartbeat(Callback):
         faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._timeout = timeout
-        self._count = 0
+        self._count = self._position = 0
         self._gaps: deque[float] = deque(maxlen=31)
         self.before_pause()
 
     def before_pause(self) -> None:
         """Write a heartbeat that allows for long work."""
         self._stepped: float | None = None
-        self._write(PAUSE_LIMIT_SECONDS)
+        self._beat(PAUSE_LIMIT_SECONDS)
+
+    def before_collective(self) -> None:
+        """Note how far this rank has come; the time allowed since the last heartbeat remains."""
+        self._position += 1
+        self._write()
 
     def after_gradients(self) -> None:
         """Write a heartbeat that allows for one more step."""
@@ -82,14 +95,18 @@ class Heartbeat(Callback):
         if self._stepped is not None:
             self._gaps.append(now - self._stepped)
         self._stepped = now
-        self._write(self._step_limit() if self._gaps else PAUSE_LIMIT_SECONDS)
+        self._beat(self._step_limit() if self._gaps else PAUSE_LIMIT_SECONDS)
 
     def _step_limit(self) -> float:
         return self._timeout or max(MIN_LIMIT_SECONDS, MEDIAN_STEPS * statistics.median(self._gaps))
 
-    def _write(self, allowed: float) -> None:
+    def _beat(self, allowed: float) -> None:
         self._count += 1
-        line = f"{self._count:12} {allowed:12.3f} {os.getpid():12}\n"
+        self._position, self._allowed = 0, allowed
+        self._write()
+
+    def _write(self) -> None:
+        line = f"{self._count:12} {self._allowed:12.3f} {os.getpid():12} {self._position:12}\n"
         with named_os_errors(self._path):
             os.pwrite(self._file, line.encode("ascii"), 0)
 
@@ -135,8 +152,9 @@ class Watch:
             if beat is None:
                 self._beats.pop(rank, None)
                 continue
-            changed = beat != self._beats.get(rank)
-            self._silence[rank] = 0.0 if changed else self._silence[rank] + elapsed
+            last = self._beats.get(rank)
+            is_same = last is not None and (beat.number, beat.pid) == (last.number, last.pid)
+            self._silence[rank] = self._silence[rank] + elapsed if is_same else 0.0
             self._beats[rank] = beat
 
     def _find_stopped(self, agent: int, elapsed: float) -> Hung | None:
@@ -155,8 +173,8 @@ class Watch:
         if not silent:
             return None
         allowed = self._beats[silent[0]].allowed
-        numbers = {rank: self._beats[rank].number for rank in self._beats}
-        behind = [rank for rank, n in numbers.items() if n == min(numbers.values())]
+        reached = {rank: (beat.number, beat.position) for rank, beat in self._beats.items()}
+        behind = [rank for rank, place in reached.items() if place == min(reached.values())]
         message = f"no step within {allowed:g} s; the stacks are in {self._run_dir / 'logs'}"
         # If several ranks are behind, they wait for each other and none can be blamed.
         return Hung(message, behind[0] if len(behind) == 1 else None)

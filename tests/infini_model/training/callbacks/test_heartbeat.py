@@ -78,8 +78,11 @@ def test_a_silence_of_this_long_is_a_hang(clock, hearts, silence, step, timeout,
     watch, ranks = hearts(timeout)
     steps(clock, ranks, 10, seconds=step)
     if timeout is not None:
-        # Only one rank is behind.
-        ranks[0].after_gradients()
+        # Only one rank is behind: the other waits for it.
+        ranks[0].before_collective()
+        assert silence(watch, limit / 2) is None
+        ranks[0].before_collective()
+        limit /= 2
     took, hung = silence(watch, 1000.0)
     assert limit < took < limit + 2
     assert hung.rank == (None if timeout is None else 1)
@@ -91,7 +94,10 @@ def test_startup_and_long_pauses_are_allowed(clock, hearts, silence):
     steps(clock, ranks, 10, seconds=0.01)
     for heart in ranks:
         heart.before_pause()
+    # It lasts until the gradients of the next step, which have to wait for a slow rank.
+    ranks[0].before_collective()
     assert silence(watch, PAUSE_LIMIT_SECONDS) is None
+    ranks[1].before_collective()
     # The pause does not count towards the median step.
     steps(clock, ranks, 2, seconds=0.01)
     took, _ = silence(watch, 1000.0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import time
 import pytest
 from commands import PATIENCE, eventually
 from curves import repeatable, weights
-from disks import frozen
 from stopping import Halt, is_pending
 from trainings import trainers
 
@@ -39,7 +37,6 @@ from infini_model.training.launch.failures import (
     TimedOut,
 )
 from infini_model.training.launch.launcher import launch
-from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.loop import train
 
 BY_HAND = ["-m", "infini_model.training"]
@@ -75,6 +72,32 @@ if "infini_model.training" in sys.orig_argv and not {{
     def hook(module, args, output):
         return fault(args[0], output) if type(module).__name__ == "LossModule" else None
     torch.nn.modules.module.register_module_forward_hook(hook)
+"""
+# The same for a rank that hangs, until it is released, after a call of the method at `place`.
+HANG = """
+import sys
+if "infini_model.training" in sys.orig_argv and not {{
+    "infini_model.runtime.processes", "infini_model.training.launch.agent"
+}} & set(sys.orig_argv):
+    import os, pathlib, pkgutil, time
+    from infini_model.data.loading.loader import Loader
+    folder, batches = pathlib.Path({folder!r}), []
+    def hang():
+        (folder / "hangs").touch()
+        while not (folder / "released").exists():
+            time.sleep(0.01)
+    def patch(place, then):
+        owner, _, name = place.rpartition(".")
+        owner = pkgutil.resolve_name(owner)
+        original = getattr(owner, name)
+        def call(*args):
+            result = original(*args)
+            then()
+            return result
+        setattr(owner, name, call)
+    patch("infini_model.data.loading.loader.Loader.__next__", lambda: batches.append(None))
+    if os.environ.get("RANK", "0") == "{rank}":
+        patch({place!r}, lambda: len(batches) >= 3 and hang())
 """
 
 
@@ -254,26 +277,6 @@ def test_a_signal_saves_first_and_nothing_is_left(
 
 
 @pytest.mark.story
-def test_a_folder_that_turns_read_only_is_named_and_the_run_resumes_once_it_is_writable(
-    dataset, make_config, tmp_path, start, halt
-):
-    run_dir = tmp_path / "run"
-    config = make_config(**PATIENT)
-    process = start(LAUNCH, config, run_dir)
-    halt.wait()
-    checkpoints = run_dir / "checkpoints"
-    with frozen(checkpoints):
-        halt.resume()
-        _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0
-    assert re.search(rf"{checkpoints}/step-\d+: cannot be written", errors)
-    launch(config, dataset, run_dir, on_line=ignore)
-    train(config, dataset, tmp_path / "undisturbed")
-    assert repeatable(run_dir) == repeatable(tmp_path / "undisturbed")
-    assert weights(run_dir) == weights(tmp_path / "undisturbed")
-
-
-@pytest.mark.story
 @pytest.mark.parametrize(
     ("pid", "rank"),
     [("os.getpid()", 1), (f"int(os.environ[{AGENT!r}])", None)],
@@ -292,20 +295,91 @@ def test_a_stopped_process_is_a_hang_that_names_it(
     none_left(run_dir)
 
 
-def test_a_rank_that_hangs_leaves_its_stack(dataset, make_config, tmp_path, faulty, monkeypatch):
-    run_dir, clock = tmp_path / "run", Clock()
-    log = run_dir / "logs" / "rank-0.log"
-    # The rank may have to wait for a core before it can write.
-    clock.sleep = lambda _: eventually(lambda: "in _take_step" in log.read_text(), "the stack")
-    monkeypatch.setattr(heartbeat, "time", clock)
-    config = make_config(**merge(LONG, {"launch": {"hang_timeout_seconds": 10}}))
-    # The third step is the first that is limited.
-    faulty(f"inputs.input_ids.sum() == {sum_of_ids(config, dataset, 2 * 8)} and time.sleep(3600)")
+class HangClock:
+    """The launcher's clock. It stands still until a rank hangs and the others wait for that rank.
+
+    From then on a minute passes, a second with each look; then the rank is released.
+    """
+
+    def __init__(self, folder, run_dir, rank, ranks):
+        self.folder, self.run_dir, self.rank = folder, run_dir, rank
+        self.others = set(range(ranks)) - {rank}
+        self.now = 0.0
+
+    def reached(self, rank):
+        path = self.run_dir / "logs" / "heartbeats" / f"rank-{rank}"
+        number, _, _, position = path.read_text().split()
+        return int(number), int(position)
+
+    def others_wait(self):
+        return all(self.reached(other) > self.reached(self.rank) for other in self.others)
+
+    def monotonic(self):
+        if self.now >= 60.0:
+            (self.folder / "released").touch()
+        elif (self.folder / "hangs").exists():
+            if self.now == 0.0:
+                eventually(self.others_wait, "the others to wait")
+            self.now += 1.0
+        return self.now
+
+    def sleep(self, _seconds):
+        # The rank may have to wait for a core before it can write.
+        log = self.run_dir / "logs" / f"rank-{self.rank}.log"
+        eventually(lambda: "in hang" in log.read_text(), "the stack")
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """Make a rank hang at the end of a method, from its third batch on; returns the clock."""
+
+    def make(place, rank, ranks):
+        (tmp_path / "sitecustomize.py").write_text(
+            HANG.format(place=place, rank=rank, folder=str(tmp_path))
+        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        clock = HangClock(tmp_path, tmp_path / "run", rank, ranks)
+        monkeypatch.setattr(heartbeat, "time", clock)
+        return clock
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        (LONG, "infini_model.objectives.objective.LossModule.forward"),
+        *(
+            pytest.param(PAIR, place, marks=pytest.mark.story)
+            for place in (
+                "infini_model.data.loading.loader.Loader.__next__",
+                "infini_model.objectives.objective.LossModule.forward",
+                "infini_model.training.callbacks.heartbeat.Heartbeat.after_gradients",
+                "torch.optim.AdamW.step",
+            )
+        ),
+    ],
+    ids=["one rank", "data", "forward", "after the heartbeat", "optimizer"],
+)
+def test_a_rank_that_hangs_is_named_and_leaves_its_stack(
+    dataset, make_config, tmp_path, hanging, settings, place
+):
+    last = 1 if settings is PAIR else 0
+    hanging(place, rank=last, ranks=last + 1)
+    config = make_config(**merge(settings, {"launch": {"hang_timeout_seconds": 10}}))
     with pytest.raises(Hung, match="no step within 10 s") as caught:
-        launch(config, dataset, run_dir, on_line=ignore)
-    assert caught.value.rank == 0
-    none_left(run_dir)
-    assert "in fault" in log.read_text()
+        launch(config, dataset, tmp_path / "run", on_line=ignore)
+    assert caught.value.rank == last
+    none_left(tmp_path / "run")
+
+
+@pytest.mark.story
+def test_a_slow_checkpoint_of_one_rank_is_no_hang(dataset, make_config, tmp_path, hanging):
+    clock = hanging("infini_model.training.checkpoints.saving.Checkpointer.save", rank=0, ranks=2)
+    pair = {"training": {"batch_size": 4}, "launch": {"processes": 2, "hang_timeout_seconds": 10}}
+    launch(make_config(**pair), dataset, tmp_path / "run", on_line=ignore)
+    assert clock.now == 60.0
+    assert has_saved_its_last_step(tmp_path / "run")
 
 
 class Clock:
@@ -401,23 +475,3 @@ def test_what_lets_no_training_begin_is_named_in_one_line(
         errors = [line for line in lines if "ERROR" in line]
         assert error is OutOfMemory or len(errors) <= 1
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.story
-def test_a_second_training_waits_until_the_first_launcher_is_killed_and_with_it_all_its_processes(
-    make_config, tmp_path, start, monkeypatch
-):
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    config, one, two = make_config(**PAIR), tmp_path / "one", tmp_path / "two"
-    first = start(LAUNCH, config, one)
-    eventually(lambda: len(ranks(one)) == 2, "the first training")
-    second = start(LAUNCH, config, two)
-    line = second.stdout.readline()
-    held = f"the CPU is held by process {first.pid}, which trains {one}"
-    assert line == f"Waiting for the CPU: {held}\n"
-    assert waiting_note(two).read_text() == line.strip()
-    assert not ranks(two)
-    first.kill()
-    none_left(one)
-    eventually(lambda: ranks(two), "the second training")
-    assert not waiting_note(two).exists()

@@ -253,17 +253,10 @@ def stage(
     return {"error": error["message"], "kind": error["kind"]}
 
 
-def preprocess(settings: Path) -> dict[str, Any]:
-    """Run the stages that build a dataset; returns the last report, or that of a failure."""
-    listed = stage("download", settings)
-    if "error" in listed:
-        return listed
-    return stage("shard", settings, "--listing", listed["listing"])
-
-
 def dataset_of(settings: Path) -> Path:
     """Build the dataset of a configuration, without Prefect."""
-    return Path(preprocess(settings)["folder"])
+    listing = stage("download", settings)["listing"]
+    return Path(stage("shard", settings, "--listing", listing)["folder"])
 
 
 def eventually(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
@@ -338,15 +331,3 @@ def flow_run(url: str, output: str) -> dict[str, Any]:
     """The flow run whose address a command printed."""
     number = output.partition("/runs/flow-run/")[2][:36]
     return dict(api(url, f"flow_runs/{number}", "GET"))
-
-
-def task_runs(url: str, output: str) -> dict[str, dict[str, Any]]:
-    """The task runs of a command's flow run, by task name."""
-    wanted = {"flow_runs": {"id": {"any_": [flow_run(url, output)["id"]]}}}
-    return {run["name"].split()[0]: run for run in api(url, "task_runs/filter", **wanted)}
-
-
-def artifacts(url: str, output: str) -> dict[str, dict[str, Any]]:
-    """The artifacts of a command's flow run, by key."""
-    wanted = {"artifacts": {"flow_run_id": {"any_": [flow_run(url, output)["id"]]}}}
-    return {found["key"]: found for found in api(url, "artifacts/filter", **wanted)}

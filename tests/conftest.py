@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 
 if TYPE_CHECKING:
-    from commands import Environment
+    from commands import Environment, Running
     from s3_server import S3Server
 
 # One thread, here and in every process that a test starts: sums are then bit-identical, and workers
@@ -143,6 +143,22 @@ def alone(tmp_path: Path, session_environment: Environment) -> Environment:
 def connected(alone: Environment, server: str) -> Environment:
     """The environment of a user whose Prefect server is the shared one."""
     return {**alone, "PREFECT_API_URL": server}
+
+
+@pytest.fixture
+def background(tmp_path: Path) -> Iterator[Callable[[Sequence[str], Environment], Running]]:
+    """Starts a command in the background; what is left of it at the end of the test is killed."""
+    from commands import Running
+
+    started: list[Running] = []
+
+    def begin(command: Sequence[str], env: Environment) -> Running:
+        started.append(Running(command, tmp_path / f"log-{len(started)}", env))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.end()
 
 
 @pytest.fixture(scope="session")

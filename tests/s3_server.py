@@ -7,7 +7,6 @@ would be noticed.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 import subprocess
@@ -59,9 +58,6 @@ class Line:
         self._open: list[socket.socket] = []
         self._changing = threading.Lock()
         self._cut_after: int | None = None
-        self._hold_after: float = math.inf
-        self._holds = threading.Event()
-        self._let_go = threading.Event()
         self._listener: socket.socket | None = None
         self._speaks = threading.Event()
         self._speaks.set()
@@ -105,24 +101,6 @@ class Line:
         finally:
             self._speaks.set()
 
-    @contextmanager
-    def holding_after(self, count: int) -> Iterator[threading.Event]:
-        """While the block runs, hold what clients send after `count` bytes from now on.
-
-        Yields an event that says that something is held. It goes on after the block, unless its
-        connection has been cut.
-        """
-        self._holds.clear()
-        self._let_go.clear()
-        with self._changing:
-            self._hold_after = count
-        try:
-            yield self._holds
-        finally:
-            with self._changing:
-                self._hold_after = math.inf
-            self._let_go.set()
-
     def cut_after(self, count: int) -> None:
         """Cut the connection on which the server has sent `count` bytes from now on, once."""
         self._cut_after = count
@@ -154,12 +132,6 @@ class Line:
     def _send(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while content := client.recv(1 << 16):
-                with self._changing:
-                    self._hold_after -= len(content)
-                    is_held = self._hold_after < 0
-                if is_held:
-                    self._holds.set()
-                    self._let_go.wait()
                 server.sendall(content)
         _end(client, server)
 
@@ -252,25 +224,3 @@ class S3Server:
         self.line.disconnect()
         self._process.kill()
         self._process.wait()
-
-
-@contextmanager
-def careless_s3(*ignored: str) -> Iterator[tuple[str, list[str]]]:
-    """A server that ignores these headers; yields its URL, and the methods of the requests."""
-    from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-    from werkzeug.serving import make_server
-
-    moto, methods = DomainDispatcherApplication(create_backend_app), []
-
-    def answer(request: dict[str, Any], start_response: Any) -> Any:
-        methods.append(request["REQUEST_METHOD"])
-        for name in ignored:
-            request.pop(f"HTTP_{name.upper().replace('-', '_')}", None)
-        return moto(request, start_response)
-
-    server = make_server("127.0.0.1", 0, answer, threaded=True, request_handler=MotoRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", methods
-    finally:
-        server.shutdown()

@@ -83,10 +83,6 @@ class Cluster:
         words = self.command("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
-    def nodes(self, job: str) -> list[str]:
-        """The nodes of a job."""
-        return self.command("scontrol", "show", "hostnames", self.field(job, "NodeList")).split()
-
     def wait_for(self, job: str, state: str) -> None:
         """Wait until a job is in a state."""
         eventually(

@@ -1,8 +1,6 @@
 """What linters cannot tell of the sources; `make lint` holds the other rules (pyproject.toml)."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,11 +14,3 @@ def test_no_source_trusts_remote_code_or_listens_to_everyone() -> None:
     sources = [path for path in paths if path.suffix != ".pyc"]
     assert len(sources) > 100
     assert [path for path in sources if DANGERS.search(path.read_text(encoding="utf-8"))] == []
-
-
-def test_settings_load_without_torch_or_any_optional_package() -> None:
-    """A command that prints a help text or an error answers at once."""
-    slow = ("torch", "datasets", "mlflow", "transformers", "prefect", "obstore", "ray", "pyarrow")
-    code = f"import sys, infini_model.config; print([m for m in {slow} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr

@@ -1,4 +1,4 @@
-"""Each benchmark runs, at a tiny size, and ends with a line of JSON."""
+"""Each benchmark runs, at a tiny size, and ends with a line of JSON; verdicts of some."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks import attention, gpu
+from benchmarks import gpu, passkey, recall
 from benchmarks.report import Ratio, publish, run, speed_ratio
 
 # Those of `make gpu` are in its rehearsal, below; `orchestration` would start servers.
@@ -88,17 +89,6 @@ def test_the_rehearsal_of_make_gpu_writes_a_page_and_leaves_the_real_one_alone(
         assert f"| `{name}`: " in results
 
 
-def test_attention_runs_without_its_peer(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["attention", *gpu.BENCHMARKS["attention"][1].split()])
-    monkeypatch.setattr(attention, "CausalAttention", None)
-    attention.main()
-    printed = capsys.readouterr().out
-    assert "is not installed" in printed
-    assert {row["peer layer ms"] for row in last_line(printed)["table"]} == {None}
-
-
 def test_a_target_is_met_by_the_median(capsys: pytest.CaptureFixture[str]) -> None:
     targets, limits = {"fast": 1.9, "slow": 2.1}, {"small": 2.0, "large": 1.9}
     ratios = dict.fromkeys([*targets, *limits], Ratio(2.0, 1.0, 3.0))
@@ -113,3 +103,48 @@ def test_a_target_is_met_by_the_median(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_ratio_is_computed_within_each_turn() -> None:
     # The machine is half as fast in the second turn, and ours is twice as fast in all of them.
     assert speed_ratio([1.0, 2.0, 1.5], [2.0, 4.0, 3.0]) == Ratio(2.0, 2.0, 2.0)
+
+
+def test_the_table_of_recall_judges_every_seed() -> None:
+    good = {"8 segments": 98.0, "16 segments": 95.0, "64 segments": 90.0}
+    good |= {"worst quarter": 85.0, "knocked out": 10.0}
+    results = {
+        "linear": {0: good, 1: {**good, "64 segments": 89.9}},
+        "rewritten-linear": {0: {"16 segments": 97.0}, 1: {"16 segments": 50.0}},
+        "rewritten-delta": {0: {"16 segments": 97.0}, 1: {"16 segments": 99.0}},
+    }
+    recall.compare_rules(results)
+    rows = {row[""]: row for row in recall.tabulate(results)}
+    assert rows["linear needs"]["64 segments"] == "≥ 90 missed"
+    assert rows["linear needs"]["knocked out"] == "≤ 10 met"
+    assert rows["rewritten-delta needs"]["over linear"] == "> 0 missed"
+    assert rows["rewritten-delta, seed 1"]["over linear"] == 49.0
+
+
+def test_the_haystacks_are_those_of_the_task_in_words_and_groups_of_digits() -> None:
+    haystacks = passkey.draw(np.random.default_rng(0), 4, [0.0, 100.0])
+    assert sum(tensor.size(-1) for tensor in haystacks) == 4 * passkey.SEGMENT
+    for body, question, answer in zip(*haystacks, strict=True):
+        words = [passkey.WORDS[number] for number in body]
+        key = [passkey.WORDS[number] for number in answer[0]]
+        assert [len(group) for group in key] == [2, 2, 1]
+        statement = ["The", "pass", "key", "is", *key, ".", "Remember", "it", "."]
+        assert statement in (words[: len(statement)], words[-len(statement) :])
+        asked = [passkey.WORDS[number] for number in question[0]]
+        assert asked[-4:] == ["The", "pass", "key", "is"]
+
+
+def test_every_cell_of_every_seed_is_judged_up_to_four_times_the_trained_length() -> None:
+    good, bad = (
+        passkey.Outcome(
+            {length: [100.0] * 20 + [worst] for length in passkey.ASKED}, 0.0, [50.0], 1.0, 2.0
+        )
+        for worst in (95.0, 94.9)
+    )
+    *_, needs = passkey.tabulate({0: good, 1: good})
+    assert needs["worst of 32"] == needs["worst of 128"] == "≥ 95 met"
+    assert needs["worst of 512"] is None
+    *rows, needs = passkey.tabulate({0: good, 1: bad})
+    assert needs["worst of 128"] == "≥ 95 missed"
+    assert rows[1]["worst of 512"] == 94.9
+    assert passkey.by_depth({0: good, 1: bad})[-1] == pytest.approx([0.9495] * 3)

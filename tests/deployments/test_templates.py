@@ -10,13 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Environment, api, run
-
-from flows.presets import configure
-from infini_model.config import LaunchConfig
-from infini_model.training.sizing.estimate import GIB
-from infini_model.training.sizing.fitting import Machine, Need
-from infini_model.training.sizing.shape import known_shape
+from commands import api
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "deployments" / "Dockerfile"
@@ -45,10 +39,6 @@ def test_the_linter_finds_nothing_in_the_dockerfile() -> None:
     assert ended.returncode == 0, ended.stdout
 
 
-def load(kind: str) -> dict:
-    return json.loads((POOLS / f"{kind}.json").read_text(encoding="utf-8"))
-
-
 def strings(tree: object) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
@@ -59,43 +49,10 @@ def strings(tree: object) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_server_takes_the_template_and_what_it_uses_is_declared(
-    kind: str, connected: Environment
-) -> None:
-    template = load(kind)
+def test_a_server_takes_the_template_and_what_it_uses_is_declared(kind: str, server: str) -> None:
+    template = json.loads((POOLS / f"{kind}.json").read_text(encoding="utf-8"))
     texts = strings(template["job_configuration"])
     used = {name for text in texts for name in PLACEHOLDER.findall(text)}
     assert used == set(template["variables"]["properties"])
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "work-pool", "create", kind]
-    options = ["--type", kind, "--base-job-template", str(POOLS / f"{kind}.json")]
-    # The server may have one of this name already.
-    ended = run([*command, *options, "--overwrite"], connected)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    pool = api(connected["PREFECT_API_URL"], f"work_pools/{kind}", "GET")
-    assert pool["type"] == kind
-    assert pool["base_job_template"] == template
-
-
-@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
-def test_outputs_are_mounted_where_the_flows_write(kind: str) -> None:
-    template = load(kind)
-    outputs = template["variables"]["properties"]["env"]["default"]["INFINI_OUTPUT_DIR"]
-    mounted = [text.rpartition(":")[2] for text in strings(template)]
-    assert outputs in mounted
-
-
-def test_a_kubernetes_pod_has_the_memory_that_production_takes_on_eight_gpus() -> None:
-    defaults = {
-        name: int(variable["default"].removesuffix("Gi")) * GIB
-        for name, variable in load("kubernetes")["variables"]["properties"].items()
-        if name in ("memory", "shared_memory")
-    }
-    machine = Machine("cuda", 8, 8, True, 80 * GIB, 0)
-    needed = Need.of(known_shape(configure(["production"])), machine).main
-    assert needed < defaults["memory"] - defaults["shared_memory"] < 1.2 * needed
-
-
-def test_the_slurm_script_sets_what_the_configuration_knows() -> None:
-    keys = set(re.findall(r"launch\.(\w+)=", (POOLS / "slurm.sh").read_text(encoding="utf-8")))
-    assert keys == {"gpus", "num_nodes", "node_rank", "rdzv_endpoint"}
-    assert keys <= set(LaunchConfig.model_fields)
+    made = api(server, "work_pools/", name=f"a {kind}", type=kind, base_job_template=template)
+    assert made["base_job_template"] == template

@@ -1,6 +1,6 @@
 """An undisturbed reference run, which disturbed runs must match."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,9 @@ from infini_model.config import merge
 
 
 @pytest.fixture(scope="session")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 60 text files."""
-    return write_texts(tmp_path_factory.mktemp("documents"), 60)
-
-
-@pytest.fixture(scope="session")
-def pipeline(documents: Path) -> Make:
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Settings for 120 steps in an output folder; `sections` override them."""
+    documents = write_texts(tmp_path_factory.mktemp("documents"), 60)
 
     def make(output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         return tiny(documents, output, **merge(SETTINGS, sections))
@@ -40,25 +35,16 @@ def undisturbed(
         settings = write_settings(root / "settings.yaml", pipeline(root / "output"))
         done = run(infini("run", "--config", settings), session_environment)
         assert done.returncode == 0, done.stdout + done.stderr
-        (root / "printed").write_text(done.stdout + done.stderr)
 
     root = once(tmp_path_factory, "undisturbed", make)
-    run_dir = root / "output" / "runs" / "run-1"
-    return Undisturbed(
-        root / "output", run_dir, root / "settings.yaml", (root / "printed").read_text()
-    )
+    return Undisturbed(root / "output", root / "output" / "runs" / "run-1")
 
 
 @pytest.fixture
-def start(tmp_path: Path, alone: Environment) -> Iterator[Start]:
-    """Start `infini` in the background; any leftover process is killed after the test."""
-    started: list[Running] = []
+def start(background: Callable[..., Running], alone: Environment) -> Start:
+    """Start `infini` in the background."""
 
     def begin(*arguments: str | Path, env: Environment = alone) -> Running:
-        log = tmp_path / f"log-{len(started)}"
-        started.append(Running(infini(*arguments), log, env))
-        return started[-1]
+        return background(infini(*arguments), env)
 
-    yield begin
-    for running in started:
-        running.end()
+    return begin

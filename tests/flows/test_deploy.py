@@ -28,12 +28,17 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelling, Paused, Pending, Running, Suspended
+from prefect.states import Cancelled, Cancelling, Paused, Pending, Running, Suspended
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from flows.serving import deploy as module
 from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
-from flows.serving.reconcile import end_dead_runs, keep_suspended_runs
+from flows.serving.reconcile import (
+    WORKER_MESSAGE,
+    end_dead_runs,
+    keep_suspended_runs,
+    restore_cancellation_messages,
+)
 from infini_model.config import load_config
 from infini_model.runtime.storage import lock
 
@@ -163,7 +168,7 @@ def test_edits_stay_while_the_code_moves_on_and_reset_undoes_them(
     assert not automation(client, TRAIN).enabled
 
 
-def test_edits_that_no_longer_fit_are_told_and_keep_nothing_else_down(
+def test_edits_that_no_longer_fit_are_told_and_a_deployment_in_another_pool_is_left_alone(
     deployed: str, project: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(client)
@@ -180,10 +185,6 @@ def test_edits_that_no_longer_fit_are_told_and_keep_nothing_else_down(
     assert read(client, "train").parameters == {"preset": "stable"}
     assert "name" in read(client, "preprocess").parameter_openapi_schema["properties"]
 
-
-def test_a_deployment_in_another_work_pool_is_left_alone(
-    deployed: str, project: Path, client: SyncPrefectClient
-) -> None:
     pool = WorkPoolCreate(name="elsewhere", type="process", base_job_template={})
     client.create_work_pool(pool, overwrite=True)
     moved = DeploymentUpdate(work_pool_name="elsewhere")
@@ -366,3 +367,16 @@ def test_a_suspended_run_whose_engine_has_ended_waits_without_a_limit(
         keep_suspended_runs(client, tmp_path)
     details = [client.read_flow_run(number).state.state_details for number in (ended, alive)]
     assert [each.pause_timeout is None for each in details] == [True, False]
+
+
+def test_a_cancelled_run_says_what_its_engine_saved_whatever_the_worker_says(
+    client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    saved = "Cancelled; step 7 is saved"
+    told, killed = begin(client, Cancelled(message=saved)), begin(client, Cancelling())
+    for number in (told, killed):
+        (tmp_path / f"{number}.lock").touch()
+        client.set_flow_run_state(number, Cancelled(message=WORKER_MESSAGE), force=True)
+    restore_cancellation_messages(client, tmp_path)
+    messages = [client.read_flow_run(number).state.message for number in (told, killed)]
+    assert messages == [saved, WORKER_MESSAGE]

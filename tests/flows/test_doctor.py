@@ -60,13 +60,8 @@ def test_what_a_gpu_needs_is_advised(
     assert found["GPU 0"] == ""
     assert found["flash-attn-4"] == "pip install -r requirements-gpu.txt"
     assert found["C compiler"].startswith("apt-get install gcc")
-    compiler = tmp_path / "gcc"
-    compiler.write_text("#!/bin/sh\n")
-    compiler.chmod(0o755)
     monkeypatch.setattr(doctor, "list_gpus", lambda: [replace(H200, capability=(8, 0))])
-    found = remedies(config)
-    assert found["flash-attn"] == ""
-    assert not found["C compiler"].startswith("apt-get install gcc")
+    assert remedies(config)["flash-attn"] == ""
 
 
 def test_limits_and_folders_that_are_wrong_have_a_remedy(
@@ -103,8 +98,5 @@ def test_the_memory_of_a_training_is_told_with_what_would_fit(
     whole = found("launch.strategy=ddp", gpus=8)
     assert "needs 156 GiB" in whole.found
     assert whole.remedy == "launch.strategy=fsdp would fit"
-    elsewhere = found("launch.processes=8")
-    assert elsewhere.found.startswith("launch.gpus=all: no GPU on this machine; on 8 GPUs it needs")
-    assert fits.found in elsewhere.found
     unknown = found("model={initial_weights: team/llama, segment_length: 2048}", preset="uptrain")
     assert "not known before the weights team/llama have been read" in unknown.found

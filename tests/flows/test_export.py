@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from commands import Environment, infini, tiny, write_texts
+from commands import tiny, write_texts
 from llamas import recorded, write_llama
 from peft import AutoPeftModelForCausalLM
 from templates import BOS, with_bos
@@ -18,19 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from infini_model.config import Config, ModelConfig, SampleConfig, load_config
+from infini_model.config import Config, ModelConfig, load_config
 from infini_model.data.manifest import Manifest
 from infini_model.data.shards.dataset import build_dataset
-from infini_model.data.shards.stream import open_split
 from infini_model.data.sources.download import download
 from infini_model.data.tokenizers.bpe import train_tokenizer
-from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
-from infini_model.evaluation.tasks.sample import draw_sample
+from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.model.generation.causal import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS
 from infini_model.runtime.claims import claim_run
-from infini_model.runtime.runs import dataset_of
 from infini_model.training.loop import train
 
 PROMPT = "a stone  under <|end_of_text|> the river"
@@ -83,15 +79,15 @@ def reference_of(run_dir: Path) -> Reference:
     return Reference.from_file(str(run_dir.parents[2] / GIVEN))
 
 
-def done(*arguments: object) -> Result:
+def done(*arguments: object, stdin: str | None = None) -> Result:
     """A command that must succeed, in this process."""
-    result = attempted(*arguments)
+    result = attempted(*arguments, stdin=stdin)
     assert result.exit_code == 0, (result.output, result.exception)
     return result
 
 
-def attempted(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=True)
+def attempted(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
 
 
 def fields(path: Path) -> dict[str, object]:
@@ -148,19 +144,6 @@ def test_infini_generate_opens_an_export_with_its_tokenizer(
     for checkpoint in (folder, run_dir, run_dir / "model", run_dir / "checkpoints" / "step-2"):
         said = done("generate", "--checkpoint", checkpoint, *given).stdout
         assert said == plain.rstrip("\ufffd") + "\n"
-
-
-def test_a_sample_continues_a_document_from_its_first_token(trained: Trained) -> None:
-    manifest, run_dir = trained
-    model = InfiniLlama.from_pretrained(run_dir / "model")
-    settings = SampleConfig(prompt_tokens=9, max_new_tokens=5)
-    sample = draw_sample(model, dataset_of(run_dir), manifest, settings, seed=0)
-    assert sample is not None
-    document = open_split(dataset_of(run_dir), sample.split).document(sample.document)
-    assert document[:1] == reference_of(run_dir).encode(sample.prompt).ids[:1]
-    whole = load_dataset_tokenizer(dataset_of(run_dir)).decode(document)
-    assert not whole.startswith("<|")
-    assert whole.startswith(sample.prompt + sample.original)
 
 
 def test_an_export_is_written_over_another_but_not_over_other_files(
@@ -254,44 +237,24 @@ DRAW = {"max_new_tokens": 60, "temperature": 0.7, "top_k": 40, "top_p": 0.95, "s
 OPTIONS = ["--no-gpu", *(f"--{name.replace('_', '-')}={value}" for name, value in DRAW.items())]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder with its tokenizer, of mostly single bytes."""
-    folder = tmp_path_factory.mktemp("model") / "folder"
-    tokenizer = train_tokenizer([[TEXT]], 270)
+def test_a_prompt_from_stdin_is_continued_in_the_precision_asked_for(tmp_path: Path) -> None:
+    trained_tokenizer = train_tokenizer([[TEXT]], 270)  # mostly single bytes
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=32, segment_length=16, initializer_range=0.3
-    )
-    InfiniLlama(config).save_pretrained(folder)
-    tokenizer.save(folder)
-    return folder
-
-
-def continued(checkpoint: Path, precision: str) -> str:
-    """What the library makes of `TEXT` at once; a sequence that the end cuts off is left out."""
-    tokenizer = load_tokenizer(str(checkpoint / "tokenizer.json"))
+    size = {"vocab_size": trained_tokenizer.vocab_size, "hidden_size": 32, "segment_length": 16}
+    InfiniLlama(ModelConfig(**size, initializer_range=0.3)).save_pretrained(tmp_path)
+    trained_tokenizer.save(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     ids = tokenizer.encode_batch([TEXT]).ids.tolist()
-    model = InfiniLlama.from_pretrained(checkpoint)
-    model.precision = PRECISIONS[precision]
-    (new,) = generate(model, [ids], eos_token_id=tokenizer.eos_token_id, **DRAW)
-    text = tokenizer.decode(ids + new).removeprefix(TEXT).rstrip("\ufffd")
-    assert len(text) > 20
-    return text
 
+    def continued(precision: str) -> str:
+        """The text at once; a sequence that the end cuts off is left out."""
+        model = InfiniLlama.from_pretrained(tmp_path)
+        model.precision = PRECISIONS[precision]
+        (new,) = generate(model, [ids], eos_token_id=tokenizer.eos_token_id, **DRAW)
+        return tokenizer.decode(ids + new).removeprefix(TEXT).rstrip("\ufffd")
 
-def test_a_prompt_from_stdin_is_continued_in_the_precision_that_is_asked_for(
-    alone: Environment, checkpoint: Path
-) -> None:
-    rounded = continued(checkpoint, "bf16")
-    assert rounded != continued(checkpoint, "fp32")
-    command = infini("generate", "--checkpoint", checkpoint, *OPTIONS, "--prompt-file", "-")
-    ended = subprocess.run(
-        [*command, "training.precision=bf16"],
-        env=alone,
-        input=TEXT.encode(),
-        capture_output=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    assert ended.stdout.decode() == rounded + "\n"
+    rounded = continued("bf16")
+    assert len(rounded) > 20
+    assert rounded != continued("fp32")
+    command = ("generate", "--checkpoint", tmp_path, *OPTIONS, "--prompt-file", "-")
+    assert done(*command, "training.precision=bf16", stdin=TEXT).stdout == rounded + "\n"

@@ -46,8 +46,6 @@ FOREIGN_ORIGINS = [
     "null",
 ]
 OWN = ["127.0.0.1:{port}", "localhost:{port}"]
-# Port, a path and what signs in.
-Guarded = tuple[int, str, dict[str, str]]
 
 
 class Answer(NamedTuple):
@@ -94,16 +92,13 @@ def closed(
         yield services
 
 
-@pytest.fixture(params=["open prefect", "prefect", "mlflow"])
-def guarded(request: pytest.FixtureRequest, server: str, closed: dict[str, Service]) -> Guarded:
-    """Each server."""
-    if request.param == "open prefect":
-        return port_of(server), PATHS["prefect"], {}
-    return port_of(closed[request.param].url), PATHS[request.param], SIGNED_IN
-
-
-def test_own_pages_and_programs_are_answered(guarded: Guarded) -> None:
-    port, path, signed_in = guarded
+@pytest.mark.parametrize("name", ["open prefect", "prefect", "mlflow"])
+def test_own_pages_are_answered_and_foreign_names_and_origins_refused(
+    name: str, server: str, closed: dict[str, Service]
+) -> None:
+    port, path, signed_in = port_of(server), PATHS["prefect"], dict[str, str]()
+    if name in closed:
+        port, path, signed_in = port_of(closed[name].url), PATHS[name], SIGNED_IN
     assert ask(port, path, **signed_in).status == 200
     for host in OWN:
         assert ask(port, path, Host=at(port, host), **signed_in).status == 200
@@ -113,18 +108,11 @@ def test_own_pages_and_programs_are_answered(guarded: Guarded) -> None:
             assert answer.status == 200
             assert answer.headers["access-control-allow-origin"] == origin
             assert "frame-ancestors 'self'" in answer.headers["content-security-policy"]
-
-
-def test_a_name_that_was_pointed_at_loopback_is_refused(guarded: Guarded) -> None:
-    port, path, signed_in = guarded
+    # A name that was pointed at this machine.
     for host in FOREIGN_HOSTS:
         page = at(port, host)
         for origin in ({}, {"Origin": f"http://{page}"}):
             assert ask(port, path, Host=page, **origin, **signed_in).status == 400, (host, origin)
-
-
-def test_a_page_of_another_origin_is_refused(guarded: Guarded) -> None:
-    port, path, signed_in = guarded
     for origin in FOREIGN_ORIGINS:
         for method in ("GET", "POST", "OPTIONS"):
             # A browser sends this kind of body without asking the server first.

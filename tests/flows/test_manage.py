@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import UUID
@@ -46,18 +46,13 @@ def output(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path, connected: Environment) -> Iterator[Started]:
-    """Start a command in the background; what is left of it is killed at the end of the test."""
-    started: list[Running] = []
+def start(background: Callable[..., Running], connected: Environment) -> Started:
+    """Start `infini` in the background."""
 
-    def begin(*command: str | Path, **environment: str) -> Running:
-        log = tmp_path / f"log-{len(started)}"
-        started.append(Running(list(map(str, command)), log, connected | environment))
-        return started[-1]
+    def begin(*arguments: str | Path, **environment: str) -> Running:
+        return background(infini(*arguments), connected | environment)
 
-    yield begin
-    for running in started:
-        running.end()
+    return begin
 
 
 @pytest.fixture
@@ -85,10 +80,10 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     settings = write_settings(tmp_path / "settings.yaml", tree)
     dataset_of(settings)
     halt = Halt(tmp_path / "halt", 5)
-    running = start(*infini("train", "--config", settings), **halt.environment)
+    running = start("train", "--config", settings, **halt.environment)
     run_dir = output / "runs" / "run-1"
     (trainer,) = halt.wait()
-    followed = start(*infini("logs", "run-1", "--follow", "--output-dir", output))
+    followed = start("logs", "run-1", "--follow", "--output-dir", output)
     followed.wait_for("Step [5/20]")
 
     holder = f"process {running.process.pid} (flow run "
@@ -101,7 +96,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert status == 2
     assert f"{run_dir} is in use by {holder}" in line
 
-    cancelling = start(*infini("cancel", "run-1", "--output-dir", output))
+    cancelling = start("cancel", "run-1", "--output-dir", output)
     eventually(lambda: is_pending(trainer, signal.SIGTERM), lambda: cancelling.output)
     halt.resume()
     assert running.wait() == 130, running.output

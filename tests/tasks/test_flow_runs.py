@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,8 @@ from uuid import UUID, uuid4
 import pytest
 from commands import PATIENCE, Environment, Running, api, eventually, tiny, write_texts
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from serving import Server
@@ -29,9 +31,9 @@ from infini_model.runtime.errors import ConfigError, StageError
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
-from tasks import artifacts, elsewhere
+from tasks import artifacts, control, elsewhere
 from tasks.elsewhere import Elsewhere, find_deployment
-from tasks.training_view import mlflow_link, table_rows
+from tasks.training_view import mlflow_link
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS, PIPELINE = "flows/preprocess.py:preprocess", "flows/pipeline.py:pipeline"
@@ -45,23 +47,17 @@ def prefect(server: str) -> Server:
 
 
 @pytest.fixture
-def start(connected: Environment, tmp_path: Path) -> Iterator[Start]:
+def start(background: Start, connected: Environment) -> Start:
     """Start the engine of a flow run, as the first attempt or another one."""
-    started: list[Running] = []
 
     def begin(flow_run: str, entrypoint: str, **env: str) -> Running:
         names = {
             "PREFECT__FLOW_RUN_ID": flow_run,
             "PREFECT__FLOW_ENTRYPOINT": f"{ROOT / entrypoint}",
         }
-        log = tmp_path / f"engine-{len(started)}.log"
-        command = [sys.executable, "-m", "prefect.engine"]
-        started.append(Running(command, log, connected | names | env))
-        return started[-1]
+        return background([sys.executable, "-m", "prefect.engine"], connected | names | env)
 
-    yield begin
-    for running in started:
-        running.end()
+    return begin
 
 
 def create(prefect: Server, entrypoint: str, **parameters: Any) -> str:
@@ -92,7 +88,6 @@ def wait_for_events(prefect: Server) -> None:
 def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     prefect: Server, start: Start, tmp_path: Path
 ) -> None:
-    """A retry has no memory: it checks everything it reuses on the disk."""
     tree = tiny(tmp_path / "texts", tmp_path / "output", stages={"download": {"retries": 0}})
     run = create(prefect, PREPROCESS, advanced=tree)
 
@@ -183,47 +178,59 @@ def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_a
 
 
 @pytest.mark.story
-def test_a_sweep_that_is_suspended_saves_the_run_that_is_its_part_and_a_retry_resumes_it(
+def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_names_what_fails(
     prefect: Server, start: Start, text_files: Path, tmp_path: Path
 ) -> None:
-    compare = "flows/compare.py:compare"
+    compare, output = "flows/compare.py:compare", tmp_path / "output"
     tree = tiny(
         text_files,
-        tmp_path / "output",
+        output,
         launch={"hang_timeout_seconds": PATIENCE},
         checkpoint={"save_steps": 100_000},
+        stages={"train": {"retries": 0}},
     )
+    names = [f"quickstart-learning_rate-{rate}" for rate in ("0.001", "0.0001", "1e30")]
+    runs = [output / "runs" / name for name in names]
     halt = Halt(tmp_path / "halt", 5)
-    run = create(prefect, compare, sweep=["model.memory=linear,none"], advanced=tree)
+    sweep = ["training.learning_rate=1.0e-3,1.0e-4,1.0e+30"]
+    run = create(prefect, compare, sweep=sweep, advanced=tree)
     running = start(run, compare, **halt.environment)
-    run_dir = tmp_path / "output" / "runs" / "quickstart-memory-linear"
+    halt.wait()
+    halt.resume()
+    prefect.wait_for_log(run, f"Run 2 of 3: {names[1]}")
     (rank,) = halt.wait()
     prefect.suspend(run)
     eventually(lambda: is_pending(rank, SIGTERM), "the signal")
     halt.resume()
     running.wait()
-    state, step = prefect.state(run), saved_step(run_dir)
+    state, step = prefect.state(run), saved_step(runs[1])
     assert step is not None
     assert 5 <= step < 20
     assert state["type"] == "PAUSED"
     assert state["message"].startswith(f"Suspended; step {step} is saved")
 
-    def parts() -> list[tuple[str, str]]:
-        return sorted((each["name"], each["state_type"]) for each in prefect.parts(run))
+    def parts() -> set[tuple[str, str]]:
+        return {(each["name"], each["state_type"]) for each in prefect.parts(run)}
 
-    interrupted = ("swept-run quickstart-memory-linear", "CANCELLED")
-    assert parts() == [interrupted]
-    (part,) = prefect.parts(run)
-    saved = [line for line in prefect.log_of(part["id"]) if "Checkpoint saved: " in line]
-    assert f"step-{step}" in saved[-1]
+    before = {(f"swept-run {names[0]}", "COMPLETED"), (f"swept-run {names[1]}", "CANCELLED")}
+    assert parts() == before
+    finished = (runs[0] / "evaluation.json").stat().st_mtime_ns
     prefect.retry(run)
     start(run, compare).wait()
-    assert prefect.state(run)["type"] == "COMPLETED"
-    completed = [
-        (f"swept-run quickstart-memory-{name}", "COMPLETED") for name in ("linear", "none")
-    ]
-    assert parts() == [interrupted, *completed]
+    logged = "\n".join(line for part in prefect.parts(run) for line in prefect.log_of(part["id"]))
+    assert f"Resuming from: {runs[1]}/checkpoints/step-{step}" in logged
+    assert (runs[0] / "evaluation.json").stat().st_mtime_ns == finished
+    failed = {(f"swept-run {names[1]}", "COMPLETED"), (f"swept-run {names[2]}", "FAILED")}
+    assert parts() == before | failed
+    state = prefect.state(run)
+    assert state["type"] == "FAILED"
+    assert state["message"].startswith(f"1 of 3 runs failed: {names[2]}; ")
     assert {"comparison", "comparison-folder", "loss"} <= prefect.artifacts(run).keys()
+    (text,) = (path.read_text() for path in output.glob("comparisons/*/comparison.md"))
+    assert f"- {names[2]}: training failed: non-finite on rank 0" in text
+    for path in runs[:2]:
+        metrics = json.loads((path / "evaluation.json").read_text())["metrics"]
+        assert f"{metrics['evaluation/validation_loss']:.4f}" in text
 
 
 STORY = """
@@ -305,74 +312,46 @@ def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
         assert (outcome.flow_run.id, outcome.is_new) == (part.id, False)
 
 
-# It prints each state of a flow run that it reads.
-PART = """
-import time
-from prefect import flow
-from prefect.client.orchestration import SyncPrefectClient
-from tasks.control import stopped_with_flow_run
-
-read = SyncPrefectClient.read_flow_run
-
-def read_and_tell(client, number):
-    found = read(client, number)
-    print(found.id, "is", found.state.type.value, flush=True)
-    return found
-
-SyncPrefectClient.read_flow_run = read_and_tell
-
-@flow
-def part():
-    with stopped_with_flow_run(lambda: "step 7 is saved") as stop:
-        while not (change := stop()):
-            time.sleep(0.1)
-        raise change
-"""
-
-
-@pytest.mark.story
 def test_a_part_survives_a_crash_of_the_whole_and_ends_when_someone_suspends_the_whole(
-    prefect: Server, start: Start, tmp_path: Path
+    prefect: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "part.py").write_text(PART)
     # A whole without an engine, and the task run in it that stands for its part.
     whole = create(prefect, "whole")
     task = {"flow_run_id": whole, "task_key": "part", "dynamic_key": "0"}
     task_run = api(prefect.url, "task_runs/", **task)["id"]
     prefect.set_state(whole, "RUNNING", "Running")
-    deployment = make_deployment(prefect, "part", str(uuid4()))
-    path = f"deployments/{deployment}/create_flow_run"
+    path = f"deployments/{make_deployment(prefect, 'part', str(uuid4()))}/create_flow_run"
     part = str(api(prefect.url, path, parent_task_run_id=task_run)["id"])
-    running = start(part, f"{tmp_path}/part.py:part")
-    prefect.wait_for_state(part, "Running")
-    prefect.set_state(whole, "CRASHED", "Crashed")
-    crash = f"{whole} is CRASHED"
-    # Having read it once, the part would end instead of reading it again.
-    eventually(
-        lambda: running.process.poll() is not None or running.output.count(crash) >= 2,
-        lambda: running.output,
-    )
-    assert running.process.poll() is None, running.output
-    assert prefect.state(part)["name"] == "Running"
-    prefect.suspend(whole)
-    assert running.wait() == 0, running.output
+    prefect.set_state(part, "RUNNING", "Running")
+    looks, look = list[str](), control._changed
+
+    def look_and_note(*arguments: Any) -> Any:
+        looks.append(prefect.state(whole)["type"])
+        return look(*arguments)
+
+    monkeypatch.setattr(control, "_changed", look_and_note)
+    monkeypatch.setattr(control, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(control, "get_run_logger", logging.getLogger)
+    monkeypatch.setenv("PREFECT_API_URL", prefect.url)
+
+    def work() -> None:
+        with get_client(sync_client=True) as client:
+            context = FlowRunContext.model_construct(flow_run=client.read_flow_run(UUID(part)))
+        with context, control.stopped_with_flow_run(lambda: "step 7 is saved") as stop:
+            prefect.set_state(whole, "CRASHED", "Crashed")
+            # When the second one begins, the first has ended.
+            eventually(lambda: looks.count("CRASHED") > 1, "a look at the crashed whole")
+            assert stop() is None
+            assert prefect.state(part)["name"] == "Running"
+            prefect.suspend(whole)
+            eventually(lambda: stop() is not None, "the end of the part")
+            raise stop() or AssertionError
+
+    with temporary_settings({PREFECT_API_URL: prefect.url}), pytest.raises(Abort):
+        work()
     state = prefect.state(part)
     assert (state["type"], state["message"]) == ("CANCELLED", "Cancelled; step 7 is saved")
     assert prefect.state(whole)["type"] == "PAUSED"
-
-
-LINES = [
-    {"step": 3, "train/loss": 2.5, "train/step_seconds": 2.0, "train/tokens_per_second": 1234.5},
-    {"step": 3, "validation/loss": 2.75},
-]
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "step", "eta"), [(10, "3 of 10", "0:00:14"), (None, "3", "")]
-)
-def test_a_step_and_its_validation_are_one_row(max_steps: int | None, step: str, eta: str) -> None:
-    measured = {"loss": "2.5000", "validation loss": "2.7500", "tokens/s": "1,234"}
-    assert list(table_rows(LINES, max_steps)) == [{"step": step, **measured, "ETA": eta}]
 
 
 def test_a_run_is_linked_once_mlflow_has_a_page_and_a_record_of_it(

@@ -4,6 +4,8 @@ Each test runs the command line against a real server and queries that server.
 """
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,25 @@ from typing import Any
 import pytest
 from commands import (
     Environment,
-    artifacts,
+    dataset_of,
     eventually,
     flow_run,
     infini,
     infini_here,
     processes_about,
     run,
-    task_runs,
     tiny,
     write_settings,
+    write_texts,
 )
+from serving import Server
 
-from infini_model.config import ModelConfig
+from flows import preprocess
+from infini_model.config import ModelConfig, load_config
+from infini_model.data.builds import build_file
+from infini_model.data.manifest import read_manifest
 from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import DataError
 from infini_model.training.initial_weights import read_initial_weights
 
 STAGES = ("download", "plan", "shard", "train", "evaluate")
@@ -53,7 +60,7 @@ def ended_tasks(server: str, output: str, *names: str) -> dict[str, dict[str, An
     found: dict[str, dict[str, Any]] = {}
 
     def is_recorded() -> bool:
-        found.update(task_runs(server, output))
+        found.update(Server(server).tasks(flow_run(server, output)["id"]))
         return all(name in found and found[name]["state"]["type"] in FINAL for name in names)
 
     eventually(is_recorded, lambda: f"the end of {names} in {found}")
@@ -79,16 +86,51 @@ def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
     assert flow_run(server, output)["state_type"] == "FAILED"
 
 
-def test_a_timeout_ends_the_stage_and_all_its_processes(
-    server: str, connected: Environment, settings: Path, tmp_path: Path
+@pytest.mark.story
+def test_the_last_share_puts_the_dataset_together(connected: Environment, tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", 40, words=15_000)
+    settings = write_settings(tmp_path / "settings.yaml", tiny(texts, tmp_path / "output"))
+    command = ("preprocess", "--config", settings, "data.partition_megabytes=1", "--share")
+    *_, last = output_of(connected, *command, "1/2").splitlines()
+    assert re.fullmatch(r"Share 1/2 is done; \d+ partitions of other shares are missing", last)
+    datasets = tmp_path / "output" / "datasets"
+    assert not list(datasets.glob("tiny-*"))
+    output = output_of(connected, *command, "2/2")
+    (folder,) = datasets.glob("tiny-*")
+    assert output.splitlines()[-1] == f"Dataset: {folder}"
+    assert read_manifest(folder).documents == 40
+
+
+def test_a_share_is_not_the_dataset_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess, "_make_dataset", lambda _: {"missing": 3})
+    with pytest.raises(DataError, match=r"^data\.share: 1/2 is done; 3 partitions of other shares"):
+        preprocess.prepare_dataset(load_config(overrides=["data.share=1/2"]))
+
+
+@pytest.mark.story
+def test_preprocess_cleans_up_and_a_cleaning_that_takes_too_long_is_a_warning(
+    server: str, connected: Environment, tmp_path: Path
 ) -> None:
-    # Less than Python takes to start.
-    limits = ("stages.download.timeout_seconds=0.01", "stages.download.retries=0")
-    output = output_of(connected, "preprocess", "--config", settings, *limits, status=1)
-    assert output.splitlines()[-1] == "error: download: not finished after 0.01 s"
+    output = tmp_path / "output"
+    texts = write_texts(tmp_path / "texts", 12)
+    settings = write_settings(tmp_path / "settings.yaml", tiny(texts, output))
+    first = dataset_of(settings)
+    write_texts(texts, 13)
+    dataset_of(settings)
+    for path in (first / "manifest.json", build_file(first)):
+        os.utime(path, (0, 0))
+    # Python reads it at its start: a cleaning never gets to its end.
+    hang = "import signal, sys\nif 'clean' in sys.orig_argv:\n    signal.pause()\n"
+    (tmp_path / "sitecustomize.py").write_text(hang)
+    command = ("preprocess", "--config", settings, "data.keep=1")
+    hung = connected | {"PYTHONPATH": str(tmp_path)}
+    shown = output_of(hung, *command, "stages.clean.timeout_seconds=0.1")
+    assert "Older datasets were not removed: clean: not finished after 0.1 s" in shown
     eventually(lambda: not processes_about(tmp_path), "the end of all processes")
-    assert states(server, output, "download") == {"download": "TimedOut"}
-    assert flow_run(server, output)["state_type"] == "FAILED"
+    assert states(server, shown, "clean")["clean"] == "TimedOut"
+    assert first.is_dir()
+    assert "Removed" in output_of(connected, *command)
+    assert not first.exists()
 
 
 def test_a_server_that_does_not_answer_is_named(alone: Environment, settings: Path) -> None:
@@ -109,20 +151,17 @@ def test_a_run_checks_its_weights_first_shows_all_that_it_makes_and_resumes_with
     beside = {"segment_length": shape.segment_length, "memory": "linear"}
     tree["model"] = {"initial_weights": str(llama)} | beside
     command = ("run", "--config", write_settings(tmp_path / "settings.yaml", tree))
-    hidden = (llama / "config.json").rename(tmp_path / "config.json")
-    output = output_of(connected, *command, status=2)
-    assert states(server, output, "weights") == {"weights": "Failed"}
-    assert f"error: {llama}/config.json: no such file" in output
-
-    hidden.rename(llama / "config.json")
     output = output_of(connected, *command, "training.max_steps=19")
-    assert list(states(server, output, "weights", *STAGES).values()) == ["Completed"] * 6
-    asked = flow_run(server, output)["parameters"]
+    ended = ended_tasks(server, output, "weights", *STAGES)
+    assert [task["state_name"] for task in ended.values()] == ["Completed"] * 6
+    assert min(ended, key=lambda name: ended[name]["start_time"]) == "weights"
+    ran = flow_run(server, output)
+    asked = ran["parameters"]
     assert (asked["preset"], asked["steps"]) == (None, 19)
     assert asked["advanced"]["data"]["splits"] == {"train": 0.6, "validation": 0.2, "test": 0.2}
     (run_dir,) = tmp_path.glob("output/runs/run-1")
     assert read_initial_weights(run_dir) is not None
-    expect_shown(artifacts(server, output), run_dir)
+    expect_shown(Server(server).artifacts(ran["id"]), run_dir)
     report = run_dir / "report.md"
     results = [*(tmp_path / "prefect-home" / "storage").iterdir()]
     assert str(report) in [json.loads(path.read_text()).get("report") for path in results]
@@ -135,28 +174,21 @@ def test_a_run_checks_its_weights_first_shows_all_that_it_makes_and_resumes_with
     assert report.is_file()
 
 
-def expect_shown(shown: dict[str, dict[str, Any]], run_dir: Path) -> None:
+def expect_shown(shown: dict[str, Any], run_dir: Path) -> None:
     """The artifacts of a run: progress, dataset, report and plots."""
     for stage in ("shard", "train", "evaluate"):
-        assert shown[f"{stage}-progress"]["type"] == "progress"
-        assert shown[f"{stage}-progress"]["data"] == 100.0
-    assert json.loads(shown["partitions"]["data"]) == [
-        {"partitions": "new", "count": 1},
-        {"partitions": "reused", "count": 0},
-    ]
-    steps: list[dict[str, str]] = json.loads(shown["training"]["data"])
+        assert shown[f"{stage}-progress"] == 100.0
+    assert json.loads(shown["partitions"])[0] == {"partitions": "new", "count": 1}
+    steps: list[dict[str, str]] = json.loads(shown["training"])
     assert steps[0]["step"] == "19 of 19"
     assert any(row["validation loss"] for row in steps)
-    rows: list[dict[str, Any]] = json.loads(shown["dataset"]["data"])
-    assert [row["split"] for row in rows] == ["train", "validation", "test"]
+    rows: list[dict[str, Any]] = json.loads(shown["dataset"])
     assert sum(row["documents"] for row in rows) == 40
     # All of the report but the links to its plots, which are artifacts of their own.
     report = (run_dir / "report.md").read_text()
     lines = [line for line in report.splitlines() if line and "](plots/" not in line]
-    assert [line for line in shown["report"]["data"].splitlines() if line] == lines
+    assert [line for line in shown["report"].splitlines() if line] == lines
     plots = list(run_dir.glob("plots/*.png"))
     assert plots
     for plot in plots:
-        image = shown[plot.stem.replace("_", "-")]
-        assert image["type"] == "image"
-        assert image["data"].startswith("data:image/png;base64,iVBOR")
+        assert shown[plot.stem.replace("_", "-")].startswith("data:image/png;base64,iVBOR")

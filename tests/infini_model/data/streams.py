@@ -52,17 +52,15 @@ def _numbered_shards(folder: Path, shape: Sequence[Sequence[int]]) -> list[Shard
     return records
 
 
-def numbered_stream(
-    folder: Path, shape: Sequence[Sequence[int]], eos: int = 0, **options: int
-) -> TokenStream:
+def numbered_stream(folder: Path, shape: Sequence[Sequence[int]], **options: int) -> TokenStream:
     """Shards of documents of these lengths, with the tokens 1, 2, 3 … in a folder in `folder`."""
     within = Path(tempfile.mkdtemp(dir=folder))
     records = _numbered_shards(within, shape)
-    return TokenStream(ShardFiles(within, records, INT32, **options), eos)
+    return TokenStream(ShardFiles(within, records, INT32, **options), 0)
 
 
 def stored_stream(
-    folder: Path, bucket: str, shape: Sequence[Sequence[int]], absent: Sequence[int], eos: int = 0
+    folder: Path, bucket: str, shape: Sequence[Sequence[int]], absent: Sequence[int]
 ) -> tuple[TokenStream, TokenStream, list[Shard]]:
     """A numbered stream in a folder; the same with the shards `absent` in a bucket; its records."""
     whole = Path(tempfile.mkdtemp(dir=folder))
@@ -79,7 +77,7 @@ def stored_stream(
     elsewhere = np.isin(np.arange(len(shape)), absent)
     stored = StoredShards(part, records, INT32, bucket, elsewhere)
     local = ShardFiles(whole, records, INT32)
-    return TokenStream(local, eos), TokenStream(stored, eos), records
+    return TokenStream(local, 0), TokenStream(stored, 0), records
 
 
 def reading_threads() -> int:

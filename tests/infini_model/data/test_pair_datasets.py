@@ -4,18 +4,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from corpora import (
-    build,
-    files_config,
-    make_pairs,
-    make_texts,
-    pair_dataset,
-    write_parquet,
-)
+from corpora import make_pairs, make_texts, pair_dataset
 from stored_datasets import without_shards
 from templates import with_bos
 
-from infini_model.config import DataConfig, FilesSource, PackingConfig, SplitsConfig
+from infini_model.config import PackingConfig, SplitsConfig
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.validation import validation_batches
 from infini_model.data.loading.windows import open_windows
@@ -23,11 +16,9 @@ from infini_model.data.manifest import SPLITS, read_manifest
 from infini_model.data.shards import partitions, writing
 from infini_model.data.shards.stream import open_split
 from infini_model.data.sources.content import hash_documents, splits_of
-from infini_model.data.sources.download import reading_of
-from infini_model.data.sources.formats import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.runtime.errors import ConfigError, DataError
+from infini_model.runtime.errors import ConfigError
 
 THIRDS = {"train": 0.5, "validation": 0.25, "test": 0.25}
 SPLIT_SIZES = {"train": 0.8, "validation": 0.2, "test": 0}
@@ -82,19 +73,6 @@ def test_every_pair_is_in_the_shards_with_its_boundary(
         for row in split
     ]
     assert sorted(rows) == expected
-
-
-def test_a_text_dataset_knows_nothing_of_pairs(tmp_path, bucket):
-    texts = files_config(write_parquet(tmp_path / "a.parquet", make_texts(20)))
-    assert reading_of(DataConfig(source=FilesSource(template="{role}{content}"))) == Reading()
-    folder = build(texts, tmp_path)[1]
-    assert "pairs" not in (folder / "manifest.json").read_text()
-    for shard in folder.rglob("*.arrow"):
-        assert pa.ipc.open_stream(shard.read_bytes()).schema.names == ["input_ids"]
-    elsewhere = without_shards(folder, tmp_path / "elsewhere", bucket, ["train"])
-    for place, name in ((folder, "arrow"), (elsewhere, "s3://.*")):
-        with pytest.raises(DataError, match=rf"{name}: has no prompts, the manifest says it has"):
-            list(open_split(place, "train").shards.prompts())
 
 
 def packing(length, **fields):

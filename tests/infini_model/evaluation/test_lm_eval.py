@@ -112,16 +112,10 @@ def evaluated(made, *tasks, **changes):
     return result, seen
 
 
-@pytest.fixture(scope="module")
-def result(made):
-    """Of the tasks in three kinds of requests."""
-    found, seen = evaluated(made, "choice", "rolling", "writing")
+def test_every_figure_has_its_interval_in_the_report(made):
+    result, seen = evaluated(made, "choice", "rolling", "writing")
     assert seen[-1] == (21, 21)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    return found
-
-
-def test_every_figure_has_its_interval_in_the_report(result):
     found = result.tasks["lm_eval"]
     assert set(found.intervals) == set(found.metrics)
     for name, (low, high) in found.intervals.items():

@@ -1,10 +1,7 @@
 """A small real run, evaluated: dataset, checkpoint and metrics made by the project's own code."""
 
-import base64
-import html
 import json
 import math
-import re
 import shutil
 
 import numpy as np
@@ -12,22 +9,16 @@ import pytest
 import torch
 from curves import curve
 from torch.nn import functional
-from trained_run import WORLD, document, make_dataset, make_run, settings
+from trained_run import make_dataset, make_run, settings
 
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.shards.stream import open_split
 from infini_model.evaluation.reporting.report import evaluate_run
-from infini_model.evaluation.tasks.task import load_task
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.storage import lock
-from infini_model.training.checkpoints.background import HostCopy
-from infini_model.training.checkpoints.checkpoint import (
-    Position,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.loop import train
 
 ONLY_LOSS = {"evaluation.tasks": ["loss"]}
@@ -56,8 +47,8 @@ def result(made):
     return result
 
 
-def score_of(result, split, task="loss"):
-    return result.tasks[task].details[split]
+def score_of(result, split):
+    return result.tasks["loss"].details[split]
 
 
 def test_scores_are_the_models_own(made, result):
@@ -86,44 +77,18 @@ def test_scores_are_the_models_own(made, result):
 def test_the_report_begins_with_what_was_found_and_shows_the_rest(made, result):
     _, _, _, run_dir = made
     text = result.report.read_text()
+    drawn = {"loss", "learning_rate", "gradient_norm", "throughput", "loss_by_position", "heads"}
+    assert {path.stem for path in result.plots} == drawn
+    assert all(f"](plots/{name}.png)" in text for name in drawn)
     head = text.split("## Model and training")[0]
     score, memory = score_of(result, "test"), result.tasks["loss_by_position"]
     assert "trained for 40 steps, 2,560 tokens of `corpus`." in head
     assert f"On the test split the loss is **{score['loss']:.4f} nats per token**" in head
     for sentence in (*memory.summary, *memory.advice):
         assert f"\n- {sentence}\n" in head
-    name = "evaluation/test_memory_gain_from_segment_2"
-    low, high = result.intervals[name]
-    row = f"| {result.metrics[name]:,.4f} ({low:,.4f} to {high:,.4f}) |"
-    assert f"| `test_memory_gain_from_segment_2` {row}" in head
     assert "trained on a different one, key `kkkkkkkkkkkkkkkk`" in text
     assert f"infini run --config {run_dir}/config.yaml run.name=first-again" in text
-    assert "9,020 tokens per second; 2.00% of step time was spent waiting for data." in text
     assert "over 1%: put the dataset folder on a local disk" in text
-
-
-def test_report_and_page_have_all_plots_and_sections(made, result):
-    text, page = result.report.read_text(), result.html.read_text()
-    pictures = re.findall(r"\]\((plots/[a-z_]+\.png)\)", text)
-    assert sorted(made[3] / name for name in pictures) == sorted(result.plots)
-    drawn = {"loss", "learning_rate", "gradient_norm", "throughput", "loss_by_position", "heads"}
-    assert {path.stem for path in result.plots} == drawn
-    for path in result.plots:
-        content = path.read_bytes()
-        assert content[:8] == b"\x89PNG\r\n\x1a\n"
-        assert base64.b64encode(content).decode() in page
-    for title in re.findall(r"^## (.+)$", text, re.MULTILINE):
-        assert f"<h2>{title}</h2>" in page
-
-
-def test_the_sample_starts_where_the_prompt_ends(result):
-    sample = result.tasks["sample"].details
-    assert sample["split"] == "test"
-    assert len(sample["prompt"]) == sample["prompt_tokens"] == 20
-    whole = {document(number) for number in range(30)}
-    assert any(text.startswith(sample["prompt"] + sample["original"]) for text in whole)
-    assert sample["prompt"] in result.report.read_text()
-    assert html.escape(sample["prompt"]) in result.html.read_text()
 
 
 def test_the_result_is_json_and_reproducible(made, result):
@@ -156,16 +121,6 @@ def test_what_killed_evaluations_left_is_deleted_unless_another_is_at_work(made,
     assert not [*run_dir.rglob(".tmp-*")]
 
 
-@pytest.mark.parametrize("mode", ["document", "aligned"])
-def test_limits_and_other_packings(made, mode):
-    root, _, dataset, run_dir = made
-    packing = {"packing.mode": mode, "packing.remainder": "pad", "evaluation.max_windows": 6}
-    result = evaluate_run(run_dir, dataset, settings(root, **packing, **ONLY_LOSS))
-    assert score_of(result, "test")["windows"] == 6
-    assert 0 < score_of(result, "test")["tokens"] <= 6 * 32
-    assert "limits the scores" in result.report.read_text()
-
-
 def test_empty_splits_are_stated(tmp_path):
     config = settings(tmp_path, **{"data.splits": {"train": 1.0, "validation": 0.0, "test": 0.0}})
     dataset, run_dir = make_dataset(tmp_path, config), tmp_path / "run"
@@ -194,25 +149,11 @@ def test_missing_inputs_are_named(made, tmp_path):
 
 
 def test_a_broken_model_is_named(made, tmp_path):
-    _, config, dataset, run_dir = made
-    shutil.copy(run_dir / "metrics.jsonl", tmp_path)
-    model = InfiniLlama(config.model)
-    torch.nn.init.constant_(model.lm_head.weight, math.nan)
-    position = Position(5, 5, 0, 1, "k", None, {})
-    snapshot = HostCopy(WORLD).take(model, torch.optim.AdamW(model.parameters()))
-    save_checkpoint(tmp_path, snapshot, position, keep=1)
+    _, config, dataset, _ = made
+    make_run(tmp_path, config, steps=(5,), std=math.inf)
     with pytest.raises(CheckpointError, match="step-5: the validation loss is nan"):
         evaluate_run(tmp_path, dataset, config)
     assert not (tmp_path / "report.md").exists()
-
-
-def test_only_the_configured_tasks_run_in_order(made):
-    root, _, dataset, run_dir = made
-    for names in (["sample"], ["loss_by_position", "loss"]):
-        result = evaluate_run(run_dir, dataset, settings(root, **{"evaluation.tasks": names}))
-        assert list(result.tasks) == names
-        titles = re.findall(r"^## (.+)$", result.report.read_text(), re.MULTILINE)
-        assert titles[2:-3] == [load_task(name).title for name in names]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -239,9 +180,8 @@ def test_the_report_scores_answers_and_answers_a_prompt(
     pairs, make_config, tmp_path, objective, segment
 ):
     run_dir = tmp_path / "run"
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = make_config(
-        model=shape | {"intermediate_size": 64, "segment_length": segment},
+        model={"segment_length": segment},
         training={"objective": objective},
         packing={"mode": "document", "remainder": "pad", "context_length": 64},
     )
@@ -252,10 +192,7 @@ def test_the_report_scores_answers_and_answers_a_prompt(
     assert score["validation"]["tokens"] == score["validation"]["windows"] == len(windows)
     logged = curve(run_dir, "validation/loss")[12]
     assert score["validation"]["loss"] == pytest.approx(logged, abs=1e-6)
-    report = (run_dir / "report.md").read_text()
-    assert "| Answers |" in report
-    why = "are prompts and answers" if objective == "causal" else "sees a window as a whole"
-    assert why in result.tasks["loss_by_position"].section
+    assert "| Answers |" in (run_dir / "report.md").read_text()
     # Answers of the first segment have nothing to remember, those of later ones do.
     is_compared = "evaluation/validation_loss_without_memory" in result.metrics
     assert is_compared == (objective == "causal")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -55,36 +54,20 @@ def encoding(tokenizer: Tokenizer) -> Encode:
     return lambda text: tokenizer.encode_batch([text]).ids.tolist()
 
 
-def haystacks(tokenizer: Tokenizer, keys: list[list[int]], depths: list[list[float]]) -> Haystacks:
-    encode, rng = encoding(tokenizer), np.random.default_rng(0)
-    owners = [None] if len(keys[0]) == 1 else ["Anna", "Maximilian", "Bo"]
-    needles = [
-        [pass_key(encode, key, owner) for key, owner in zip(row, owners, strict=True)]
-        for row in keys
-    ]
-    fillers = [random_sentences(encode)(rng, LENGTH) for _ in keys]
-    return build(fillers, needles, depths, LENGTH)
+def haystack(tokenizer: Tokenizer, keys: dict[str | None, int], *depths: float) -> Haystacks:
+    """A haystack with the key of each owner, at these depths."""
+    encode = encoding(tokenizer)
+    needles = [pass_key(encode, key, owner) for owner, key in keys.items()]
+    filler = random_sentences(encode)(np.random.default_rng(0), LENGTH)
+    return build([filler], [needles], [[*depths]], LENGTH)
 
 
 def text(tokenizer: Tokenizer, ids: torch.Tensor) -> str:
     return tokenizer.decode(ids[ids >= 0].numpy())
 
 
-def test_a_sequence_has_exactly_the_length_and_ends_with_question_and_answer(
-    tokenizer: Tokenizer,
-) -> None:
-    keys = [[71432], [99999], [10000]]
-    made = haystacks(tokenizer, keys, [[0.3], [0.5], [0.7]])
-    assert sum(tensor.size(-1) for tensor in made) == LENGTH
-    for (key,), body, question, found in zip(keys, *made, strict=True):
-        assert text(tokenizer, body).count(f" The pass key is {key}. Remember it.") == 1
-        asked = text(tokenizer, question[0]) + text(tokenizer, found[0])
-        assert asked.endswith(f" What is the pass key? The pass key is {key}")
-        assert text(tokenizer, found[0]).strip() == str(key)
-
-
 def test_a_space_of_its_own_is_no_part_of_the_answer() -> None:
-    made = haystacks(ByteTokenizer(), [[71432]], [[0.5]])
+    made = haystack(ByteTokenizer(), {None: 71432}, 0.5)
     assert made.answers.tolist() == [[list(b"71432")]]
 
 
@@ -93,7 +76,7 @@ def test_the_depth_is_the_share_of_filler_before_the_needle(
     tokenizer: Tokenizer, depth: float
 ) -> None:
     encode = encoding(tokenizer)
-    body = haystacks(tokenizer, [[71432]], [[depth]]).bodies[0].tolist()
+    body = haystack(tokenizer, {None: 71432}, depth).bodies[0].tolist()
     needle = encode(" The pass key is")
     at = next(i for i in range(len(body)) if body[i : i + len(needle)] == needle)
     statement = len(encode(" The pass key is 71432. Remember it."))
@@ -101,8 +84,8 @@ def test_the_depth_is_the_share_of_filler_before_the_needle(
 
 
 def test_several_needles_are_asked_for_by_their_owners(tokenizer: Tokenizer) -> None:
-    keys = {"Anna": 71432, "Maximilian": 20202, "Bo": 55555}
-    made = haystacks(tokenizer, [[*keys.values()]], [[0.9, 0.1, 0.9]])
+    keys: dict[str | None, int] = {"Anna": 71432, "Maximilian": 20202, "Bo": 55555}
+    made = haystack(tokenizer, keys, 0.9, 0.1, 0.9)
     assert sum(tensor.size(-1) for tensor in made) == LENGTH
     body = text(tokenizer, made.bodies[0])
     assert body.index("Maximilian") < body.index("Anna") < body.index("of Bo")
@@ -117,11 +100,8 @@ KEYS, VALUES, _ = SHAPE.vocabulary
 # Hashes of the tensors of `Questions`, of 64 rows each with the seed 5, by segments, writings and
 # whether answers are masked tokens.
 PUBLISHED = {
-    (2, 1, False): "ded8979bc601ecf6",
     (8, 1, False): "81f44cb2b6a20543",
-    (3, 2, False): "710cfb81ead56312",
     (8, 2, False): "cc0dbf0591becd49",
-    (2, 1, True): "b2845065b9a11141",
     (8, 2, True): "a25af5ad199f7c14",
 }
 
@@ -158,10 +138,10 @@ def small_model(**overrides: object) -> InfiniLlama:
     return model
 
 
-def answered(model: InfiniLlama, body: int = 61) -> Haystacks:
+def answered(model: InfiniLlama) -> Haystacks:
     """Haystacks whose answers are what the model generates, but for one wrong token in each row."""
     generator = torch.Generator().manual_seed(1)
-    bodies = torch.randint(11, (ROWS, body), generator=generator)
+    bodies = torch.randint(11, (ROWS, 61), generator=generator)
     questions = torch.randint(11, (ROWS, NEEDLES, 5), generator=generator)
     prompts = torch.cat((bodies.repeat_interleave(NEEDLES, 0), questions.flatten(0, 1)), 1)
     new = generate(model, prompts, max_new_tokens=ANSWER, temperature=0.0)
@@ -280,7 +260,6 @@ def test_the_report_has_a_grid_with_intervals_and_a_picture(made: Made) -> None:
         assert low <= result.metrics[name] <= high
     assert "![Pass keys found, by length and depth](plots/passkey.png)" in result.report.read_text()
     assert (made.run_dir / "plots" / "needles.png").is_file()
-    json.dumps(result.model_dump(mode="json"))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -316,15 +295,6 @@ def test_filler_may_be_documents_of_the_test_split(made: Made) -> None:
     for body in bodies:
         before, _, after = body.partition(" The pass key is ")
         assert sum(text in before or text in after for text in documents) >= 2
-
-
-def test_a_model_of_diffusion_is_not_asked(tmp_path: Path) -> None:
-    bidirectional = {"model.bidirectional": True, "training.objective": "masked_diffusion"}
-    shape = {"model.memory": "none", "model.segment_length": 128, "model.mask_token_id": 256}
-    made = Made(tmp_path, **bidirectional | shape | {"model.vocab_size": 257})
-    for task in TASKS:
-        assert "a causal model" in made.result(task).section
-        assert load_task(task).sequences(made.subject()) == 0
 
 
 @pytest.mark.parametrize(

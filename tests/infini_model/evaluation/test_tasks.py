@@ -4,7 +4,6 @@ Long documents with the memory emptied at their start, carried over, and knocked
 layers and heads knocked out; speed by length.
 """
 
-import json
 import mmap
 from pathlib import Path
 
@@ -154,9 +153,6 @@ def test_gains_have_intervals_over_documents(subject_of):
         low, high = result.intervals[name]
         assert low < gain < high
         assert f"evaluation/test_loss_from_segment_{start}" in result.intervals
-    for tokens in ("9 to 16", "33 to 64", "65 to 72"):
-        assert f"| {tokens} |" in result.section
-    assert result.pictures[0].path.is_file()
     score = subject.score("validation", empty_memory=True)
     assert result.metrics["evaluation/validation_loss_without_memory"] == score.loss
 
@@ -231,7 +227,6 @@ def test_of_many_heads_those_with_the_largest_shares_are_knocked_out(subject_of)
     tried = [name.split("-") for name in result.details["gains"] if "head" in name]
     of_tried = [shares[int(layer), int(head)] for _, layer, _, head in tried]
     assert sorted(of_tried) == sorted(shares.flatten())[-3:]
-    assert "3 heads were knocked out one by one" in result.section
 
 
 def test_finished_passes_are_kept_for_these_settings_only(subject_of, monkeypatch):
@@ -243,32 +238,6 @@ def test_finished_passes_are_kept_for_these_settings_only(subject_of, monkeypatc
         run("heads", other)
 
 
-def test_layers_that_never_read_are_named(subject_of, tmp_path):
-    subject = subject_of(**FEW_WINDOWS)
-    subject.run_dir = tmp_path  # without the finished passes of the other tests
-    with torch.no_grad():
-        for number, layer in enumerate(subject.model.model.layers):
-            layer.self_attn.gate.fill_(-12.0 if number else 2.0)
-    result = run("heads", subject)
-    (silent,) = [each for each in result.advice if "never read" in each]
-    assert silent.startswith("Layer 1 of 2")
-    assert min(result.details["shares"][0]) > 0.1
-
-
-def test_of_a_single_window_no_interval_is_claimed(subject_of):
-    result = run("heads", subject_of(**{"evaluation.heads.max_windows": 1}))
-    assert result.intervals == {}
-    assert len(result.details["gains"]["all"]) == 1
-    json.dumps(result.model_dump(mode="json"), allow_nan=False)
-    assert "uncertain" in result.summary[0]
-
-
-def test_heads_of_block_diffusion_are_measured_in_the_stream_that_predicts(subject_of):
-    result = run("heads", subject_of(**DIFFUSION, **FEW_WINDOWS))
-    assert np.array(result.details["shares"]).min() > 0
-    assert result.details["gains"]["all"][0] != 0
-
-
 @pytest.mark.parametrize(
     ("task", "overrides", "expected"),
     [
@@ -276,6 +245,8 @@ def test_heads_of_block_diffusion_are_measured_in_the_stream_that_predicts(subje
         ("heads", {"packing.context_length": 8}, "The window has only one segment"),
         ("heads", {"packing.context_length": 1 << 20}, "There are no windows to score."),
         ("throughput", DIFFUSION, "Measured for causal models only."),
+        ("passkey", DIFFUSION, "Not measured: the questions are for a causal model"),
+        ("recall", DIFFUSION, "Not measured: the questions are for a causal model"),
         ("loss_by_position", {"packing.context_length": 8}, "A window has only one segment"),
     ],
 )
@@ -313,11 +284,6 @@ def test_a_length_that_would_take_too_long_is_named_and_left_out(subject_of):
     assert "evaluation.throughput.max_seconds" in result.section
 
 
-def resident_bytes():
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_a_peak_is_of_what_was_done_since_it_was_forgotten():
     cpu, size = torch.device("cpu"), 64 << 20
@@ -325,7 +291,6 @@ def test_a_peak_is_of_what_was_done_since_it_was_forgotten():
     # Mapped, since allocators may keep what is freed.
     with mmap.mmap(-1, size) as block:
         block.write(bytes(range(256)) * (size // 256))
-    # Not relative to what was resident before: the kernel may reclaim pages at any time.
-    assert throughput._peak_bytes(cpu) - resident_bytes() >= 0.9 * size
+    peak = throughput._peak_bytes(cpu)
     throughput._forget_peak(cpu)
-    assert throughput._peak_bytes(cpu) - resident_bytes() < 0.5 * size
+    assert peak - throughput._peak_bytes(cpu) >= 0.5 * size

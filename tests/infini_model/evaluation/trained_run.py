@@ -55,13 +55,13 @@ def make_dataset(root, config):
     )
 
 
-def make_run(run_dir, config, steps=(20, 40)):
+def make_run(run_dir, config, steps=(20, 40), std=0.3):
     torch.manual_seed(0)
     model = InfiniLlama(config.model)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in steps:
         for parameter in model.parameters():  # each checkpoint is another model
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=std)
         position = Position(step, 2 * step, 0, 1, "k" * 64, None, config.model_dump(mode="json"))
         save_checkpoint(run_dir, HostCopy(WORLD).take(model, optimizer), position, keep=2)
     metrics = MetricsFile(run_dir, None)

@@ -12,7 +12,6 @@ from torch.nn import functional
 from infini_model.model.attention import infini_attention, segmented_local_attention
 from infini_model.model.definition import attention_by_segment
 from infini_model.model.kernels.local_attention import (
-    installed_version,
     local_attention,
     resolve_backend,
     resolve_on_cuda,
@@ -187,19 +186,6 @@ def test_autocast_changes_no_bit(update, dtype, backend):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_delta_grows_by_no_more_than_what_a_segment_adds():
-    generator = torch.Generator().manual_seed(0)
-    memory = Memory(torch.zeros(1, 1, 4, 4).double(), torch.zeros(1, 1, 4).double())
-    for length in (1, 8, 64, 512, 4096):
-        k, v = (torch.randn(1, 1, length, 4, generator=generator).double() for _ in range(2))
-        options = {"segment_length": length, "memory": memory, "update": "delta"}
-        _, after = infini_attention(k, k, v, k.new_zeros(1), **options)
-        added = (functional.elu(k) + 1).mT @ v
-        sizes = [torch.linalg.matrix_norm(x[0, 0], 2) for x in (after.kv, memory.kv, added)]
-        assert sizes[0] <= sizes[1] + sizes[2]
-        memory = after
-
-
 def test_delta_is_the_papers_rule_where_the_memory_outweighs_the_segment():
     q, k, v, gate, *_ = draw(1, 1, 1, 6, 4)
     held = Memory(torch.linspace(-1, 1, 16).double().view(1, 1, 4, 4), q.new_full((1, 1, 4), 99.0))
@@ -271,19 +257,10 @@ def test_kernels_on_a_cpu(backend, dtype, length, causal, kernel):
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Makes distributions look installed, by their metadata."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def make(*names):
-        for name in names:
-            folder = tmp_path / f"{name.replace('-', '_')}-9.9.dist-info"
-            folder.mkdir()
-            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
-        installed_version.cache_clear()
-
-    yield make
-    installed_version.cache_clear()
+def install(monkeypatch):
+    """Makes distributions look installed."""
+    version = "infini_model.model.kernels.local_attention.installed_version"
+    return lambda *names: monkeypatch.setattr(version, dict.fromkeys(names, "9.9").get)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +270,6 @@ def install(tmp_path, monkeypatch):
         ((8, 0), 128, True, "flash-attn"),  # not hidden by version 4
         ((9, 0), 128, True, "flash-attn-4"),
         ((9, 0), 256, True, "flash-attn"),
-        ((10, 0), 128, True, "flash-attn-4"),
         ((12, 0), 128, False, "flash-attn-4"),
         ((12, 0), 128, True, "flash-attn"),
     ],
@@ -358,11 +334,9 @@ EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [
-        (ValueError, "q: expected 4 dimensions", {"q": Q[0]}),
         (ValueError, "k: expected a number of heads that divides q's 4, got 3", {"k": Q[:, :3]}),
         (ValueError, r"k: expected shape \[2, 2, 6, 8\], got \[2, 2, 5, 8\]", {"k": K[:, :, :5]}),
         (TypeError, "v: expected dtype torch.float32, got torch.float16", {"v": V.half()}),
-        (ValueError, "v: expected device cpu as q, got meta", {"v": V.to("meta")}),
         (ValueError, r"memory_values: expected shape \[1, 2, 6, 8\]", {"memory_keys": K[:1]}),
         (ValueError, "segment_length: expected at least 1, got 0", {"segment_length": 0}),
         (ValueError, "update: expected one of linear, delta, got 'none'", {"update": "none"}),

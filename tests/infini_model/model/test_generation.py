@@ -53,17 +53,6 @@ def test_prompts_are_read_in_any_chunks(memory, shift):
             assert generate(model, prompts[:rows], max_new_tokens=9, **options) == expected[:rows]
 
 
-def test_rows_are_sampled_independently():
-    options = {"max_new_tokens": 10, "temperature": 1.5, "seed": 3}
-    prompts = [[1, 2, 3, 4, 5, 6], [7] * 13, [8, 9]]
-    rows = generate(CAUSAL, prompts, **options)
-    assert generate(CAUSAL, prompts[:1], **options) == rows[:1]
-    assert generate(CAUSAL, [[0], prompts[1], [5] * 9], **options)[1] == rows[1]
-    same = generate(CAUSAL, [prompts[0]] * 3, **options)
-    assert len(set(map(tuple, same))) == 3
-    assert rows != generate(CAUSAL, prompts, **options | {"seed": 5})
-
-
 def test_a_row_ends_with_the_end_token():
     prompts = [[1, 2, 3], [4, 4], [7]]
     free = generate(CAUSAL, prompts, max_new_tokens=12, temperature=0)
@@ -153,10 +142,6 @@ class Scripted(InfiniLlama):
         return self.logits[None, : input_ids.size(1)].expand(len(input_ids), -1, -1), None
 
 
-def prompt_of(tokens):
-    return torch.randint(MASK, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
 def run(model, prompt=PROMPT, new=24, settings=None, **options):
     settings = UnmaskingConfig(**settings or {})
     blocks = unmask(model, prompt, max_new_tokens=new, settings=settings, **options)
@@ -188,7 +173,8 @@ def test_blocks_of_one_token_are_greedy_from_left_to_right():
 def test_a_block_fills_the_noisy_stream_given_the_clean_one(block_model, monkeypatch, prompt):
     """One token at a time, as a pass over everything written so far predicts it."""
     monkeypatch.setattr(unmasking, "PREFILL_TOKENS", BLOCK)  # prompts are read in parts
-    known = prompt_of(prompt)
+    generator = torch.Generator().manual_seed(1)
+    known = torch.randint(MASK, (prompt,), generator=generator).tolist()
     for _ in range(11):
         here = len(known)
         clean = torch.tensor([known + [1] * (-here % BLOCK or BLOCK)])

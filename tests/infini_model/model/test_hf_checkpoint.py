@@ -174,6 +174,9 @@ def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard, dtype):
     assert not caplog.records
     assert (other.config.segment_length, other.config.memory) == (8, "none")
     assert {p.dtype for p in other.parameters()} == {torch.bfloat16}
+    other.save_pretrained(tmp_path / "again")
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(tensor, other.get_parameter(name)) for name, tensor in written.items())
 
 
 @pytest.mark.parametrize(
@@ -231,35 +234,19 @@ def test_a_round_trip_with_memory(tmp_path, caplog, changes):
     assert not any(name.endswith("gate") for name, _ in plain.named_parameters())
 
 
-OLDER_FIELDS = {"rope_parameters": "drop", "rope_theta": 5000.0}
-
-
-def test_older_fields_and_stored_frequencies_are_read(tmp_path):
-    llama = theirs()
-    llama.save_pretrained(tmp_path)
-    edit(tmp_path, **OLDER_FIELDS, rope_scaling=None)
-    weights = tmp_path / "model.safetensors"
-    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    save_file(load_file(weights) | frequencies, weights)
-    assert_close(InfiniLlama.from_pretrained(tmp_path), llama)
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, OLDER_FIELDS | {"rope_scaling": LLAMA3}], ids=["current", "older"]
-)
-def test_llama3_scaling_is_read(tmp_path, changes):
+@pytest.mark.parametrize("is_older", [False, True])
+def test_llama3_scaling_is_read_and_stored_frequencies_are_not(tmp_path, is_older):
     llama = theirs(rope_parameters=LLAMA3 | {"rope_theta": 5000.0})
     llama.save_pretrained(tmp_path)
-    edit(tmp_path, **changes)
-    model = InfiniLlama.from_pretrained(tmp_path)
-    assert_close(model, llama)
-    # It is the scaling that makes them equal: low, middle and high frequencies all occur.
+    if is_older:
+        edit(tmp_path, rope_parameters="drop", rope_theta=5000.0, rope_scaling=LLAMA3)
+        weights = tmp_path / "model.safetensors"
+        frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+        save_file(load_file(weights) | frequencies, weights)
+    assert_close(InfiniLlama.from_pretrained(tmp_path), llama)
+    # It is the scaling that makes them equal.
     plain = InfiniLlama.from_pretrained(tmp_path, rope_scaling=None)
     assert (logits(plain) - logits(llama)).abs().max() > 1e-3
-    shares = model.model.sin[1, :4].arcsin() / plain.model.sin[1, :4].arcsin()
-    assert shares[0] > 0.999
-    assert shares[3] < 0.13
-    assert ((shares > 0.13) & (shares < 0.99)).any()
 
 
 def test_omitted_fields_have_hugging_faces_defaults(tmp_path):
@@ -269,20 +256,6 @@ def test_omitted_fields_have_hugging_faces_defaults(tmp_path):
     edit(tmp_path, **dict.fromkeys(left_out, "drop"))
     llama = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_close(InfiniLlama.from_pretrained(tmp_path), llama, 1e-7)
-
-
-def test_bf16_stays_bf16(tmp_path):
-    model = ours(memory="none").bfloat16()
-    tensors = dict(model.named_parameters())
-    model.save_pretrained(tmp_path)
-    llama = AutoModelForCausalLM.from_pretrained(tmp_path)
-    again = InfiniLlama.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for name, parameter in llama.named_parameters():
-        assert parameter.dtype == torch.bfloat16
-        assert torch.equal(parameter, tensors[name])
-        assert torch.equal(again.get_parameter(name), tensors[name])
-    wide = InfiniLlama.from_pretrained(tmp_path)
-    assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(("kv_heads", "tied"), [(4, False), (2, True)])
@@ -345,13 +318,6 @@ def test_a_larger_vocabulary_appends_mean_rows(tmp_path, bidirectional, tied):
         InfiniLlama.check_pretrained(tmp_path / "m", vocab_size=49)
 
 
-def test_other_files_are_not_deleted(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds notes\.txt, which would be lost"):
-        ours().save_pretrained(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
-
-
 @pytest.mark.parametrize(
     ("write", "changes", "message"),
     [
@@ -362,18 +328,7 @@ def test_other_files_are_not_deleted(tmp_path):
         (write_llama, {"attention_bias": True}, "attention_bias is True, only False"),
         (write_llama, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of type 'yarn'"),
         (write_llama, {"rope_scaling": "twice"}, "rope_parameters holds 'twice', needs a mapping"),
-        (
-            write_llama,
-            {"rope_parameters": {"rope_type": "llama3"}},
-            r"rope_scaling\.factor: Field required",
-        ),
-        (
-            write_llama,
-            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
-            "low_freq_factor 4 must be below",
-        ),
         (write_llama, {"infini_attention": {"segment_length": 0}}, "segment_length: Input should"),
-        (write_llama, {"infini_attention": 3}, "infini_attention holds 3, needs a mapping"),
         (write_llada, {"architectures": ["LLaDAMoE"]}, r"architectures is \['LLaDAMoE'\], only"),
         (write_llada, {"rope": False}, "rope is False, only True is supported"),
         (write_llada, {"block_type": "drop"}, "block_type is missing"),

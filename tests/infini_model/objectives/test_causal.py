@@ -83,13 +83,6 @@ def test_the_loss_its_gradients_and_the_scores_are_those_of_the_logits():
     torch.testing.assert_close(sums, expected.detach().view(2, 2, SEGMENT).sum((0, 2)))
 
 
-def test_an_emptied_memory_changes_all_segments_but_the_first():
-    module, batch = make_module(), two_windows()._replace(reset=None)
-    (kept, _), (emptied, _) = score(module, batch), score(module, batch, empty_memory=True)
-    assert torch.equal(kept[0], emptied[0])
-    assert kept[1] != emptied[1]
-
-
 def test_the_collator_shifts_and_masks():
     collate = GPUDataCollatorForCLM("cpu")
     batch = collate([{"input_ids": [1, 2, 3]}, {"input_ids": np.array([4, 5], np.uint16)}])

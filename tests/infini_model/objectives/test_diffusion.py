@@ -96,18 +96,6 @@ def test_the_counts_are_spread_evenly_over_windows_and_blocks(rows, blocks, firs
         assert (each.sort().values - expected).abs().max() <= 5
 
 
-@NOISES
-def test_every_position_is_masked_equally_often_and_independently_of_others(noise):
-    many, length = 20_000, 16
-    masked = MaskedDiffusion(0, MASK, noise).inputs(windows(many, 1, length)).input_ids == MASK
-    expected = (length + 1) / (2 * length) if noise == "count" else 0.5
-    assert (masked.double().mean(0) - expected).abs().max() < 5 * (0.25 / many) ** 0.5
-    # Which ones are masked together depends on their number alone.
-    together = torch.einsum("bi,bj->ij", masked.double(), masked.double()) / many
-    pairs = together[~torch.eye(length, dtype=torch.bool)]
-    assert pairs.max() - pairs.min() < 10 * (0.25 / many) ** 0.5
-
-
 def test_padding_is_seen_and_never_masked():
     tokens = torch.randint(MASK, (2, BLOCKS, LENGTH + 1))
     valid = torch.tensor([[4, 4, 2, 0, 0, 0], [4, 1, 4, 4, 4, 3]])

@@ -1,6 +1,5 @@
 """Run folders: what they record, who holds one, which is resumed and with which settings."""
 
-import json
 import os
 import signal
 import threading
@@ -15,7 +14,6 @@ from commands import PATIENCE, eventually
 from flows.evaluate import _as_trained
 from infini_model.config import Config, load_config
 from infini_model.config.moved import MOVED
-from infini_model.runtime import claims
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import Owner
@@ -140,26 +138,13 @@ def test_a_second_claim_fails_and_names_the_holder(tmp_path: Path) -> None:
     assert run_holder(run_dir) is None
 
 
-def test_other_machines_join_the_run_of_the_first_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked = threading.Event()
-
-    def is_started_yet(run_dir: Path) -> bool:
-        looked.set()
-        return is_started(run_dir)
-
-    monkeypatch.setattr(claims, "is_started", is_started_yet)
+def test_other_machines_join_the_run_of_the_first_one_if_it_is_theirs(tmp_path: Path) -> None:
     first, second = config_of(tmp_path, *SHARED), config_of(tmp_path, *SHARED, "launch.node_rank=1")
-    with ThreadPoolExecutor() as pool:
-        joined = pool.submit(claim, second)
-        assert looked.wait(PATIENCE)
-        with claim_run(first, "k1", Path("data")) as run_dir:
-            assert joined.result(PATIENCE) == run_dir
-            # They do not wait for a run that is another one.
-            message = r"mine holds another run, in use by process \d+ \(the dataset differs"
-            with pytest.raises(ConfigError, match=message):
-                claim(second, "k2")
+    with claim_run(first, "k1", Path("data")) as run_dir:
+        assert claim(second) == run_dir
+        message = r"mine holds another run, in use by process \d+ \(the dataset differs"
+        with pytest.raises(ConfigError, match=message):
+            claim(second, "k2")
 
 
 def test_a_flow_run_gets_its_own_folder_back_until_another_has_resumed_it(tmp_path: Path) -> None:
@@ -248,20 +233,18 @@ def test_the_datasets_folder_of_another_machine_becomes_that_of_this_one(
     assert other.run.datasets_dir == Path("elsewhere")
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_dataset_that_is_not_here_is_found_by_its_address(tmp_path: Path, own: bool) -> None:
+def test_a_dataset_that_is_not_here_is_found_by_its_address(tmp_path: Path) -> None:
+    """If it is in a store of its own; in the run's: `test_stored_datasets.py`."""
     dataset, address = tmp_path / "copy" / "mine-1", "s3://other/datasets/mine-1"
     dataset.mkdir(parents=True)
-    store = ["run.data_store=s3://other/datasets"] if own else []
-    config = config_of(tmp_path, *store)
+    config = config_of(tmp_path)
     with claim_run(config, "k1", dataset, address=address) as run_dir:
         pass
     for asked in (resume_config(run_dir), _as_trained(config, run_dir)):
         assert asked.data.folder == dataset
     dataset.rmdir()
-    # What the run's own store has is found by its name, wherever that store is now.
     for asked in (resume_config(run_dir), _as_trained(config, run_dir)):
-        assert asked.data.folder == (dataset if own else address)
+        assert asked.data.folder == address
     assert resume_config(run_dir, ["data.folder=elsewhere"]).data.folder == Path("elsewhere")
 
 
@@ -288,26 +271,3 @@ def test_a_run_that_an_earlier_version_started_is_read_and_resumed(tmp_path: Pat
     assert resume_config(run_dir, ["launch.gpus=0"]).launch.attention_backend == "math"
     with pytest.raises(ConfigError, match=r"training\.gpus: unknown key"):
         resume_config(run_dir, ["training.gpus=0"])
-
-
-@pytest.mark.parametrize(
-    ("step", "later", "finished"),
-    [(10, 5, True), (9, 5, False), (10, -5, False)],
-    ids=["last step", "earlier step", "report before the step"],
-)
-def test_a_run_of_an_older_version_is_finished_if_its_report_is_of_the_last_step(
-    tmp_path: Path, step: int, later: int, finished: bool
-) -> None:
-    config = config_of(tmp_path, "training.max_steps=10")
-    run_dir = claim(config)
-    record = json.loads((run_dir / "run.json").read_text())
-    old = {key: record[key] for key in ("dataset", "dataset_key")}
-    (run_dir / "run.json").write_text(json.dumps(old))
-    assert not is_finished(run_dir)
-    (run_dir / "report.md").write_text("a report")
-    written = (run_dir / "report.md").stat().st_mtime
-    line = {"step": step, "time": written - later, "train/loss": 1.0}
-    (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert is_finished(run_dir) is finished
-    assert owner_of(run_dir) is None
-    assert (claim(config, owner=UI) == run_dir) is not finished

@@ -1,7 +1,4 @@
-"""Child processes end at their deadline or with their parent, with their whole process tree.
-
-And what they say to their parent: messages among log lines.
-"""
+"""Child processes end at their deadline or when they are told, with their whole process tree."""
 
 import math
 import os
@@ -15,13 +12,6 @@ import pytest
 from commands import PATIENCE, eventually, is_gone
 
 from infini_model.runtime.processes import ProcessTimeoutError, run
-from infini_model.runtime.stage_protocol import (
-    RESULT,
-    parse_line,
-    rate_limited,
-    write_message,
-    write_progress,
-)
 
 # A child that starts a grandchild in its own session, as torchrun does, and prints its id.
 GRANDCHILD = """
@@ -161,15 +151,6 @@ def test_a_repeated_signal_ends_both_and_loses_no_line(
     assert process.wait() == status
 
 
-def test_sigkill_to_the_caller_ends_the_command() -> None:
-    process = caller(DEAF)
-    assert process.stdout is not None
-    number = int(process.stdout.readline())
-    process.kill()
-    process.communicate()
-    eventually(lambda: is_gone(number), "the end of the command")
-
-
 def test_an_ignored_signal_stays_ignored() -> None:
     """As the shell sets it for background jobs."""
     handlers: list[object] = []
@@ -182,28 +163,3 @@ def test_an_ignored_signal_stays_ignored() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert handlers == [signal.SIG_IGN]
-
-
-def test_a_message_is_one_line_and_parses_back(capsys: pytest.CaptureFixture[str]) -> None:
-    body = {"folder": "größer b\nc"}
-    write_message(RESULT, body)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert parse_line(line) == (RESULT, body)
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["GPU0:INFO | Step [3/10]", "::progress", "::progress [3, ", "::progressing [3, 10]"],
-)
-def test_any_other_line_is_a_log_line(line: str) -> None:
-    assert parse_line(line) is None
-
-
-def test_progress_is_reported_at_most_once_per_interval_and_at_the_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    report = rate_limited(write_progress, interval_seconds=math.inf)
-    for step in range(1, 11):
-        report(step, 10)
-    messages = map(parse_line, capsys.readouterr().out.splitlines())
-    assert [message.body for message in messages if message] == [[1, 10], [10, 10]]

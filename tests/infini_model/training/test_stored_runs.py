@@ -5,12 +5,11 @@ Its machines have nothing in common but the store: no folder, no disk.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,8 @@ from stopping import Halt
 from stored_datasets import without_shards
 
 from infini_model.config import Config, dump_config, merge, validate
-from infini_model.data.manifest import read_manifest
-from infini_model.data.shards.stored import objects
-from infini_model.evaluation.tasks.sample import draw_sample
-from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.errors import UnreachableError
 from infini_model.runtime.object_stores.object_store import ObjectStore
 from infini_model.runtime.stored.copies import complete_steps
-from infini_model.training.callbacks.callback import Callback, Step
-from infini_model.training.loop import train
 
 # A flow without Prefect.
 COMMAND = """
@@ -178,42 +170,3 @@ def test_the_first_machine_learns_why_a_rank_failed_on_another(
     assert [each.wait() for each in again] == [0, 0], again[0].output + again[1].output
     assert "Batch size per process: 2" in again[0].output
     assert "Gradient accumulation: 2" in again[0].output
-
-
-class Disconnect(Callback):
-    """Cuts the line to a store after a step."""
-
-    def __init__(self, line: Any, step: int) -> None:
-        self.line, self.step = line, step
-
-    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:
-        if step.number == self.step:
-            self.line.disconnect()
-
-
-def test_a_dataset_that_goes_away_fails_the_training_which_then_resumes(
-    dataset: Path,
-    make_config: Callable[..., Config],
-    tmp_path: Path,
-    s3: Any,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stored = without_shards(dataset, tmp_path / "stored", f"{bucket}/partitions")
-    monkeypatch.setattr(objects, "ObjectStore", functools.partial(ObjectStore, patience=0.3))
-    config, run_dir = make_config(), tmp_path / "run"
-    try:
-        with pytest.raises(UnreachableError, match=f"^{bucket}/.*: cannot be reached"):
-            train(config, stored, run_dir, [Disconnect(s3.line, 6)])
-    finally:
-        s3.line.connect()
-    monkeypatch.setattr(objects, "ObjectStore", ObjectStore)
-    train(config, stored, run_dir)
-    train(config, dataset, tmp_path / "folder")
-    assert weights(run_dir) == weights(tmp_path / "folder")
-
-    # A sample continues the same document.
-    manifest = read_manifest(dataset)
-    model, sample = InfiniLlama.from_pretrained(run_dir / "model"), config.evaluation.sample
-    here, there = (draw_sample(model, each, manifest, sample, 1) for each in (dataset, stored))
-    assert here == there is not None

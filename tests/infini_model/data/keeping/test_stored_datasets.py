@@ -14,19 +14,15 @@ from s3_server import CREDENTIALS
 
 from infini_model import __main__ as stages
 from infini_model.config import DataConfig, PackingConfig, load_config
-from infini_model.data.keeping.holds import cache_lock, held_partitions
-from infini_model.data.keeping.scratch import scratch_folder
-from infini_model.data.keeping.staging import staged_dataset
+from infini_model.data.keeping.holds import held_partitions
 from infini_model.data.keeping.stored_partitions import StoredPartitions
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
-from infini_model.data.shards import plan as planning
 from infini_model.data.shards.plan import finished_dataset
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.verification import examine_dataset, verify_dataset
-from infini_model.runtime import storage
 from infini_model.runtime.claims import claim_run, resume_config
-from infini_model.runtime.errors import DataError, UnreachableError
+from infini_model.runtime.errors import DataError
 from infini_model.runtime.object_stores.object_store import ObjectStore
 from infini_model.runtime.runs import dataset_here
 from infini_model.runtime.stored.working_copy import refresh_runs
@@ -54,15 +50,9 @@ def other(tmp_path, address):
     return Machine(tmp_path / "second", address)
 
 
-def partition_keys(address):
-    return StoredPartitions(address, Path()).keys()
-
-
 def test_it_has_the_shards_of_the_local_dataset_and_another_machine_copies_only_what_is_new(
     tmp_path, trained, machine, other
 ):
-    import datasets
-
     expected, local = build(trained, tmp_path / "local")
     manifest = machine.build(trained)
     folder = machine.folder / manifest.folder_name
@@ -71,19 +61,14 @@ def test_it_has_the_shards_of_the_local_dataset_and_another_machine_copies_only_
     assert verify_dataset(folder) == manifest
     assert load_dataset_tokenizer(folder).fingerprint == manifest.tokenizer.fingerprint
     assert not leftovers(machine.folder)
-    assert [path.name for path in (machine.folder / ".scratch").iterdir()] == [".lock"]
 
     plan, count = other.plan(trained), len(set(manifest.partitions))
     assert (plan.intact, plan.new, plan.reused) == (True, 0, count)
     assert plan.folder == other.folder / manifest.folder_name
     assert plan.address == f"{other.address}/{manifest.folder_name}"
-    finished = other.finished(trained)
-    assert finished.model_copy(update={"folder": None}) == plan.model_copy(update={"folder": None})
     folder = other.stage(trained)
     assert shard_bytes(folder) == shard_bytes(local)
     assert verify_dataset(folder) == manifest
-    loaded = datasets.load_from_disk(str(folder))
-    assert len(loaded["train"]) == manifest.splits["train"].documents
 
     # It goes on with the tokenizer that the first one has trained.
     copies = {path: path.stat().st_ino for path in (other.folder / ".staged").rglob("*.arrow")}
@@ -102,10 +87,6 @@ def test_an_address_names_a_dataset_or_the_newest_whose_working_copy_then_looks_
     several, machine, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "cache"))
-    verified = []
-    monkeypatch.setattr(
-        planning, "verify_dataset", lambda path: verified.append(path) or verify_dataset(path)
-    )
     manifest = machine.build(several)
     place = f"{machine.address}/{manifest.folder_name}"
     for number, named in enumerate((place, machine.address, f"/elsewhere/{manifest.folder_name}")):
@@ -117,28 +98,15 @@ def test_an_address_names_a_dataset_or_the_newest_whose_working_copy_then_looks_
         os.utime(plan.folder / "manifest.json", (0, 0))
         assert elsewhere.stage(asked) == plan.folder
         assert (plan.folder / "manifest.json").stat().st_mtime > 0
-    assert verified == []
-    # A folder that is whole needs no store.
-    alone = Machine(tmp_path / "alone", "s3://nowhere/at-all")
-    os.utime(plan.folder / "manifest.json", (0, 0))
-    assert alone.finished(several.model_copy(update={"folder": plan.folder})).intact
-    assert (plan.folder / "manifest.json").stat().st_mtime > 0
-    assert verified == [plan.folder]
 
 
-@pytest.mark.parametrize("own", [True, False])
 def test_a_run_is_resumed_elsewhere_with_its_dataset(
-    several, machine, bucket, tmp_path, monkeypatch, own
+    several, machine, bucket, tmp_path, monkeypatch
 ):
-    manifest = machine.build(several)
-    # The datasets are in a place of their own, or the run was given one by its address.
-    place = {"run": {"data_dir": machine.address}}
-    if not own:
-        place = {"data": {"folder": f"{machine.address}/{manifest.folder_name}"}}
+    machine.build(several)
     run = {"output_dir": f"{bucket}/runs", "preset": "debug"}
-
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "one"))
-    config = load_config(overrides=[{"run": run}, place])
+    config = load_config(overrides=[{"run": run | {"data_dir": machine.address}}])
     plan = finished_dataset(config)
     with claim_run(config, plan.key, plan.folder, address=plan.address) as run_dir:
         pass
@@ -151,7 +119,6 @@ def test_a_run_is_resumed_elsewhere_with_its_dataset(
     found = finished_dataset(resumed)
     assert (found.key, found.address) == (plan.key, plan.address)
     assert found.folder.is_relative_to(tmp_path / "two")
-    assert not (tmp_path / "one").exists()
     with claim_run(resumed, found.key, found.folder, address=found.address) as again:
         assert again == places.runs_dir / run_dir.name
         assert dataset_here(again) == found.folder
@@ -200,7 +167,8 @@ def test_what_was_finished_before_a_kill_is_kept(tmp_path, several, bucket):
             machine.build(several)
         with pytest.raises(BrokenProcessPool):
             in_a_fork(killed_in_a_request, machine, task, several, method, calls)
-        finished, cache = partition_keys(machine.address), machine.folder / ".staged"
+        finished = StoredPartitions(machine.address, Path()).keys()
+        cache = machine.folder / ".staged"
         copied = {path: path.stat().st_ino for path in cache.rglob("*.arrow")}
         if task == "stage":
             # The killed process held copies, and holds them no longer.
@@ -227,22 +195,15 @@ def test_a_torn_partition_is_made_again_alone(several, machine, other):
     for harm in (
         lambda: store.delete([f"{key}/partition.json"]),
         lambda: store.delete([shard.path]),
-        lambda: store.write(shard.path, b"short"),
-        lambda: store.write(f"{key}/partition.json", b"{torn"),
         lambda: flip(store, shard.path),
     ):
         harm()
         plan = machine.plan(several)
         if not plan.intact:
             assert key in plan.fault
-            assert "\n" not in plan.fault
-        elif store.read(f"{key}/partition.json")[0] == b"{torn":
-            # A dataset does not read the records of its partitions, only the next one does.
-            ObjectStore(machine.address).delete([f"{manifest.folder_name}/manifest.json"])
         else:
             with pytest.raises(DataError, match=rf"{shard.path}: is damaged: SHA-256 \w+, not"):
                 other.stage(several)
-            assert not leftovers(other.folder)
             assert "partition.json: is missing" in machine.plan(several).fault
         assert machine.build(several).splits == manifest.splits
         assert machine.made == [key]
@@ -266,7 +227,7 @@ def test_a_damaged_copy_is_copied_again(several, machine, caplog):
 
 def test_the_least_recently_used_copies_make_room_but_none_in_use(tmp_path, machine, caplog):
     caplog.set_level("INFO")
-    packing, cache, made = PackingConfig(context_length=128), tmp_path / "disk" / "cache", []
+    cache, made = tmp_path / "disk" / "cache", []
     for name in range(3):
         texts = [f"{name} {number} " * 9000 for number in range(10)]
         raw = write_files(tmp_path / str(name), texts)
@@ -283,51 +244,23 @@ def test_the_least_recently_used_copies_make_room_but_none_in_use(tmp_path, mach
         return [number for number, each in enumerate(made) if there.issuperset(each.partitions)]
 
     for number in range(3):
-        folder = machine.stage(room(2.2, number))
-        assert examine_dataset(folder, every=True).faults == []
+        machine.stage(room(2.2, number))
     assert copied() == [1, 2]
-    with machine.staged(room(2.2, 1)) as folder:
+    with machine.staged(room(2.2, 1)):
         for key in made[1].partitions:
             os.utime(cache / key, (0, 0))
-        windows = open_windows(folder, "train", packing, 64)  # Maps nothing yet.
         # The other one goes, though it was used later.
         machine.stage(room(2.2, 0))
         assert copied() == [0, 1]
         with machine.staged(room(1.5, 2)) as other:
             assert "others that are in use" in caplog.text
-            streamed = open_windows(other, "train", packing, 64)
+            streamed = open_windows(other, "train", PackingConfig(context_length=128), 64)
             assert len(streamed.gather(np.arange(len(streamed))).tokens)
         assert copied() == [0, 1]
-        assert len(windows.gather(np.arange(len(windows))).tokens) == len(windows)
     machine.stage(room(1.5, 2))
     assert copied() == [2]
-    assert len([*(cache / ".locks").iterdir()]) == 1
     machine.stage(room(0.1, 0))
     assert "more than data.cache_gigabytes=" in caplog.text.splitlines()[-1]
-
-
-def test_who_waits_for_another_copy_says_so_and_can_be_stopped(several, machine):
-    machine.build(several)
-    folder, lines = machine.finished(several).folder, []
-    reasons = iter([None, None, InterruptedError("enough")])
-    with (
-        storage.lock(cache_lock(machine.folder / ".staged")),
-        pytest.raises(InterruptedError, match="enough"),
-        staged_dataset(folder, tell=lines.append, stop=lambda: next(reasons)),
-    ):
-        pass
-    waits = f"waiting for another process that copies shards to {machine.folder / '.staged'}"
-    assert lines == [waits]
-
-
-def test_a_store_that_stays_away_is_one_line(several, machine, s3, monkeypatch):
-    monkeypatch.setattr(ObjectStore.__init__, "__defaults__", (0.2,))
-    machine.build(several)
-    with s3.line.gone():
-        for action in (machine.build, machine.stage):
-            with pytest.raises(UnreachableError, match="cannot be reached") as error:
-                action(several)
-            assert "\n" not in str(error.value)
 
 
 def test_credentials_are_in_no_file_and_no_output(tmp_path, several, address, s3, caplog):
@@ -357,10 +290,3 @@ def test_credentials_are_in_no_file_and_no_output(tmp_path, several, address, s3
     for secret in CREDENTIALS.values():
         assert secret not in told
         assert not [content for content in written if secret.encode() in content]
-
-
-def test_a_scratch_folder_stays_while_it_is_in_use(tmp_path):
-    """A killed build leaves none behind, either: see above."""
-    with scratch_folder(tmp_path) as mine, scratch_folder(tmp_path) as second:
-        assert {*tmp_path.glob(".tmp-*")} == {mine, second}
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]

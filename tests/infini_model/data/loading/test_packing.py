@@ -1,21 +1,15 @@
 """Packing: each token is predicted once, and rows respect documents and resets."""
 
-import dataclasses
-import os
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import numbered_stream, write_shard
+from streams import numbered_stream
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.packing import BLOCK, DocumentPacking, OffsetsInMemory, pack
 from infini_model.data.loading.windows import Windows
 from infini_model.data.shards import shard_files
-from infini_model.data.shards.shard_files import ShardFiles
-from infini_model.data.shards.stream import TokenStream
 from infini_model.model.loss import IGNORED
 from infini_model.objectives.causal import CausalLM
 
@@ -36,7 +30,7 @@ def make_windows(shard_folder):
     """Windows over documents whose tokens are all distinct, so each can be identified."""
 
     def make(shape, mode, context_length=6, remainder="drop"):
-        stream = numbered_stream(shard_folder, shape, EOS)
+        stream = numbered_stream(shard_folder, shape)
         config = PackingConfig(mode=mode, context_length=context_length, remainder=remainder)
         return Windows(stream, pack(stream, config, SEGMENT), mode == "aligned", "test")
 
@@ -44,17 +38,9 @@ def make_windows(shard_folder):
 
 
 def gather_all(windows):
-    return read(windows.gather(np.arange(len(windows))))
-
-
-def read(batch):
-    """The causal LM inputs of windows: inputs, labels, resets."""
-    inputs = CausalLM().inputs(batch)
+    """The causal LM inputs of all windows: inputs, labels, resets."""
+    inputs = CausalLM().inputs(windows.gather(np.arange(len(windows))))
     return inputs.input_ids.numpy(), inputs.labels.numpy(), inputs.reset
-
-
-def documents_of(windows):
-    return [windows.stream.document(index) for index in range(windows.stream.documents)]
 
 
 def plain_rows(lengths, row_length, pad):
@@ -102,24 +88,6 @@ def test_rows_are_those_of_the_plain_definition(
             assert list(zip(*(part.tolist() for part in found), strict=True)) == rows
 
 
-def test_ten_million_documents_take_a_byte_each(tmp_path):
-    """Opening and reading, in arrays that belong to the process; shards themselves are mapped."""
-    lengths = np.random.default_rng(0).integers(1, 4, 1_000_000)
-    shard = write_shard(tmp_path / "0", np.zeros(lengths.sum(), np.uint8), lengths)
-    shards = [dataclasses.replace(shard, file=str(number)) for number in range(10)]
-    for each in shards[1:]:
-        os.link(tmp_path / "0", tmp_path / each.file)
-    config = PackingConfig(mode="aligned", context_length=4)
-    tracemalloc.start()
-    stream = TokenStream(ShardFiles(tmp_path, shards, np.dtype(np.uint8)), EOS)
-    windows = Windows(stream, pack(stream, config, 2), aligned=True, name="test")
-    windows.gather(np.arange(0, len(windows), len(windows) // 100))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert stream.documents == 10_000_000
-    assert peak < stream.documents + 8_000_000
-
-
 @given(shapes, st.integers(1, 12))
 def test_packed_predicts_every_token_but_the_first_once(make_windows, shape, context):
     windows = make_windows(shape, "packed", context)
@@ -133,41 +101,33 @@ def test_packed_predicts_every_token_but_the_first_once(make_windows, shape, con
     assert reset is None
 
 
-@given(shapes, st.integers(1, 12), st.sampled_from(["drop", "pad"]))
-def test_document_windows_stay_in_their_document(make_windows, shape, context, remainder):
-    windows = make_windows(shape, "document", context, remainder)
+@given(
+    shapes,
+    st.integers(1, 12),
+    st.sampled_from([("document", "drop"), ("document", "pad"), ("aligned", "drop")]),
+)
+def test_windows_hold_the_rows_of_the_plain_definition(make_windows, shape, context, mode):
+    """Aligned documents start on segments, and reset there."""
+    aligned = mode[0] == "aligned"
+    length, together = (SEGMENT, 2) if aligned else (context, 1)
+    windows = make_windows(shape, mode[0], length * together, mode[1])
     inputs, labels, reset = gather_all(windows)
+    flat = [size for sizes in shape for size in sizes]
+    rows = plain_rows(flat, length, pad=mode != ("document", "drop"))
+    rows = rows[: len(rows) // together * together]
+    stream = np.arange(1, sum(flat) + 1).tolist()
     expected_inputs, expected_labels = [], []
-    for document in documents_of(windows):
-        positions = len(document) - 1
-        count = positions // context if remainder == "drop" else -(-positions // context)
-        for start in range(0, count * context, context):
-            row = document[start : start + context + 1]
-            missing = context + 1 - len(row)
-            expected_inputs.append([*row, *[EOS] * missing][:context])
-            expected_labels.append([*row[1:], *[IGNORED] * missing])
-    assert len(windows) == len(expected_inputs)
-    assert inputs.tolist() == expected_inputs
-    assert labels.tolist() == expected_labels
-    assert reset is None
-
-
-@given(shapes)
-def test_aligned_documents_start_on_segments_and_reset_there(make_windows, shape):
-    windows = make_windows(shape, "aligned", 2 * SEGMENT)
-    inputs, labels, reset = gather_all(windows)
-    expected_inputs, expected_labels, starts = [], [], []
-    for document in documents_of(windows):
-        padding = -(len(document) - 1) % SEGMENT
-        expected_inputs += [*document, *[EOS] * padding][:-1]
-        expected_labels += [*document[1:], *[IGNORED] * padding]
-        segments = (len(document) - 1 + padding) // SEGMENT
-        starts += [True, *[False] * (segments - 1)]
-    assert len(windows) == len(expected_inputs) // (2 * SEGMENT)
-    whole = len(windows) * 2 * SEGMENT
-    assert inputs.reshape(-1).tolist() == expected_inputs[:whole]
-    assert labels.reshape(-1).tolist() == expected_labels[:whole]
-    assert reset.reshape(-1).tolist() == starts[: whole // SEGMENT]
+    for start, valid, _ in rows:
+        missing = length - valid
+        expected_inputs += [*stream[start : start + valid + 1], *[EOS] * missing][:length]
+        expected_labels += [*stream[start + 1 : start + valid + 1], *[IGNORED] * missing]
+    assert len(windows) == len(rows) // together
+    assert inputs.reshape(-1).tolist() == expected_inputs
+    assert labels.reshape(-1).tolist() == expected_labels
+    if aligned:
+        assert reset.reshape(-1).tolist() == [first for _, _, first in rows]
+    else:
+        assert reset is None
 
 
 @given(

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import local_file
+from corpora import local_file, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,14 +100,9 @@ def test_equal_files_do_not_divide_for_ever(folder):
     assert len(partition.ranges) == 5
 
 
-def write_groups(path, count, rows=10):
-    texts = [f"{number} " + "x" * 30 for number in range(count * rows)]
-    pq.write_table(pa.table({"text": texts}), path, row_group_size=rows, use_dictionary=False)
-
-
 def test_a_parquet_file_is_cut_at_row_groups_and_its_footer_is_read_once(tmp_path):
-    path = tmp_path / "a.parquet"
-    write_groups(path, 30)
+    texts = [f"{number} " + "x" * 30 for number in range(300)]
+    path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=10, use_dictionary=False)
     part, remembered = FileRange(file=local_file(path)), Remembered(tmp_path / "kept.json")
     partitions = divide([part], Reading(), TARGET, remembered)
     assert 5 < len(partitions) < 30
@@ -116,22 +111,14 @@ def test_a_parquet_file_is_cut_at_row_groups_and_its_footer_is_read_once(tmp_pat
     assert all(a.stop == b.start for a, b in pairwise(parts))
     remembered.save()
     path.unlink()
-    assert divide([part], Reading(), TARGET, Remembered(tmp_path / "kept.json")) == partitions
-    with pytest.raises(DataError, match=r"a\.parquet: does not exist"):
-        divide([part], Reading(column="other"), TARGET, remembered)
-
-
-def test_a_limit_ends_in_its_row_group(tmp_path):
-    write_groups(tmp_path / "a.parquet", 30)
-    file = local_file(tmp_path / "a.parquet")
-    for rows in (1, 10, 95, 400):
-        limited = FileRange(file=file, stop=-(-rows // 10), rows=rows)
-        partitions = divide([limited], Reading(), TARGET, Remembered(tmp_path / "x.json"))
-        parts = [partition.ranges[0] for partition in partitions]
-        counts = [
-            (part.stop - part.start) * 10 if part.rows is None else part.rows for part in parts
-        ]
-        assert sum(counts) == min(rows, 300)
+    remembered = Remembered(tmp_path / "kept.json")
+    assert divide([part], Reading(), TARGET, remembered) == partitions
+    # A limit ends in its row group.
+    for rows in (1, 10, 95):
+        limited = part.model_copy(update={"stop": -(-rows // 10), "rows": rows})
+        parts = [each.ranges[0] for each in divide([limited], Reading(), TARGET, remembered)]
+        counts = [each.rows or (each.stop - each.start) * 10 for each in parts]
+        assert sum(counts) == rows
 
 
 def test_a_file_without_row_groups_makes_no_partition_and_a_damaged_one_is_named(tmp_path):

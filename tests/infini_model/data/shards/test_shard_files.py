@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from streams import numbered_stream, record, write_shard
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.packing import pack
-from infini_model.data.shards.shard_files import ShardFiles, map_shard
+from infini_model.data.shards.shard_files import ShardFiles
 from infini_model.data.shards.stream import TokenStream
 from infini_model.runtime.errors import DataError
 
@@ -72,14 +71,6 @@ def test_gathering_reads_the_concatenated_tokens(tmp_path_factory, shape, bound,
     assert np.array_equal(stream.gather(starts, length), expected)
 
 
-def test_threads_may_read_the_same_stream(tmp_path):
-    stream = numbered_stream(tmp_path, [[5, 7, 9]] * 20, max_mapped=2)
-    starts = np.random.default_rng(0).integers(0, stream.tokens - 6, (200, 8))
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda each: stream.gather(each, 6), starts))
-    assert np.array_equal(np.stack(found), starts[:, :, None] + np.arange(6) + 1)
-
-
 def test_shards_with_other_headers_are_read_as_well(tmp_path):
     """The header of one shard is taken for that of the next only if it is the same."""
     values = {"a": np.arange(6, dtype=np.int32), "b": np.arange(6, dtype=np.uint16)}
@@ -114,11 +105,6 @@ def test_a_file_that_is_no_shard_is_named(tmp_path):
     for harm in (b"", garbage, content[:100] + garbage, content[:400], content[:650]):
         path.write_bytes(harm)
         files = ShardFiles(tmp_path, [record(path, 100, 400)], INT32)
-        for read in (
-            lambda each: each[0],
-            lambda each: list(each.lengths()),
-            lambda _: map_shard(path),
-        ):
-            with pytest.raises(DataError, match=f"{path}: ") as caught:
+        for read in (lambda each: each[0], lambda each: list(each.lengths())):
+            with pytest.raises(DataError, match=f"^{path}: [^\n]*$"):
                 read(files)
-            assert "\n" not in str(caught.value)

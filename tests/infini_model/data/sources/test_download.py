@@ -1,8 +1,6 @@
 """The files of a source are listed by what identifies their content; what is remote comes once."""
 
-import hashlib
 import os
-import socket
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,29 +25,14 @@ def files_of(output_dir: Path, *patterns: object) -> list[SourceFile]:
     return [part.file for part in download(files_config(*patterns), output_dir).ranges]
 
 
-def test_a_file_is_identified_by_its_content(tmp_path):
-    raw = write_files(tmp_path / "raw", ["eins", "zwölf", "eins"])
-    first, second, third = files_of(tmp_path, raw / "*.txt")
-    assert first.fingerprint == third.fingerprint != second.fingerprint
-    assert first.fingerprint == f"sha256:{hashlib.sha256(b'eins').hexdigest()}"
-    assert [file.bytes for file in (first, second, third)] == [4, 6, 4]
-    assert first.version != third.version
-
-
-@pytest.fixture
-def read(monkeypatch) -> list[str]:
-    """The names of the files that are read for their checksums."""
-    names, sha256 = [], storage.sha256
+def test_a_file_is_read_again_only_if_it_was_written(tmp_path, monkeypatch):
+    read, sha256 = [], storage.sha256
 
     def noted(path):
-        names.append(Path(path).name)
+        read.append(Path(path).name)
         return sha256(path)
 
     monkeypatch.setattr(storage, "sha256", noted)
-    return names
-
-
-def test_a_file_is_read_again_only_if_it_was_written(tmp_path, monkeypatch, read):
     raw = write_files(tmp_path / "raw", ["a", "b"])
     first = files_of(tmp_path, raw / "*.txt")
     # Written so recently that another write might not change the time of modification.
@@ -77,7 +60,6 @@ def test_the_hash_of_a_document_alone_decides_its_split():
     texts = pa.array(make_texts(4000, longest=2))
     hashes = hash_documents(texts)
     assert (hashes[5:9] == hash_documents(texts.slice(5, 4))).all()
-    assert len(hash_documents(texts.slice(0, 0))) == 0
     splits = splits_of(hashes, SplitsConfig(train=0.5, validation=0.25, test=0.25))
     assert 0.45 < (splits == 0).mean() < 0.55
     assert 0.22 < (splits == 1).mean() < 0.28
@@ -97,13 +79,9 @@ def test_each_match_is_listed_once_in_order_from_any_folder(tmp_path, monkeypatc
 
 
 def test_the_standard_library_excludes_installed_packages(tmp_path):
-    found = list_files(FilesSource(paths=["{stdlib}/*.py", "{stdlib}/json/**/*.py"]), tmp_path)
-    root = Path(sysconfig.get_path("stdlib"))
-    assert str(root / "argparse.py") in found
-    assert str(root / "json" / "decoder.py") in found
-    everything = list_files(FilesSource(paths=["{stdlib}/**/*.py"]), tmp_path)
-    assert len(everything) > 500
-    assert not [name for name in everything if "site-packages" in Path(name).parts]
+    found = list_files(FilesSource(paths=["{stdlib}/**/*.py"]), tmp_path)
+    assert str(Path(sysconfig.get_path("stdlib"), "json", "decoder.py")) in found
+    assert not [name for name in found if "site-packages" in Path(name).parts]
 
 
 @pytest.mark.parametrize(
@@ -146,11 +124,7 @@ def test_objects_are_listed_by_address_with_the_fingerprints_of_their_content(bu
         store.write(name, name.encode())
     listed = list_objects(f"{bucket}/texts/**/*.txt")
     assert [file.address for file in listed] == [f"{bucket}/texts/{name}" for name in names]
-    assert [file.bytes for file in listed] == [len(name) for name in names]
     assert files_of(tmp_path, f"{bucket}/texts/a.txt", f"{bucket}/**/a.txt") == listed[:1]
-    ObjectStore(bucket).write("copy/of/a.txt", b"a.txt")
-    (copy,) = list_objects(f"{bucket}/copy/**")
-    assert copy.fingerprint == listed[0].fingerprint
     store.write("a.txt", b"A.txt")
     again = list_objects(f"{bucket}/texts/**/*.txt")
     assert again[1:] == listed[1:]
@@ -227,27 +201,8 @@ def test_a_refusal_is_final_and_a_failure_is_not(hub, tmp_path, name, state, err
         download(files_config(address_of(hub, name)), tmp_path)
 
 
-def test_a_dead_host_is_a_connection_error_that_names_it(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        # Bound but not listening: nobody else can take the port.
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}/corpus.jsonl"
-        with pytest.raises(UnreachableError, match=f"^{url}: cannot be reached: [^\n]*$"):
-            download(files_config(url), tmp_path)
-
-
 def test_other_file_systems_are_copied_and_globbed(tmp_path):
-    for name, text in {"a.txt": "eins", "b.txt": "zwei"}.items():
-        (tmp_path / name).write_text(text)
-
-    def fetched():
-        listed = files_of(tmp_path / "out", f"file://{tmp_path}/*.txt")
-        return {Path(file.address).name: Path(file.address) for file in listed}
-
-    found = fetched()
-    assert [found[name].read_text() for name in ("a.txt", "b.txt")] == ["eins", "zwei"]
-    assert found["a.txt"].is_relative_to(tmp_path / "out" / "raw")
-    found["a.txt"].unlink()
-    found["a.txt"].with_name("a.txt.partial").write_text("ei")
-    assert fetched() == found
-    assert found["a.txt"].read_text() == "eins"
+    write_files(tmp_path, ["eins", "zwei"])
+    listed = files_of(tmp_path / "out", f"file://{tmp_path}/*.txt")
+    assert [Path(file.address).read_text() for file in listed] == ["eins", "zwei"]
+    assert all(Path(file.address).is_relative_to(tmp_path / "out" / "raw") for file in listed)

@@ -16,11 +16,7 @@ from hypothesis import strategies as st
 from templates import BOS, with_bos
 from tokenizers import Tokenizer as Reference
 
-from infini_model.config import Config, FilesSource
 from infini_model.data.shards import dataset
-from infini_model.data.shards.dataset import build_dataset
-from infini_model.data.shards.plan import plan_dataset
-from infini_model.data.sources.download import download
 from infini_model.data.tokenizers.bpe import END_BYTES, BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError, check_supported
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
@@ -91,16 +87,6 @@ def test_a_prompt_begins_as_tokenizers_begins_a_text(with_beginning, text):
     assert prompt_ids(plain, text) == plain.encode_batch([text]).ids.tolist() == whole[1:]
 
 
-@pytest.mark.parametrize(
-    ("template", "begins"),
-    [("{} $A", True), ("{} $A {}", True), ("$A", False), ("$A {}", False), ("{} {} $A", False)],
-)
-def test_only_one_token_in_front_of_every_text_begins_documents(trained, template, begins):
-    tokenizer = BPETokenizer("x", with_bos(trained.text, "<|end_of_text|>", template))
-    assert tokenizer.bos_token_id == (tokenizer.eos_token_id if begins else None)
-    assert trained.bos_token_id is ByteTokenizer().bos_token_id is None
-
-
 def test_a_dataset_older_than_beginning_of_text_tokens_has_none(tmp_path, trained):
     raw = write_parquet(tmp_path / "a.parquet", TEXTS[:20])
     (tmp_path / "tokenizer.json").write_text(with_bos(trained.text))
@@ -112,9 +98,6 @@ def test_a_dataset_older_than_beginning_of_text_tokens_has_none(tmp_path, traine
     write_json(folder / "manifest.json", tree)
     older = load_dataset_tokenizer(folder)
     assert older.bos_token_id is None
-    older.save(tmp_path)
-    exported = Reference.from_file(str(tmp_path / "tokenizer.json"))
-    assert exported.encode(TEXTS[0]).ids == older.encode_batch(TEXTS[:1]).ids.tolist()
     trained.save(folder)
     write_json(folder / "manifest.json", tree | {"tokenizer": manifest.tokenizer.model_dump()})
     with pytest.raises(DataError, match=r"tokenizer\.json: does not match manifest"):
@@ -139,13 +122,11 @@ def test_neither_the_path_nor_truncation_nor_padding_belongs_to_a_tokenizer(
     reference.enable_truncation(3)
     reference.enable_padding(length=50)
     reference.save(str(tmp_path / "renamed.json"))
+    expected = trained.encode_batch(TEXTS[:3]).ids
     for spec in (tokenizer_file, tokenizer_file.parent, tmp_path / "renamed.json"):
         tokenizer = load_tokenizer(str(spec))
         assert tokenizer.fingerprint == trained.fingerprint
-        for one in (tokenizer, tokenizer.reference()):
-            assert np.array_equal(
-                one.encode_batch(TEXTS[:3]).ids, trained.encode_batch(TEXTS[:3]).ids
-            )
+        assert np.array_equal(tokenizer.encode_batch(TEXTS[:3]).ids, expected)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +148,6 @@ def test_a_file_that_is_no_tokenizer_is_named(tokenizer_file, tmp_path, content,
     with pytest.raises(DataError, match=complaint) as caught:
         load_tokenizer(str(path))
     assert "\n" not in str(caught.value)
-    path.write_text(tokenizer_file.read_text().replace("<|end_of_text|>", "</s>"))
-    assert load_tokenizer(str(path)).eos_token_id == 0
 
 
 def test_a_gpu_that_is_missing_is_refused_and_one_that_does_not_help_is_one_warning(
@@ -195,8 +174,6 @@ SPLIT, LEVEL = (("pre_tokenizer", "pretokenizers", step) for step in (0, 1))
         (("model",), WORDS, "model WordLevel"),
         (("model", "dropout"), 0.1, "dropout of merges"),
         (("added_tokens", 0, "lstrip"), True, "added token '.*' with lstrip"),
-        (("added_tokens", 0, "single_word"), True, "added token '.*' with single_word"),
-        (("pre_tokenizer",), None, "pre-tokenizer none"),
         (("pre_tokenizer",), {"type": "Whitespace"}, "pre-tokenizer Whitespace"),
         ((*LEVEL, "add_prefix_space"), True, "ByteLevel with add_prefix_space"),
         ((*LEVEL, "use_regex"), True, "Split before ByteLevel with use_regex"),
@@ -234,71 +211,44 @@ def test_a_long_document_is_compared_at_both_ends(trained):
     text = "".join(TEXTS)[: 5 * END_BYTES]
     ids = trained.reference().encode_batch([text]).ids
     assert trained.same_ids(text.encode(), ids)
-    assert not trained.same_ids(text.encode(), ids[:-1])
-    assert not trained.same_ids(text.encode(), ids[1:])
     for place in (2, -2):
         wrong = ids.copy()
         wrong[place] += 1
         assert not trained.same_ids(text.encode(), wrong)
-    # Where the remainder at the end differs from that of the last characters alone.
-    eights, text = train_tokenizer([["aaaaaaaa"] * 9], 260), "a" * (4 * END_BYTES + 3)
-    whole = eights.reference().encode_batch([text]).ids
-    assert len(whole) < len(text) / 7
-    assert eights.same_ids(text.encode(), whole)
-    assert not eights.same_ids(text.encode(), whole[:-1])
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    """The settings of a dataset with a tokenizer of its own."""
+def trained_by(tmp_path):
+    """Returns the fingerprint of the tokenizer that a dataset of the texts gets."""
     write_files(tmp_path / "raw", TEXTS[:20])
-    tokenizer = {"spec": "train", "vocab_size": 280}
-    return files_config(tmp_path / "raw" / "*", name="grows", tokenizer=tokenizer)
 
-
-def asking(config, **tokenizer):
-    changed = config.tokenizer.model_copy(update=tokenizer)
-    return config.model_copy(update={"tokenizer": changed})
-
-
-@pytest.fixture
-def trained_by(tmp_path, caplog):
-    """Returns the fingerprint of the tokenizer of a dataset, and whether the plan reuses one."""
-
-    def made(config):
-        caplog.clear()
-        settings = Config(data=config, run={"output_dir": tmp_path})
-        with caplog.at_level(logging.INFO):
-            listing = download(config, tmp_path)
-            plan_dataset(listing, settings)
-            manifest = build_dataset(listing, config, tmp_path)
-        return manifest.tokenizer.fingerprint, "reusing the one trained for dataset" in caplog.text
+    def made(name="grows", files="*", **fields):
+        tokenizer = {"spec": "train", "vocab_size": 280} | fields
+        config = files_config(tmp_path / "raw" / files, name=name, tokenizer=tokenizer)
+        return build(config, tmp_path)[0].tokenizer.fingerprint
 
     return made
 
 
-def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, corpus, trained_by, caplog):
-    empty = tmp_path / "raw" / "0.txt"
-    empty.touch()
-    nothing = corpus.model_copy(update={"source": FilesSource(paths=[str(empty)])})
+def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, trained_by, caplog):
+    (tmp_path / "raw" / "0.txt").touch()
     with pytest.raises(DataError, match=r"\.txt: no documents left to train a tokenizer on"):
-        trained_by(nothing)
-    first, reused = trained_by(corpus)
-    assert not reused
-    other = corpus.model_copy(update={"name": "other"})
-    assert trained_by(other) == (first, False)
+        trained_by(files="0.txt")
+    first = trained_by()
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert trained_by("other") == first
     assert "training one of 280 tokens" not in caplog.text
     (tmp_path / "raw" / "more.txt").write_text("zyx " * 5000)
-    assert trained_by(corpus) == (first, True)
-    assert trained_by(asking(corpus, vocab_size=281))[0] != first
-    retrained, reused = trained_by(asking(corpus, retrain=True))
+    assert trained_by() == first
+    assert trained_by(vocab_size=281) != first
+    retrained = trained_by(retrain=True)
     assert retrained != first
-    assert not reused
-    assert trained_by(corpus) == (retrained, True)
+    assert trained_by() == retrained
 
 
-def test_what_is_damaged_is_trained_again(tmp_path, corpus, trained_by, caplog):
-    first, _ = trained_by(corpus)
+def test_what_is_damaged_is_trained_again(tmp_path, trained_by):
+    first = trained_by()
     kept = tmp_path / "datasets" / ".tokenizers"
     (file,), pin = kept.glob("*/tokenizer.json"), kept / "grows.json"
     for harm in (
@@ -308,5 +258,4 @@ def test_what_is_damaged_is_trained_again(tmp_path, corpus, trained_by, caplog):
         lambda: train_tokenizer([["zyx"] * 99], 280).save(file.parent),
     ):
         harm()
-        assert trained_by(corpus) == (first, False)
-        assert "again" in caplog.text
+        assert trained_by() == first

@@ -1,6 +1,6 @@
 """The CPU kernels against plain PyTorch, with tiles and chunks that do not divide the sizes evenly.
 
-Those that sum and read the memory are compared with the definition in `test_attention.py`.
+Those of the memory are compared with the definition in `test_attention.py`.
 """
 
 import os
@@ -106,52 +106,6 @@ def test_a_forked_process_starts_its_own_threads():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def draw_scan(rows, segments, *shape):
-    generator = torch.Generator().manual_seed(segments)
-    added = torch.randn(rows, segments, *shape, generator=generator, dtype=torch.float64)
-    first = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
-    reset = torch.rand(rows, segments + 1, generator=generator) < 0.3
-    return added.requires_grad_(), first.requires_grad_(), reset
-
-
-def scan_by_loop(added, first, reset, *, from_last):
-    """The states before each segment, and that after the last; or the other way round."""
-    if from_last:
-        states, end = scan_by_loop(added.flip(1), first, reset.flip(1), from_last=False)
-        return states.flip(1), end
-    states = []
-    for border in range(added.size(1) + 1):
-        state = states[-1] + added[:, border - 1] if border else first
-        states.append(torch.where(reset[:, border, None, None], 0.0, state))
-    before = torch.stack(states[:-1], dim=1) if added.size(1) else added
-    return before, states[-1]
-
-
-@pytest.mark.parametrize("from_last", [False, True])
-@pytest.mark.parametrize("segments", [0, 1, 7])
-def test_the_scan_is_a_loop_with_all_gradients(segments, from_last):
-    added, first, resets = draw_scan(3, segments, 2, 5)
-    weights = torch.randn(3, segments, 2, 5).double(), torch.randn(3, 2, 5).double()
-    for reset in (resets, None):
-        never = torch.zeros_like(resets) if reset is None else reset
-        ours = exclusive_scan(added, first, reset, from_last=from_last)
-        theirs = scan_by_loop(added, first, never, from_last=from_last)
-        both = ([*x, *torch.autograd.grad(x, (added, first), weights)] for x in (ours, theirs))
-        assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
-
-
-def test_not_even_nan_gets_past_a_reset_in_either_direction():
-    added, first, reset = draw_scan(1, 4, 3)
-    added.data[:, 1] = torch.nan
-    reset[:] = torch.tensor([False, False, True, False, False])
-    states, end = exclusive_scan(added, first, reset)
-    assert all(x.isfinite().all() for x in (states[:, :2], states[:, 2:], end))
-    grads = torch.zeros_like(states)
-    grads[:, 2] = torch.nan
-    dadded, dfirst = torch.autograd.grad(states, (added, first), grads)
-    assert all(x.isfinite().all() for x in (dfirst, dadded[:, :2]))
-
-
 def test_the_operators_pass_opcheck(threads):
     """But for tracing, which the tests of compiled layers do."""
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -161,12 +115,15 @@ def test_the_operators_pass_opcheck(threads):
     kv, norm = (x.detach().requires_grad_() for x in key_value_sums(k, v))
     share = torch.linspace(0, 1, 5, dtype=torch.float64).expand(2, 2, 5)
     rope = torch.rand(2, 5, 6, dtype=torch.float64).unbind()
+    added = torch.rand(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    first = torch.rand(2, 2, 2, dtype=torch.float64, requires_grad=True)
+    reset = torch.tensor([[False, True, False, False], [False, False, False, True]])
     for operator, arguments in (
         (tiled_attention.tiled_attention, (q, k, v)),
         (tiled_attention.tiled_attention, (q, k, v, *rope)),
         (shifted_keys, (k, share)),
         (key_value_sums, (k, v)),
         (gated_read, (q, q.detach() + 1, gate, kv, norm)),
-        (exclusive_scan, draw_scan(2, 3, 2, 2)),
+        (exclusive_scan, (added, first, reset)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=checks)

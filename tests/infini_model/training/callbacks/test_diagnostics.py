@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import random
 import re
 from pathlib import Path
@@ -143,49 +142,28 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
     assert json.loads((its_folder / "rank-0" / "report.json").read_text()) == tree
 
 
-def _fail_as_a_rank(config, dataset, run_dir):
-    """Train until it fails, with a log of its own."""
-    log = logging.getLogger("infini_model")
-    log.addHandler(logging.FileHandler(f"{run_dir}-{os.environ['RANK']}.log"))
-    fail(config, dataset, run_dir)
-
-
 @pytest.mark.story
 def test_each_rank_reports_its_own_windows_and_shards(poisoned, make_config, tmp_path):
-    run_dir = tmp_path / "run"
-    train(debugging(make_config, max_steps=1), poisoned, run_dir)
-    poison(newest_checkpoint(run_dir))
-    on_two_ranks(_fail_as_a_rank, debugging(make_config, "fsdp", batch_size=4), poisoned, run_dir)
-    (folder,) = (run_dir / "debug").glob("step-*")
+    train(debugging(make_config, max_steps=1), poisoned, tmp_path)
+    poison(newest_checkpoint(tmp_path))
+    on_two_ranks(fail, debugging(make_config, "fsdp", batch_size=4), poisoned, tmp_path)
+    (folder,) = (tmp_path / "debug").glob("step-*")
     shares, faults, have_read = [], [], []
-    for rank in range(2):
-        report = folder / f"rank-{rank}"
+    for report in (folder / "rank-0", folder / "rank-1"):
         windows = json.loads((report / "windows.json").read_text())
         shares.append({window["window"] for window in windows})
-        assert len(windows) == 4
         read = (load_file(report / "tensors.safetensors")["batch/0/input_ids"] == ord(POISON)).any()
         assert isinstance(windows[0]["loss"], str) == bool(read)
         have_read.append(bool(read))
-        # The process that read the document prints its report; each logs where its report is.
-        output = Path(f"{run_dir}-{rank}.log").read_text()
-        assert (f"NaN LOSS DETECTED [GPU {rank}]" in output) == bool(read)
-        assert str(report) in output
         found = json.loads((report / "report.json").read_text())["faults"]
         faults.append([fault for fault in found if fault["kind"] == "parameters"])
     assert any(have_read)
-    assert newest_checkpoint(folder).name == f"step-{int(folder.name.removeprefix('step-')) - 1}"
+    assert [len(share) for share in shares] == [4, 4]
     assert not shares[0] & shares[1]
     (fault,), none = faults
     assert none == []
     assert (fault["shape"], fault["whole_shape"]) == ([128, 32], [256, 32])
-    assert (fault["first"], fault["infinite"], fault["size"]) == ([ord(POISON), 0], 32, 128 * 32)
-
-
-NOISES = {
-    "normal": lambda rng, size: rng.normal(size=size),
-    "slow": lambda rng, size: np.convolve(rng.normal(size=size + 19), np.ones(20), "valid") / 4,
-    "uniform": lambda rng, size: rng.uniform(-2, 2, size),
-}
+    assert newest_checkpoint(folder).name == f"step-{int(folder.name.removeprefix('step-')) - 1}"
 
 
 def spikes_of(losses):
@@ -193,16 +171,14 @@ def spikes_of(losses):
     return {step: spike for step, loss in enumerate(losses) if (spike := detector.watch(loss))}
 
 
-def losses_of(size, noise, width, seed, drop=4.0, pace=300.0):
-    """A loss that falls from 1.5 + drop to 1.5, with noise as wide as `width`."""
-    rng = np.random.default_rng(seed)
+def losses_of(size, width, seed, drop=4.0, pace=300.0):
+    """A loss that falls from 1.5 + drop to 1.5, with uniform noise as wide as `width`."""
     smooth = 1.5 + drop * np.exp(-np.arange(size) / pace)
-    return (smooth + width * NOISES[noise](rng, size)).tolist()
+    return (smooth + width * np.random.default_rng(seed).uniform(-2, 2, size)).tolist()
 
 
 @settings(max_examples=50)
 @given(
-    noise=st.sampled_from(sorted(NOISES)),
     width=st.floats(0.0, 0.2),
     drop=st.floats(0.0, 10.0),
     pace=st.floats(5.0, 1000.0),
@@ -211,9 +187,9 @@ def losses_of(size, noise, width, seed, drop=4.0, pace=300.0):
     length=st.integers(1, 20),
 )
 # Within a spike this long, its losses look normal for one step and then not any more.
-@example(noise="uniform", width=0.15625, drop=3.0, pace=467.0, seed=11675, step=16, length=8)
-def test_a_spike_is_reported_once_at_its_first_step(noise, width, drop, pace, seed, step, length):
-    losses = losses_of(600, noise, width, seed, drop, pace)
+@example(width=0.15625, drop=3.0, pace=467.0, seed=11675, step=16, length=8)
+def test_a_spike_is_reported_once_at_its_first_step(width, drop, pace, seed, step, length):
+    losses = losses_of(600, width, seed, drop, pace)
     assert spikes_of(losses) == {}
     # 20 deviations of the visible losses, including the fall itself.
     seen = losses[max(0, step - WINDOW) : step]
@@ -224,11 +200,10 @@ def test_a_spike_is_reported_once_at_its_first_step(noise, width, drop, pace, se
     found = spikes_of(losses)
     assert list(found) == [step]
     assert found[step].loss == top > found[step].limit > found[step].median
-    assert found[step].steps == min(WINDOW, step)
 
 
 def test_the_next_spike_is_reported_again_and_a_new_level_becomes_normal():
-    losses = losses_of(400, "normal", 0.05, seed=2, drop=0.0)
+    losses = losses_of(400, 0.05, seed=2, drop=0.0)
     for place in (100, 101, 250):
         losses[place] += 3.0
     losses[320:] = [loss + 2.0 for loss in losses[320:]]
@@ -257,16 +232,11 @@ def test_the_documented_metrics_are_recorded(dataset, make_config, tmp_path):
     elsewhere = ("on GPUs", "such a step")
     here = {name.replace("N", "1") for name, when in rows if not any(e in when for e in elsewhere)}
     train(make_config(), dataset, tmp_path / "run")
-    lines = read_metrics(tmp_path / "run")
     train(make_config(training={"precision": "fp16"}), dataset, tmp_path / "fp16")
-    found = {name for line in [*lines, *read_metrics(tmp_path / "fp16")] for name in line}
+    lines = [*read_metrics(tmp_path / "run"), *read_metrics(tmp_path / "fp16")]
+    found = {name for line in lines for name in line}
     assert len(here) > 10
     assert here <= found
     named = {name.replace("N", "1") for name, _ in rows} | {"step", "time"}
     # Of the losses by segment the first one is named.
     assert {n for n in found if not re.search(r"^memory/|/[2-9][-\d]*$", n)} <= named
-    at_each_step = {name for name, when in rows if when == "each step"}
-    for line in lines:
-        if "train/loss" in line:
-            assert at_each_step <= line.keys()
-            assert ("system/cpu_utilization_percentage" in line) == (line["step"] % 2 == 0)

@@ -51,20 +51,6 @@ def test_memory_flops_count_all_segments_but_one() -> None:
         assert more * length == pytest.approx(a_token * (segments - 1) * LENGTH)
 
 
-def test_block_diffusion_has_two_streams_and_one_output_layer() -> None:
-    shape = {"bidirectional": True, "mask_token_id": 0}
-    model = InfiniLlama(CONFIG.model_copy(update=shape))
-    bare = InfiniLlama(CONFIG.model_copy(update=shape | {"memory": "none"}))
-    output = 6 * model.lm_head.weight.numel()
-    # One segment has nothing to read.
-    one = flops_per_token(model, LENGTH)
-    assert one + output == pytest.approx(2 * flops_per_token(bare, LENGTH))
-    head_dim = CONFIG.hidden_size // 4
-    # Four heads read in each of two streams, two are written.
-    a_token = 3 * 2 * head_dim * head_dim * (2 * 4 + 2) * CONFIG.num_hidden_layers
-    assert flops_per_token(model, 4 * LENGTH) - one == pytest.approx(a_token * 3 / 4)
-
-
 def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
     assert peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("NVIDIA H200 NVL") == 835e12

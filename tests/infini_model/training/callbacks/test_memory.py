@@ -19,7 +19,7 @@ from infini_model.training.callbacks import defaults, memory
 from infini_model.training.callbacks.callback import Callback
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.loop import train
-from infini_model.training.validation import PROBE_WINDOWS, loss_by_segment
+from infini_model.training.validation import PROBE_WINDOWS
 
 BY_LAYER = ["share", "kv_norm", "normaliser_norm"]
 AT_VALIDATION = {f"memory/layer_{layer}/{name}" for layer in range(2) for name in BY_LAYER}
@@ -55,14 +55,6 @@ def test_the_metrics_of_the_memory_are_recorded_and_change_no_bit(
     train(config, dataset, alone)
     assert not any(of_memory(line) for line in read_metrics(alone))
     assert weights(recorded) == weights(alone)
-
-
-def test_segments_are_gathered_in_bins_that_double():
-    ones = torch.ones(11)
-    assert list(loss_by_segment(ones, ones)) == ["1", "2", "3-4", "5-8", "9-11"]
-    sums, targets = torch.tensor([2.0, 3.0, 4.0, 9.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 3.0, 0.0])
-    assert loss_by_segment(sums, targets) == {"1": 2.0, "2": 3.0, "3-4": 13 / 4}
-    assert loss_by_segment(ones[:1], ones[:1]) == {}
 
 
 def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_config, tmp_path):
@@ -146,14 +138,3 @@ def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
     assert "All gates are still at model.gate_start=-1 after 12 steps." in warning
     assert warned(**STUCK) == []  # resumed: it was said
     assert len(curve(tmp_path / "run", "memory/probe_gain")) == 3
-
-
-def test_a_memory_that_hurts_is_warned_of(warned, monkeypatch):
-    probe = memory.probe_memory
-
-    def hurting(*arguments, **options):
-        return probe(*arguments, **options)._replace(gain=-1.0, error=0.1)
-
-    monkeypatch.setattr(memory, "probe_memory", hurting)
-    (warning,) = warned()
-    assert warning.startswith("At step 12: The memory hurts: with the same weights the loss is 1.")

@@ -1,7 +1,6 @@
 """The metrics of a run: a file, and sinks that follow it and may be slow, silent or down.
 
-The record in MLflow has the status and the origin of the run, too. Where its server matters, it is
-real, behind a line that holds requests or drops them; elsewhere the store is a file.
+The record in MLflow, here in a file, has the status and the origin of the run, too.
 """
 
 import functools
@@ -15,17 +14,21 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from commands import PATIENCE, eventually, run
-from mlflow_server import mlflow_server
 from records import Record
-from urllib3.connectionpool import HTTPConnectionPool
 
 from infini_model.runtime.metrics_file import MetricsFile, read_metrics, read_newest
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks import mlflow_record
-from infini_model.training.callbacks.mlflow_record import NOTE, read_mlflow_record, run_url
+from infini_model.training.callbacks.mlflow_record import (
+    NOTE,
+    MlflowSink,
+    read_mlflow_record,
+    run_url,
+)
 from infini_model.training.callbacks.sinks import Follower, TensorBoardSink
 from infini_model.training.mlflow_client import open_tracking
 
@@ -64,27 +67,19 @@ def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
     assert newest == {"step": 20_000, "train/loss": 1 / 20_000, "validation/loss": 7.5}
 
 
-class Down:
-    """A sink that takes nothing."""
+def test_a_sink_that_stays_down_is_warned_of_once_and_does_not_delay_the_end(tmp_path, caplog):
+    tried = threading.Event()
 
-    name = "Down"
-
-    def __init__(self):
-        self.tried = threading.Event()
-
-    def deliver(self, lines):
-        self.tried.set()
+    def refuse(lines):
+        tried.set()
         raise ConnectionError("connection refused")
 
-
-def test_a_sink_that_stays_down_is_warned_of_once_and_does_not_delay_the_end(tmp_path, caplog):
     write(tmp_path, range(1, 6))
-    sink = Down()
-    follower = Follower(tmp_path, sink)
+    follower = Follower(tmp_path, SimpleNamespace(name="Down", deliver=refuse))
     with caplog.at_level(logging.WARNING):
         follower.start()
         # The run ends once the sink has been tried, and may take forever to finish.
-        assert sink.tried.wait(PATIENCE)
+        assert tried.wait(PATIENCE)
         follower.end("FINISHED", math.inf)
         follower.join(PATIENCE)
     assert not follower.is_alive()
@@ -135,12 +130,9 @@ def status(run_dir):
     return in_mlflow(run_dir).info.status
 
 
-def delivered(run_dir):
-    return read_mlflow_record(run_dir).get("delivered_step")
-
-
 def until_delivered(run_dir, step):
-    eventually(lambda: delivered(run_dir) == step, f"MLflow has step {step}")
+    record = functools.partial(read_mlflow_record, run_dir)
+    eventually(lambda: record().get("delivered_step") == step, f"MLflow has step {step}")
 
 
 def begin(run_dir, config, resumed_step=None):
@@ -151,19 +143,11 @@ def begin(run_dir, config, resumed_step=None):
     return metrics
 
 
-def test_the_end_of_a_killed_training_is_reported_once(tmp_path, config):
+def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(tmp_path, config):
+    from mlflow import MlflowClient
+
     assert not end_record(tmp_path, "FAILED")
     assert list(tmp_path.iterdir()) == []
-    begin(tmp_path, config)
-    assert status(tmp_path) == "RUNNING"
-    assert end_record(tmp_path, "FAILED")
-    assert status(tmp_path) == "FAILED"
-    assert not end_record(tmp_path, "KILLED")
-    assert status(tmp_path) == "FAILED"
-
-
-def test_the_record_follows_a_run_through_a_stop_a_resume_and_its_end(tmp_path, config):
-    from mlflow import MlflowClient
 
     def claim(number):
         url = f"http://127.0.0.1:4200/runs/flow-run/{number}"
@@ -188,9 +172,13 @@ def test_the_record_follows_a_run_through_a_stop_a_resume_and_its_end(tmp_path, 
     # A description that has been edited is kept.
     MlflowClient(record["tracking_uri"]).set_tag(record["run_id"], NOTE, "The one to keep.")
     third = claim(3)
-    begin(tmp_path, config, resumed_step=2).close("KILLED")
+    begin(tmp_path, config, resumed_step=2)
     tags = in_mlflow(tmp_path).data.tags
     assert (tags["prefect.flow_run_url"], tags[NOTE]) == (third, "The one to keep.")
+    # The end of a training that is killed is reported once.
+    assert end_record(tmp_path, "FAILED")
+    assert not end_record(tmp_path, "KILLED")
+    assert status(tmp_path) == "FAILED"
 
 
 def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
@@ -253,73 +241,52 @@ def test_a_kill_while_the_tables_are_created_is_recovered_from(make_config):
     assert not list(folder.glob(".tmp-*"))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The port of an MLflow server."""
-    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
-        yield running.port
-
-
-class Line:
-    """The line to a server: it carries requests, or does with them what `fate` says.
-
-    They are "answered", "dropped" as if the server were down, or "unanswered": the server handles
-    them and the client gets no response. While `passes` is not set, they are held and their fate is
-    open. `met` counts how many have "arrived" and met each fate.
-    """
-
-    def __init__(self, port):
-        self.port, self.fate, self.met = port, "answered", Counter()
-        self.passes = threading.Event()
-        self.passes.set()
-
-    def carry(self, request, pool, *arguments, **options):
-        """Instead of an attempt of urllib3, which repeats those that fail."""
-        if pool.port != self.port:
-            return request(pool, *arguments, **options)
-        self.met["arrived"] += 1
-        self.passes.wait()
-        fate = self.fate
-        response = None if fate == "dropped" else request(pool, *arguments, **options)
-        self.met[fate] += 1
-        if fate == "answered":
-            return response
-        raise ConnectionResetError(fate)
-
-    def wait_for(self, what):
-        """Wait until a request has arrived, or met a fate."""
-        eventually(lambda: self.met[what] > 0, f"a request that was {what}")
-
-
-@pytest.fixture
-def line(server, monkeypatch):
-    line, request = Line(server), HTTPConnectionPool._make_request
-    monkeypatch.setattr(
-        HTTPConnectionPool, "_make_request", lambda *args, **kw: line.carry(request, *args, **kw)
-    )
-    yield line
-    line.fate = "dropped"
-    line.passes.set()
-
-
-@pytest.fixture
-def record(line, make_config, tmp_path, monkeypatch):
-    """Starts the record of a run in tmp_path/run, tracked by the server."""
-    # A client that gave up by itself would hide that somebody waits for it.
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(10 * PATIENCE)))
-    uri = f"http://127.0.0.1:{line.port}"
-    config = make_config(tracking={"mlflow": True, "tensorboard": False, "tracking_uri": uri})
-    return lambda resumed_step=None: Record(tmp_path / "run", config, DATASET, resumed_step)
-
-
 def take_steps(metrics, steps):
     """Record steps."""
     for step in steps:
         metrics.append(step, dict.fromkeys(NAMES, step + 0.5))
 
 
+def test_a_sink_that_hangs_delays_neither_steps_nor_the_end(config, tmp_path, monkeypatch):
+    asked, released = threading.Event(), threading.Event()
+
+    def hang(sink, lines):
+        asked.set()
+        released.wait()
+
+    monkeypatch.setattr(MlflowSink, "deliver", hang)
+    metrics = Record(tmp_path, config, DATASET)
+    assert asked.wait(PATIENCE)
+    take_steps(metrics, range(1, 51))
+    metrics.close("FINISHED", timeout_seconds=0.0)
+    released.set()
+
+
+@pytest.fixture
+def line(monkeypatch):
+    """What becomes of the batches that are sent to MLflow, and how many have `met` each fate.
+
+    They are "answered", "dropped" as if the server were down, or "unanswered": the server handles
+    them and the client gets no response.
+    """
+    from mlflow import MlflowClient
+
+    line, log_batch = SimpleNamespace(fate="answered", met=Counter()), MlflowClient.log_batch
+
+    def carry(*arguments, **options):
+        fate = line.fate
+        if fate != "dropped":
+            log_batch(*arguments, **options)
+        line.met[fate] += 1
+        if fate != "answered":
+            raise ConnectionResetError(fate)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", carry)
+    return line
+
+
 def recorded(run_dir):
-    """The status and the steps of each metric, according to the server."""
+    """The status and the steps of each metric, according to MLflow."""
     from mlflow import MlflowClient
 
     record = read_mlflow_record(run_dir)
@@ -333,49 +300,32 @@ def complete(steps):
 
 
 @pytest.mark.story
-def test_a_silent_server_delays_neither_steps_nor_the_end_and_gets_the_rest_on_resume(
-    line, record, tmp_path
-):
-    line.passes.clear()
-    others = set(threading.enumerate())
-    metrics = record()
-    (follower,) = (t for t in set(threading.enumerate()) - others if "follower" in t.name)
-    line.wait_for("arrived")
-    take_steps(metrics, range(1, 51))
-    metrics.close("FINISHED", timeout_seconds=1.0)
-    assert line.met["answered"] == 0
-    line.fate = "dropped"
-    line.passes.set()
-    follower.join()
-    line.fate = "answered"
-    again = record(resumed_step=50)
-    again.close("FINISHED")
-    assert recorded(tmp_path / "run") == ("FINISHED", complete(range(1, 51)))
+def test_each_point_arrives_once_through_outages_lost_answers_and_a_kill(line, config, tmp_path):
+    def after(fate, steps):
+        """Take steps, and wait until a batch has met this fate."""
+        line.met.clear()
+        line.fate = fate
+        take_steps(metrics, steps)
+        eventually(lambda: line.met[fate] > 0, f"a batch that was {fate}")
 
-
-@pytest.mark.story
-def test_each_point_arrives_once_through_outages_lost_answers_and_a_kill(line, record, tmp_path):
-    line.fate = "dropped"
-    metrics = record()
-    take_steps(metrics, range(1, 101))
-    line.wait_for("dropped")
+    metrics = Record(tmp_path, config, DATASET)
+    after("dropped", range(1, 101))
     line.fate = "answered"
-    until_delivered(tmp_path / "run", 100)
+    until_delivered(tmp_path, 100)
     # Now it accepts data without responding, then it is down again, then it is back.
-    line.fate = "unanswered"
-    take_steps(metrics, range(101, 201))
-    line.wait_for("unanswered")
-    line.met.clear()
-    line.fate = "dropped"
-    take_steps(metrics, range(201, 301))
-    line.wait_for("dropped")
+    after("unanswered", range(101, 201))
+    after("dropped", range(201, 301))
     line.fate = "answered"
-    until_delivered(tmp_path / "run", 300)
-    assert recorded(tmp_path / "run") == ("RUNNING", complete(range(1, 301)))
-
-    # It is not closed, as after SIGKILL. The steps after the checkpoint are repeated.
-    again = record(resumed_step=290)
+    until_delivered(tmp_path, 300)
+    # As if killed while it is down again. The steps after the checkpoint are repeated.
+    after("dropped", range(301, 311))
+    metrics.close("FINISHED", timeout_seconds=0.0)
+    (follower,) = metrics.sinks._followers
+    follower.join(PATIENCE)
+    assert recorded(tmp_path) == ("RUNNING", complete(range(1, 301)))
+    line.fate = "answered"
+    again = Record(tmp_path, config, DATASET, resumed_step=290)
     take_steps(again, range(291, 331))
     again.close("FINISHED")
-    assert recorded(tmp_path / "run") == ("FINISHED", complete(range(1, 331)))
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 331))
+    assert recorded(tmp_path) == ("FINISHED", complete(range(1, 331)))
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 331))

@@ -116,13 +116,6 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_used(
     assert sorted(p.name for p in older.parent.iterdir()) == ["damaged-step-8", "step-4"]
 
 
-def test_what_killed_writers_leave_is_removed(tmp_path):
-    for folder in (".", "checkpoints", "logs", "debug/step-4"):
-        (tmp_path / folder / ".tmp-x-abc").mkdir(parents=True)
-    clear_for_resume(tmp_path, None)
-    assert not list(tmp_path.rglob(".tmp-*"))
-
-
 def test_a_job_does_not_block_the_caller_but_the_next_job_waits_and_raises_its_error(monkeypatch):
     writer, may_end, done = Writer(), threading.Event(), []
 

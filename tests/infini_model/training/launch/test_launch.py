@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 import pytest
 from commands import PATIENCE, eventually
 from curves import repeatable, weights
+from disks import frozen
 from stopping import Halt, is_pending
 from trainings import trainers
 
@@ -274,6 +276,26 @@ def test_a_signal_saves_first_and_nothing_is_left(
     assert "Step [4/100000]" in output
     assert "::" not in output
     none_left(run_dir)
+
+
+@pytest.mark.story
+def test_a_folder_that_turns_read_only_is_named_and_the_run_resumes_once_it_is_writable(
+    dataset, make_config, tmp_path, start, halt
+):
+    run_dir = tmp_path / "run"
+    config = make_config(**PATIENT)
+    process = start(LAUNCH, config, run_dir)
+    halt.wait()
+    checkpoints = run_dir / "checkpoints"
+    with frozen(checkpoints):
+        halt.resume()
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    assert re.search(rf"{checkpoints}/step-\d+: cannot be written", errors)
+    launch(config, dataset, run_dir, on_line=ignore)
+    train(config, dataset, tmp_path / "undisturbed")
+    assert repeatable(run_dir) == repeatable(tmp_path / "undisturbed")
+    assert weights(run_dir) == weights(tmp_path / "undisturbed")
 
 
 @pytest.mark.story

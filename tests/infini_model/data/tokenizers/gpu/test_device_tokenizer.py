@@ -18,19 +18,11 @@ from tokenizers import Tokenizer as Reference
 pytest.importorskip("triton", reason="triton is not installed: CPU builds of torch bring none")
 
 from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, PROBE, BPETokenizer
-from infini_model.data.tokenizers.gpu import (
-    character_classes,
-    device_tokenizer,
-    pretokens,
-    word_model,
-    word_table,
-)
+from infini_model.data.tokenizers.gpu import device_tokenizer, pretokens, word_model, word_table
 from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer, put_on_device
-from infini_model.data.tokenizers.gpu.kernels.characters import CONTINUED, MARGIN
 from infini_model.data.tokenizers.gpu.patterns import GPT2_PATTERN, PATTERNS
 from infini_model.data.tokenizers.gpu.pretokens import PADDING, PreTokenizer, TextBytes
 from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
-from infini_model.data.tokenizers.gpu.tokens import close_documents
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.cuda
@@ -131,10 +123,6 @@ def llama(gpu):
 
 
 every_pattern = pytest.mark.parametrize("expression", PATTERNS, ids=["gpt2", "llama3", "qwen"])
-# Those of two different tables of characters.
-each_table = pytest.mark.parametrize(
-    "expression", [GPT2_PATTERN, LLAMA3_PATTERN], ids=["gpt2", "llama3"]
-)
 
 
 @every_pattern
@@ -154,28 +142,6 @@ def test_real_text(llama, gpu):
         assert (len(ids), offsets.tolist()) == (0, [0] * (len(nothing) + 1))
 
 
-def test_any_documents_in_batches_of_any_size(llama):
-    tokenizer, rng = again(llama), random.Random(0)
-    text = "".join(SOURCES[:3])[:200] + TEXTS[0][:100] + "日本語🦊" * 5
-    for batch_bytes in (1, 300, 1 << 20) if llama.device.type == "cuda" else (200,):
-        places = sorted(rng.choices(range(len(text) + 1), k=30))
-        tokenizer.batch_bytes = batch_bytes
-        ends = zip([0, *places], [*places, len(text)], strict=True)
-        assert_exact(tokenizer, [text[start:end] for start, end in ends])
-
-
-def test_documents_end_with_the_end_of_text_token(llama):
-    texts = ["", "one two", "", "<|endoftext|>", "three"]
-    encoded, host = llama.encode(texts), llama.encode_batch(texts)
-    rows = np.split(host.ids, host.offsets[1:])
-    for begin in ([], [7]):
-        ids, offsets = close_documents(encoded, llama.eos_token_id, *(begin or [None]))
-        expected = [[*begin, *row.tolist(), llama.eos_token_id] for row in rows[: len(texts)]]
-        assert ids.tolist() == [each for row in expected for each in row]
-        assert offsets.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
-    assert close_documents(llama.encode([]), 0, 7).offsets.tolist() == [0]
-
-
 def test_whole_words_of_a_vocabulary_that_ignores_merges(llama, gpu):
     ignoring = on_device(ignoring_merges(train(LLAMA3_PATTERN)), gpu, 64)
     words = ["import", " self.qqq", "'''' xyzzy", "naïve 0123", "        x"]
@@ -185,17 +151,12 @@ def test_whole_words_of_a_vocabulary_that_ignores_merges(llama, gpu):
     assert not np.array_equal(llama.encode_batch(words).ids, ignoring.encode_batch(words).ids)
 
 
-@pytest.mark.parametrize("lacking", ["bytes", "prefix"])
-def test_a_model_that_the_kernels_do_not_cover_is_left_to_tokenizers(gpu, lacking):
+def test_a_model_that_the_kernels_do_not_cover_is_left_to_tokenizers(gpu):
     tree = json.loads(train(GPT2_PATTERN))
-    if lacking == "bytes":
-        for character in "zÃ":
-            del tree["model"]["vocab"][character]
-        kept = [pair for pair in tree["model"]["merges"] if not set("zÃ") & set("".join(pair))]
-        tree["model"]["merges"] = kept
-    else:
-        tree["model"]["end_of_word_suffix"] = "</w>"
-        tree["model"]["merges"] = []
+    for character in "zÃ":
+        del tree["model"]["vocab"][character]
+    kept = [pair for pair in tree["model"]["merges"] if not set("zÃ") & set("".join(pair))]
+    tree["model"]["merges"] = kept
     # What is not in the vocabulary has no id, or that of the unknown token.
     assert_exact(on_device(json.dumps(tree), gpu), ["a zebra é naïve zz", *TEXTS[:2], *PROBE])
 
@@ -224,17 +185,6 @@ def test_added_tokens_are_found_before_words(gpu):
     rows = [chance.choices(parts, k=chance.randrange(12)) for _ in range(count)]
     tokenizer = on_device(train(GPT2_PATTERN, tuple(added)), gpu)
     assert_exact(tokenizer, ["".join(row) for row in rows])
-
-
-def test_hundreds_of_added_tokens(gpu):
-    tree = json.loads(train(LLAMA3_PATTERN))
-    names = [f"<|reserved_special_token_{number}|>" for number in range(250)]
-    (plain,) = tree["added_tokens"]
-    tree["added_tokens"] += [
-        plain | {"id": 9000 + number, "content": name} for number, name in enumerate(names)
-    ]
-    texts = ["".join(names), " ".join(names), names[7][:-1], "<|" + names[9] + "|>"]
-    assert_exact(on_device(json.dumps(tree), gpu), texts)
 
 
 # Around the ends of what a key holds and of what the smaller kernel merges.
@@ -267,19 +217,6 @@ def test_a_full_table_is_emptied(llama):
         assert small._words.words <= 32
 
 
-def test_a_failed_insertion_leaves_a_valid_table(monkeypatch, llama):
-    fresh = again(llama)
-
-    def fail(words, which, pool):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fresh._words._model, "encode", fail)
-        with pytest.raises(MemoryError):
-            fresh.encode_batch(["qqxx yyzzyy"])
-    assert_exact(fresh, ["qqxx yyzzyy"])
-
-
 def test_running_out_of_memory_halves_the_batches(monkeypatch, llama, caplog):
     fresh = again(llama)
     encode = fresh._encode
@@ -297,32 +234,23 @@ def test_running_out_of_memory_halves_the_batches(monkeypatch, llama, caplog):
     assert "out of memory: tokenising a document on the CPU" in caplog.text
 
 
-def uploaded(data: bytes, device: torch.device) -> TextBytes:
-    """Text as it is uploaded."""
+def assert_split(expression: str, texts: list[str], device: torch.device) -> None:
+    """Every document is split as by the regex."""
+    data = "".join(texts).encode()
     padded = np.zeros(-(-len(data) // 8) * 8 + PADDING, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
-    return TextBytes(torch.from_numpy(padded).to(device), len(data))
-
-
-def starts_of(expression: str, texts: list[str], device: torch.device) -> list[list[int]]:
-    """Where the pieces of each document start, in bytes of the document."""
-    text = uploaded("".join(texts).encode(), device)
-    bounds = np.cumsum([0, *(len(text.encode()) for text in texts)])
+    text = TextBytes(torch.from_numpy(padded).to(device), len(data))
+    bounds = np.cumsum([0, *(len(each.encode()) for each in texts)])
     pre_tokenizer = PreTokenizer(PATTERNS[expression], torch.zeros(1 << 16), device)
     classified = pre_tokenizer.classify(text)
     classified.mark_sections(torch.from_numpy(bounds).to(device))
     *starts, end = pre_tokenizer.split(text, classified).tolist()
     assert end == text.size
     rows = np.split(starts, np.searchsorted(starts, bounds[1:-1]))
-    return [(row - first).tolist() for row, first in zip(rows, bounds, strict=False)]
-
-
-def assert_split(expression: str, texts: list[str], device: torch.device) -> None:
-    """Every document is split as by the regex."""
     regex = pre_tokenizers.Split(Regex(expression), "isolated")
-    for text, starts in zip(texts, starts_of(expression, texts, device), strict=True):
-        pieces = [len(piece.encode()) for piece, _ in regex.pre_tokenize_str(text)]
-        assert starts == np.cumsum([0, *pieces])[:-1].tolist(), repr(text)
+    for one, row, first in zip(texts, rows, bounds, strict=False):
+        pieces = [len(piece.encode()) for piece, _ in regex.pre_tokenize_str(one)]
+        assert (row - first).tolist() == np.cumsum([0, *pieces])[:-1].tolist(), repr(one)
 
 
 @every_pattern
@@ -343,27 +271,8 @@ def test_all_short_strings_with_one_character_per_class(expression, gpu):
     assert_split(expression, ["|x\nx|".join(texts)], gpu)
 
 
-@each_table
-def test_every_character_has_its_kind(expression, gpu):
-    """All bytes of a character do."""
-    characters = [chr(point) for point in (*range(0xD800), *range(0xE000, 0x110000))]
-    if gpu.type == "cpu":  # where an encoding or a page may end, and a sample
-        characters = [
-            one for one in characters if ord(one) % 257 == 0 or ord(one) & 0xFF in (0, 255)
-        ]
-    data = "".join(characters).encode()
-    llama = expression == LLAMA3_PATTERN
-    table = character_classes.kinds(newlines=llama, any_case=llama)
-    lengths = [len(one.encode()) for one in characters]
-    expected = np.repeat(table[[ord(one) for one in characters]], lengths)
-    starts = np.cumsum([0, *lengths])[:-1]
-    expected |= np.where(np.isin(np.arange(len(data)), starts), 0, CONTINUED).astype(np.uint8)
-    pre_tokenizer = PreTokenizer(PATTERNS[expression], torch.zeros(1 << 16), gpu)
-    kinds = pre_tokenizer.classify(uploaded(data, gpu)).kinds[MARGIN:-MARGIN]
-    assert np.array_equal(kinds.cpu().numpy(), expected)
-
-
-@each_table
+# Two of them have the same table of characters.
+@pytest.mark.parametrize("expression", [GPT2_PATTERN, LLAMA3_PATTERN], ids=["gpt2", "llama3"])
 def test_every_kind_is_that_of_the_regex(expression, gpu):
     # Above are ideographs and unassigned code points.
     points = [*range(0xD800), *range(0xE000, 0x20000), *range(0x20000, 0x110000, 997)]

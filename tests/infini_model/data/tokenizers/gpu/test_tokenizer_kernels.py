@@ -1,4 +1,4 @@
-"""The kernels of the GPU tokenizer compile for GPUs, and keep what they compute in registers.
+"""The kernels of the GPU tokenizer compile for GPUs.
 
 This file is a program, too, which compiles them: the interpreter, in which the tests of a machine
 without a GPU run, compiles nothing.
@@ -6,11 +6,8 @@ without a GPU run, compiles nothing.
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -59,31 +56,19 @@ def compiled(kernel, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
 
-def stack_bytes(cubin):
-    """Bytes of a thread's stack: what does not fit into its registers."""
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile() as file:
-        Path(file.name).write_bytes(cubin)
-        command = [str(program), "--dump-resource-usage", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", printed)[1])
-
-
-def test_kernels_compile_and_fit_the_registers():
+def test_kernels_compile_and_fit_the_shared_memory():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, __file__]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout)
     assert len(found) == len(KERNELS) + len(OTHERS)
-    for name, (shared, stack) in found.items():
+    for name, shared in found.items():
         assert shared <= 48 << 10, name
-        assert stack <= 256, name
 
 
 if __name__ == "__main__":
     measured = {}
     for kernel, capability in [*((kernel, H100) for kernel in KERNELS), *OTHERS]:
         binary = compiled(kernel, capability)
-        needs = (binary.metadata.shared, stack_bytes(binary.asm["cubin"]))
-        measured[f"{kernel.__name__} for sm_{capability}"] = needs
+        measured[f"{kernel.__name__} for sm_{capability}"] = binary.metadata.shared
     print(json.dumps(measured))

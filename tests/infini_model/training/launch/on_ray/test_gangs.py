@@ -1,14 +1,12 @@
-"""How many nodes of a Ray cluster a training takes, and what it reserves on each."""
+"""Which nodes of a Ray cluster a training takes, and what it reserves on each."""
 
-import json
 import socket
-from pathlib import Path
 
 import pytest
 
-from infini_model.config import LaunchConfig, load_config
+from infini_model.config import LaunchConfig
 from infini_model.runtime.on_ray.nodes import attempt, marked, sources_fingerprint
-from infini_model.training.launch.on_ray.gangs import Gangs, needs_of
+from infini_model.training.launch.on_ray.gangs import needs_of
 from infini_model.training.launch.on_ray.node import Place, survey
 
 
@@ -31,22 +29,6 @@ def launch(**settings):
 )
 def test_what_a_launcher_reserves(settings, nodes, needs):
     assert needs_of(launch(**settings), nodes) == needs
-
-
-def gangs(tmp_path: Path, batch: int, **settings):
-    checkpoint = tmp_path / "checkpoints" / "step-20"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"global_batch": batch}))
-    config = load_config(overrides=[{"launch": {"launcher": "ray", **settings}}])
-    return Gangs(config, tmp_path, tmp_path, "head:1", lambda: False)
-
-
-def test_only_numbers_of_nodes_that_divide_the_batch_of_the_run(tmp_path):
-    found = gangs(tmp_path, 12, nodes="2-8")
-    assert found._sizes(8, {"CPU": 1.0}) == [6, 4, 3, 2]
-    assert found._sizes(3, {"CPU": 1.0}) == [3, 2]
-    assert found._sizes(8, {"CPU": 4.0}) == [3]
-    assert gangs(tmp_path / "other", 12, nodes=5)._sizes(8, {"CPU": 1.0}) == []
 
 
 def test_a_node_is_taken_if_it_has_the_same_code_and_sees_the_run(tmp_path):

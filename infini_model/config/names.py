@@ -7,8 +7,7 @@ a key of the tree or, if no key is equivalent, a clause that says what to use in
 
 from __future__ import annotations
 
-from infini_model.config.moved import MOVED, REMOVED
-
+_COUNTED_IN_WINDOWS = "use evaluation.max_windows instead, which counts windows, not batches"
 NAMES: dict[str, str] = {
     # tutorials
     "grad_accum_nums": "training.gradient_accumulation_steps",
@@ -47,8 +46,8 @@ NAMES: dict[str, str] = {
     "n_layers": "model.num_hidden_layers",
     "n_heads": "model.num_attention_heads",
     "max_eval_samples": "evaluation.max_windows",
-    "eval_batches": REMOVED["logging.eval_batches"],
-    "max_batches": REMOVED["evaluation.max_batches"],
+    "eval_batches": _COUNTED_IN_WINDOWS,
+    "max_batches": _COUNTED_IN_WINDOWS,
     # peft
     "lora_r": "training.lora.r",
     "lora_rank": "training.lora.r",
@@ -62,7 +61,4 @@ NAMES: dict[str, str] = {
     "hf_dataset_or_datasets": "data.source.repository",
     "text_column_name": "data.source.column",
     "tokenizer_name_or_path": "data.tokenizer.spec",
-    # earlier versions
-    **MOVED,
-    **REMOVED,
 }

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infini_model.config import Config, read_tree, validate
-from infini_model.config.moved import with_keys_moved
 from infini_model.runtime.errors import ConfigError, DataError, UserError
 from infini_model.runtime.holders import Holder, Owner, holder_of
-from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.storage import MANIFEST, content_key, write_json
 from infini_model.runtime.stored.record import stored_holder
 
@@ -65,23 +63,16 @@ def _evaluated_step(run_dir: Path) -> int | None:
     with contextlib.suppress(FileNotFoundError):
         record = json.loads((run_dir / EVALUATION).read_text(encoding="utf-8"))
         return int(record["step"])
-    # Older versions wrote only the report. It covers the last step if no later step is recorded.
-    with contextlib.suppress(FileNotFoundError):
-        written = (run_dir / REPORT).stat().st_mtime
-        newest = read_newest(run_dir, "step", "time")
-        if newest and newest["time"] <= written:
-            return int(newest["step"])
     return None
 
 
 def last_step(run_dir: Path) -> int | None:
     """Total optimizer steps of a run; None with `training.epochs` until training starts.
 
-    Raises `DataError` or `ConfigError` if it cannot be read.
+    Raises `DataError` if it cannot be read.
     """
     steps = read_record(run_dir).get("max_steps")
-    # Older versions wrote it to config.yaml only, which is slower to read.
-    return read_run_config(run_dir).training.max_steps if steps is None else int(steps)
+    return None if steps is None else int(steps)
 
 
 def record_last_step(run_dir: Path, step: int) -> None:
@@ -99,11 +90,11 @@ def read_run_config(run_dir: Path) -> Config:
 
 
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
-    """`config.yaml` of a run, also of one that an earlier version started. Raises `DataError`."""
+    """`config.yaml` of a run. Raises `DataError` if `run_dir` is not a run folder."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise DataError(f"{run_dir}: not a run folder (it has no config.yaml)")
-    return with_keys_moved(read_tree(path))
+    return read_tree(path)
 
 
 def latest_run(config: Config) -> Path:

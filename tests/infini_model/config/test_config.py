@@ -1,19 +1,17 @@
-"""Settings: how files and overrides are read, also those of earlier versions, and what is refused.
+"""Settings: how files and overrides are read, and what is refused.
 
 A mistake is one line that names the key and, if it can, what was meant.
 """
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from infini_model.config import ModelConfig, dump_config, load_config, validate
-from infini_model.config.evaluation_tasks import EvaluationTaskName
 from infini_model.config.explaining import all_keys
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS
-from infini_model.config.moved import MOVED, REMOVED, TASKS, with_keys_moved
 from infini_model.config.names import NAMES
 from infini_model.config.places import output_place
 from infini_model.runtime.errors import ConfigError
@@ -157,15 +155,6 @@ def test_another_process_is_told_the_same_output_folder_and_store(
     assert told.output_dir.resolve() == run.output_dir.resolve()
 
 
-def test_limits_in_batches_and_tasks_of_an_earlier_version_are_translated() -> None:
-    tree = {"training": {"batch_size": 4}, "logging": {"eval_batches": 3}}
-    moved = with_keys_moved(tree | {"launch": {"processes": 2}})
-    assert (moved["evaluation"], moved["logging"]) == ({"max_windows": 24}, {})
-    assert with_keys_moved({"evaluation": {"max_batches": None}}) == {"evaluation": {}}
-    renamed = with_keys_moved({"evaluation": {"tasks": ["sample", *TASKS]}})
-    assert renamed == {"evaluation": {"tasks": ["sample", *TASKS.values()]}}
-
-
 def refusal_of(*overrides: str | dict[str, Any]) -> str:
     """The line with which settings are refused."""
     with pytest.raises(ConfigError) as caught:
@@ -288,9 +277,6 @@ def test_what_an_error_points_to_exists_and_what_it_replaces_does_not() -> None:
     keys = set(all_keys())
     sections = {key.rpartition(".")[0] for key in keys}
     leaves = {key.rpartition(".")[2] for key in keys}
-    assert set(MOVED.values()) <= keys
-    assert set(TASKS.values()) <= set(get_args(EvaluationTaskName))
-    assert not {*MOVED, *REMOVED} & keys
     assert not NAMES.keys() & (keys | leaves)
     for name, meant in NAMES.items():
         named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", meant))

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from commands import PATIENCE, eventually
 
 from flows.evaluate import _as_trained
 from infini_model.config import Config, load_config
-from infini_model.config.moved import MOVED
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import Owner
@@ -246,28 +244,3 @@ def test_a_dataset_that_is_not_here_is_found_by_its_address(tmp_path: Path) -> N
     for asked in (resume_config(run_dir), _as_trained(config, run_dir)):
         assert asked.data.folder == address
     assert resume_config(run_dir, ["data.folder=elsewhere"]).data.folder == Path("elsewhere")
-
-
-def test_a_run_that_an_earlier_version_started_is_read_and_resumed(tmp_path: Path) -> None:
-    run_dir = claim(config_of(tmp_path, "launch.attention_backend=math"))
-    config = read_run_config(run_dir)
-    tree = config.model_dump(mode="json")
-    for old, new in MOVED.items():
-        before, key = old.split(".")
-        *path, name = new.split(".")
-        section = tree
-        for part in path:
-            section = section[part]
-        tree[before][key] = section.pop(name)
-    # Earlier versions did not have these.
-    for new in ("force", "compile", "launcher", "nodes", "ray_address"):
-        tree["launch"].pop(new)
-    for emptied in ("launch", "logging", "checkpoint"):
-        assert tree.pop(emptied) == {}
-    tree["training"]["eval_batches"] = 8
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
-    assert read_run_config(run_dir) == config
-    assert claim(config_of(tmp_path)) == run_dir
-    assert resume_config(run_dir, ["launch.gpus=0"]).launch.attention_backend == "math"
-    with pytest.raises(ConfigError, match=r"training\.gpus: unknown key"):
-        resume_config(run_dir, ["training.gpus=0"])

@@ -77,7 +77,9 @@ def _run_sweep(config: Config) -> Iterator[Swept]:
         ready = _with_dataset(run, datasets)
         name = str(ready.run.name)
         log.info("Run %d of %d: %s", number, len(runs), name)
-        found = swept_run(**parameters_of(ready, swept_run), return_state=True)
+        # Prefect gives a finished part its first name again when the whole is retried.
+        named = swept_run.with_options(flow_run_name=f"{swept_run.name} {name}")
+        found = named(**parameters_of(ready, swept_run), return_state=True)
         state = cast("State[dict[str, str]]", found)
         if state.is_completed():
             yield Swept(name, Path(state.result()["run_dir"]), "")

@@ -19,8 +19,6 @@ from uuid import UUID, uuid4
 import pytest
 from commands import PATIENCE, Environment, Running, api, eventually, tiny, write_texts
 from prefect.client.orchestration import get_client
-from prefect.context import FlowRunContext
-from prefect.exceptions import Abort
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from serving import Server
@@ -31,7 +29,7 @@ from infini_model.runtime.errors import ConfigError, StageError
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
-from tasks import artifacts, control, elsewhere
+from tasks import artifacts, elsewhere
 from tasks.elsewhere import Elsewhere, find_deployment
 from tasks.training_view import mlflow_link
 
@@ -312,43 +310,56 @@ def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
         assert (outcome.flow_run.id, outcome.is_new) == (part.id, False)
 
 
+PART = """
+import time
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient
+from tasks.control import stopped_with_flow_run
+
+read = SyncPrefectClient.read_flow_run
+
+def read_and_tell(client, number):
+    found = read(client, number)
+    print(found.id, "is", found.state.type.value, flush=True)
+    return found
+
+SyncPrefectClient.read_flow_run = read_and_tell
+
+@flow
+def part():
+    with stopped_with_flow_run(lambda: "step 7 is saved") as stop:
+        while not (change := stop()):
+            time.sleep(0.1)
+        raise change
+"""
+
+
+@pytest.mark.story
 def test_a_part_survives_a_crash_of_the_whole_and_ends_when_someone_suspends_the_whole(
-    prefect: Server, monkeypatch: pytest.MonkeyPatch
+    prefect: Server, start: Start, tmp_path: Path
 ) -> None:
+    (tmp_path / "part.py").write_text(PART)
     # A whole without an engine, and the task run in it that stands for its part.
     whole = create(prefect, "whole")
     task = {"flow_run_id": whole, "task_key": "part", "dynamic_key": "0"}
     task_run = api(prefect.url, "task_runs/", **task)["id"]
     prefect.set_state(whole, "RUNNING", "Running")
-    path = f"deployments/{make_deployment(prefect, 'part', str(uuid4()))}/create_flow_run"
+    deployment = make_deployment(prefect, "part", str(uuid4()))
+    path = f"deployments/{deployment}/create_flow_run"
     part = str(api(prefect.url, path, parent_task_run_id=task_run)["id"])
-    prefect.set_state(part, "RUNNING", "Running")
-    looks, look = list[str](), control._changed
-
-    def look_and_note(*arguments: Any) -> Any:
-        looks.append(prefect.state(whole)["type"])
-        return look(*arguments)
-
-    monkeypatch.setattr(control, "_changed", look_and_note)
-    monkeypatch.setattr(control, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(control, "get_run_logger", logging.getLogger)
-    monkeypatch.setenv("PREFECT_API_URL", prefect.url)
-
-    def work() -> None:
-        with get_client(sync_client=True) as client:
-            context = FlowRunContext.model_construct(flow_run=client.read_flow_run(UUID(part)))
-        with context, control.stopped_with_flow_run(lambda: "step 7 is saved") as stop:
-            prefect.set_state(whole, "CRASHED", "Crashed")
-            # When the second one begins, the first has ended.
-            eventually(lambda: looks.count("CRASHED") > 1, "a look at the crashed whole")
-            assert stop() is None
-            assert prefect.state(part)["name"] == "Running"
-            prefect.suspend(whole)
-            eventually(lambda: stop() is not None, "the end of the part")
-            raise stop() or AssertionError
-
-    with temporary_settings({PREFECT_API_URL: prefect.url}), pytest.raises(Abort):
-        work()
+    running = start(part, f"{tmp_path}/part.py:part")
+    prefect.wait_for_state(part, "Running")
+    prefect.set_state(whole, "CRASHED", "Crashed")
+    crash = f"{whole} is CRASHED"
+    # Having read it once, the part would end instead of reading it again.
+    eventually(
+        lambda: running.process.poll() is not None or running.output.count(crash) >= 2,
+        lambda: running.output,
+    )
+    assert running.process.poll() is None, running.output
+    assert prefect.state(part)["name"] == "Running"
+    prefect.suspend(whole)
+    assert running.wait() == 0, running.output
     state = prefect.state(part)
     assert (state["type"], state["message"]) == ("CANCELLED", "Cancelled; step 7 is saved")
     assert prefect.state(whole)["type"] == "PAUSED"

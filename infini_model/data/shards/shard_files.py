@@ -196,7 +196,7 @@ def map_shard(path: Path | str) -> ShardArrays:
         raise not_a_shard(path, error) from error
     counts = None if prompts is None else prompts.to_numpy()
     values = column.values
-    dtype = values.type.to_pandas_dtype()
+    dtype = np.dtype(str(values.type))
     if not len(values):
         return ShardArrays(np.zeros(0, dtype), np.zeros(len(column) + 1, np.int32), counts)
     offsets = np.frombuffer(column.buffers()[1], np.int32)[: len(column) + 1]
@@ -256,7 +256,7 @@ class Header:
         return Layout(
             len(column),
             len(values),
-            np.dtype(values.type.to_pandas_dtype()),
+            np.dtype(str(values.type)),
             self._place(column.buffers()[1]),
             self._place(values.buffers()[1]),
             None if prompts is None else self._place(prompts.buffers()[1]),

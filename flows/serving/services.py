@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -91,10 +92,12 @@ def own_server(url: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A loopback port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that is free, and that the kernel gives nobody before a server listens."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def check_port(port: int, option: str) -> None:

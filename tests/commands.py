@@ -32,8 +32,9 @@ Environment = dict[str, str]
 # Seconds that a test waits for what must happen, however slow the machine: long enough that only a
 # hang takes longer, and short enough for pytest's own timeout to leave it time to be named.
 PATIENCE = 300.0
-# The same for a command that goes through several stages, each in a process of its own.
-WHOLE = 3 * PATIENCE
+# The same for what goes through several stages, each in a process of its own: `make run` takes
+# eleven minutes beside two other workers.
+WHOLE = 6 * PATIENCE
 
 
 def write_texts(folder: Path, count: int, words: int = 60, seed: int = 0) -> Path:
@@ -259,15 +260,17 @@ def dataset_of(settings: Path) -> Path:
     return Path(stage("shard", settings, "--listing", listing)["folder"])
 
 
-def eventually(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
-    """Wait until `condition` holds; fail, naming `what`, if it does not in `PATIENCE`.
+def eventually(
+    condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = PATIENCE
+) -> None:
+    """Wait until `condition` holds; fail, naming `what`, if it does not in time.
 
     `what` is a function where it describes a state: it is then called when time is up. A condition
     may be a query to a server that shares the cores, so it is checked five times a second.
     """
-    if not poll(condition, every_seconds=0.2, timeout_seconds=PATIENCE):
+    if not poll(condition, every_seconds=0.2, timeout_seconds=seconds):
         named = what if isinstance(what, str) else what()
-        raise AssertionError(f"not after {PATIENCE} s: {named}")
+        raise AssertionError(f"not after {seconds} s: {named}")
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 from commands import (
+    WHOLE,
     Environment,
     Running,
     alive,
@@ -66,6 +67,7 @@ class Server:
             lambda: (
                 f"{name}, not {self.state(flow_run)}\n" + "\n".join(self.log_of(flow_run)[-30:])
             ),
+            WHOLE,
         )
         return self.state(flow_run)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from commands import Environment, eventually, kill, run
+from commands import WHOLE, Environment, eventually, kill, run
 from ports import free_port
 
 NODES = ("n1", "n2", "n3")
@@ -88,11 +88,14 @@ class Cluster:
         eventually(
             lambda: self.field(job, "JobState") == state,
             lambda: f"{state}, not {self.field(job, 'JobState')}:\n{self.output(job)}",
+            WHOLE,
         )
 
     def wait_for_output(self, job: str, text: str) -> None:
         """Wait until a job has printed `text`."""
-        eventually(lambda: text in self.output(job), lambda: f"{text!r} in\n{self.output(job)}")
+        eventually(
+            lambda: text in self.output(job), lambda: f"{text!r} in\n{self.output(job)}", WHOLE
+        )
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """The processes that Slurm started on a node, or on all; its daemons last."""

@@ -83,9 +83,9 @@ class Halt:
 
     def wait(self, count: int = 1) -> list[psutil.Process]:
         """Wait until so many ranks have halted, and return them."""
-        from commands import eventually
+        from commands import WHOLE, eventually
 
-        eventually(lambda: len(self.ranks()) == count, f"{count} ranks that have halted")
+        eventually(lambda: len(self.ranks()) == count, f"{count} ranks that have halted", WHOLE)
         return self.ranks()
 
     def resume(self) -> None:

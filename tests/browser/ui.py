@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from commands import eventually
+from commands import WHOLE, eventually
 from playwright.sync_api import Error, Locator, Page, expect
 
 # How long to wait for what a click leads to before clicking again.
@@ -56,7 +56,8 @@ class Prefect:
 
     def expect_state(self, name: str) -> None:
         """Wait until the badge below the run's name shows this state."""
-        expect(self.page.locator("main").get_by_text(name, exact=True).first).to_be_visible()
+        badge = self.page.locator("main").get_by_text(name, exact=True).first
+        expect(badge).to_be_visible(timeout=WHOLE * 1000)
 
     def insist(self, action: Callable[[], object], outcome: Locator) -> Locator:
         """Repeat an action until what it leads to is visible; returns that.

@@ -62,7 +62,7 @@ def test_a_run_that_is_killed_and_interrupted_gives_the_same_result(
 
     running = start(*command, env=connected | halt.environment)
     (trainer,) = halt.wait()
-    assert "Resuming from:" in running.output
+    running.wait_for("Resuming from:")
     everyone = running.tree()
     running.process.send_signal(signal.SIGHUP)
     eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")

@@ -312,7 +312,7 @@ def test_a_lost_node_changes_no_bit(
         cluster.add_node()
     # Within the one task of the flow.
     assert "retry 1 of" not in running.output
-    assert running.output.count("with a new gang") == 1
+    assert "with a new gang" in running.output
     assert running.output.count("Number of processes: 2, ddp") == 2
     runs = settings.parent / "output" / "runs"
     assert repeatable(runs / "on-2") == repeatable(runs / "undisturbed")

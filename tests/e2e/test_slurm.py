@@ -78,7 +78,7 @@ def test_a_job_of_two_to_four_nodes_goes_on_with_those_that_are_left(
     train = ("train", "--config", settings, "run.name=slurm")
     job = cluster.submit("--nodes=2-4", *OPTIONS, SCRIPT, *train, **halt.environment)
     halt.wait(3)
-    assert "Number of processes: 3, ddp" in cluster.output(job)
+    cluster.wait_for_output(job, "Number of processes: 3, ddp")
     cluster.lose("n1")
     cluster.wait_for_output(job, "Number of processes: 2, ddp")
     cluster.wait_for(job, "COMPLETED")

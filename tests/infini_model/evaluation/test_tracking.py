@@ -1,5 +1,6 @@
 """The results of an evaluation in MLflow: the run's status, and a loadable model."""
 
+import functools
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from commands import eventually
 from mlflow_server import mlflow_server
 from records import Record
 from trained_run import make_dataset, make_run, settings
@@ -174,6 +176,8 @@ def start(made, run_dir):
     config = made[0]
     metrics = Record(run_dir, config, DATASET)
     metrics.append(1, {"train/loss": 1.0})
+    record = functools.partial(read_mlflow_record, run_dir)
+    eventually(lambda: record().get("delivered_step") == 1, "the record in MLflow")
     return metrics
 
 

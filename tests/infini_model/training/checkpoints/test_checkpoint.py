@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PATIENCE
+from commands import PATIENCE, eventually
 from curves import repeatable, weights
 from trainings import PRELOADED
 
@@ -153,10 +153,14 @@ def test_a_snapshot_does_not_change_with_the_training(trained):
 
 
 class Fill(Callback):
-    """Limits the size of files after step 6, as on a full disk."""
+    """Limits the size of files after step 6, as on a full disk, once step 4 is saved."""
+
+    def __init__(self, run_dir):
+        self._saved = run_dir / "checkpoints" / "step-4"
 
     def after_step(self, step, metrics):
         if step.number == 6:
+            eventually(self._saved.is_dir, "the checkpoint of step 4")
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 
 
@@ -171,7 +175,7 @@ def test_a_full_disk_names_the_checkpoint_and_the_previous_one_resumes_to_the_sa
         ProcessPoolExecutor(1, context) as pool,
         pytest.raises(UserError, match="step-8: cannot be written: File too large") as caught,
     ):
-        pool.submit(train, make_config(), dataset, run_dir, [Fill()]).result()
+        pool.submit(train, make_config(), dataset, run_dir, [Fill(run_dir)]).result()
     assert ".tmp-" not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert [p.name for p in (run_dir / "checkpoints").glob("*step*")] == ["step-4"]

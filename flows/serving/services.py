@@ -92,8 +92,9 @@ def own_server(url: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A loopback port that is free, and that the kernel gives nobody before a server listens."""
+    """A free loopback port for a server that takes seconds to listen."""
     while True:
+        # Below the ephemeral ports, one of which another process could be given meanwhile.
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))

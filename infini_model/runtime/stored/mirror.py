@@ -98,7 +98,7 @@ class Mirror:
             apply_retention(self._store, self._run_dir, self._keep)
 
     def _missing_steps(self) -> set[int]:
-        """The checkpoints of this machine that retention keeps and that are not known as stored."""
+        """Local checkpoints that retention keeps and that the store is not known to have."""
         local = local_steps(self._run_dir)
         losses = read_validation_losses(self._run_dir)
         return (local & kept_steps(local | self._steps, losses, self._keep)) - self._steps

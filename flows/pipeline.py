@@ -21,7 +21,14 @@ from flows.train import prepare_weights, trained_run
 from infini_model.config import Config
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.holders import Owner
-from infini_model.runtime.runs import REPORT, REPORT_PAGE, dataset_here, find_run
+from infini_model.runtime.runs import (
+    REPORT,
+    REPORT_PAGE,
+    dataset_here,
+    find_run,
+    is_started,
+    read_run_config,
+)
 from infini_model.runtime.stored.conditions import check_stores
 from infini_model.runtime.stored.working_copy import refresh_runs
 from tasks.failures import concluded
@@ -60,7 +67,10 @@ def _trained_here(config: Config) -> dict[str, Any]:
     owner, adopt = current_owner()
     weights = prepare_weights(config, owner, adopt=adopt)
     pinned = config if weights is None else weights.pinned_in(config)
-    dataset = _own_dataset(config, _dataset_of(config, owner)) or make_dataset(pinned)
+    run_dir = _begun_run(config, owner)
+    dataset = None if run_dir is None else _own_dataset(config, dataset_here(run_dir))
+    if dataset is None:
+        dataset = make_dataset(pinned if run_dir is None else _from_source(pinned, run_dir))
     with trained_run(config, dataset, weights, owner, adopt=adopt) as run_dir:
         if config.launch.node_rank > 0:
             return {"report": str(run_dir / REPORT), "html": str(run_dir / REPORT_PAGE)}
@@ -69,10 +79,22 @@ def _trained_here(config: Config) -> dict[str, Any]:
     return evaluate_elsewhere(config, dataset, run_dir)
 
 
-def _dataset_of(config: Config, owner: Owner | None) -> Path | str | None:
-    """The dataset that this flow run already trains on, if it does."""
-    run_dir = None if owner is None else find_run(config.run.runs_dir, owner.id)
-    return None if run_dir is None else dataset_here(run_dir)
+def _begun_run(config: Config, owner: Owner | None) -> Path | None:
+    """The run that this flow run retries, or that `infini resume` names with its dataset."""
+    if owner is not None and (own := find_run(config.run.runs_dir, owner.id)):
+        return own
+    named = config.run.runs_dir / (config.run.name or "")
+    if config.run.name is None or config.data.folder is None or not is_started(named):
+        return None
+    return named if str(dataset_here(named)) == str(config.data.folder) else None
+
+
+def _from_source(config: Config, run_dir: Path) -> Config:
+    """`config` with the source of a run's dataset in place of its folder, if it had one."""
+    if read_run_config(run_dir).data.folder is not None:
+        return config
+    data = config.data.model_copy(update={"folder": None})
+    return config.model_copy(update={"data": data})
 
 
 def _own_dataset(config: Config, folder: Path | str | None) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, load_config
-from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.stage_protocol import ERROR, RESULT, write_message, write_progress
 
 
@@ -140,7 +140,8 @@ def main() -> int:
         logging.getLogger("infini_model").setLevel(config.run.log_level.upper())
         result = STAGES[arguments.stage](config, arguments)
     except UserError as error:
-        write_message(ERROR, {"kind": "user", "message": str(error)})
+        kind = "data" if isinstance(error, DataError) else "user"
+        write_message(ERROR, {"kind": kind, "message": str(error)})
         return 2
     except ConnectionError as error:
         write_message(ERROR, {"kind": "network", "message": str(error)})

@@ -21,7 +21,7 @@ from prefect.runtime import task_run
 from prefect.tasks import Task, exponential_backoff
 
 from infini_model.config import Config, StageConfig
-from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.processes import ProcessTimeoutError, run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
 from infini_model.training.launch.failures import TrainingFailure
@@ -113,7 +113,12 @@ def _outcome(
     name: str, status: int, reported: dict[str, Any], tail: Sequence[str]
 ) -> dict[str, Any]:
     if error := reported.get(ERROR):
-        kinds = {"user": UserError, "network": ConnectionError, "stage": StageError}
+        kinds = {
+            "user": UserError,
+            "data": DataError,
+            "network": ConnectionError,
+            "stage": StageError,
+        }
         raise kinds[error["kind"]](error["message"])
     if status != 0 or RESULT not in reported:
         failure = StageError(": ".join([f"{name} ended with status {status}", *tail[-1:]]))

@@ -1,6 +1,7 @@
 """`infini runs`, `resume`, `cancel` and `logs` on real runs, however they were started."""
 
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -78,7 +79,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     launch = {"hang_timeout_seconds": PATIENCE}
     tree = tiny(text_files, output, launch=launch, checkpoint={"save_steps": 20})
     settings = write_settings(tmp_path / "settings.yaml", tree)
-    dataset_of(settings)
+    dataset = dataset_of(settings)
     halt = Halt(tmp_path / "halt", 5)
     running = start("train", "--config", settings, **halt.environment)
     run_dir = output / "runs" / "run-1"
@@ -110,9 +111,11 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert f"Step [{saved}/20]" in followed.output
     assert "interrupted" in told("runs")[1]
 
+    shutil.rmtree(dataset)
     command = infini("resume", "logging.logging_steps=50", "--output-dir", output)
     resumed = run(command, connected)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "rebuilding it" in resumed.stderr + resumed.stdout
     assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in resumed.stderr + resumed.stdout
     assert f"Report: {run_dir}/report.md" in resumed.stdout.splitlines()
     assert is_finished(run_dir)

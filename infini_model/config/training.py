@@ -134,9 +134,9 @@ class TrainingConfig(Section):
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto",
-        description="Data type of matrix products; auto is bf16 on CUDA and fp32 on the CPU. fp16 "
-        "is for GPUs without bf16: it scales the loss and skips steps whose gradients overflow. "
-        "Weights and optimizer state stay in float32.",
+        description="Data type of matrix products; auto is fp32 on the CPU, bf16 on GPUs that have "
+        "it (compute capability 8.0), else fp16, which scales the loss and skips steps whose "
+        "gradients overflow. Weights and optimizer state stay in float32.",
     )
     lora: LoraConfig | None = Field(
         None,

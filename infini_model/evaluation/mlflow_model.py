@@ -21,6 +21,7 @@ from infini_model.model.hf_checkpoint import ADAPTER_CONFIG, CONFIG, INDEX
 from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import MANIFEST, sha256
 from infini_model.training.callbacks.mlflow_record import MlflowSink
+from infini_model.training.checkpoints.checkpoint import read_position
 
 ALIAS = "best"
 # Tag of a logged model: the hash of its checkpoint's manifest.
@@ -108,7 +109,11 @@ def _save(
         python_model=str(PACKAGE / "evaluation" / "pyfunc.py"),
         code_paths=[str(PACKAGE)],
         artifacts={MODEL: str(folder)},
-        model_config={"tokenizer": tokenizer.spec},
+        # Trained on a GPU and loaded on a CPU, it computes in the same precision.
+        model_config={
+            "tokenizer": tokenizer.spec,
+            "precision": read_position(weights.parent).precision,
+        },
         signature=_signature(settings, seed),
         input_example={"prompt": "Once upon a time"},
         pip_requirements=_requirements(),

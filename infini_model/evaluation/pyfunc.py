@@ -15,6 +15,7 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.evaluation.prompt import continue_prompt
+from infini_model.model.precision import resolve_precision
 from infini_model.training.checkpoints.loading import load_model
 from infini_model.training.launch.devices import first_device
 
@@ -26,7 +27,9 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
         """Load the tokenizer, and the weights onto the GPU with the most free memory, if any."""
         folder = Path(context.artifacts["model"])
         self._tokenizer = load_saved(folder, context.model_config["tokenizer"])
-        self._model = load_model(folder, device=first_device("auto"))
+        device = first_device("auto")
+        self._model = load_model(folder, device=device)
+        self._model.precision = resolve_precision(context.model_config["precision"], device)
 
     def predict(
         self,

@@ -25,6 +25,10 @@ TILE = 128
 # The gradient of the weight in 16 bits is added up in parts of this many numbers: 32 MiB.
 PRODUCTS_AT_ONCE = 1 << 24
 
+# Rows whose gradient of the weight may be summed in fp16, which ends at 65,504: each may add
+# several units to a number of it.
+FP16_ROWS = 8192
+
 IGNORED = -100
 
 
@@ -63,6 +67,8 @@ def summed_loss(
     dtype = functional.linear(hidden[:0], as_operand(weight[:0], hidden)).dtype
     at_once = logits_at_once or max(LOGITS_AT_ONCE, weight.numel())
     rows, trained = _rows_at_once(len(hidden), len(weight), at_once), weight.requires_grad
+    if dtype == torch.float16:
+        rows = min(rows, FP16_ROWS)
     total: Tensor = _loss_and_gradients(
         hidden, weight, targets, row_weights, excluded, dtype, rows, trained
     )[0]

@@ -83,7 +83,12 @@ PRECISIONS = {
 def resolve_precision(
     setting: Literal["auto", "bf16", "fp16", "fp32"], device: torch.device
 ) -> Precision:
-    """Resolve `training.precision`: auto is bf16 on CUDA and fp32 on a CPU."""
+    """Resolve `training.precision`: auto is fp32 on a CPU, bf16 on GPUs that have it, else fp16.
+
+    GPUs below compute capability 8.0, such as the T4, compute bf16 in software, and have too little
+    shared memory for its kernels.
+    """
     if setting == "auto":
-        setting = "bf16" if device.type == "cuda" else "fp32"
+        has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        setting = "fp32" if device.type != "cuda" else "bf16" if has_bf16 else "fp16"
     return PRECISIONS[setting]

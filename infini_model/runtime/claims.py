@@ -107,12 +107,13 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any], above: str = ""
     return f"{found.key} is {found.other!r}, not {found.one!r}"
 
 
-def _identities(
+def identities(
     run_dir: Path, config: Config, weights: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The identity of `config` and that of a run, both with the initial weights by their content.
 
-    Their names count only where a fingerprint is not known. Raises `DataError`, `ConfigError`.
+    `weights` is their fingerprint now; their names count only where one of the two is not known.
+    Raises `DataError`, `ConfigError`.
     """
     asked, recorded = config.identity, read_run_config(run_dir).identity
     before = weights_fingerprint(run_dir)
@@ -127,7 +128,7 @@ def _is_same_run(
 ) -> bool:
     try:
         record = read_record(run_dir)
-        asked, recorded = _identities(run_dir, config, weights)
+        asked, recorded = identities(run_dir, config, weights)
     except (DataError, ConfigError):
         return False
     return dataset_key in (None, record.get("dataset_key")) and asked == recorded
@@ -160,7 +161,7 @@ def _check_claim(
 ) -> None:
     """Raise `ConfigError` if the folder holds a different run or was taken over from this owner."""
     if not _is_same_run(run_dir, config, dataset_key, weights):
-        other = difference(*_identities(run_dir, config, weights))
+        other = difference(*identities(run_dir, config, weights))
         raise ConfigError(f"run.name: {run_dir} holds another run ({other})")
     record = read_record(run_dir)
     if owner is not None and owner.id in record.get("former_owners", []):
@@ -298,7 +299,7 @@ def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
             )
         time.sleep(JOIN_POLL_SECONDS if store is None else JOIN_POLL_STORE_SECONDS)
     if not _is_same_run(run_dir, config, dataset_key, None):
-        other = difference(*_identities(run_dir, config, None))
+        other = difference(*identities(run_dir, config, None))
         holder = run_holder(run_dir)
         by = "" if holder is None else f", in use by {holder}"
         raise ConfigError(f"run.name: {run_dir} holds another run{by} ({other})")

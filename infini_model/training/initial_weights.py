@@ -174,10 +174,11 @@ def read_initial_weights(run_dir: Path) -> InitialWeights | None:
 def record_initial_weights(run_dir: Path, weights: InitialWeights) -> None:
     """Write the record that the ranks of a run read.
 
-    Raises `CheckpointError` if the run has a checkpoint that began from other weights.
+    Raises `CheckpointError` if the run began from other weights.
     """
     before = weights_fingerprint(run_dir)
-    if before != weights.fingerprint and saved_step(run_dir) is not None:
+    has_begun = before is not None or saved_step(run_dir) is not None
+    if has_begun and before != weights.fingerprint:
         raise CheckpointError(
             f"{run_dir}: the run began with {before or 'random weights'}, not with "
             f"model.initial_weights={weights.name} ({weights.fingerprint}); {ADVICE}"

@@ -36,9 +36,11 @@ from infini_model.training.replica import Replica
 from infini_model.training.setup import (
     Start,
     build_module,
+    check_settings,
     find_start,
     machine_of,
     record_settings,
+    with_precision,
     with_steps,
 )
 from infini_model.training.sizing.fitting import check_memory
@@ -105,6 +107,9 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     """
     asked, manifest = config, read_manifest(dataset_dir)
     check_agreement(config, manifest.key, world)
+    start = find_start(run_dir, manifest.key, world)
+    check_settings(run_dir, config, start, world)
+    config = with_precision(config, start)
     recovery = recovery_of(world.json_from_main(lambda: asdict(read_recovery(run_dir))))
     config = recovery.applied_to(config)
     config, weights = with_initial_weights(config, run_dir, world)
@@ -115,7 +120,6 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)
         for split in ("train", "validation", "test")
     }
-    start = find_start(run_dir, config, manifest.key, world)
     division = divide(config.training, world.size, start.global_batch)
     config = with_steps(config, len(windows["train"]), division.global_batch)
     if world.is_main:

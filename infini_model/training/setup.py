@@ -14,10 +14,10 @@ from infini_model.config import Config, dump_config
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives.objective import LossModule, Objective
-from infini_model.runtime.claims import difference
-from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.claims import difference, identities
+from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.main_memory import available_memory
-from infini_model.runtime.runs import MODEL
+from infini_model.runtime.runs import MODEL, weights_fingerprint
 from infini_model.runtime.storage import atomic_file
 from infini_model.training.checkpoints.checkpoint import (
     Position,
@@ -26,6 +26,7 @@ from infini_model.training.checkpoints.checkpoint import (
     read_position,
 )
 from infini_model.training.checkpoints.folders import checkpoint_path
+from infini_model.training.initial_weights import ADVICE
 from infini_model.training.parallel.distributed import World
 from infini_model.training.parallel.sharding import is_sharded, shard_model
 from infini_model.training.sizing.fitting import Machine
@@ -50,6 +51,14 @@ def with_steps(config: Config, windows: int, global_batch: int) -> Config:
         return config
     steps = math.ceil(config.training.epochs * windows / global_batch)
     training = config.training.model_copy(update={"max_steps": steps, "epochs": None})
+    return config.model_copy(update={"training": training})
+
+
+def with_precision(config: Config, start: Start) -> Config:
+    """`config` with the precision in which the run began, where `auto` may be another one now."""
+    if start.position is None:
+        return config
+    training = config.training.model_copy(update={"precision": start.position.precision})
     return config.model_copy(update={"training": training})
 
 
@@ -99,10 +108,10 @@ class Start:
         return self.position.scaler if self.position else None
 
 
-def find_start(run_dir: Path, config: Config, dataset_key: str, world: World) -> Start:
+def find_start(run_dir: Path, dataset_key: str, world: World) -> Start:
     """The newest checkpoint of a run, the same on every rank; only rank 0 needs the run folder.
 
-    Raises `CheckpointError` if it belongs to another model or dataset.
+    Raises `CheckpointError` if it was trained on another dataset.
     """
 
     def choose() -> dict[str, Any] | None:
@@ -115,8 +124,34 @@ def find_start(run_dir: Path, config: Config, dataset_key: str, world: World) ->
         return Start()
     position = Position(**found)
     checkpoint = checkpoint_path(run_dir, position.step)
-    _check_same_run(checkpoint, position, config, dataset_key)
+    if position.dataset_key != dataset_key:
+        raise CheckpointError(
+            f"{checkpoint}: was trained on dataset {position.dataset_key}, not {dataset_key}; "
+            f"{ADVICE}"
+        )
     return Start(checkpoint, position)
+
+
+def check_settings(run_dir: Path, asked: Config, start: Start, world: World) -> None:
+    """Raise `ConfigError` on every rank if the run began with other settings than `asked`.
+
+    Rank 0 compares what decides the weights with the run's `config.yaml`. Batch size and
+    accumulation may change where they make the same global batch of the processes there are now.
+    """
+
+    def compare() -> str | None:
+        if not (run_dir / "config.yaml").exists():
+            return None
+        now, then = identities(run_dir, asked, weights_fingerprint(run_dir))
+        batch = asked.training.batch_size * asked.training.gradient_accumulation_steps
+        if batch * world.size == start.global_batch:
+            for key in ("batch_size", "gradient_accumulation_steps"):
+                now["training"][key] = then["training"][key]
+        return None if now == then else difference(now, then)
+
+    found = world.json_from_main(compare)
+    if found is not None:
+        raise ConfigError(f"{run_dir} cannot be resumed with other settings: {found}; {ADVICE}")
 
 
 def build_module(
@@ -166,21 +201,3 @@ def build_module(
         module = LossModule(model, objective)
     module.model.model.gradient_checkpointing = config.launch.gradient_checkpointing
     return module
-
-
-def _check_same_run(checkpoint: Path, then: Position, now: Config, dataset_key: str) -> None:
-    advice = "choose another run.name or folder"
-    for name, value in now.model.model_dump(mode="json").items():
-        # A setting that is newer than the checkpoint says nothing about it.
-        before = then.config["model"].get(name, value)
-        if before != value:
-            raise CheckpointError(f"{checkpoint}: model.{name} is {before}, not {value}; {advice}")
-    lora = {"lora": now.training.model_dump(mode="json")["lora"]}
-    recorded = {"lora": then.config["training"].get("lora")}
-    if lora != recorded:
-        what = difference(lora, recorded, "training.")
-        raise CheckpointError(f"{checkpoint}: {what}; {advice}")
-    if then.dataset_key != dataset_key:
-        raise CheckpointError(
-            f"{checkpoint}: was trained on dataset {then.dataset_key}, not {dataset_key}; {advice}"
-        )

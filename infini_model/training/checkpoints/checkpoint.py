@@ -77,8 +77,8 @@ class Position:
         dataset_key: Content key of the dataset.
         mlflow_run_id: The run's MLflow id, or None if it had none yet.
         config: The whole configuration.
-        precision: Precision of matrix products; empty in older checkpoints.
-        global_batch: Windows per step; None in older checkpoints.
+        precision: Precision of matrix products.
+        global_batch: Windows per step.
         scaler: State of fp16's loss scale; None in other precisions.
     """
 
@@ -89,8 +89,8 @@ class Position:
     dataset_key: str
     mlflow_run_id: str | None
     config: dict[str, Any]
-    precision: str = ""
-    global_batch: int | None = None
+    precision: str
+    global_batch: int
     scaler: dict[str, Any] | None = None
 
     def last_step(self, config: Config) -> int:

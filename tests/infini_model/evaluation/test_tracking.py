@@ -43,7 +43,9 @@ print(json.dumps([infini_model.__file__, *texts]))
 
 def evaluated(root, **overrides):
     """(config, dataset folder, run folder, result) of a finished run below `root`."""
-    config = settings(root, **{"evaluation.tasks": ["loss"]} | overrides)
+    # Not the precision that a CPU would choose: what is logged computes as it was trained.
+    given = {"evaluation.tasks": ["loss"], "training.precision": "bf16"} | overrides
+    config = settings(root, **given)
     dataset = make_dataset(root, config)
     run_dir = config.run.runs_dir / "first"
     make_run(run_dir, config)

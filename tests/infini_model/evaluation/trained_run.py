@@ -8,6 +8,7 @@ from infini_model.config import load_config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import resolve_precision
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.training.checkpoints.background import HostCopy
 from infini_model.training.checkpoints.checkpoint import Position, save_checkpoint
@@ -62,7 +63,9 @@ def make_run(run_dir, config, steps=(20, 40), std=0.3):
     for step in steps:
         for parameter in model.parameters():  # each checkpoint is another model
             torch.nn.init.normal_(parameter, std=std)
-        position = Position(step, 2 * step, 0, 1, "k" * 64, None, config.model_dump(mode="json"))
+        settings = config.model_dump(mode="json")
+        precision = resolve_precision(config.training.precision, WORLD.device).name
+        position = Position(step, 2 * step, 0, 1, "k" * 64, None, settings, precision, 2)
         save_checkpoint(run_dir, HostCopy(WORLD).take(model, optimizer), position, keep=2)
     metrics = MetricsFile(run_dir, None)
     for step in range(41):  # enough for a moving mean

@@ -79,6 +79,16 @@ def test_bf16_under_autocast_and_as_dtype(rows_at_once, autocast):
     assert errors[0][1] > 1e-4 * references[1].norm()  # the products were in bf16
 
 
+def test_the_gradient_of_a_weight_in_fp16_does_not_overflow():
+    """Summed in one product it would end at the largest fp16 number, 65,504."""
+    rows = 1 << 17
+    hidden, weight = (torch.ones(n, 8, requires_grad=True) for n in (rows, 4))
+    with torch.autocast("cpu", torch.float16):
+        loss = summed_loss(hidden, weight, torch.zeros(rows, dtype=torch.int64))
+    (dweight,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(dweight[:, 0] / rows, torch.tensor([-0.75, 0.25, 0.25, 0.25]))
+
+
 @AUTOCAST
 def test_chunks_of_whole_tiles_equal_the_whole(monkeypatch, autocast):
     """Three chunks, the last one shorter, and in 16 bits the weight's gradient in several parts."""

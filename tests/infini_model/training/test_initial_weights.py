@@ -284,7 +284,7 @@ def test_a_run_resumes_with_no_other_adapters_or_frozen_weights(
     train(config, dataset, run_dir, [StopAfter(2)])
 
     def expect(error, lora=LORA):
-        with pytest.raises(CheckpointError, match=error):
+        with pytest.raises(UserError, match=error):
             train(adapting(make_config(), tmp_path / "llama", lora), dataset, run_dir)
 
     expect(r"training\.lora is {.*'r': 4, .*}, not None; choose another run\.name", None)

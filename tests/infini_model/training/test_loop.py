@@ -239,9 +239,13 @@ def test_settings_that_do_not_fit_the_dataset_or_the_run_are_refused(
     run_dir = tmp_path / "run"
     train(make_config(training={"max_steps": 1}), dataset, run_dir)
     small, many = {"vocab_size": 100}, {"batch_size": 100_000}
+    longer, larger = {"max_steps": 2}, {"max_steps": 1, "batch_size": 3}
     for config, data, folder, error in (
         (make_config(model=small), dataset, "new", r"model\.vocab_size: 100 is less than .* \d+$"),
         (make_config(model={"hidden_size": 64}), dataset, "run", r"hidden_size is 32, not 64"),
+        (make_config(run={"seed": 7}), dataset, "run", r"other settings: run\.seed is 3, not 7"),
+        (make_config(training=longer), dataset, "run", r"training\.max_steps is 1, not 2"),
+        (make_config(training=larger), dataset, "run", r"batch_size is \d, not 3; choose"),
         (make_config(training=many, launch={"force": True}), dataset, "new", "too few tokens for"),
         (make_config(), pairs, "new", r"packing\.mode: .* need packing\.mode=document and"),
     ):

@@ -41,7 +41,7 @@ MODEL = ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, segmen
 
 
 def position(step):
-    return Position(step, step * 8, 3, 1, "key", None, {"model": MODEL.model_dump()})
+    return Position(step, step * 8, 3, 1, "key", None, {"model": MODEL.model_dump()}, "fp32", 8)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,7 +21,6 @@ from infini_model.config import Config
 from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DeviceError, UserError
 from infini_model.runtime.main_memory import available_memory
-from infini_model.runtime.storage import atomic_file, make_folder
 from infini_model.training.launch.devices import find_driver, list_gpus, nvml_error, torch_cuda
 from infini_model.training.sizing.fitting import Machine, Need, remedy, shortage
 from infini_model.training.sizing.shape import UnknownShapeError, known_shape
@@ -179,17 +179,17 @@ def _limits() -> Iterator[Finding]:
 
 
 def _folder(config: Config) -> Iterator[Finding]:
-    folder = config.run.output_dir
+    folder = config.run.output_dir.resolve()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        with atomic_file(make_folder(folder) / "doctor"):
-            pass
-        (folder / "doctor").unlink()
-    except UserError as error:
-        yield Finding("output folder", str(error), "choose another with --output-dir")
+        with tempfile.TemporaryFile(dir=existing):  # it has no name
+            free = shutil.disk_usage(existing).free / GIB
+    except OSError as error:
+        found = f"{existing}: cannot be written: {error.strerror}"
+        yield Finding("output folder", found, "choose another with --output-dir")
         return
-    free = shutil.disk_usage(folder).free / GIB
     remedy = "" if free >= NEEDED_DISK_GIB else "free some space or choose another --output-dir"
-    yield Finding("output folder", f"{folder.resolve()}, {free:.0f} GiB free", remedy)
+    yield Finding("output folder", f"{folder}, {free:.0f} GiB free", remedy)
 
 
 def _port(port: int, option: str) -> Finding:

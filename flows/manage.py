@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import UUID
 
-from flows.serving.connection import configured_url, served_mlflow, served_url
+from flows.serving.connection import served_mlflow, use_server
 from flows.serving.polling import poll
-from flows.serving.services import prefect_environment
 from flows.sweep import runs_of
 from infini_model.config import Config, load_config
 from infini_model.config.tree import RunConfig
@@ -168,12 +167,7 @@ def cancel(run_dir: Path) -> str:
 def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
     """Set the flow run to Cancelling if it belongs to a deployment and its server answers."""
     config = load_config(overrides=[{"run": {"output_dir": str(run_dir.parent.parent)}}])
-    if not configured_url():
-        url = served_url(config)
-        if url is None:
-            return False
-        os.environ.update(prefect_environment(config) | {"PREFECT_API_URL": url})
-    if holder.flow_run is None:
+    if holder.flow_run is None or use_server(config) is None:
         return False
     import httpx
     from prefect.client.orchestration import get_client

@@ -15,6 +15,8 @@ from infini_model.runtime.errors import ConfigError
 
 # The flows whose stages may run elsewhere.
 OF_SEVERAL_STAGES = ("pipeline", "compare")
+# The stage for which a flow needs the GPUs of this machine first; preprocessing needs none.
+ON_GPUS = {"pipeline": "train", "compare": "train", "train": "train", "evaluate": "evaluate"}
 # The start of Prefect's messages about a Ctrl-C.
 INTERRUPTED = (
     "Crash detected! Execution was aborted by",
@@ -46,7 +48,9 @@ def _check(name: str, config: Config) -> None:
             f"stages.{next(iter(elsewhere))}.deployment: needs a Prefect server that has workers; "
             "start infini serve, or set PREFECT_API_URL"
         )
-    if not {"train", "evaluate"} <= elsewhere.keys():
+    stage = ON_GPUS.get(name)
+    on_ray = stage == "train" and config.launch.launcher == "ray"
+    if stage is not None and stage not in elsewhere and not on_ray:
         choose_gpus(config.launch.gpus)
 
 

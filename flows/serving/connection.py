@@ -20,6 +20,7 @@ from pathlib import Path
 from flows.serving.access import authorized_request, stored_access
 from flows.serving.engine import ENGINES
 from flows.serving.services import (
+    HOST,
     engines_dir,
     free_port,
     own_server,
@@ -30,7 +31,7 @@ from flows.serving.services import (
 )
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.storage import lock
+from infini_model.runtime.storage import is_locked
 from infini_model.training.callbacks.mlflow_record import PAGE
 
 # A server that many commands share may stall: only one that has been silent, or has hung up, for so
@@ -70,12 +71,12 @@ def configured_auth() -> str | None:
 def _served(config: Config) -> dict[str, str]:
     """The addresses of a running `infini serve` for the same output folder; empty without one."""
     home = prefect_dir(config)
-    if not (home / "serve.json").is_file():
+    if not is_locked(home / "serve.lock"):
         return {}
-    with lock(home / "serve.lock", wait=False) as free:
-        if free:
-            return {}
-    return dict(json.loads((home / "serve.json").read_text(encoding="utf-8")))
+    try:
+        return dict(json.loads((home / "serve.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:  # it is starting
+        return {}
 
 
 def served_url(config: Config) -> str | None:
@@ -125,6 +126,30 @@ def _check_answers(url: str) -> None:
         raise UserError(f"PREFECT_API_AUTH_STRING: {url} asks for another user:password")
 
 
+def use_server(config: Config) -> str | None:
+    """Make this process a client of the server that commands use, and of MLflow's.
+
+    Returns the server's address; None if there is none yet, with the settings of one that is
+    started with its records in the output folder. Call it before Prefect is imported, which reads
+    the environment once.
+    """
+    access = stored_access(prefect_dir(config))
+    os.environ.update(access.mlflow_client(config.tracking_uri))
+    configured, served = configured_url(), served_url(config)
+    if configured is not None and configured.rstrip("/").replace("localhost", HOST) != served:
+        os.environ["PREFECT_API_URL"] = configured
+        return configured
+    # As `infini serve` sets them for its own: it finds out by the lock in the engines' folder that
+    # a command was killed.
+    os.environ.update(prefect_environment(config) | access.prefect_client())
+    os.environ[ENGINES] = str(engines_dir(config))
+    if page := served_mlflow(config):
+        os.environ[PAGE] = page
+    if served is not None:
+        os.environ.update(own_server(served.removesuffix("/api")))
+    return served
+
+
 @contextlib.contextmanager
 def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     """Have PREFECT_API_URL name a running server while the block runs.
@@ -132,26 +157,15 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     Yields a function that blocks until the server answers, so that the caller can import Prefect
     while the server starts. Enter before Prefect is imported: it reads the environment once.
     """
-    access = stored_access(prefect_dir(config))
-    os.environ.update(access.mlflow_client(config.tracking_uri))
-    configured, served = configured_url(), served_url(config)
-    if configured is None:
-        os.environ.update(prefect_environment(config))
-        os.environ[ENGINES] = str(engines_dir(config))
-        if page := served_mlflow(config):
-            os.environ[PAGE] = page
-    if configured in (None, served):
-        os.environ.update(access.prefect_client())
+    configured = configured_url()
+    url = use_server(config)
     if configured:
         _check_answers(configured)
-    if url := configured or served:
-        os.environ["PREFECT_API_URL"] = url
-        if url == served:
-            os.environ.update(own_server(url.removesuffix("/api")))
+    if url:
         yield lambda: None
         return
     print("Starting a Prefect server for this command (infini serve keeps one up)", flush=True)
-    service = start_prefect(config, free_port(), access)
+    service = start_prefect(config, free_port(), stored_access(prefect_dir(config)))
     os.environ.update(own_server(service.url))
     with contextlib.closing(service):
         try:

@@ -27,7 +27,7 @@ from types import FrameType
 import psutil
 
 from flows.serving.polling import poll
-from infini_model.runtime.storage import make_folder
+from infini_model.runtime.storage import is_locked, make_folder
 
 # The folder of the lock files and logs, and the process of `infini serve` as "pid created".
 ENGINES = "INFINI_ENGINES"
@@ -55,28 +55,21 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    os.ftruncate(descriptor, 0)  # it names the engine before
     return True
-
-
-def _is_locked(path: Path) -> bool:
-    descriptor = _open(path)
-    try:
-        return not _try_lock(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def is_alive(folder: Path, flow_run_id: str) -> bool | None:
     """Whether the engine of a flow run is running; None if this machine never started one."""
     path = _path(folder, flow_run_id)
-    return _is_locked(path) if path.is_file() else None
+    return is_locked(path) if path.is_file() else None
 
 
 def running_engines(folder: Path) -> dict[str, int]:
     """The running engines of `infini serve`: flow run id to process id."""
     found = {}
     for path in folder.glob("*.lock"):
-        if _is_locked(path):
+        if is_locked(path):
             kind, _, pid = path.read_text(encoding="ascii").partition(" ")
             if kind == ENGINE and pid:
                 found[path.stem] = int(pid)

@@ -22,6 +22,7 @@ import psutil
 
 from flows.serving import engine
 from flows.serving.access import EVERYONE, Access, choose_access, secret_file
+from flows.serving.connection import served_url
 from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
 from flows.serving.polling import poll
@@ -84,14 +85,20 @@ def serve(config: Config, options: Options) -> None:
     Raises `UserError` if a port is in use, if another `serve` is running for the same output
     folder, if a server does not start, or if a service exits too often.
     """
+    if options.port == options.mlflow_port:
+        raise UserError(f"--mlflow-port: {options.port} is Prefect's port (--port); choose another")
     if options.database is not None:
         check_database(options.database)
     home = make_folder(prefect_dir(config))
     with lock(home / "serve.lock", wait=False) as free:
         if not free:
+            url = served_url(config)
             raise UserError(
                 f"run.output_dir: infini serve is already running for {config.run.output_dir}"
+                + (f" at {url}" if url else "")
             )
+        # Until the servers are up, there are no addresses.
+        (home / "serve.json").unlink(missing_ok=True)
         check_port(options.port, "--port")
         check_port(options.mlflow_port, "--mlflow-port")
         access = choose_access(home, options.auth)
@@ -205,6 +212,7 @@ def _reconcile_at_start(config: Config, engines: Path) -> None:
 
 def _reconcile(config: Config, engines: Path) -> None:
     """Check for dead runs periodically; in a thread, because a dead API blocks."""
+    import httpx
     from prefect.client.orchestration import get_client
 
     from flows.serving.reconcile import (
@@ -214,14 +222,22 @@ def _reconcile(config: Config, engines: Path) -> None:
         restore_cancellation_messages,
     )
 
+    said = ""
     with get_client(sync_client=True) as client:
         while True:
-            with contextlib.suppress(Exception):
+            try:
                 for flow_run in end_dead_runs(client, engines, config):
                     say(f"Flow run {flow_run.name} has died; Retry resumes it")
                 keep_suspended_runs(client, engines)
                 restore_cancellation_messages(client, engines)
                 end_dead_records(config.run.runs_dir)
+            except httpx.TransportError:
+                pass  # the server is being restarted, which `_supervise` says
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next check may pass
+                line = f"Checking for dead flow runs failed: {type(error).__name__}: {error}"
+                if line != said:
+                    say(line)
+                said = line
             time.sleep(RECONCILE_SECONDS)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
+import torch
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
@@ -27,7 +28,7 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
         """Load the tokenizer, and the weights onto the GPU with the most free memory, if any."""
         folder = Path(context.artifacts["model"])
         self._tokenizer = load_saved(folder, context.model_config["tokenizer"])
-        device = first_device("auto")
+        device = torch.device(first_device("auto"))
         self._model = load_model(folder, device=device)
         self._model.precision = resolve_precision(context.model_config["precision"], device)
 

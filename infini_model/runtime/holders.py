@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infini_model.runtime.storage import is_locked, lock, named_os_errors
+from infini_model.runtime.storage import (
+    PAUSE_SECONDS,
+    TRIES,
+    is_locked,
+    lock,
+    named_os_errors,
+)
 
-# `holder_of` briefly takes a shared lock; whoever collides with it retries.
-TRIES = 3
-PAUSE_SECONDS = 0.02
 # Tolerance between two readings of one start time: the system clock may be adjusted in between.
 CLOCK_SECONDS = 5.0
 
@@ -92,13 +95,7 @@ def hold(path: Path, holder: Holder) -> Iterator[bool]:
 
     Raises `UserError` if the file cannot be written.
     """
-    with contextlib.ExitStack() as stack:
-        held = stack.enter_context(lock(path, wait=False))
-        for _ in range(TRIES - 1):
-            if held:
-                break
-            time.sleep(PAUSE_SECONDS)
-            held = stack.enter_context(lock(path, wait=False))
+    with lock(path, wait=False) as held:
         if not held:
             yield False
             return

@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"
 _encode_sorted = json.JSONEncoder(sort_keys=True).encode
 SMALL_BYTES = 1 << 17
+# `is_locked` holds a lock for a moment; whoever takes one without waiting tries again.
+TRIES = 3
+PAUSE_SECONDS = 0.02
 UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG}
 )
@@ -57,7 +61,10 @@ def named_os_errors(path: Path) -> Iterator[None]:
 def make_folder(path: Path) -> Path:
     """Create `path` and its parents and return it. Raises `UserError` if that is impossible."""
     with named_os_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # in /proc, for example
+            raise UserError(f"{path}: cannot be created") from error
     return path
 
 
@@ -194,7 +201,7 @@ def lock(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[boo
         with named_os_errors(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            held = _flock(descriptor, kind)
+            held = _flock(descriptor, kind, TRIES)
             if not held or _is_at(path, descriptor):
                 yield held
                 return
@@ -202,12 +209,16 @@ def lock(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[boo
             os.close(descriptor)
 
 
-def _flock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind)
-    except BlockingIOError:
-        return False
-    return True
+def _flock(descriptor: int, kind: int, tries: int = 1) -> bool:
+    for left in reversed(range(tries)):
+        try:
+            fcntl.flock(descriptor, kind)
+        except BlockingIOError:
+            if left:
+                time.sleep(PAUSE_SECONDS)
+        else:
+            return True
+    return False
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

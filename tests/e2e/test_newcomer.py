@@ -124,7 +124,6 @@ def test_the_preset_of_masked_diffusion_ends_with_its_report(newcomer: Newcomer)
     assert "perplexity" in report.read_text(encoding="utf-8")
 
 
-@pytest.mark.xfail(strict=True, reason="infini doctor makes the output folder")
 def test_doctor_creates_nothing(alone: Environment, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     done = run(infini("doctor"), alone, cwd=tmp_path / "here")

@@ -98,7 +98,9 @@ def test_other_commands_find_the_server_by_the_output_folder(
     assert flow_run(serving.url, beside.stderr)["state_type"] == "COMPLETED"
     refused = run(infini("serve", "--output-dir", serving.output), alone)
     assert refused.returncode == 2
-    assert "infini serve is already running for" in refused.stderr
+    assert (
+        f"infini serve is already running for {serving.output} at {serving.url}" in refused.stderr
+    )
 
 
 def test_a_killed_download_is_retried_and_a_killed_engine_is_recorded_everywhere(

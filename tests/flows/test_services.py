@@ -19,12 +19,22 @@ from commands import PATIENCE, api
 from ports import free_port
 
 from flows.serving import connection, database
+from flows.serving.access import create_access
 from flows.serving.connection import status_of
 from flows.serving.database import check_database
-from flows.serving.services import HOST, Service, check_port, start_prefect, wait_until_up
+from flows.serving.engine import ENGINES
+from flows.serving.services import (
+    HOST,
+    Service,
+    check_port,
+    prefect_dir,
+    start_prefect,
+    wait_until_up,
+)
 from flows.serving.supervise import MOST_EXITS, WITHIN_SECONDS, Supervised
 from infini_model.config import load_config
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.storage import lock, write_json
 
 PASSWORD = "pass-word"
 BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
@@ -77,6 +87,30 @@ def test_a_server_that_is_silent_is_given_up_and_one_that_is_down_is_asked_once(
     monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.1)
     with pytest.raises(OSError, match="timed out"):
         status_of(f"http://127.0.0.1:{port_of(listener)}/", None)
+
+
+@pytest.mark.parametrize(
+    ("configured", "address"),
+    [
+        (None, "http://127.0.0.1:4200/api"),
+        ("http://localhost:4200/api/", "http://127.0.0.1:4200/api"),
+        ("http://prefect.example/api", "http://prefect.example/api"),
+    ],
+)
+def test_a_client_of_infini_serve_has_its_secret_and_its_folder_and_of_another_server_neither(
+    configured: str | None, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {} if configured is None else {"PREFECT_API_URL": configured}
+    monkeypatch.setattr(os, "environ", environment | {"PREFECT_HOME": str(tmp_path / "none")})
+    config = load_config(overrides=[f"run.output_dir={tmp_path}"])
+    home = prefect_dir(config)
+    secret = create_access(home).auth_string
+    write_json(home / "serve.json", {"api_url": "http://127.0.0.1:4200/api"})
+    with lock(home / "serve.lock"):
+        assert connection.use_server(config) == os.environ["PREFECT_API_URL"] == address
+    is_its_client = address.startswith("http://127.0.0.1")
+    assert os.environ.get("PREFECT_API_AUTH_STRING") == (secret if is_its_client else None)
+    assert (ENGINES in os.environ) == is_its_client
 
 
 class Services:

@@ -131,6 +131,16 @@ def test_holders_of_a_shared_lock_exclude_exclusive_ones_only(tmp_path):
     assert not storage.is_locked(path)
 
 
+def test_who_asks_whether_a_lock_is_held_keeps_nobody_from_taking_it(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    path.touch()
+    with path.open() as prober:
+        fcntl.flock(prober, fcntl.LOCK_SH)
+        monkeypatch.setattr(storage.time, "sleep", lambda _: fcntl.flock(prober, fcntl.LOCK_UN))
+        with storage.lock(path, wait=False) as held:
+            assert held
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "made again"])
 def test_who_waits_for_a_lock_whose_file_is_deleted_takes_the_new_one(
@@ -143,9 +153,9 @@ def test_who_waits_for_a_lock_whose_file_is_deleted_takes_the_new_one(
         with storage.lock(path, shared=shared):
             end.wait()
 
-    def flock_of_an_open_file(descriptor, kind):
+    def flock_of_an_open_file(*arguments):
         opened.set()
-        return flock(descriptor, kind)
+        return flock(*arguments)
 
     waiter = threading.Thread(target=wait, daemon=True)
     with storage.lock(path):

@@ -111,7 +111,8 @@ def _link(url: str, *, short: bool) -> str:
 def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Config | None]:
     """The run of `[RUN] [KEY=VALUE]...` and the settings to resume it with; None if finished.
 
-    Without RUN, it is the most recently updated run that was interrupted or failed.
+    Without RUN, it is the most recently updated run that was interrupted or failed, not one that is
+    trained and only lacks its evaluation.
 
     Raises `UserError` if there is none or it is in use, `ConfigError` if an override is wrong.
     """
@@ -132,10 +133,13 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Config
 
 def _newest_resumable(places: RunConfig) -> Path:
     refresh_runs(places.runs_dir, places.store)
-    for run in list_runs(places.runs_dir):
+    runs = list_runs(places.runs_dir)
+    for run in runs:
         if run.state in RESUMABLE:
             return run.run_dir.resolve()
-    raise UserError(f"{places.runs_dir}: there is no interrupted run to resume")
+    trained = next((run.run_dir.name for run in runs if run.state == "trained"), None)
+    advice = f"; infini resume {trained} evaluates the trained one" if trained else ""
+    raise UserError(f"{places.runs_dir}: there is no interrupted run to resume{advice}")
 
 
 def cancel(run_dir: Path) -> str:

@@ -21,7 +21,7 @@ from infini_model.training.initial_weights import (
     read_initial_weights,
     record_initial_weights,
 )
-from infini_model.training.run_status import saved_step
+from infini_model.training.run_status import is_trained, saved_step
 from infini_model.training.sizing.fitting import Machine, check_memory
 from infini_model.training.sizing.shape import (
     UnknownShapeError,
@@ -119,7 +119,15 @@ def _train(
     if is_finished(run_dir):
         log.info("Run %s is already finished", run_dir)
         return
-    log.info("Training in %s", run_dir)
+    if is_trained(run_dir):
+        log.info(
+            "Run %s is already trained; infini resume %s evaluates it, and another run.name or "
+            "run.seed trains anew",
+            run_dir,
+            run_dir.name,
+        )
+    else:
+        log.info("Training in %s", run_dir)
     if weights is not None:
         # The claim may have gone to a new run, not to the one whose record these are from.
         if saved_step(run_dir) is None and not weights.folder.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from prefect.utilities.urls import url_for
 
 from infini_model.runtime.holders import Owner
 from tasks.artifacts import harmless
+
+LEVEL = re.compile(r"\bGPU\d+:([A-Z]+) \| ")
 
 
 def first_name() -> str:
@@ -73,6 +76,16 @@ def current_owner() -> tuple[Owner | None, bool]:
     current = context.flow_run
     owner = Owner(str(current.id), url_for("flow-run", obj_id=current.id))
     return owner, current.deployment_id is None
+
+
+def log_line(line: str) -> None:
+    """Log a line of a child process in the flow run, at the level that a rank of a training names.
+
+    Its lines begin with, for example, `GPU0:WARNING | `; all others are information.
+    """
+    named = LEVEL.search(line)
+    level = logging.getLevelNamesMapping().get(named[1], logging.INFO) if named else logging.INFO
+    get_run_logger().log(level, "%s", line)
 
 
 class _ToFlowRun(logging.Handler):

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 from prefect.tasks import Task, exponential_backoff
 
@@ -26,6 +25,7 @@ from infini_model.runtime.processes import ProcessTimeoutError, run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
 from infini_model.training.launch.failures import TrainingFailure
 from tasks.control import stopped_with_flow_run
+from tasks.flow_run import log_line
 from tasks.progress import Progress
 
 TAIL_LINES = 20
@@ -81,13 +81,12 @@ def run_stage(
     """
     reported: dict[str, Any] = {}
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    log = get_run_logger()
 
     def on_line(line: str) -> None:
         message = parse_line(line)
         if message is None:
             tail.append(line)
-            log.info(line)
+            log_line(line)
         elif message.mark == PROGRESS:
             progress.show(*message.body)
         else:

@@ -6,7 +6,6 @@ from collections import deque
 from pathlib import Path
 
 from prefect import task
-from prefect.logging import get_run_logger
 
 from infini_model.config import Config
 from infini_model.training.launch.failures import TrainingFailure
@@ -15,6 +14,7 @@ from tasks import artifacts
 from tasks.artifacts import Updates
 from tasks.control import stopped_with_flow_run
 from tasks.failures import reported, resume_advice
+from tasks.flow_run import log_line
 from tasks.progress import Progress
 from tasks.stage import STAGE, TAIL_LINES, named_after_run
 from tasks.training_view import SECONDS, TrainingView
@@ -45,10 +45,8 @@ def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
 def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -> None:
     from infini_model.training.launch.launcher import launch
 
-    log = get_run_logger()
-
     def on_line(line: str) -> None:
-        log.info(line)
+        log_line(line)
         tail.append(line)
 
     with (

@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # How long other machines wait for the first one to build the dataset and start the run.
 JOIN_SECONDS = 3600.0
+# Between two lines on what they wait for.
+JOIN_TELL_SECONDS = 30.0
 # How often they look for it, in a folder and in a store.
 JOIN_POLL_SECONDS = 0.5
 JOIN_POLL_STORE_SECONDS = 3.0
@@ -291,11 +293,18 @@ def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
     another one, which the first machine would refuse as well.
     """
     run_dir, store = config.run.runs_dir / str(config.run.name), config.run.store
-    deadline = time.monotonic() + JOIN_SECONDS
+    begun = time.monotonic()
+    told, place = begun, store or run_dir
     while not (refresh_run(run_dir, store) and is_started(run_dir)):
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"run.name: the first machine has not started this run in {store or run_dir}"
+        now = time.monotonic()
+        if now - begun > JOIN_SECONDS:
+            raise ConfigError(f"run.name: the first machine has not started this run in {place}")
+        if now - told > JOIN_TELL_SECONDS:
+            told = now
+            log.warning(
+                "Waiting for the first machine (launch.node_rank=0) to start this run in %s; if it "
+                "has, it uses another folder: the machines must share run.output_dir or run.store",
+                place,
             )
         time.sleep(JOIN_POLL_SECONDS if store is None else JOIN_POLL_STORE_SECONDS)
     if not _is_same_run(run_dir, config, dataset_key, None):

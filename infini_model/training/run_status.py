@@ -9,15 +9,18 @@ from typing import Literal
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.metrics_file import read_newest
-from infini_model.runtime.runs import is_finished, last_step, owner_of, run_holder
+from infini_model.runtime.runs import MODEL, is_finished, last_step, owner_of, run_holder
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 from infini_model.training.checkpoints.folders import listed
 from infini_model.training.launch.recovery import read_recovery
 from infini_model.training.launch.reservation import waiting_note
 
-# Either can be resumed; a failed run ended with an error, an interrupted one was stopped.
+# Either is to be resumed; a failed run ended with an error, an interrupted one was stopped. A
+# trained one has taken its last step and is not evaluated.
 RESUMABLE = ("interrupted", "failed")
-State = Literal["running", "waiting", "finished", "interrupted", "failed", "empty", "damaged"]
+State = Literal[
+    "running", "waiting", "finished", "trained", "interrupted", "failed", "empty", "damaged"
+]
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,14 @@ def _state(run_dir: Path, recorded: float) -> tuple[State, str]:
     attempts = read_recovery(run_dir).attempts
     if attempts and attempts[-1].kind != "preempted" and attempts[-1].time >= recorded:
         return "failed", attempts[-1].kind
+    if is_trained(run_dir):
+        return "trained", ""
     return "interrupted", ""
+
+
+def is_trained(run_dir: Path) -> bool:
+    """Whether a training has ended: it writes the folder of its model last."""
+    return (run_dir / MODEL).is_dir()
 
 
 def saved_step(run_dir: Path) -> int | None:

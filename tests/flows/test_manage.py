@@ -33,7 +33,8 @@ from infini_model.config import load_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.holders import Holder, Owner
-from infini_model.runtime.runs import is_finished, owner_of, record_evaluation, run_holder
+from infini_model.runtime.runs import MODEL, is_finished, owner_of, record_evaluation, run_holder
+from infini_model.runtime.storage import make_folder
 from infini_model.training.run_status import saved_step
 from tasks.flow_run import current_owner
 
@@ -153,6 +154,11 @@ def test_what_a_finished_run_lacks_is_named(output: Path) -> None:
     places = load_config(overrides=[f"run.output_dir={output}"]).run
     config = configure(["debug"], overrides=[f"run.output_dir={output}"])
     with claim_run(config, "k1", Path("data")) as run_dir:
+        make_folder(run_dir / MODEL)
+    with pytest.raises(UserError, match=f"infini resume {run_dir.name} evaluates the trained one"):
+        manage.to_resume(places, [])
+    with claim_run(config, "k1", Path("data")) as again:
+        assert again == run_dir
         record_evaluation(run_dir, config.training.max_steps, "k1", {})
     assert manage.to_resume(places, [run_dir.name]) == (run_dir, None)
     with pytest.raises(UserError, match="there is no interrupted run to resume"):

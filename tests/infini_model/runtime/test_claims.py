@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from commands import PATIENCE, eventually
 
 from flows.evaluate import _as_trained
 from infini_model.config import Config, load_config
+from infini_model.runtime import claims
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import Owner
@@ -143,6 +145,18 @@ def test_other_machines_join_the_run_of_the_first_one_if_it_is_theirs(tmp_path: 
         message = r"mine holds another run, in use by process \d+ \(the dataset differs"
         with pytest.raises(ConfigError, match=message):
             claim(second, "k2")
+
+
+def test_a_machine_that_waits_for_the_first_one_says_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = config_of(tmp_path, *SHARED), config_of(tmp_path, *SHARED, "launch.node_rank=1")
+    monkeypatch.setattr(claims, "JOIN_TELL_SECONDS", -1.0)
+    monkeypatch.setattr(time, "sleep", lambda _: claim(first))
+    run_dir = claim(second)
+    (line,) = caplog.messages
+    assert f"(launch.node_rank=0) to start this run in {run_dir}" in line
+    assert "must share run.output_dir or run.store" in line
 
 
 def test_a_flow_run_gets_its_own_folder_back_until_another_has_resumed_it(tmp_path: Path) -> None:

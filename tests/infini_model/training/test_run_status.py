@@ -10,7 +10,7 @@ from infini_model.config import load_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.runtime.runs import record_evaluation
+from infini_model.runtime.runs import MODEL, record_evaluation
 from infini_model.runtime.storage import make_folder, write_json
 from infini_model.training.launch.failures import Crashed, Preempted
 from infini_model.training.launch.recovery import record_failure
@@ -49,6 +49,8 @@ def test_the_state_is_that_of_the_last_attempt(tmp_path: Path) -> None:
     assert read_status(run_dir) == RunStatus(
         run_dir, "interrupted", "", 7, 10, 2.5, 3.5, updated, OWNER, mlflow
     )
+    make_folder(run_dir / MODEL)
+    assert read_status(run_dir).state == "trained"
     with claim(tmp_path, "one"):
         assert read_status(run_dir).state == "running"
         make_folder(waiting_note(run_dir).parent)

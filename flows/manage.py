@@ -18,7 +18,7 @@ from uuid import UUID
 from flows.serving.connection import served_mlflow, use_server
 from flows.serving.polling import poll
 from flows.sweep import runs_of
-from infini_model.config import Config, load_config
+from infini_model.config import Config, check_typed, load_config, parse_override
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import StageError, UserError
@@ -128,7 +128,9 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Config
         with visited(run_dir, Holder.current(run_dir, None), places.store, keep):
             return run_dir, None
     stored = {} if places.store is None else {"run": {"store": places.store}}
-    return run_dir, resume_config(run_dir, [stored, *overrides])
+    typed = [parse_override(text) for text in overrides]
+    check_typed(typed)
+    return run_dir, resume_config(run_dir, [stored, *typed])
 
 
 def _newest_resumable(places: RunConfig) -> Path:

@@ -16,8 +16,8 @@ import typer
 
 from flows.presets import DEFAULT_PRESET, configure
 from flows.sweep import values_of
-from infini_model.config import Config, merge, parse_override
-from infini_model.runtime.errors import UserError
+from infini_model.config import Config, check_typed, merge, parse_override
+from infini_model.runtime.errors import ConfigError, UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +28,7 @@ def common(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Any settings, such as training.max_steps=20; they take precedence over options.",
+            help="Any settings, such as training.max_steps=20.",
         ),
     ] = None,
     preset: Annotated[
@@ -256,8 +256,14 @@ def read(given: Mapping[str, Any], command: str) -> Config:
     if command == "compare":
         words, comparison = _comparison(words, sweep=given["sweep"])
         changes.append(comparison)
-    overrides = [parse_override(text) for text in words]
-    config = configure(presets, given["config"], [*changes, *overrides])
+    typed = [*changes, *(parse_override(text) for text in words)]
+    check_typed(typed)
+    config = configure(presets, given["config"], typed)
+    named = config.data.model_fields_set & {"source", "folder"}
+    if command in ("run", "preprocess") and not (named or given["skip_preprocessing"]):
+        raise ConfigError(
+            "data.source: missing; name a --preset, or documents: data.source.paths='[TEXTS/*.txt]'"
+        )
     if given["skip_preprocessing"] and config.data.folder is None:
         data = config.data.model_copy(
             update={"folder": config.run.datasets_store or config.run.datasets_dir}

@@ -1,8 +1,8 @@
 """The parameters of a flow, and the `Config` that they stand for.
 
 A flow run takes a preset, named settings, and `advanced`, a part of the configuration tree.
-`resolve` applies `advanced` over the preset and the named settings over both; `parameters_of` is
-its inverse. `flows.form` shows the parameters in Prefect's UI.
+`resolve` applies both over the preset; `parameters_of` is its inverse. `flows.form` shows the
+parameters in Prefect's UI.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from prefect.flows import Flow
 
 from flows.presets import DEFAULT_PRESET, configure, is_preset, template
-from infini_model.config import Config, load_config
+from infini_model.config import Config, check_typed, load_config
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.stored.working_copy import refresh_runs
@@ -184,7 +184,8 @@ def resolve(
 ) -> Config:
     """The configuration of a flow's parameters; without a preset, over the library's defaults.
 
-    Raises `ConfigError` in one line if a value is invalid or two exclude each other.
+    Raises `ConfigError` in one line if a value is invalid, or is given twice, or two exclude each
+    other.
     """
     if advanced is not None and not isinstance(advanced, Mapping):
         raise ConfigError(f"advanced: got {advanced!r}: takes a mapping of sections")
@@ -195,6 +196,7 @@ def resolve(
         if one in given and other in given:
             raise ConfigError(f"{other}: cannot be combined with {one}; leave one of them empty")
     changes = [advanced or {}, *(_change(name, value) for name, value in given.items())]
+    check_typed(changes)
     if "resume" in given:
         return _resumed(changes)
     return configure([] if preset is None else [str(preset)], overrides=changes)

@@ -1,7 +1,7 @@
 """The presets: complete settings to start from, and remedies that apply over any settings.
 
 A preset is a file in `deployments/presets`. One without data is a remedy, such as `stable`: alone
-it applies over the default preset, with others or with a file over those. The presets that a
+it applies over the default preset, else over the others and over a file. The presets that a
 configuration started from are written `arxiv+stable`, in `run.preset` as in the form. `???` stands
 for what only the user can name.
 """
@@ -52,14 +52,13 @@ def configure(
     file: Path | None = None,
     overrides: Iterable[str | Mapping[str, Any]] = (),
 ) -> Config:
-    """The settings of the file, or else of the presets, with the overrides applied in order.
+    """The settings of the presets, the file, the remedies and the overrides, in that order.
 
-    Presets apply in their order; `arxiv+stable` is two of them. Only remedies apply over a file.
-    Without presets or a file, the library's defaults.
+    Each applies over those before it; `arxiv+stable` is two presets. Without presets or a file, the
+    library's defaults.
 
-    Raises `ConfigError` in one line for an unknown preset, for a complete preset together with a
-    file, for what a preset leaves to the user and nobody gave, and for whatever `load_config`
-    rejects.
+    Raises `ConfigError` in one line for an unknown preset, for what a preset leaves to the user and
+    nobody gave, and for whatever `load_config` rejects.
     """
     return load_config(overrides=[_layered(presets, file), *overrides])
 
@@ -70,24 +69,21 @@ def template(preset: str) -> Config:
 
 
 def _layered(presets: Iterable[str], file: Path | None) -> dict[str, Any]:
-    """The tree of the file, or else of the presets, with the remedies over it and its origin."""
+    """The tree of the presets, the file over them and the remedies over both, with its origin."""
     names = [name for preset in presets for name in preset.split(JOIN)]
-    trees = [_read(name) for name in names]
-    whole = [name for name in names if name not in remedy_names()]
-    if whole and file is not None:
-        remedies = ", ".join(remedy_names())
-        raise ConfigError(
-            f"give --preset or --config, not both: {whole[0]} would replace the settings of "
-            f"{file} (presets that can be combined with a file: {remedies})"
-        )
-    if names and not whole and file is None:
+    if names and set(names) <= set(remedy_names()) and file is None:
         names.insert(0, DEFAULT_PRESET)
-        trees.insert(0, _read(DEFAULT_PRESET))
-    tree: dict[str, Any] = {} if file is None else read_tree(file)
-    names = [*_recorded(tree), *names]
-    for change in trees:
-        tree = _over(tree, change)
-    return merge(tree, {"run": {"preset": JOIN.join(names)}}) if names else tree
+    trees = {name: _read(name) for name in names}
+    tree: dict[str, Any] = {}
+    for name in (each for each in trees if each not in remedy_names()):
+        tree = _over(tree, trees[name])
+    if file is not None:
+        own = read_tree(file)
+        names = [*_recorded(own), *names]
+        tree = merge(tree, own)
+    for name in (each for each in trees if each in remedy_names()):
+        tree = _over(tree, trees[name])
+    return merge(tree, {"run": {"preset": JOIN.join(dict.fromkeys(names))}}) if names else tree
 
 
 def _over(tree: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_a_command_parses_and_its_settings_load(
     for key in ("config", "data_dir", "output_dir", "tensorboard_dir"):
         given[key] = given[key] and Path(given[key])
     if given["config"]:
-        given["config"].write_text("")
+        given["config"].write_text("data: {source: {paths: [/texts/*.txt]}}")
     assert read(given, name)
 
 

@@ -12,6 +12,7 @@ from infini_model.config.data import (
 from infini_model.config.evaluation import EvaluationConfig, SampleConfig, UnmaskingConfig
 from infini_model.config.model import ModelConfig, RopeScaling
 from infini_model.config.reading import (
+    check_typed,
     dump_config,
     load_config,
     merge,
@@ -53,6 +54,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainingConfig",
     "UnmaskingConfig",
+    "check_typed",
     "dump_config",
     "load_config",
     "merge",

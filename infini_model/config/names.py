@@ -7,6 +7,9 @@ a key of the tree or, if no key is equivalent, a clause that says what to use in
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 _COUNTED_IN_WINDOWS = "use evaluation.max_windows instead, which counts windows, not batches"
 NAMES: dict[str, str] = {
     # tutorials
@@ -62,3 +65,22 @@ NAMES: dict[str, str] = {
     "text_column_name": "data.source.column",
     "tokenizer_name_or_path": "data.tokenizer.spec",
 }
+
+
+def renamed(tree: dict[str, Any]) -> dict[str, Any]:
+    """A file's tree, in which the names of the guides' own files stand for the keys here.
+
+    `training.num_workers` has no key: finished shards need no loader workers.
+    """
+    tree = copy.deepcopy(tree)
+    training, system = tree.get("training"), tree.get("system")
+    if isinstance(training, dict):
+        training.pop("num_workers", None)
+        if "grad_accum_nums" in training:
+            training["gradient_accumulation_steps"] = training.pop("grad_accum_nums")
+    if isinstance(system, dict) and system.keys() <= {"device", "device_id"}:
+        del tree["system"]
+        device = str(system.get("device", "cuda"))
+        gpus = str(system.get("device_id", "auto")) if device == "cuda" else device
+        tree["launch"] = {"gpus": gpus} | dict(tree.get("launch") or {})
+    return tree

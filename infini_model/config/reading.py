@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from infini_model.config.data import source_kind
 from infini_model.config.explaining import left_open, one_line
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
+from infini_model.config.names import renamed
 from infini_model.config.tree import Config
 from infini_model.runtime.errors import ConfigError
 
@@ -60,12 +61,12 @@ def _parse_mapping(text: str, origin: str) -> dict[str, Any]:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The unvalidated tree in a YAML or JSON file; JSON may have comments.
+    """The unvalidated tree in a YAML or JSON file; JSON may have comments, and the guides' names.
 
     Raises `ConfigError` that names the file, and the line of a syntax error.
     """
     try:
-        return _parse_mapping(path.read_text(encoding="utf-8"), str(path))
+        return renamed(_parse_mapping(path.read_text(encoding="utf-8"), str(path)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -117,26 +118,51 @@ def parse_override(text: str) -> dict[str, Any]:
     return change
 
 
+def check_typed(changes: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `ConfigError` if one key is given twice with different values, or two exclude another.
+
+    `changes` are what a user typed: options, overrides, fields of a form. One would be dropped.
+    """
+    typed: dict[str, Any] = {}
+    for change in changes:
+        for key, value in _leaves(change):
+            if key in typed and not _is_same(typed[key], value):
+                raise ConfigError(f"{key}: is given twice, as {typed[key]!r} and as {value!r}")
+            typed[key] = value
+    if None not in (typed.get("training.epochs"), typed.get("training.max_steps")):
+        raise ConfigError("training.epochs: cannot be combined with training.max_steps")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same setting: 3 and "3", or 0.0003 and "3e-4"."""
+    if str(one) == str(other):
+        return True
+    try:
+        return float(one) == float(other)
+    except (TypeError, ValueError):
+        return False
+
+
 def validate(tree: Mapping[str, Any]) -> Config:
     """Validate a tree. Raises `ConfigError`: one line that names the first wrong key.
 
     A key whose value is `???` is missing: whoever wrote the tree left it to whoever uses it.
     """
-    for key in _left_open(tree):
-        raise ConfigError(left_open(key, tree))
+    for key, value in _leaves(tree):
+        if value == LEFT_OPEN:
+            raise ConfigError(left_open(key, tree))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(one_line(error)) from error
-
-
-def _left_open(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys whose value is `LEFT_OPEN`."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _left_open(value, f"{prefix}{name}.")
-        elif value == LEFT_OPEN:
-            yield f"{prefix}{name}"
 
 
 def load_config(

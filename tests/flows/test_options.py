@@ -139,15 +139,54 @@ def test_compare_takes_runs_settings_and_with_sweep_what_to_vary() -> None:
 
 
 @pytest.mark.parametrize("option", ["--config", "--config-file", "-c"])
-def test_an_override_beats_an_option_and_both_a_file(tmp_path: Path, option: str) -> None:
+def test_what_is_typed_beats_a_file_and_a_file_a_preset(tmp_path: Path, option: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("training: {max_steps: 3, batch_size: 4}")
-    given = parse("train", "training.max_steps=9", "--max-steps", "5", option, str(file))
+    given = parse("train", "training.max_steps=9", option, str(file))
     assert given == load_config(overrides=[{"training": {"max_steps": 9, "batch_size": 4}}])
     assert parse("train", option, str(file), "--max-steps", "5").training.max_steps == 5
-    for arguments in (["--gpus", "all"], ["--gpu", "1"]):
-        given = parse("train", "launch.gpus=cpu", "data.device=cpu", *arguments)
-        assert (given.launch.gpus, given.data.device) == ("cpu", "cpu")
+    given = parse("run", option, str(file), "--preset", "shakespeare", "--preset", "stable")
+    assert given == configure(
+        ["shakespeare", "stable"], overrides=["training.max_steps=3", "training.batch_size=4"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["training.max_steps=9", "--max-steps", "5"],
+            r"training\.max_steps: is given twice, as '5'",
+        ),
+        (["training.epochs=5", "--max-steps", "3"], r"training\.epochs: cannot be combined with"),
+        (["run.seed=1", "run.seed=2"], r"run\.seed: is given twice, as 1 and as 2"),
+        (["launch.gpus=cpu", "--gpu", "1"], r"launch\.gpus: is given twice"),
+    ],
+)
+def test_of_two_things_typed_none_is_dropped(arguments: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse("train", *arguments)
+
+
+def test_what_is_typed_twice_alike_is_taken_and_epochs_of_a_preset_are_no_typing() -> None:
+    given = parse(
+        "train", "training.max_steps=5", "--max-steps", "5", "training.learning_rate=3e-4"
+    )
+    assert given.training.max_steps == 5
+    given = parse(
+        "train", "--preset", "fine-tune", "--max-steps", "5", "model.initial_weights=llama"
+    )
+    assert (given.training.max_steps, given.training.epochs) == (5, None)
+
+
+@pytest.mark.parametrize("command", ["run", "preprocess"])
+def test_settings_that_come_to_no_documents_are_refused(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("training: {max_steps: 3}")
+    with pytest.raises(ConfigError, match=r"data\.source: missing; name a --preset, or documents"):
+        parse(command, "--config", str(file))
+    for source in (["--preset", "debug"], ["data.source.paths=[a.txt]"], ["data.folder=here"]):
+        assert parse(command, "--config", str(file), *source).training.max_steps == 3
 
 
 def test_presets_apply_in_order_and_options_over_them() -> None:

@@ -90,8 +90,8 @@ def test_the_form_takes_a_part_of_the_settings_and_names_a_wrong_value(
         assert word in str(caught.value)
 
 
-def test_a_named_setting_beats_advanced_and_documents_replace_a_source_of_another_kind() -> None:
-    given = resolve("arxiv", {"training": {"max_steps": 5}}, steps=10, documents=["/texts/*.txt"])
+def test_documents_replace_a_source_of_another_kind() -> None:
+    given = resolve("arxiv", {"training": {"max_steps": 10}}, steps=10, documents=["/texts/*.txt"])
     source = "data.source={kind: files, paths: [/texts/*.txt]}"
     assert given == configure(["arxiv"], overrides=[source, "training.max_steps=10"])
 
@@ -103,6 +103,10 @@ def test_a_named_setting_beats_advanced_and_documents_replace_a_source_of_anothe
         ({"documents": ["a.txt"], "dataset": "here"}, ["documents", "dataset"]),
         ({"name": "a", "resume": "b"}, ["name", "resume"]),
         ({"resume": "nowhere"}, ["resume", "nowhere"]),
+        (
+            {"steps": 60, "advanced": {"training": {"max_steps": 5}}},
+            ["training.max_steps", "twice"],
+        ),
         ({"advanced": "training"}, ["advanced", "training"]),
     ],
 )

@@ -103,14 +103,10 @@ def test_later_presets_lie_over_earlier_ones_and_a_remedy_alone_over_the_default
     assert configure(["stable"], file) == configure(["arxiv", "stable"])
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named() -> None:
     for unknown in ("fast", "arxiv+fast", ""):
         with pytest.raises(ConfigError, match=r"is unknown; available: .*quickstart"):
             configure([unknown])
-    file = tmp_path / "mine.yaml"
-    file.write_text("{}")
-    with pytest.raises(ConfigError, match="--preset or --config, not both: arxiv would replace"):
-        configure(["arxiv", "stable"], file)
     assert not any(map(is_preset, (None, "", "mine", "stable", "arxiv+mine", "arxiv+")))
 
 

@@ -91,6 +91,25 @@ def test_a_source_of_another_kind_replaces_the_previous_one() -> None:
     assert limited == hub.model_copy(update={"limit": 5})
 
 
+def test_a_file_of_the_guides_loads_with_its_names(tmp_path: Path) -> None:
+    file = tmp_path / "single_gpu.json"
+    file.write_text(
+        """{
+        "system": {"device": "cuda", "device_id": 3},
+        "training": {
+            "batch_size": 8,         // Larger batch since only one GPU
+            "grad_accum_nums": 4,    // Less accumulation needed
+            "num_workers": 8         // More data workers for single GPU
+        }
+    }"""
+    )
+    config = load_config(file)
+    assert config.launch.gpus == "3"
+    assert (config.training.batch_size, config.training.gradient_accumulation_steps) == (8, 4)
+    file.write_text('{"system": {"device": "cpu"}}')
+    assert load_config(file).launch.gpus == "cpu"
+
+
 def test_epochs_and_max_steps_replace_each_other() -> None:
     asked = load_config(overrides=["training.max_steps=9", "training.epochs=2.5"]).training
     assert (asked.epochs, asked.max_steps) == (2.5, None)

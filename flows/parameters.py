@@ -87,11 +87,15 @@ SETTINGS = {
         "meta-llama/Llama-3.2-1B. The presets uptrain and fine-tune need it.",
     ),
     "dataset_name": Setting(
-        "data.name", PREPROCESS, "Dataset name", "First part of the dataset folder's name."
+        "data.name",
+        ("pipeline", *PREPROCESS),
+        "Dataset name",
+        "First part of the dataset folder's name; if empty, the preset's, or that of the folder of "
+        "your documents.",
     ),
     "tokenizer": Setting(
         "data.tokenizer.spec",
-        PREPROCESS,
+        ("pipeline", *PREPROCESS),
         "Tokenizer",
         "bytes, train (a byte-level BPE trained on the documents), model (that of "
         "model.initial_weights), the path of a tokenizer.json, or the name of a tokenizer on the "
@@ -189,7 +193,8 @@ def resolve(
     """
     if advanced is not None and not isinstance(advanced, Mapping):
         raise ConfigError(f"advanced: got {advanced!r}: takes a mapping of sections")
-    if preset is not None and "preset" in dict((advanced or {}).get("run") or {}):
+    run = (advanced or {}).get("run")
+    if preset is not None and isinstance(run, Mapping) and "preset" in run:
         raise ConfigError("advanced.run.preset: set the parameter `preset` instead")
     given = {name: value for name, value in named.items() if value is not None}
     for one, other in EXCLUSIVE:

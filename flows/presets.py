@@ -9,14 +9,17 @@ for what only the user can name.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config, load_config, merge, read_tree
+from infini_model.config import Config, merge, parse_override, read_tree, validate
 from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.storage import content_key
 
 DEFAULT_PRESET = "quickstart"
 JOIN = "+"
@@ -60,7 +63,9 @@ def configure(
     Raises `ConfigError` in one line for an unknown preset, for what a preset leaves to the user and
     nobody gave, and for whatever `load_config` rejects.
     """
-    return load_config(overrides=[_layered(presets, file), *overrides])
+    changes = [parse_override(text) if isinstance(text, str) else text for text in overrides]
+    typed = _named(functools.reduce(merge, changes, {}))
+    return validate(merge(_layered(presets, file), typed))
 
 
 def template(preset: str) -> Config:
@@ -80,10 +85,47 @@ def _layered(presets: Iterable[str], file: Path | None) -> dict[str, Any]:
     if file is not None:
         own = read_tree(file)
         names = [*_recorded(own), *names]
-        tree = merge(tree, own)
+        tree = merge(tree, _named(own))
     for name in (each for each in trees if each in remedy_names()):
         tree = _over(tree, trees[name])
     return merge(tree, {"run": {"preset": JOIN.join(dict.fromkeys(names))}}) if names else tree
+
+
+def _named(change: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`change` with a name for the dataset if it has a source and no name.
+
+    Under the name of a preset the documents would share the tokenizer that is trained for it.
+    """
+    data = _section(change, "data")
+    source = _section(data, "source")
+    if "name" in data or not source.keys() & {"paths", "repository"}:
+        return change
+    return merge(change, {"data": {"name": _name_of(source)}})
+
+
+def _name_of(source: Mapping[str, Any]) -> str:
+    """The common folder of the paths, or the repository, and a short hash of them as typed."""
+    if "repository" in source:
+        origins = [str(source["repository"])]
+        common = origins[0].split("/")
+    else:
+        paths = source["paths"] if isinstance(source["paths"], list) else [source["paths"]]
+        origins = [_absolute(str(path)) for path in paths]
+        # Of each path the folder before the first pattern.
+        folders = [re.split(r"[*?\[]", each)[0].split("/")[:-1] for each in origins]
+        shared = itertools.takewhile(
+            lambda parts: len(set(parts)) == 1, zip(*folders, strict=False)
+        )
+        common = [parts[0] for parts in shared]
+    word = re.sub(r"[^A-Za-z0-9._-]+", "", common[-1] if common else "").lstrip("._-")
+    return f"{word or 'documents'}-{content_key(origins)[:6]}"
+
+
+def _absolute(path: str) -> str:
+    """A path from the root; a URL or one below `{stdlib}` as it is."""
+    return (
+        path if "://" in path or path.startswith("{") else str(Path(path).expanduser().absolute())
+    )
 
 
 def _over(tree: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:

@@ -103,6 +103,7 @@ def test_documents_replace_a_source_of_another_kind() -> None:
         ({"documents": ["a.txt"], "dataset": "here"}, ["documents", "dataset"]),
         ({"name": "a", "resume": "b"}, ["name", "resume"]),
         ({"resume": "nowhere"}, ["resume", "nowhere"]),
+        ({"advanced": {"run": 5}}, ["run", "5"]),
         (
             {"steps": 60, "advanced": {"training": {"max_steps": 5}}},
             ["training.max_steps", "twice"],

@@ -1,5 +1,6 @@
 """The presets, alone and combined, `stable` over any settings, and the runs of a sweep."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,16 +66,6 @@ def test_the_remedy_calms_any_preset_and_leaves_its_model_data_and_length(preset
     assert config == complete(f"{preset}+stable")
 
 
-def test_the_remedy_lies_over_a_file_and_overrides_over_both(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("training: {learning_rate: 1e-5, max_steps: 9}\nmodel: {hidden_size: 64}")
-    config = configure(["stable"], file, ["training.max_grad_norm=0.25"])
-    assert calmer(config, load_config(file))
-    assert (config.training.learning_rate, config.training.max_steps) == (1e-5, 9)
-    assert (config.training.max_grad_norm, config.model.hidden_size) == (0.25, 64)
-    assert config.run.preset == "stable"
-
-
 @pytest.mark.parametrize("presets", [["fine-tune"], ["uptrain+stable"], ["uptrain", "debug"]])
 def test_what_a_preset_leaves_to_the_user_is_asked_for_in_one_line(presets: list[str]) -> None:
     name = "+".join(presets)
@@ -101,6 +92,43 @@ def test_later_presets_lie_over_earlier_ones_and_a_remedy_alone_over_the_default
     file = tmp_path / "recorded.yaml"
     file.write_text(dump_config(configure(["arxiv"])))
     assert configure(["stable"], file) == configure(["arxiv", "stable"])
+    file.write_text("training: {max_steps: 9}")
+    over_both = configure(["stable"], file, ["training.max_grad_norm=0.25"])
+    assert over_both.run.preset == "stable"
+    assert over_both.training.max_grad_norm == 0.25
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("paths=[/texts/**/*.txt]", r"texts-\w{6}"),
+        ("paths=[/a/b/x.txt, /a/c/*.md]", r"a-\w{6}"),
+        ("paths=['{stdlib}/json/*.py']", r"json-\w{6}"),
+        ("paths=['https://example.org/more.jsonl.gz']", r"example\.org-\w{6}"),
+        ("paths=[/a/b.txt, 's3://bucket/c.txt']", r"documents-\w{6}"),
+        ("repository=ccdv/pubmed", r"pubmed-\w{6}"),
+        ("column=article", "arxiv"),
+    ],
+)
+def test_documents_of_ones_own_do_not_share_the_name_of_a_preset(source: str, name: str) -> None:
+    preset = "quickstart" if source.startswith("paths") else "arxiv"
+    given = configure([preset], overrides=[f"data.source.{source}"]).data.name
+    assert re.fullmatch(name, given)
+    assert configure([preset], overrides=[f"data.source.{source}"]).data.name == given
+    named = configure([preset], overrides=["data.name=mine", f"data.source.{source}"])
+    assert named.data.name == "mine"
+
+
+def test_a_file_with_documents_does_not_share_the_name_of_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {source: {paths: [texts/*.txt]}}")
+    monkeypatch.chdir(tmp_path)
+    config = configure(["quickstart"], file)
+    # The same documents, whatever the folder of the command.
+    absolute = [f"data.source.paths=[{tmp_path}/texts/*.txt]"]
+    assert config.data.name == configure(["debug"], overrides=absolute).data.name
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -90,8 +90,8 @@ def _kind_of(error: Exception) -> tuple[Kind, int]:
         return "non-finite", EXIT_NON_FINITE
     # When the host is out of memory, torch raises a plain RuntimeError, known only by its text.
     text = str(error)
-    out_of_memory = "out of memory" in text or "can't allocate memory" in text
-    if isinstance(error, MemoryError) or out_of_memory:
+    signs = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    if isinstance(error, MemoryError) or any(sign in text for sign in signs):
         return "out of memory", EXIT_CRASH
     return "crash", EXIT_CRASH
 

@@ -69,13 +69,10 @@ class Replica:
             self._sharded = cast("FSDPModule", module)
         self._parallel: DistributedDataParallel | None = None
         if world.size > 1 and self._sharded is None:
-            one_segment = config.packing.context_length == config.model.segment_length
             self._parallel = DistributedDataParallel(
                 module,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                # With a single segment the memory is never read, so its gates get no gradient.
-                find_unused_parameters=one_segment and config.model.memory != "none",
                 **_CONSTANT_BUFFERS,
             )
             self._rebuild_buckets(config)

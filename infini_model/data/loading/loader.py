@@ -75,9 +75,14 @@ class Loader:
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._read_ahead = ReadAhead(windows, self._requests())
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._thread = ThreadPoolExecutor(1, "loader", initializer=self._use_device)
         self._ready: deque[list[Batch]] = deque()
         self._prefetched: Future[list[list[Batch]]] | None = None
+
+    def _use_device(self) -> None:
+        """A thread begins on GPU 0, where it would open a context of some hundred megabytes."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def __iter__(self) -> Self:
         return self

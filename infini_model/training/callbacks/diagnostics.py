@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from infini_model.objectives.objective import Inputs
 from infini_model.runtime.errors import NonFiniteError, UserError
 from infini_model.runtime.storage import atomic_folder
 from infini_model.training.callbacks.callback import Callback, Step
 from infini_model.training.parallel.distributed import World
+from infini_model.training.parallel.sharding import own_shard
 from infini_model.training.provenance import Attribution, WindowRead, describe_windows
 
 WIDE, NARROW = "=" * 80, "=" * 40
@@ -98,11 +98,6 @@ class NonFiniteStep:
         return not math.isfinite(self.rank_loss) if self.is_loss else self.rank == 0
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that FSDP may have sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Every parameter, then every gradient, in model order: kind, name, tensor."""
     for name, parameter in model.named_parameters():
@@ -113,7 +108,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _fault(kind: str, name: str, tensor: Tensor) -> Fault | None:
-    local = _local(tensor)
+    local = own_shard(tensor)
     finite = torch.isfinite(local)
     if bool(finite.all()):
         return None
@@ -285,7 +280,7 @@ def _tensors_to_save(model: nn.Module, faults: Sequence[Fault]) -> dict[str, Ten
     found: dict[str, Tensor] = {}
     left = SAVED_BYTES
     for kind, name, tensor in _tensors(model):
-        local = _local(tensor)
+        local = own_shard(tensor)
         if f"{kind}/{name}" in wanted and local.nbytes <= left:
             found[f"{kind}/{name}"] = local
             left -= local.nbytes

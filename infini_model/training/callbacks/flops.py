@@ -17,6 +17,9 @@ from infini_model.training.callbacks.callback import Callback, Step
 # Dense bfloat16 peak of a GPU in TFLOP/s, by words in its name; the first match counts. From the
 # vendors' data sheets.
 PEAK_TERAFLOPS = {
+    "GB300": 2500.0,
+    "GB200": 2500.0,
+    "B300": 2250.0,
     "B200": 2250.0,
     "H200 NVL": 835.0,
     "H200": 989.0,
@@ -41,7 +44,9 @@ PEAK_TERAFLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a GPU; None if unknown."""
+    """Peak bfloat16 FLOP/s of a GPU; None if unknown, as that of a slice of one (MIG)."""
+    if " MIG " in device_name:
+        return None
     for words, tera in PEAK_TERAFLOPS.items():
         if re.search(rf"\b{words}\b", device_name):
             return tera * 1e12

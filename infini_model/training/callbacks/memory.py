@@ -53,7 +53,6 @@ class MemoryReports(Callback):
         if not step.logged or step.overflowed:
             return
         for number, gate in enumerate(self._gates()):
-            # With a single segment the memory is never read, and its gates get no gradient.
             if gate.grad is not None:
                 norm = gathered(gate.grad).norm().item()
                 self._gradients[f"memory/layer_{number}/gate_grad_norm"] = norm

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from infini_model.config import LaunchConfig
 from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.training.callbacks.heartbeat import PAUSE_LIMIT_SECONDS
-from infini_model.training.launch.devices import physical_gpu
+from infini_model.training.launch.devices import GPU_NUMBERS, find_driver, physical_gpu
 from infini_model.training.launch.failures import STOPS
 
 
@@ -119,17 +119,31 @@ def choose_device(gpus: str, local_rank: int) -> torch.device:
     """The device of a rank: the CUDA device at the index of its local rank, or the CPU.
 
     `gpus` is `launch.gpus`; the launcher has already set CUDA_VISIBLE_DEVICES to the selected GPUs.
-    Raises `DeviceError` if CUDA was requested but is not available, or if ranks outnumber GPUs.
+    Raises `DeviceError` if CUDA was requested, or the launcher has given this rank a GPU, and torch
+    cannot use it, or if ranks outnumber GPUs.
     """
-    if gpus == "cpu" or (gpus == "auto" and not torch.cuda.is_available()):
+    is_given = bool(os.environ.get(GPU_NUMBERS))
+    if gpus == "cpu" or (gpus == "auto" and not is_given and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError(f"launch.gpus={gpus}: no CUDA device is visible to this process")
+        raise DeviceError(f"launch.gpus={gpus}: {_why_no_gpu()}")
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(
             f"process {local_rank} of this machine has no GPU: {torch.cuda.device_count()} visible"
         )
     return torch.device("cuda", local_rank)
+
+
+def _why_no_gpu() -> str:
+    """Why torch sees no GPU: an old driver is the most common reason."""
+    driver, built = find_driver(), torch.version.cuda
+    if driver is None or built is None:
+        return "no CUDA device is visible to this process"
+    supported = ".".join(map(str, driver.cuda))
+    return (
+        f"torch is built for CUDA {built} and sees no GPU with the driver {driver.version}, which "
+        f"supports CUDA up to {supported}; update it, or install a torch for CUDA {supported}"
+    )
 
 
 @contextlib.contextmanager

@@ -95,6 +95,11 @@ def gathered(tensor: Tensor) -> Tensor:
     return cast("DTensor", tensor).full_tensor()
 
 
+def own_shard(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that may be sharded."""
+    return cast("DTensor", tensor).to_local() if _is_dtensor(tensor) else tensor
+
+
 def _is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a `DTensor`."""
     return hasattr(tensor, "full_tensor")

@@ -8,7 +8,7 @@ from infini_model.config import LoraConfig
 from infini_model.model.generation.causal import read_prompts, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.lora import initial_adapters
-from infini_model.model.precision import PRECISIONS, Operands
+from infini_model.model.precision import PRECISIONS, Operands, resolve_precision
 
 WIDTH, TOKENS = 32, 12
 
@@ -85,3 +85,9 @@ def test_weights_in_16_bits_are_cast_once_and_give_the_bits_of_autocast(changes)
         after = [*model.named_parameters(remove_duplicate=False)]
         assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True))
     assert used == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("capability", "name"), [((7, 5), "fp16"), ((8, 0), "bf16")])
+def test_auto_is_the_precision_that_a_gpu_has(capability, name, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert resolve_precision("auto", torch.device("cuda")).name == name

@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from stopping import StopAfter
 from trainings import on_two_ranks
 
 from infini_model.config import validate
@@ -96,9 +97,9 @@ def fail(config, dataset, run_dir):
 
 def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_path, caplog):
     sizes = {"batch_size": 4, "gradient_accumulation_steps": 2}
-    train(debugging(make_config, max_steps=1, **sizes), poisoned, tmp_path)
-    poison(newest_checkpoint(tmp_path))
     config = debugging(make_config, **sizes)
+    train(config, poisoned, tmp_path, [StopAfter(1)])
+    poison(newest_checkpoint(tmp_path))
     step, folder = fail(config, poisoned, tmp_path)
     report = folder / "rank-0"
 
@@ -144,7 +145,7 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
 
 @pytest.mark.story
 def test_each_rank_reports_its_own_windows_and_shards(poisoned, make_config, tmp_path):
-    train(debugging(make_config, max_steps=1), poisoned, tmp_path)
+    train(debugging(make_config), poisoned, tmp_path, [StopAfter(1)])
     poison(newest_checkpoint(tmp_path))
     on_two_ranks(fail, debugging(make_config, "fsdp", batch_size=4), poisoned, tmp_path)
     (folder,) = (tmp_path / "debug").glob("step-*")
@@ -211,14 +212,16 @@ def test_the_next_spike_is_reported_again_and_a_new_level_becomes_normal():
 
 
 def test_a_spike_is_reported_once_with_its_windows(poisoned, make_config, tmp_path, caplog):
-    train(debugging(make_config, max_steps=20, learning_rate=1e-5), poisoned, tmp_path)
+    config = debugging(make_config, max_steps=24, learning_rate=1e-5)
+    train(config, poisoned, tmp_path, [StopAfter(20)])
+    step = read_position(newest_checkpoint(tmp_path)).step + 1
     change(newest_checkpoint(tmp_path), "lm_head.weight", lambda weight: weight.mul_(400))
     # With the losses from before the interruption.
     with caplog.at_level(logging.WARNING):
-        train(debugging(make_config, max_steps=24, learning_rate=1e-5), poisoned, tmp_path)
+        train(config, poisoned, tmp_path)
     (warning,) = [r.getMessage() for r in caplog.records if "Loss spike" in r.getMessage()]
-    assert "Loss spike at step 21: " in warning
-    tree = json.loads((tmp_path / "debug" / "spike-21" / "rank-0.json").read_text())
+    assert f"Loss spike at step {step}: " in warning
+    tree = json.loads((tmp_path / "debug" / f"spike-{step}" / "rank-0.json").read_text())
     losses = [window["loss"] for window in tree["windows"]]
     assert losses == sorted(losses, reverse=True)
     assert np.mean(losses) == pytest.approx(tree["spike"]["loss"], rel=0.05)

@@ -54,4 +54,6 @@ def test_memory_flops_count_all_segments_but_one() -> None:
 def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
     assert peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("NVIDIA H200 NVL") == 835e12
-    assert peak_flops("NVIDIA RTX A4000") is None
+    assert peak_flops("NVIDIA GB200") == 2500e12
+    for unknown in ("NVIDIA RTX A4000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert peak_flops(unknown) is None

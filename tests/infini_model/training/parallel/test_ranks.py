@@ -14,11 +14,17 @@ from trainings import on_two_ranks
 from infini_model.data.loading.windows import Batch
 from infini_model.data.manifest import read_manifest
 from infini_model.objectives import make_objective
-from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.training.callbacks.heartbeat import Heartbeat
+from infini_model.training.launch.devices import GPU_NUMBERS, Driver
 from infini_model.training.loop import train
+from infini_model.training.parallel import distributed
 from infini_model.training.parallel.agreement import check_agreement
-from infini_model.training.parallel.distributed import collective_timeout, join_world
+from infini_model.training.parallel.distributed import (
+    choose_device,
+    collective_timeout,
+    join_world,
+)
 from infini_model.training.replica import Replica
 from infini_model.training.setup import build_module
 
@@ -36,6 +42,18 @@ def disagree(folder, *settings):
             except ConfigError as error:
                 said = str(error)
             (folder / f"{number}-{world.rank}").write_text(said)
+
+
+def test_a_rank_that_was_given_a_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(distributed, "find_driver", lambda: Driver("550.54", (12, 4)))
+    monkeypatch.setenv(GPU_NUMBERS, "")
+    assert choose_device("auto", 0) == torch.device("cpu")
+    monkeypatch.setenv(GPU_NUMBERS, "0")
+    told = r"is built for CUDA 13\.0 .* driver 550\.54, which supports CUDA up to 12\.4; update it"
+    with pytest.raises(DeviceError, match=told):
+        choose_device("auto", 0)
 
 
 def test_the_first_setting_that_differs_is_named_on_both_ranks(make_config, tmp_path):

@@ -70,7 +70,10 @@ def test_weights_and_moments_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("precision", ["auto", "bf16", "fp16", "fp32"])
-def test_what_the_estimate_knows_of_the_model_is_what_the_model_does(precision: str) -> None:
+def test_what_the_estimate_knows_of_the_model_is_what_the_model_does(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert loss.LOGITS_AT_ONCE == module.LOGITS_AT_ONCE
     assert loss.PRODUCTS_AT_ONCE == module.PRODUCTS_AT_ONCE
     config = validate({"model": {"segment_length": 256}, "training": {"precision": precision}})

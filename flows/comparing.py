@@ -14,7 +14,7 @@ from infini_model.evaluation.comparison.compare import Comparison, compare
 from infini_model.evaluation.comparison.runs import SEED
 from infini_model.evaluation.comparison.text import MISSING, result, verdict
 from infini_model.evaluation.comparison.writing import Files, write_comparison
-from infini_model.evaluation.score import VALIDATION_LOSS
+from infini_model.runtime.runs import VALIDATION_LOSS
 
 # Of the results, those in the terminal; the files have all.
 SHOWN = {

@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from flows.form import form, settings
 from infini_model.config import Config
 from infini_model.config.places import folder_here
 from infini_model.runtime.holders import Holder
-from infini_model.runtime.runs import dataset_here, latest_run, read_run_config
+from infini_model.runtime.runs import (
+    VALIDATION_LOSS,
+    dataset_here,
+    latest_run,
+    read_run_config,
+)
 from infini_model.runtime.stored.working_copy import refresh_runs, visited
 from tasks.evaluate import evaluate_model
 from tasks.failures import concluded
@@ -25,6 +32,14 @@ def evaluate_run(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, 
     stage = config.stages.evaluate
     report: dict[str, Any] = perform(evaluate_model, stage, config, str(dataset_dir), str(run_dir))
     return report
+
+
+def with_losses(result: dict[str, Any]) -> State[dict[str, Any]]:
+    """The end of a flow run that has come to this report, with what it says in short."""
+    losses = result.get("tasks", {}).get("loss", {}).get("metrics", {})
+    said = [f"validation loss {losses[VALIDATION_LOSS]:.3f}"] if VALIDATION_LOSS in losses else []
+    message = " · ".join([*said, f"report {result['report']}"])
+    return Completed(message=message, data=result)
 
 
 def evaluate_visited(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
@@ -54,7 +69,7 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
 @flow(name="evaluate", **FLOW)
 @concluded
 @settings
-def evaluate(config: Config) -> dict[str, Any]:
+def evaluate(config: Config) -> State[dict[str, Any]]:
     """Evaluate the run `run.name`, or the newest one, with the model that it trained.
 
     Returns the report's path with the losses and perplexities of the splits.
@@ -64,4 +79,4 @@ def evaluate(config: Config) -> dict[str, Any]:
     config = _as_trained(config, run_dir)
     name_flow_run(run_dir.name, f"run:{run_dir.name}")
     dataset = perform(plan_dataset, config.stages.shard, config, None)
-    return evaluate_visited(config, Path(dataset["folder"]), run_dir)
+    return with_losses(evaluate_visited(config, Path(dataset["folder"]), run_dir))

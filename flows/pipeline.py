@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
 
 from flows.elsewhere import (
     check_elsewhere,
@@ -14,7 +15,7 @@ from flows.elsewhere import (
     make_dataset,
     train_elsewhere,
 )
-from flows.evaluate import evaluate_run, evaluate_visited
+from flows.evaluate import evaluate_run, evaluate_visited, with_losses
 from flows.form import form, settings
 from flows.preprocess import prepare_dataset
 from flows.train import prepare_weights, trained_run
@@ -39,13 +40,13 @@ from tasks.flow_run import FLOW, current_owner
 @flow(name="pipeline", **FLOW)
 @concluded
 @settings
-def pipeline(config: Config) -> dict[str, Any]:
+def pipeline(config: Config) -> State[dict[str, Any]]:
     """Download, shard, train and evaluate; an interrupted run is resumed.
 
     Returns the report's path with the losses and perplexities of the splits, unless the evaluation
     is elsewhere. With several machines, only the first one writes the report.
     """
-    return complete_run(config)
+    return with_losses(complete_run(config))
 
 
 def complete_run(config: Config) -> dict[str, Any]:

@@ -7,9 +7,6 @@ import math
 from pydantic import BaseModel, ConfigDict, computed_field
 from torch import Tensor
 
-# The metric by which runs are ranked and compared.
-VALIDATION_LOSS = "evaluation/validation_loss"
-
 
 class Score(BaseModel):
     """The losses of the windows of a split.

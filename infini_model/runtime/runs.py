@@ -25,6 +25,8 @@ LOCK = ".lock"
 EVALUATION = "evaluation.json"
 REPORT, REPORT_PAGE = "report.md", "report.html"
 INITIAL_WEIGHTS = "initial_weights.json"
+# The metric by which runs are ranked and compared.
+VALIDATION_LOSS = "evaluation/validation_loss"
 CHECKPOINTS, MODEL = "checkpoints", "model"
 STEP = re.compile(rf"{CHECKPOINTS}/step-(\d+)")
 

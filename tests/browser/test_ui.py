@@ -3,7 +3,6 @@
 What the buttons mean is tested in `tests/tasks` and `tests/e2e/test_serve.py`.
 """
 
-import contextlib
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import PATIENCE, Environment, api, eventually, tiny, write_texts
-from playwright.sync_api import Browser, Error, Page, Response, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from serving import ENGINE, TRAINER, Serving, launcher
 from stopping import Halt, is_pending
 from ui import Prefect
@@ -21,14 +20,6 @@ from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.run_status import saved_step
 
 pytestmark = pytest.mark.story
-OPTIONS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-)
 PATIENCE_MS = PATIENCE * 1000
 
 
@@ -38,19 +29,12 @@ def browser() -> Iterator[Browser]:
     """Debian's Chromium."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=OPTIONS, timeout=PATIENCE_MS
+            executable_path="/usr/bin/chromium",
+            args=["--disable-gpu", "--no-sandbox"],
+            timeout=PATIENCE_MS,
         )
         yield chromium
         chromium.close()
-
-
-def _tell(response: Response) -> None:
-    """Print API errors, which pytest shows with a failure."""
-    if response.status >= 400 and "/api/" in response.url:
-        print(response.status, response.request.method, response.url)
-        # Its text is lost when the page goes on to another address.
-        with contextlib.suppress(Error):
-            print(response.text())
 
 
 @pytest.fixture
@@ -60,7 +44,6 @@ def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     context.set_default_timeout(PATIENCE_MS)
     expect.set_options(timeout=PATIENCE_MS)
     opened = context.new_page()
-    opened.on("response", _tell)
     yield opened
     opened.screenshot(path=tmp_path / "end.png")
     context.close()
@@ -85,7 +68,7 @@ def serving(
     tree = tiny(
         write_texts(folder / "texts", 60),
         folder / "output",
-        training={"max_steps": 60, "batch_size": 4, "warmup_steps": 2},
+        training={"batch_size": 4, "warmup_steps": 2},
         launch={"gpus": "cpu", "hang_timeout_seconds": 4 * PATIENCE},
         logging={"logging_steps": 20, "eval_steps": 50},
         checkpoint={"save_steps": 10},
@@ -95,8 +78,9 @@ def serving(
     homes = {"PREFECT_HOME": str(folder / "home")}
     with launcher(folder, session_environment | homes | halt.environment) as launch:
         serving = launch()
+        del tree["training"]["max_steps"]
         edited = f"deployments/{serving.deployment('pipeline')['id']}"
-        api(serving.url, edited, "PATCH", parameters={"advanced": tree})
+        api(serving.url, edited, "PATCH", parameters={"steps": 60, "advanced": tree})
         yield serving
         serving.stop()
 
@@ -148,7 +132,10 @@ def test_a_training_from_the_form_is_retried_and_resumed_to_its_report_and_its_p
 
     prefect.press("Resume", confirmed_by="Resume")
     prefect.expect_state("Completed")
-    assert serving.state(flow_run)["name"] == "Completed"
+    state = serving.state(flow_run)
+    assert state["name"] == "Completed"
+    told = rf"validation loss \d\.\d+ · report {re.escape(str(run_dir))}/report\.md"
+    assert re.fullmatch(told, state["message"])
     assert [path.name for path in run_dir.parent.glob("trained*")] == ["trained"]
     prefect.page.reload()
     # After a reload the chart spans the whole run.

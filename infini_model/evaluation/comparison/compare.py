@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infini_model.evaluation.comparison.runs import SEED, ComparedRun
-from infini_model.evaluation.score import VALIDATION_LOSS
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.runs import VALIDATION_LOSS
 
 # Up to this many differing settings name a group of runs; beyond, its first run does.
 FEW_SETTINGS = 4

@@ -13,10 +13,15 @@ from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config
 from infini_model.data.manifest import read_manifest
-from infini_model.evaluation.score import VALIDATION_LOSS
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.metrics_file import Line, read_metrics
-from infini_model.runtime.runs import EVALUATION, dataset_here, read_record, read_run_config
+from infini_model.runtime.runs import (
+    EVALUATION,
+    VALIDATION_LOSS,
+    dataset_here,
+    read_record,
+    read_run_config,
+)
 from infini_model.training.run_status import read_status
 
 SEED = "run.seed"

@@ -9,7 +9,7 @@ from pathlib import Path
 from infini_model.evaluation.comparison.compare import Comparison, Difference, Spread
 from infini_model.evaluation.comparison.runs import ComparedRun
 from infini_model.evaluation.reporting.markdown import picture, table
-from infini_model.evaluation.score import VALIDATION_LOSS
+from infini_model.runtime.runs import VALIDATION_LOSS
 
 # Of a run without a value.
 MISSING = "–"

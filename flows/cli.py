@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
-from flows.options import configured
+from flows.options import configured, explained, from_guides
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.runs import latest_run
@@ -28,6 +29,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"infini-llama {version('infini-llama')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Take the options of `infini` itself."""
 
 
 def _run_flow(name: str, config: Config) -> Any:
@@ -353,9 +371,12 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+        sys.exit(app(from_guides(sys.argv[1:]) or ["--help"], standalone_mode=False))
     except TyperException as error:
-        typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        message = " ".join(error.format_message().split())
+        is_unknown = message.startswith("No such option: ")
+        meant = explained(message.split()[3]) if is_unknown else None
+        typer.echo(f"error: {meant or message}", err=True)
         sys.exit(2)
     except (UserError, ConnectionError) as error:
         typer.echo(f"error: {error}", err=True)

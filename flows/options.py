@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
@@ -17,6 +17,7 @@ import typer
 from flows.presets import DEFAULT_PRESET, configure
 from flows.sweep import values_of
 from infini_model.config import Config, check_typed, merge, parse_override
+from infini_model.config.names import NAMES
 from infini_model.runtime.errors import ConfigError, UserError
 
 P = ParamSpec("P")
@@ -163,6 +164,15 @@ OWN: dict[str, Callable[..., None]] = {
     "compare": comparing,
     "preprocess": sharing,
 }
+# Options of the guides' scripts as overrides; one that ends in `=` takes a value.
+GUIDES = {
+    "--epochs": "training.epochs=",
+    "--learning-rate": "training.learning_rate=",
+    "--fp16": "training.precision=fp16",
+    "--no-fp16": "training.precision=fp32",
+    "--nproc-per-node": "launch.processes=",
+    "--save-dir": "run.output_dir=",
+}
 _TRAIN = ("run", "train", "compare")
 _MODEL = (*_TRAIN, "evaluate", "generate")
 _FLOWS = (*_TRAIN, "preprocess", "evaluate")
@@ -184,6 +194,30 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "force": _TRAIN,
     "debug": (*_FLOWS, "generate"),
 }
+
+
+def from_guides(arguments: Iterable[str]) -> list[str]:
+    """A command line in which the guides' options are overrides, and no option has underscores."""
+    given, words = list[str](), iter(arguments)
+    for word in words:
+        option, equals, value = word.partition("=")
+        option = option.replace("_", "-") if option.startswith("--") else option
+        override = GUIDES.get(option)
+        if override is None:
+            given.append(f"{option}{equals}{value}")
+        elif override.endswith("="):
+            given.append(override + (value if equals else next(words, "")))
+        else:
+            given.append(override)
+    return given
+
+
+def explained(option: str) -> str | None:
+    """One line for an option that no command has, if other projects have it; else None."""
+    meant = NAMES.get(option.lstrip("-").replace("-", "_"))
+    if meant is None:
+        return None
+    return f"{option}: unknown option; {meant if ' ' in meant else f'it is {meant}=VALUE'}"
 
 
 def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:

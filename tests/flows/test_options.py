@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flows.options import configured
+from flows.options import configured, from_guides
 from flows.presets import configure
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import ConfigError
@@ -149,6 +149,7 @@ def test_what_is_typed_beats_a_file_and_a_file_a_preset(tmp_path: Path, option: 
     assert given == configure(
         ["shakespeare", "stable"], overrides=["training.max_steps=3", "training.batch_size=4"]
     )
+    assert parse("run", "--debug") == configure(["debug"])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,10 @@ def test_settings_that_come_to_no_documents_are_refused(tmp_path: Path, command:
         assert parse(command, "--config", str(file), *source).training.max_steps == 3
 
 
-def test_presets_apply_in_order_and_options_over_them() -> None:
-    assert parse("run", "--debug") == configure(["debug"])
-    given = parse("run", "--preset", "arxiv", "--preset", "stable", "--max-steps", "5")
-    assert given == configure(["arxiv", "stable"], overrides=["training.max_steps=5"])
+def test_the_options_of_the_guides_are_overrides() -> None:
+    words = "train --epochs 5 --learning_rate=1e-5 --fp16 --nproc_per_node 2 --save_dir out"
+    given = [*words.split(), "--data_dir", "a_b", "--preset", "debug"]
+    assert from_guides(given) == [
+        *("train", "training.epochs=5", "training.learning_rate=1e-5", "training.precision=fp16"),
+        *("launch.processes=2", "run.output_dir=out", "--data-dir", "a_b", "--preset", "debug"),
+    ]

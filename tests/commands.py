@@ -99,7 +99,6 @@ class Running:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
             )
-        self.started = psutil.Process(self.process.pid).create_time()
 
     @property
     def output(self) -> str:

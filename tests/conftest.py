@@ -134,6 +134,12 @@ def session_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment
 
 
 @pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """The output folder of a test, which is not there yet."""
+    return tmp_path / "output"
+
+
+@pytest.fixture
 def alone(tmp_path: Path, session_environment: Environment) -> Environment:
     """The same, with the test's folder as home."""
     return {**session_environment, "PREFECT_HOME": str(tmp_path / "prefect-home")}

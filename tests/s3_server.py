@@ -63,10 +63,6 @@ class Line:
         self._speaks.set()
         self.connect()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def connect(self) -> None:
         """Take connections again."""
         if self._listener is not None:
@@ -81,7 +77,11 @@ class Line:
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None
-        self.cut_all()
+        with self._changing:
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+            self._open = []
 
     @contextmanager
     def gone(self) -> Iterator[None]:
@@ -104,14 +104,6 @@ class Line:
     def cut_after(self, count: int) -> None:
         """Cut the connection on which the server has sent `count` bytes from now on, once."""
         self._cut_after = count
-
-    def cut_all(self) -> None:
-        """Cut all connections."""
-        with self._changing:
-            for each in self._open:
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-            self._open = []
 
     def _listen(self, listener: socket.socket) -> None:
         while True:
@@ -187,7 +179,7 @@ class S3Server:
     def environment(self) -> dict[str, str]:
         """How a client reaches it, over the line."""
         return CREDENTIALS | {
-            "AWS_ENDPOINT_URL": self.line.url,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.line.port}",
             "AWS_ALLOW_HTTP": "true",
             "AWS_REGION": "us-east-1",
         }

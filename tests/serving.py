@@ -71,9 +71,9 @@ class Server:
         )
         return self.state(flow_run)
 
-    def log_of(self, flow_run: str) -> list[str]:
-        """What a flow run has logged."""
-        wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}}}
+    def log_of(self, flow_run: str, level: int = 0) -> list[str]:
+        """What a flow run has logged, at this level or above."""
+        wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}, "level": {"ge_": level}}}
         lines: list[str] = []
         # The server returns 200 lines at most, and a training may log more between two polls.
         while len(lines) % 200 == 0:

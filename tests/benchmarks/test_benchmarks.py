@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import gpu, passkey, recall
@@ -119,19 +118,6 @@ def test_the_table_of_recall_judges_every_seed() -> None:
     assert rows["linear needs"]["knocked out"] == "≤ 10 met"
     assert rows["rewritten-delta needs"]["over linear"] == "> 0 missed"
     assert rows["rewritten-delta, seed 1"]["over linear"] == 49.0
-
-
-def test_the_haystacks_are_those_of_the_task_in_words_and_groups_of_digits() -> None:
-    haystacks = passkey.draw(np.random.default_rng(0), 4, [0.0, 100.0])
-    assert sum(tensor.size(-1) for tensor in haystacks) == 4 * passkey.SEGMENT
-    for body, question, answer in zip(*haystacks, strict=True):
-        words = [passkey.WORDS[number] for number in body]
-        key = [passkey.WORDS[number] for number in answer[0]]
-        assert [len(group) for group in key] == [2, 2, 1]
-        statement = ["The", "pass", "key", "is", *key, ".", "Remember", "it", "."]
-        assert statement in (words[: len(statement)], words[-len(statement) :])
-        asked = [passkey.WORDS[number] for number in question[0]]
-        assert asked[-4:] == ["The", "pass", "key", "is"]
 
 
 def test_every_cell_of_every_seed_is_judged_up_to_four_times_the_trained_length() -> None:

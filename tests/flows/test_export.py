@@ -121,10 +121,6 @@ def test_transformers_opens_an_exported_model_without_memory(
         assert said.bos_token_id == manifest.tokenizer.bos_token_id == theirs.bos_token_id
     checkpoint = fields(run_dir / "checkpoints" / "step-2" / "model" / "config.json")
     assert checkpoint == fields(folder / "config.json")
-    ours = InfiniLlama.from_pretrained(folder)
-    batch = torch.tensor([ids[:16]])
-    with torch.no_grad():
-        torch.testing.assert_close(llama(batch).logits, ours(batch).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_infini_generate_opens_an_export_with_its_tokenizer(

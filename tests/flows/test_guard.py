@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -48,20 +48,12 @@ FOREIGN_ORIGINS = [
 OWN = ["127.0.0.1:{port}", "localhost:{port}"]
 
 
-class Answer(NamedTuple):
-    """What a server answered."""
-
-    status: int
-    headers: http.client.HTTPMessage
-
-
-def ask(port: int, path: str, method: str = "GET", **headers: str) -> Answer:
+def ask(port: int, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
     """Send exactly these headers."""
     connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
     with closing(connection):
         connection.request(method, path, None, headers)
-        answer = connection.getresponse()
-        return Answer(answer.status, answer.headers)
+        return connection.getresponse()
 
 
 def at(port: int, pattern: str) -> str:

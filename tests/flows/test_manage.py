@@ -43,11 +43,6 @@ Told = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "output"
-
-
-@pytest.fixture
 def start(background: Callable[..., Running], connected: Environment) -> Started:
     """Start `infini` in the background."""
 

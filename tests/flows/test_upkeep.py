@@ -28,11 +28,6 @@ Told = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "output"
-
-
-@pytest.fixture
 def told(alone: Environment, output: Path) -> Told:
     """Run a command on the output folder: its exit status, output and errors."""
 

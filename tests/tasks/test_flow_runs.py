@@ -158,6 +158,10 @@ def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_a
     assert "gradient norm nan" in message
     assert "a lower training.learning_rate" in message
     assert log.count(message) == 1
+    # The ranks' lines have their levels.
+    errors = prefect.log_of(run, logging.ERROR)
+    assert any(line.startswith("GPU0:ERROR | ") for line in errors)
+    assert not any(line.startswith("GPU0:INFO | ") for line in errors)
     assert len([line for line in log if "Resuming after: non-finite at step " in line]) == 2
     shown = prefect.artifacts(run)
     assert message in shown["failure"]

@@ -5,12 +5,13 @@ import random
 
 import pytest
 import torch
+from llamas import write_llama
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from templates import with_bos
 from tiny_models import draw_memory_parameters, tiny_config
 from tokenizers import Tokenizer as Reference
-from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
@@ -22,7 +23,6 @@ from infini_model.runtime.errors import UserError
 
 CONTEXT = 48
 WORDS = ["the", "memory", "of", "a", "segment", "is", "read", "by", "next", "ünïcödé", "漢字"]
-START = "<|begin_of_text|>"
 
 
 def text(chance, words):
@@ -32,14 +32,7 @@ def text(chance, words):
 def make_tokenizer(*, begins):
     chance = random.Random(2)
     trained = train_tokenizer([[text(chance, 50) for _ in range(40)]], 340)
-    reference = Reference.from_str(trained.text)
-    if begins:
-        reference.add_special_tokens([START])
-        number = reference.token_to_id(START)
-        reference.post_processor = TemplateProcessing(
-            single=f"{START} $A", special_tokens=[(START, number)]
-        )
-    return BPETokenizer("trained", reference.to_str())
+    return BPETokenizer("trained", with_bos(trained.text) if begins else trained.text)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "begins"])
@@ -47,21 +40,13 @@ def pair(request, tmp_path_factory):
     """The same Llama and tokenizer in the harness's own model and in ours."""
     logging.disable(logging.WARNING)
     tokenizer = make_tokenizer(begins=request.param)
-    torch.manual_seed(5)
-    shape = LlamaConfig(
+    folder = write_llama(
+        tmp_path_factory.mktemp("llama"),
         vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
     )
-    llama = LlamaForCausalLM(shape).eval()
-    folder = tmp_path_factory.mktemp("llama")
-    llama.save_pretrained(folder)
+    llama = LlamaForCausalLM.from_pretrained(folder)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=Reference.from_str(tokenizer.text), **tokenizer.special_tokens()
     )

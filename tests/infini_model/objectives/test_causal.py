@@ -58,14 +58,6 @@ def score(module, batch, **options):
     return Scorer(module, PRECISIONS["fp32"], torch.device("cpu")).score(batch, **options)
 
 
-def test_each_position_predicts_the_next_token_of_its_row():
-    batch = two_windows()
-    inputs = CausalLM().inputs(batch)
-    assert torch.equal(inputs.input_ids, batch.tokens[:, :, :-1].reshape(2, 8))
-    assert torch.equal(inputs.labels[1], batch.tokens[1, :, 1:].reshape(8))
-    assert inputs.labels[0].tolist()[6:] == [IGNORED, IGNORED]
-
-
 def test_the_loss_its_gradients_and_the_scores_are_those_of_the_logits():
     module, batch = make_module(), two_windows()
     inputs = module.objective.inputs(batch)

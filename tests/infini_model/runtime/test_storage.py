@@ -110,12 +110,6 @@ def test_sha256_is_that_of_the_whole_file(tmp_path, above):
     assert storage.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
-def test_a_content_key_does_not_depend_on_the_order_of_keys():
-    key = storage.content_key({"a": [1, "é", None], "b": 0.5})
-    assert key == storage.content_key({"b": 0.5, "a": (1, "é", None)})
-    assert key != storage.content_key({"b": 0.5, "a": ["é", 1, None]})
-
-
 def test_holders_of_a_shared_lock_exclude_exclusive_ones_only(tmp_path):
     path = tmp_path / "lock"
     assert not storage.is_locked(path)

@@ -178,13 +178,6 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_dataset_with_more_tokens_than_the_embedding_is_refused(make_config, dataset, tmp_path):
-    config = from_weights(make_config(), write_llama(tmp_path / "small", vocab_size=200))
-    run_dir = recorded(config, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"vocab_size of model\.initial_weights: 200 is less"):
-        train(config, dataset, run_dir)
-
-
 def test_a_rank_without_the_record_says_how_to_write_it(config, dataset, tmp_path):
     file, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     file.write_text(dump_config(config))

@@ -8,7 +8,6 @@ import pytest
 from corpora import as_rows, cut_file, local_file, make_pairs, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.data.shards.layout import divide
@@ -88,12 +87,6 @@ def test_what_a_message_says_is_never_read_as_a_template(contents, template):
 
 def test_a_template_decides_nothing_of_texts():
     assert reading_of(DataConfig(source=FilesSource(template="{role}{content}"))) == Reading()
-
-
-@pytest.mark.parametrize("template", ["", "{content}", "{content}{role}"])
-def test_a_template_without_a_place_for_the_parts_is_refused(template):
-    with pytest.raises(ValidationError, match=r"one \{content\}, and \{role\} in front of it"):
-        FilesSource(template=template)
 
 
 def test_rows_without_an_answer_are_skipped_and_counted(tmp_path):

@@ -127,7 +127,7 @@ def check_typed(changes: Iterable[Mapping[str, Any]]) -> None:
     for change in changes:
         for key, value in _leaves(change):
             if key in typed and not _is_same(typed[key], value):
-                raise ConfigError(f"{key}: is given twice, as {typed[key]!r} and as {value!r}")
+                raise ConfigError(f"{key}: is given twice, as {typed[key]} and as {value}")
             typed[key] = value
     if None not in (typed.get("training.epochs"), typed.get("training.max_steps")):
         raise ConfigError("training.epochs: cannot be combined with training.max_steps")

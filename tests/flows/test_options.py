@@ -157,7 +157,7 @@ def test_what_is_typed_beats_a_file_and_a_file_a_preset(tmp_path: Path, option: 
     [
         (
             ["training.max_steps=9", "--max-steps", "5"],
-            r"training\.max_steps: is given twice, as '5'",
+            r"training\.max_steps: is given twice, as 5 and as 9",
         ),
         (["training.epochs=5", "--max-steps", "3"], r"training\.epochs: cannot be combined with"),
         (["run.seed=1", "run.seed=2"], r"run\.seed: is given twice, as 1 and as 2"),

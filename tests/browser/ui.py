@@ -106,12 +106,7 @@ class Prefect:
     def open_artifact(self, key: str) -> None:
         """The newest artifact of a key, from the run's *Artifacts*."""
         link = self.tab("Artifacts").get_by_role("link", name=re.compile(rf"\b{key}\b")).first
-
-        def follow() -> None:
-            self.insist(lambda: self.open_tab("Artifacts"), link).click(timeout=REDRAWN_MS)
-
-        newest = self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first
-        self.insist(follow, newest).click()
+        self.insist(lambda: self.open_tab("Artifacts"), link).click()
 
     def press(self, action: str, confirmed_by: str) -> None:
         """An action in the menu of a run, and the button of its confirmation dialog."""

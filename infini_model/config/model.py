@@ -59,6 +59,7 @@ BESIDE_INITIAL_WEIGHTS = frozenset(
         "memory_query_shift",
         "gate_start",
         "mask_token_id",
+        "ignore_tokenizer",
     }
 )
 
@@ -81,8 +82,13 @@ class ModelConfig(Section):
         description="Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub, "
         "such as meta-llama/Llama-3.2-1B, optionally with @revision. The shape comes from there; "
         "only segment_length, which is then required, memory, memory_key_shift, "
-        "memory_query_shift, gate_start and mask_token_id may be set beside it. null (default) "
-        "draws the weights from run.seed.",
+        "memory_query_shift, gate_start, mask_token_id and ignore_tokenizer may be set beside it. "
+        "null (default) draws the weights from run.seed.",
+    )
+    ignore_tokenizer: bool = Field(
+        False,
+        description="Whether initial_weights may be trained on a dataset whose tokenizer gives "
+        "other ids than theirs.",
     )
     vocab_size: PositiveInt | None = Field(
         None, description="Vocabulary size; null (default) uses the tokenizer's."
@@ -161,7 +167,8 @@ class ModelConfig(Section):
     @property
     def beside_initial_weights(self) -> dict[str, Any]:
         """The fields that were set to change what `initial_weights` has or lacks."""
-        names = BESIDE_INITIAL_WEIGHTS & self.model_fields_set - {"initial_weights"}
+        of_weights = {"initial_weights", "ignore_tokenizer"}
+        names = BESIDE_INITIAL_WEIGHTS & self.model_fields_set - of_weights
         return {name: getattr(self, name) for name in sorted(names)}
 
     @model_serializer(mode="wrap")

@@ -8,18 +8,17 @@ from pathlib import Path
 import torch
 
 from infini_model.config import Config, UnmaskingConfig
-from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
-from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
 from infini_model.model.generation.causal import stream
 from infini_model.model.generation.unmasking import DEFAULT, unmask
-from infini_model.model.hf_checkpoint import CONFIG, read_tokenizer_name
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import Operands, resolve_precision
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, dataset_of
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.checkpoints.loading import load_model
+from infini_model.training.initial_weights import tokenizer_of
 from infini_model.training.launch.devices import first_device
 
 CONTEXT = 8
@@ -39,10 +38,8 @@ def _model_dir(checkpoint: Path) -> Path:
 
 def _tokenizer_of(model_dir: Path) -> Tokenizer:
     """The tokenizer beside the model, or the one of its run's dataset."""
-    if (model_dir / TOKENIZER_FILE).is_file():
-        return load_tokenizer(str(model_dir / TOKENIZER_FILE))
-    if (model_dir / CONFIG).is_file() and read_tokenizer_name(model_dir) == "bytes":
-        return load_tokenizer("bytes")
+    if (own := tokenizer_of(model_dir)) is not None:
+        return own
     for folder in model_dir.resolve().parents:
         if (folder / "run.json").is_file():
             return load_dataset_tokenizer(dataset_of(folder))

@@ -6,6 +6,7 @@ keeps what it found as `initial_weights.json`, and the ranks look nowhere else.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,19 @@ from infini_model.training.run_status import saved_step
 
 if TYPE_CHECKING:
     # It imports torch, which takes seconds to load, and flows only need the record.
+    from infini_model.data.tokenizers.tokenizer import Tokenizer
     from infini_model.training.parallel.distributed import World
 
+log = logging.getLogger(__name__)
+
 ADVICE = "choose another run.name or folder"
+
+
+class TokenizerSample(Record):
+    """A tokenizer's fingerprint, and a hash of the ids that it gives for a fixed set of texts."""
+
+    fingerprint: str
+    ids: str
 
 
 class InitialWeights(Record):
@@ -34,6 +45,7 @@ class InitialWeights(Record):
         folder: Where config.json and the safetensors files are.
         fingerprint: Of the content of these files: the same for a repository and a copy of it.
         model: Shape of the model that begins from them.
+        tokenizer: What they were trained with; None if their folder does not say.
     """
 
     name: str
@@ -41,6 +53,7 @@ class InitialWeights(Record):
     folder: Path
     fingerprint: str
     model: ModelConfig
+    tokenizer: TokenizerSample | None = None
 
     def pinned_in(self, config: Config) -> Config:
         """`config` with the name at this commit, for the tokenizer that `spec: model` means."""
@@ -68,8 +81,9 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     counts the bytes of a download.
 
     Raises:
-        ConfigError: There is no such folder, the tokenizer has more tokens than the embedding, or
-            the model is bidirectional and the objective causal.
+        ConfigError: There is no such folder, the tokenizer has more tokens than the embedding or
+            gives other ids than that of the weights, or the model is bidirectional and the
+            objective causal.
         CheckpointError: It is no Llama or LLaDA, or a tensor is missing, misshapen or quantised.
         DataError: The hub has no such repository, revision or safetensors, or refuses them.
         UnreachableError: The hub does not answer.
@@ -98,14 +112,82 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
         raise ConfigError(
             f"model.memory: missing; {name} has none, and block_diffusion needs linear or delta"
         )
-    if config.data.tokenizer.spec == MODEL_SPEC and config.data.folder is None:
-        _check_tokenizer(name, folder, model)
-    return InitialWeights(
+    spec = config.data.tokenizer.spec
+    is_read = spec == MODEL_SPEC or not config.model.ignore_tokenizer
+    own = tokenizer_of(folder) if is_read else None
+    weights = InitialWeights(
         name=name,
         commit=commit,
         folder=folder.resolve(),
         fingerprint=_fingerprint(folder, config.run.datasets_dir),
         model=model,
+        tokenizer=None if own is None else _sample(own),
+    )
+    # A dataset's tokenizer, or one that is trained for it, is compared when the training starts.
+    if config.data.folder is None and spec != "train":
+        _check_named_tokenizer(config, weights, own)
+    return weights
+
+
+def _check_named_tokenizer(config: Config, weights: InitialWeights, own: Tokenizer | None) -> None:
+    """Check `data.tokenizer.spec` against `own`, that of the weights, before a dataset is made."""
+    from infini_model.data.tokenizers.load import load_tokenizer
+
+    spec, entries = config.data.tokenizer.spec, weights.model.vocab_size or 0
+    if own is None:
+        if spec == MODEL_SPEC:
+            raise ConfigError(f"data.tokenizer.spec: model, but {weights.name} brings no tokenizer")
+    elif spec != MODEL_SPEC:
+        check_tokenizer(config, weights, load_tokenizer(spec), f"data.tokenizer.spec: {spec}")
+    elif own.vocab_size > entries:
+        raise ConfigError(
+            f"data.tokenizer.spec: the tokenizer of {weights.name} has {own.vocab_size} tokens, "
+            f"more than the {entries} of its embedding"
+        )
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """The tokenizer that a folder of weights brings, if any."""
+    from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
+    from infini_model.data.tokenizers.load import load_tokenizer
+    from infini_model.model.hf_checkpoint import CONFIG, read_tokenizer_name
+
+    if (folder / TOKENIZER_FILE).is_file():
+        return load_tokenizer(str(folder / TOKENIZER_FILE))
+    if (folder / CONFIG).is_file() and read_tokenizer_name(folder) == "bytes":
+        return load_tokenizer("bytes")
+    return None
+
+
+def _sample(tokenizer: Tokenizer) -> TokenizerSample:
+    from infini_model.data.tokenizers.tokenizer import sample_ids
+
+    return TokenizerSample(fingerprint=tokenizer.fingerprint, ids=sample_ids(tokenizer))
+
+
+def check_tokenizer(
+    config: Config, weights: InitialWeights, tokenizer: Tokenizer, place: str
+) -> None:
+    """Raise `ConfigError` if the `tokenizer` of `place` gives other ids than that of the weights.
+
+    Warns if the weights bring none. With `model.ignore_tokenizer`, nothing is compared.
+    """
+    if config.model.ignore_tokenizer:
+        return
+    if weights.tokenizer is None:
+        log.warning(
+            "model.initial_weights: %s brings no tokenizer to compare with that of the dataset",
+            weights.public_name,
+        )
+        return
+    found = _sample(tokenizer)
+    if found.ids == weights.tokenizer.ids:
+        return
+    raise ConfigError(
+        f"{place}: its tokenizer ({found.fingerprint[:12]}) gives other ids than that of "
+        f"{weights.public_name} ({weights.tokenizer.fingerprint[:12]}); "
+        "data.tokenizer.spec=model makes a dataset for these weights, "
+        "model.ignore_tokenizer=true trains them anyway"
     )
 
 
@@ -126,17 +208,6 @@ def fetch_folder(
     repository, revision = split_revision(name)
     commit = pin_repository(repository, revision, "model")
     return fetch_weights(repository, commit, progress), commit
-
-
-def _check_tokenizer(name: str, folder: Path, model: ModelConfig) -> None:
-    from infini_model.data.tokenizers.load import load_tokenizer
-
-    size, entries = load_tokenizer(str(folder)).vocab_size, model.vocab_size or 0
-    if size > entries:
-        raise ConfigError(
-            f"data.tokenizer.spec: the tokenizer of {name} has {size} tokens, more than the "
-            f"{entries} of its embedding"
-        )
 
 
 def _fingerprint(folder: Path, datasets_dir: Path) -> str:

@@ -12,6 +12,7 @@ from infini_model.config import Config, LoraConfig
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.manifest import Manifest, read_manifest
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.model.hf_checkpoint import Adapter
 from infini_model.model.llama import InfiniLlama
 from infini_model.objectives import make_objective
@@ -25,6 +26,7 @@ from infini_model.training.checkpoints.saving import Checkpointer
 from infini_model.training.initial_weights import (
     InitialWeights,
     check_frozen,
+    check_tokenizer,
     with_initial_weights,
 )
 from infini_model.training.launch.division import Division, divide
@@ -115,6 +117,8 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     config, weights = with_initial_weights(config, run_dir, world)
     key = "model.vocab_size" if weights is None else "vocab_size of model.initial_weights"
     config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir, key)
+    if weights is not None and start.checkpoint is None:
+        check_tokenizer(asked, weights, load_dataset_tokenizer(dataset_dir), str(dataset_dir))
     config = with_objective(config)
     windows = {
         split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.data.sources.string_arrays import string_buffers
+from infini_model.runtime.storage import content_key
 
 Texts: TypeAlias = list[str] | pa.StringArray
 
@@ -68,6 +69,24 @@ class Tokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write to `folder` what `load_saved` needs."""
+
+
+# Where tokenizers differ: words, case, numbers, spaces, code, scripts and what is not normalised.
+SAMPLES = [
+    "The quick brown fox doesn't jump over 12 lazy dogs; it costs $3,456.78 (or 0x1F) in 2024.",
+    "INTERNATIONALISATION is internationalisation, McDonald's naïve co-operation and façade.",
+    "def f(x):\n\treturn {'a': [x ** 2 for x in range(10)]}  # trailing\n\n\n    if x != None:\r\n",
+    "  two  spaces,   three, and a tab\tthen https://example.org/a_b-c?d=e&f=%20g@h.i",
+    "Grüße, ça va? ¿Qué tal? Привет, мир. Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم. नमस्ते दुनिया",
+    "你好,世界。こんにちは世界。안녕하세요 세계. สวัสดีชาวโลก",
+    "e\u0301 is é, ﬁ is fi, Å is Å; 👩\u200d👩\u200d👧 🇩🇪 😀 – — … “quoted” ½ ² ∑ ≤ →",
+]
+
+
+def sample_ids(tokenizer: Tokenizer) -> str:
+    """Hash of the ids of `SAMPLES`, the same for tokenizers that agree, whatever their files."""
+    ids, offsets = tokenizer.encode_batch(SAMPLES)
+    return content_key([ids.tolist(), offsets.tolist()])
 
 
 def as_array(texts: Texts) -> pa.StringArray:

@@ -140,6 +140,32 @@ def test_block_diffusion_begins_from_weights_with_a_memory_and_shifts_its_querie
         memory_of("llada")
 
 
+def test_weights_are_trained_on_no_ids_of_another_tokenizer(make_config, dataset, tmp_path, caplog):
+    """As many tokens are not the same ones; another file of the same ids is."""
+    llama = write_llama(tmp_path / "llama", vocab_size=300)
+    config = from_weights(make_config(training={"max_steps": 1}), llama)
+    train(config, dataset, recorded(config, tmp_path / "without"))
+    warned = f"model.initial_weights: {llama} brings no tokenizer to compare"
+    assert caplog.text.count(warned) == 1
+
+    train_tokenizer([["a text"]], 270).save(llama)
+    refused = r": its tokenizer \(\w{12}\) gives other ids than that of .*/llama \(\w{12}\); data\."
+    with pytest.raises(ConfigError, match=f"^data.tokenizer.spec: bytes{refused}"):
+        find_initial_weights(config)
+    later = validate(config.model_dump(mode="json") | {"data": {"folder": str(dataset)}})
+    with pytest.raises(ConfigError, match=f"^{dataset}{refused}"):
+        train(later, dataset, recorded(later, tmp_path / "refused"))
+    knowing = from_weights(make_config(training={"max_steps": 1}), llama, ignore_tokenizer=True)
+    train(knowing, dataset, recorded(knowing, tmp_path / "knowing"))
+
+    # Another file and fingerprint, but the same ids.
+    tree = json.loads((llama / "tokenizer.json").read_text(encoding="utf-8"))
+    tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 271, "content": "<|unused|>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
+    same = {"tokenizer": {"spec": str(tmp_path / "tokenizer.json")}}
+    find_initial_weights(validate(config.model_dump(mode="json") | {"data": same}))
+
+
 def too_many_tokens(folder):
     write_llama(folder, vocab_size=250)
     train_tokenizer([["a text"]], 257).save(folder)

@@ -186,10 +186,11 @@ def with_strides(x: Tensor) -> tuple[Tensor | int, ...]:
 
 
 def _shared_memory(x: Tensor) -> int:
-    """The bytes of shared memory that a block may have; in Triton's interpreter those of an H100."""
+    """The bytes of shared memory that a block may have; in Triton's interpreter as on an H100."""
     if not x.is_cuda:
         return 227 << 10
-    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(x.device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def kernel_constants(x: Tensor, shared_memory: int) -> dict[str, Any]:

@@ -184,8 +184,10 @@ def test_lora_is_named_where_pretrained_weights_are_trained_whole_and_do_not_fit
         check_memory(config, one, is_pretrained=True)
     _, _, lora = str(error.value).partition(f"{plain}, or here ")
     words, _, _ = lora.partition(", which freezes the pretrained weights")
-    assert not Need.of(applied(config, words), one).exceeds(one)
-    adapted = changed(config, {"training.lora": LoraConfig()})
+    adapters, *rest = words.split()
+    assert adapters == "training.lora={}"
+    adapted = changed(applied(config, " ".join(rest)), {"training.lora": LoraConfig()})
+    assert not Need.of(adapted, one).exceeds(one)
     assert remedy(adapted, replace(one, gpu_bytes=GIB), is_pretrained=True).endswith("needs less")
 
 

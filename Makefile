@@ -41,10 +41,11 @@ $(STAMP): requirements.lock pyproject.toml
 run: install
 	$(BIN)/infini run $(ARGS)
 
-# A CUDA build of PyTorch pins the Triton that fits it, so the lock has none. Tests for a GPU run in
-# Triton's interpreter, on Linux, the only system that Triton is made for; make gpu runs them compiled.
+# A CUDA build of PyTorch brings this Triton; a build for the CPU, which is in the lock, brings none.
+# Tests for a GPU run in Triton's interpreter, on Linux, the only system that Triton is made for;
+# make gpu runs them compiled.
 $(TRITON): $(STAMP)
-	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile 'triton>=3.5'
+	@test "$$(uname -s)" != Linux || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile triton==3.7.1
 	@touch $@
 
 test: $(TRITON)

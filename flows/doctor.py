@@ -21,6 +21,7 @@ from infini_model.config import Config
 from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DeviceError, UserError
 from infini_model.runtime.main_memory import available_memory
+from infini_model.runtime.toolchain import c_compiler, lacking_on_gpu
 from infini_model.training.launch.devices import find_driver, list_gpus, nvml_error, torch_cuda
 from infini_model.training.sizing.fitting import Machine, Need, remedy, shortage
 from infini_model.training.sizing.shape import UnknownShapeError, known_shape
@@ -73,8 +74,7 @@ def _devices() -> Iterator[Finding]:
         return
     yield _driver()
     yield _flash_attn(min(gpu.capability or (0, 0) for gpu in gpus))
-    yield _triton()
-    yield _compiler()
+    yield _kernels()
 
 
 def _memory() -> Finding:
@@ -112,30 +112,18 @@ def _flash_attn(capability: tuple[int, int]) -> Finding:
     if package is not None:
         return Finding(package, importlib.metadata.version(package))
     if 9 <= capability[0] <= 11:
-        return Finding("flash-attn-4", "not installed", "pip install -r requirements-gpu.txt")
+        return Finding("flash-attn-4", "not installed", "pip install --editable '.[flash-attn-4]'")
     version = ".".join(map(str, capability))
     return Finding("flash-attn", f"none for compute capability {version}; PyTorch's own is used")
 
 
-def _triton() -> Finding:
-    """Triton compiles the kernels of the memory; PyTorch with CUDA brings it."""
-    try:
-        return Finding("triton", importlib.metadata.version("triton"))
-    except importlib.metadata.PackageNotFoundError:
-        remedy = "install torch with CUDA: pip install --force-reinstall torch"
-        return Finding("triton", "missing", remedy)
+def _kernels() -> Finding:
+    """Triton, which builds the kernels of the memory, and what it needs for that."""
+    if (lack := lacking_on_gpu()) is not None:
+        return Finding("kernels", f"there is no {lack.what}", lack.remedy)
+    import triton
 
-
-def _compiler() -> Finding:
-    """The C compiler and the headers with which Triton builds its launcher, once per machine."""
-    from infini_model.model.kernels.compiled import c_compiler, has_python_headers
-
-    compiler = c_compiler()
-    if compiler is None:
-        return Finding("C compiler", "missing", "apt-get install gcc libc6-dev, or set CC")
-    if not has_python_headers():
-        return Finding("C compiler", f"{compiler}, but no Python.h", "apt-get install python3-dev")
-    return Finding("C compiler", compiler)
+    return Finding("kernels", f"built by Triton {triton.__version__} and {c_compiler()}")
 
 
 def _training(config: Config) -> Finding:

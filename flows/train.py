@@ -22,7 +22,7 @@ from infini_model.training.initial_weights import (
     record_initial_weights,
 )
 from infini_model.training.run_status import is_trained, saved_step
-from infini_model.training.sizing.fitting import Machine, check_memory
+from infini_model.training.sizing.fitting import Machine, check_kernels, check_memory
 from infini_model.training.sizing.shape import (
     UnknownShapeError,
     known_shape,
@@ -39,18 +39,21 @@ from tasks.weights import fetch_weights
 def check_training_memory(config: Config, weights: InitialWeights | None = None) -> None:
     """Log what the training needs, unless only what is yet to be read says how large its model is.
 
-    Raises `ConfigError` if that is more than this machine has, `DeviceError` as `choose_gpus` does.
+    Raises `ConfigError` if that is more than this machine has, `DeviceError` as `choose_gpus` and
+    `check_kernels` do.
     """
     log = get_run_logger()
     if config.launch.launcher == "ray":
         log.info("Memory of the training: checked on the nodes of the Ray cluster")
         return
+    machine = Machine.of(config)
+    check_kernels(config, machine.device)
     try:
         shaped = known_shape(config) if weights is None else weights.shaped(config)
     except UnknownShapeError as unknown:
         log.info("Memory of the training: %s", unknown)
         return
-    need = check_memory(with_objective(shaped), Machine.of(config))
+    need = check_memory(with_objective(shaped), machine, is_pretrained=weights is not None)
     log.info("Memory of the training: %s", need)
 
 

@@ -45,7 +45,7 @@ from infini_model.training.setup import (
     with_precision,
     with_steps,
 )
-from infini_model.training.sizing.fitting import check_memory
+from infini_model.training.sizing.fitting import check_kernels, check_memory
 from infini_model.training.sizing.shape import with_objective, with_vocabulary
 
 
@@ -126,8 +126,10 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     }
     division = divide(config.training, world.size, start.global_batch)
     config = with_steps(config, len(windows["train"]), division.global_batch)
+    check_kernels(config, world.device.type)
     if world.is_main:
-        check_memory(division.applied_to(config), machine_of(world))
+        is_pretrained = weights is not None
+        check_memory(division.applied_to(config), machine_of(world), is_pretrained=is_pretrained)
     module, optimizer = _model_and_optimizer(config, start, weights, world)
     replica = Replica(module, config, world)
     replica.load_scaler(start.scaler)

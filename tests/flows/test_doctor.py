@@ -1,14 +1,18 @@
 """What `infini doctor` reports about a machine, and the fixes it suggests."""
 
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from flows import doctor
 from flows.presets import configure
+from flows.train import check_training_memory
 from infini_model.config import Config, load_config
+from infini_model.runtime.errors import DeviceError
 from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Driver, Gpu
 from infini_model.training.sizing import fitting
@@ -51,17 +55,33 @@ def test_a_driver_that_does_not_suit_torch_is_told(
     assert bool(found["driver"]) == bool(remedy)
 
 
-def test_what_a_gpu_needs_is_advised(
-    monkeypatch: pytest.MonkeyPatch, config: Config, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_what_a_gpu_needs_is_advised(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     found = remedies(config)
     assert found["GPU 0"] == ""
-    assert found["flash-attn-4"] == "pip install -r requirements-gpu.txt"
-    assert found["C compiler"].startswith("apt-get install gcc")
+    assert found["flash-attn-4"] == "pip install --editable '.[flash-attn-4]'"
     monkeypatch.setattr(doctor, "list_gpus", lambda: [replace(H200, capability=(8, 0))])
     assert remedies(config)["flash-attn"] == ""
+
+
+def test_what_builds_kernels_is_missed_before_any_work_with_the_same_remedy(
+    monkeypatch: pytest.MonkeyPatch, config: Config, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "list_gpus", lambda: [H200])
+    monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    without = tmp_path / "without"
+    for lacks, remedy in (
+        (lambda: monkeypatch.setattr("sysconfig.get_path", lambda *_: without), "python3.*-dev"),
+        (lambda: monkeypatch.setenv("CC", str(without)), "gcc libc6-dev, or set CC"),
+    ):
+        lacks()
+        found = remedies(config)["kernels"]
+        assert re.match(f"apt-get install {remedy}", found)
+        with disable_run_logger(), pytest.raises(DeviceError, match=re.escape(found)):
+            check_training_memory(config)
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"memory": "none"})})
+    with disable_run_logger():
+        check_training_memory(plain)
 
 
 def test_limits_and_folders_that_are_wrong_have_a_remedy(

@@ -9,18 +9,14 @@ is: validation gives the numbers that an evaluation gives, and no other shape is
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.toolchain import lacking_on_cpu, lacking_on_gpu
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -59,30 +55,7 @@ def resolve_compile(setting: bool | None, device: torch.device) -> bool:
     Raises:
         ConfigError: It is asked for where it lacks something.
     """
-    lacking = _lacking(device)
-    if setting and lacking is not None:
-        raise ConfigError(f"launch.compile: got true, but there is no {lacking}")
-    return device.type == "cuda" and lacking is None if setting is None else setting
-
-
-def _lacking(device: torch.device) -> str | None:
-    """What `torch.compile` needs on `device` and does not find; None if nothing."""
-    if device.type != "cuda":
-        compiler = os.environ.get("CXX", "g++")
-        return None if shutil.which(compiler) else f"C++ compiler ({compiler})"
-    if importlib.util.find_spec("triton") is None:
-        return "triton"
-    if c_compiler() is None:
-        return "C compiler"
-    return None if has_python_headers() else "Python.h"
-
-
-def c_compiler() -> str | None:
-    """The C compiler with which Triton builds its launcher, once per machine; None if missing."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), None)
-    return compiler if compiler is not None and shutil.which(compiler) else None
-
-
-def has_python_headers() -> bool:
-    """Whether the launcher can include `Python.h`."""
-    return Path(sysconfig.get_path("include"), "Python.h").is_file()
+    lack = lacking_on_gpu() if device.type == "cuda" else lacking_on_cpu()
+    if setting and lack is not None:
+        raise ConfigError(f"launch.compile: got true, but there is no {lack.what}: {lack.remedy}")
+    return device.type == "cuda" and lack is None if setting is None else setting

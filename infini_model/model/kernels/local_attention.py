@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.torch_version import TorchVersion
 
 from infini_model.model.kernels.tiled_attention import tiled_attention
 from infini_model.model.rotary import Rope, rotate
@@ -34,6 +35,8 @@ _NARROW_BACKENDS = ("flash_attn", "flash", "cudnn")
 
 # The distributions of flash-attn, the faster one first.
 _FLASH_ATTN = ("flash-attn-4", "flash-attn")
+# Before this version its backward pass was deterministic on some of its GPUs only.
+_OLDEST_FLASH_ATTN_4 = "4.0.0b8"
 
 # For shorter segments, `tiled` saves less than its overhead.
 _UNTILED_LENGTH = 128
@@ -70,7 +73,7 @@ def resolve_backend(
     if backend not in takes:
         raise ConfigError(f"{got}: on {device.type} it takes {', '.join(takes)}")
     if backend == "flash_attn" and not any(map(installed_version, _FLASH_ATTN)):
-        raise ConfigError(f"{got}, but flash-attn is not installed (requirements-gpu.txt)")
+        raise ConfigError(f"{got}, but flash-attn is not installed: pip install '.[flash-attn]'")
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return resolve_on_cuda(backend, capability, dtype, head_dim)
@@ -127,7 +130,8 @@ def flash_attn_package(capability: tuple[int, int], head_dim: int) -> str | None
         # On compute capability 12 its backward pass is not deterministic.
         "flash-attn-4": 9 <= major <= (11 if deterministic else 12)
         and head_dim <= 128
-        and head_dim % 8 == 0,
+        and head_dim % 8 == 0
+        and TorchVersion(installed_version("flash-attn-4") or "0") >= _OLDEST_FLASH_ATTN_4,
         "flash-attn": major >= 8 and head_dim <= 256,
     }
     return next((name for name in _FLASH_ATTN if suits[name] and installed_version(name)), None)

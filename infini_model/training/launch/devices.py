@@ -1,7 +1,7 @@
 """The GPUs of this machine, how busy they are, and which ones `launch.gpus` means.
 
-Read from the driver through NVML, without starting CUDA; from torch, which starts it, where NVML is
-not installed or fails, as in a container that has CUDA's libraries only.
+Read from the driver through NVML, without starting CUDA; from torch, which starts it but opens no
+context, where NVML is not installed or fails, as in a container that has CUDA's libraries only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gpu:
         identifier: What CUDA_VISIBLE_DEVICES calls it: its number in PCI order, or its UUID.
         number: Its physical number: the one in PCI order, also of the GPU that a MIG slice is on.
         name: Product name.
-        free_bytes: Free memory.
+        free_bytes: Free memory; all of it where NVML does not tell.
         total_bytes: Total memory.
         busy_percent: Recent utilization, 0 to 100.
         uuid: Identifier that is the same in every process and container, whatever is visible there.
@@ -203,12 +203,13 @@ def _list_with_torch(visible: list[str] | None) -> list[Gpu]:
 
     found = []
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
         identifier = str(index) if visible is None else visible[index]
         number = int(identifier) if identifier.isdecimal() else index
+        # What is free is known in a context only, which takes memory as long as this process lives.
         about = torch.cuda.get_device_properties(index)
+        total = int(about.total_memory)
         uuid, capability = f"GPU-{about.uuid}", (about.major, about.minor)
-        found.append(Gpu(identifier, number, about.name, free, total, 0, uuid, capability))
+        found.append(Gpu(identifier, number, about.name, total, total, 0, uuid, capability))
     return found
 
 

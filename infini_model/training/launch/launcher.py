@@ -271,10 +271,14 @@ def _environment(ranks: _LocalRanks) -> dict[str, str]:
     """The environment variables that the ranks need besides the inherited ones."""
     environment = _same_package()
     environment |= {"PYTHONFAULTHANDLER": "1", GPU_NUMBERS: gpu_numbers(ranks.gpus)}
-    if "OMP_NUM_THREADS" not in os.environ:
-        # The ranks share the cores; more threads than cores slow all of them down.
-        environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // len(ranks.numbers)))
+    # The ranks share the cores; more threads or compilers than cores slow all of them down.
+    cores = max(1, available_cores() // len(ranks.numbers))
+    shared = {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": min(32, cores)}
+    environment |= {name: str(n) for name, n in shared.items() if name not in os.environ}
     if ranks.gpus:
+        # Freed memory that was split for other shapes can be used again. Torch reads either name.
+        if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         # NVML counts in PCI order, CUDA by default the fastest first.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.identifier for gpu in ranks.gpus)

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infini_model.config import Config
-from infini_model.runtime.errors import ConfigError
+from infini_model.config import Config, LoraConfig
+from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.runtime.main_memory import available_memory
+from infini_model.runtime.toolchain import lacking_on_gpu
 from infini_model.training.launch.devices import choose_gpus
 from infini_model.training.sizing.estimate import (
     GIB,
@@ -95,19 +96,34 @@ class Need:
         return f"{self.process} a process; {gib(self.main)} GiB of main memory"
 
 
-def check_memory(config: Config, machine: Machine) -> Need:
+def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = False) -> Need:
     """What the training needs; `config.model` is that of the model itself.
 
-    Raises `ConfigError`, with settings that would fit, if it is more than the machine has and
+    `is_pretrained` says whether its weights are given, so that LoRA could take its place. Raises
+    `ConfigError`, with settings that would fit, if it is more than the machine has and
     `launch.force` is false.
     """
     need = Need.of(config, machine)
     if need.exceeds(machine) and not config.launch.force:
         raise ConfigError(
-            f"{shortage(need, machine)}; {remedy(config, machine)}; "
+            f"{shortage(need, machine)}; {remedy(config, machine, is_pretrained=is_pretrained)}; "
             "--force (launch.force=true) runs it all the same"
         )
     return need
+
+
+def check_kernels(config: Config, device: str) -> None:
+    """Raise `DeviceError` if the first step of a training on `device` would find no kernels.
+
+    On a GPU, Triton builds those of the memory; `launch.compile` null does without what is missing.
+    """
+    if device != "cuda" or (config.model.memory == "none" and not config.launch.compile):
+        return
+    if (lack := lacking_on_gpu()) is not None:
+        raise DeviceError(
+            f"the kernels of a GPU cannot be built: there is no {lack.what}; {lack.remedy}; or "
+            "launch.gpus=cpu, which needs none"
+        )
 
 
 def shortage(need: Need, machine: Machine) -> str:
@@ -119,16 +135,39 @@ def shortage(need: Need, machine: Machine) -> str:
     return f"not enough memory: the training needs {need}, of which {has}"
 
 
-def remedy(config: Config, machine: Machine) -> str:
-    """The settings that would fit, for a message."""
+def remedy(config: Config, machine: Machine, *, is_pretrained: bool = False) -> str:
+    """The settings that would fit, for a message; for `is_pretrained` see `check_memory`."""
+    adapted = _adapted(config, machine) if is_pretrained else ""
     for machines in (machine, *_with_more_gpus(machine)):
-        for change in _changes(config, machines):
-            if not Need.of(changed(config, change), machines).exceeds(machines, MARGIN):
-                words = " ".join(f"{key}={_shown(value)}" for key, value in change.items())
-                if machines == machine:
-                    return f"{words} would fit"
-                return f"{words or 'the same'} on {machines.processes} such GPUs would fit"
-    return "no setting makes it fit; a smaller model or packing.context_length needs less"
+        if (change := _fitting(config, machines)) is not None:
+            words = _typed(change)
+            if machines == machine:
+                return f"{words} would fit"
+            return f"{words or 'the same'} on {machines.processes} such GPUs would fit{adapted}"
+    return f"no setting makes it fit; a smaller model or packing.context_length needs less{adapted}"
+
+
+def _adapted(config: Config, machine: Machine) -> str:
+    """The settings that would fit on `machine` with pretrained weights frozen, as another hint."""
+    if config.training.lora is not None:
+        return ""
+    lora: Change = {"training.lora": LoraConfig()}
+    change = _fitting(changed(config, lora), machine)
+    if change is None:
+        return ""
+    return f", or here {_typed({**lora, **change})}, which freezes the pretrained weights"
+
+
+def _fitting(config: Config, machine: Machine) -> Change | None:
+    """The first of `_changes` that fits, with a margin; None if none does."""
+    for change in _changes(config, machine):
+        if not Need.of(changed(config, change), machine).exceeds(machine, MARGIN):
+            return change
+    return None
+
+
+def _typed(change: Change) -> str:
+    return " ".join(f"{key}={_shown(value)}" for key, value in change.items())
 
 
 def _with_more_gpus(machine: Machine) -> Iterator[Machine]:
@@ -169,4 +208,6 @@ def changed(config: Config, change: Change) -> Config:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, LoraConfig):
+        return "{}"
     return str(value).lower() if isinstance(value, bool) else str(value)

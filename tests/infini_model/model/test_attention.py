@@ -259,8 +259,10 @@ def test_kernels_on_a_cpu(backend, dtype, length, causal, kernel):
 @pytest.fixture
 def install(monkeypatch):
     """Makes distributions look installed."""
-    version = "infini_model.model.kernels.local_attention.installed_version"
-    return lambda *names: monkeypatch.setattr(version, dict.fromkeys(names, "9.9").get)
+    function = "infini_model.model.kernels.local_attention.installed_version"
+    return lambda *names, version="9.9": monkeypatch.setattr(
+        function, dict.fromkeys(names, version).get
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,6 +290,8 @@ def test_a_kernel_that_does_not_suit_the_gpu_or_the_setting_is_refused(install):
     assert resolve_on_cuda("auto", (8, 0), torch.bfloat16, 128) == "auto"
     with pytest.raises(ConfigError, match=r"got 'flash_attn', but what is installed"):
         resolve_on_cuda("flash_attn", (8, 0), torch.bfloat16, 128)
+    install("flash-attn-4", version="4.0.0b5")
+    assert resolve_on_cuda("auto", (9, 0), torch.bfloat16, 128) == "auto"
     assert resolve_on_cuda("cudnn", (9, 0), torch.bfloat16, 128) == "cudnn"
     with (
         deterministic_algorithms(),

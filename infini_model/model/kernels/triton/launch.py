@@ -46,7 +46,7 @@ def gated_read_forward(
     """
     q, local = row_contiguous(q), row_contiguous(local)
     out = torch.empty_like(local)
-    constants = kernel_constants(q, _major(q))
+    constants = kernel_constants(q, _shared_memory(q))
     blocks_per_program, grid = _partition(q, norm.size(1), constants, multiprocessors)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         read_forward[grid](
@@ -86,7 +86,7 @@ def gated_read_backward(
     """
     grad, q, local = row_contiguous(grad), row_contiguous(q), row_contiguous(local)
     dq, dlocal = torch.empty_like(q), torch.empty_like(local)
-    constants = kernel_constants(q, _major(q))
+    constants = kernel_constants(q, _shared_memory(q))
     blocks_per_program, grid = _partition(q, norm.size(1), constants, multiprocessors)
     dgate = norm.new_empty(grid[2], *q.shape[:2], triton.cdiv(q.size(2), constants["ROWS"]))
     dkv, dnorm = (x.new_empty(grid[1], *x.shape) for x in (kv, norm))
@@ -120,7 +120,7 @@ def key_value_sums_forward(
     """
     keys, values = row_contiguous(keys), row_contiguous(values)
     heads, head_dim = keys.size(1), keys.size(3)
-    constants = kernel_constants(keys, _major(keys))
+    constants = kernel_constants(keys, _shared_memory(keys))
     blocks_per_program, grid = _partition(keys, heads, constants, multiprocessors)
     norm = keys.new_empty(grid[1], *keys.shape[:2], head_dim, dtype=torch.float32)
     kv = norm.new_empty(*norm.shape, head_dim)
@@ -157,7 +157,7 @@ def key_value_sums_backward(
     """
     keys, values = row_contiguous(keys), row_contiguous(values)
     dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
-    constants = kernel_constants(keys, _major(keys))
+    constants = kernel_constants(keys, _shared_memory(keys))
     blocks_per_program, grid = _partition(keys, keys.size(1), constants, multiprocessors)
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
         sums_backward[grid](
@@ -185,29 +185,36 @@ def with_strides(x: Tensor) -> tuple[Tensor | int, ...]:
     return (x, *x.stride()[:3])
 
 
-def _major(x: Tensor) -> int:
-    """The major compute capability of the GPU; in Triton's interpreter that of an H100."""
-    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
+def _shared_memory(x: Tensor) -> int:
+    """The bytes of shared memory that a block may have; in Triton's interpreter as on an H100."""
+    if not x.is_cuda:
+        return 227 << 10
+    properties: Any = torch.cuda.get_device_properties(x.device)
+    return int(properties.shared_memory_per_block_optin)
 
 
-def kernel_constants(x: Tensor, major: int) -> dict[str, Any]:
+def kernel_constants(x: Tensor, shared_memory: int) -> dict[str, Any]:
     """The compile-time constants of all kernels, for rows like those of `x`.
 
-    `major` is the GPU's compute capability; blocks of 64 rows are for the tensor cores from 9 on.
+    Larger blocks do not fit into the registers of a multiprocessor, nor into `shared_memory`, the
+    bytes that a block may have on the GPU: 64 KiB on a T4, 99 on most cards for desktops, 163 on an
+    A100, 227 on the GPUs whose tensor cores are made for 64 rows.
 
-    bfloat16 has the range of the memory's float32, so it is multiplied as it is. float16 has not:
-    it is multiplied in TensorFloat-32, which has the range of float32 and the mantissa of float16.
-    A float32 product is made of three TensorFloat-32 products, exact to about 22 bits.
+    bfloat16 has the range of the memory's float32, so it is multiplied as it is, where the blocks
+    fit. float16 has not: it is multiplied in TensorFloat-32, which has the range of float32 and the
+    mantissa of float16. A float32 product is made of three TensorFloat-32 products, exact to about
+    22 bits.
     """
     width = max(16, triton.next_power_of_2(x.size(3)))
-    narrow = x.dtype == torch.bfloat16
+    narrow = x.dtype == torch.bfloat16 and shared_memory >= 99 << 10
+    rows = 64 if shared_memory >= 227 << 10 else 32
+    largest = (8 if shared_memory >= 163 << 10 else 4) << 10
     return {
         "HEAD_DIM": x.size(3),
         "WIDTH": width,
-        # Larger blocks do not fit into the shared memory and the registers of a multiprocessor.
         "TILE": min(width, (16 << 10 if narrow else 4 << 10) // width),
-        "ROWS": (64 if width <= 128 and major >= 9 else 32) if narrow else 16,
-        "OPERAND": tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32,
+        "ROWS": min(rows, largest // width) if narrow else 16,
+        "OPERAND": tl.bfloat16 if narrow else tl.float32,
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
         "enable_fp_fusion": True,
     }

@@ -109,7 +109,8 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_feed_forward(compiler):
 
 def test_it_is_used_where_it_works_and_refused_where_something_is_missing(monkeypatch, tmp_path):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr(compiled, "has_python_headers", lambda: True)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     monkeypatch.setenv("CC", "sh")
     monkeypatch.setenv("CXX", "sh")

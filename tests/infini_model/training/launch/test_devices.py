@@ -133,6 +133,20 @@ def test_the_gpu_of_a_rank_is_named_by_the_launcher_or_else_the_visible_ones_cou
     assert "2 GPUs are not used: the installed torch was built without CUDA" in caplog.text
 
 
+def test_without_nvml_torch_names_the_gpus_and_opens_no_context(driver, monkeypatch, caplog):
+    def fail():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    about = SimpleNamespace(uuid="1", name="NVIDIA H100", total_memory=9 << 30, major=9, minor=0)
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    monkeypatch.setattr(devices, "_has_cuda", lambda: True)
+    # All that the CPU's torch does not refuse, such as what asks for free memory in a context.
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: about)
+    assert list_gpus() == [Gpu("0", 0, about.name, 9 << 30, 9 << 30, 0, "GPU-1", (9, 0))]
+    assert "NVML fails" in caplog.text
+
+
 class WaitedError(Exception):
     """Ends the wait."""
 

@@ -473,6 +473,25 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     assert read_position(newest_checkpoint(run_dir)).consumed == (12 + 1) * 8
 
 
+def test_ranks_share_cores_and_what_a_user_has_set_stays(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launcher, "available_cores", lambda: 100)
+    gpus = [Gpu(str(n), n, "NVIDIA H100", 0, 0, 0, str(n)) for n in range(2)]
+    alone, both = (
+        launcher._environment(launcher._LocalRanks(range(len(each)), each, True))
+        for each in (gpus[:1], gpus)
+    )
+    assert (alone["OMP_NUM_THREADS"], both["OMP_NUM_THREADS"]) == ("100", "50")
+    assert alone["TORCHINDUCTOR_COMPILE_THREADS"] == "32"
+    assert both["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    own = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    kept = launcher._environment(launcher._LocalRanks(range(2), gpus, True))
+    assert not kept.keys() & {*own, "PYTORCH_ALLOC_CONF"}
+
+
 def test_what_lets_no_training_begin_is_named_in_one_line(
     dataset, make_config, tmp_path, monkeypatch
 ):

@@ -176,6 +176,21 @@ def test_the_cheapest_settings_are_named_first() -> None:
     assert remedy(config, none).startswith("no setting makes it fit; a smaller model")
 
 
+def test_lora_is_named_where_pretrained_weights_are_trained_whole_and_do_not_fit() -> None:
+    config, one = known("production"), replace(EIGHT, processes=1, local=1)
+    plain = remedy(config, one)
+    assert plain.endswith(" such GPUs would fit")
+    with pytest.raises(ConfigError) as error:
+        check_memory(config, one, is_pretrained=True)
+    _, _, lora = str(error.value).partition(f"{plain}, or here ")
+    words, _, _ = lora.partition(", which freezes the pretrained weights")
+    adapters, *rest = words.split()
+    assert adapters == "training.lora={}"
+    adapted = changed(applied(config, " ".join(rest)), {"training.lora": LoraConfig()})
+    assert not Need.of(adapted, one).exceeds(one)
+    assert remedy(adapted, replace(one, gpu_bytes=GIB), is_pretrained=True).endswith("needs less")
+
+
 def test_a_shape_that_only_weights_or_a_tokenizer_know_is_not_guessed() -> None:
     for preset, name in (("llada-shakespeare", "weights GSAI-ML/LLaDA-8B-Base"), ("arxiv", "tok")):
         config = configure([preset], overrides=["data.tokenizer.spec=team/tokenizer"])

@@ -378,12 +378,13 @@ def doctor(config: Config) -> None:
     Exits with status 1 if there is a problem.
     """
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from flows.doctor import examine
 
     findings = examine(config)
-    table = Table("Check", "Found", "What to do")
+    titles = ("Check", "Found", "What to do")
+    table = Table(*(Column(title, overflow="fold") for title in titles))
     for finding in findings:
         table.add_row(finding.subject, finding.found, finding.remedy)
     Console().print(table)

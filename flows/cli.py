@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer._click.exceptions import NoSuchOption
+from typer.core import TyperOption
 from typer.exceptions import TyperException
 
-from flows.options import configured, explained, from_guides
+from flows.options import UNDERSCORES, configured, unknown
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.runs import latest_run
@@ -28,6 +30,8 @@ app = typer.Typer(
     help="Train an Infini-Llama from text; stages retry, resume and reuse finished work.",
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode=None,
+    context_settings=UNDERSCORES,
 )
 
 
@@ -62,14 +66,14 @@ def _show_report(result: Mapping[str, Any]) -> None:
 @app.command()
 @configured
 def run(config: Config) -> None:
-    """Download, shard, train and evaluate; finished stages are reused."""
+    """Download, shard, train and evaluate. Finished stages are reused."""
     _show_report(_run_flow("pipeline", config))
 
 
 @app.command()
 @configured
 def preprocess(config: Config) -> None:
-    """Download the documents and build the dataset folder, or reuse an existing one."""
+    """Build the dataset of the documents, or reuse an existing one."""
     dataset = _run_flow("preprocess", config)
     if dataset["missing"]:
         count = f"{dataset['missing']:,} partitions of other shares are missing"
@@ -81,21 +85,27 @@ def preprocess(config: Config) -> None:
 @app.command()
 @configured
 def train(config: Config) -> None:
-    """Train on a finished dataset (--data-dir, or the newest), or resume an interrupted run."""
+    """Train on a finished dataset, or resume an interrupted run.
+
+    The dataset is that of --data-dir, or the newest.
+    """
     typer.echo(f"Run: {_run_flow('train', config)['run_dir']}")
 
 
 @app.command()
 @configured
 def evaluate(config: Config) -> None:
-    """Evaluate a run (run.name=NAME, or the newest) and write its report."""
+    """Evaluate a run and write its report.
+
+    It is run.name=NAME, or the newest.
+    """
     _show_report(_run_flow("evaluate", config))
 
 
 @app.command()
 @configured
 def compare(config: Config) -> None:
-    """Compare runs: settings, results and curves, as Markdown and HTML; --sweep runs them first."""
+    """Compare runs: settings, results and curves. --sweep runs them first."""
     from flows import manage
 
     named = manage.named_runs(config)  # Tells a mistake before anything slow is imported.
@@ -129,7 +139,7 @@ def _places(output_dir: str | None, data_dir: str | None = None) -> Config:
 
 @app.command()
 def runs(output_dir: OutputDir = None) -> None:
-    """List all runs: step, state, losses, and links to Prefect and MLflow."""
+    """List all runs: step, state, losses and links."""
     from flows import manage
 
     manage.show_runs(_places(output_dir))
@@ -147,7 +157,10 @@ def resume(
     ] = None,
     output_dir: OutputDir = None,
 ) -> None:
-    """Resume an interrupted run with its own settings, however it was started; then evaluate it."""
+    """Resume an interrupted run, then evaluate it.
+
+    It keeps its own settings, however it was started.
+    """
     from flows import manage
 
     run_dir, config = manage.to_resume(_places(output_dir).run, arguments or [])
@@ -160,7 +173,7 @@ def resume(
 
 @app.command()
 def cancel(run: RunArgument, output_dir: OutputDir = None) -> None:
-    """Stop a run, however it was started, after it saves a checkpoint (see infini resume)."""
+    """Stop a run, however it was started. It saves a checkpoint first."""
     from flows import manage
 
     run_dir = manage.find_run_folder(_places(output_dir).run, run)
@@ -207,7 +220,10 @@ def export(
     ] = False,
     output_dir: OutputDir = None,
 ) -> None:
-    """Write the newest checkpoint of a run, with its tokenizer, as a Hugging Face folder."""
+    """Write the newest checkpoint of a run as a Hugging Face folder.
+
+    The tokenizer goes with it.
+    """
     from flows.export import export_run
 
     for line in export_run(_places(output_dir).run, run, to, merge=merge):
@@ -226,7 +242,10 @@ def verify(
     output_dir: OutputDir = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Compare every checksum of a dataset; exits with status 2 if a file is missing or damaged."""
+    """Compare every checksum of a dataset.
+
+    Exits with status 2 if a file is missing or damaged.
+    """
     from flows import upkeep
 
     upkeep.verify(_places(output_dir, data_dir), dataset)
@@ -243,7 +262,10 @@ def clean(
     output_dir: OutputDir = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Remove datasets, downloads and checkpoints of finished runs that nothing refers to."""
+    """Remove datasets, downloads and checkpoints that are unused.
+
+    That is what nothing refers to; of checkpoints, only those of finished runs.
+    """
     from flows import upkeep
 
     config = _places(output_dir, data_dir)
@@ -275,7 +297,10 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Run the Prefect UI, MLflow, a worker and the deployments until Ctrl-C."""
+    """Run Prefect's and MLflow's UI, a worker and the deployments.
+
+    They end with Ctrl-C.
+    """
     from flows.serving import serve as serving
 
     serving.serve(config, serving.Options(port, mlflow_port, auth, database))
@@ -288,7 +313,10 @@ def deploy(
     ] = False,
     output_dir: OutputDir = None,
 ) -> None:
-    """Create or update the work pool, deployments and automations on the Prefect server."""
+    """Create or update the deployments on the Prefect server.
+
+    With them, the work pool and automations.
+    """
     from flows.serving import deploy as deployment
     from flows.serving.connection import prefect_api
 
@@ -312,7 +340,7 @@ def generate(
         typer.Option(help="Run, checkpoint or Hugging Face folder (default: the newest run)."),
     ] = None,
 ) -> None:
-    """Continue a prompt of any length, printing the text as it is generated."""
+    """Continue a prompt of any length, printing text as it comes."""
     text = _read_prompt(prompt, prompt_file)
     folder = checkpoint or latest_run(config)
 
@@ -345,14 +373,18 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 @app.command()
 @configured
 def doctor(config: Config) -> None:
-    """Check this machine and suggest fixes; exits with status 1 if there is a problem."""
+    """Check this machine and suggest fixes.
+
+    Exits with status 1 if there is a problem.
+    """
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from flows.doctor import examine
 
     findings = examine(config)
-    table = Table("Check", "Found", "What to do")
+    titles = ("Check", "Found", "What to do")
+    table = Table(*(Column(title, overflow="fold") for title in titles))
     for finding in findings:
         table.add_row(finding.subject, finding.found, finding.remedy)
     Console().print(table)
@@ -371,12 +403,15 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
-        sys.exit(app(from_guides(sys.argv[1:]) or ["--help"], standalone_mode=False))
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+    except NoSuchOption as error:
+        parameters = error.ctx.command.params if error.ctx else []
+        options = [each for each in parameters if isinstance(each, TyperOption)]
+        listed = [name for each in options if not each.hidden for name in each.opts]
+        typer.echo(f"error: {unknown(error.option_name, listed)}", err=True)
+        sys.exit(2)
     except TyperException as error:
-        message = " ".join(error.format_message().split())
-        is_unknown = message.startswith("No such option: ")
-        meant = explained(message.split()[3]) if is_unknown else None
-        typer.echo(f"error: {meant or message}", err=True)
+        typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         sys.exit(2)
     except (UserError, ConnectionError) as error:
         typer.echo(f"error: {error}", err=True)

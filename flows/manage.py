@@ -30,6 +30,11 @@ from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, sa
 
 POLL_SECONDS = 0.2
 PIPE_WIDTH = 10_000
+COLUMNS = ("Run", "Step", "State", "Loss", "Validation", "Updated", "Flow run", "MLflow")
+# Columns that a narrow terminal leaves out, in turn.
+LEFT_OUT = ("MLflow", "Flow run", "Updated", "Validation", "Loss")
+# Columns of names and sentences, which are broken into lines, of this many characters at least.
+WRAPPED, READABLE = ("Run", "State"), 20
 # Enough to notice the flow run's state, write a checkpoint and report the end.
 END_SECONDS = 120.0
 
@@ -65,21 +70,37 @@ def named_runs(config: Config) -> list[Path]:
 
 
 def show_runs(config: Config) -> None:
-    """Print a table of the runs; outside a terminal, without frame and one line per run."""
+    """Print a table of the runs, with the columns that fit; in a pipe all, and one line per run."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     is_terminal = sys.stdout.isatty()
     # Never wrapped in a pipe: its reader expects one line per run.
     console = Console(width=None if is_terminal else PIPE_WIDTH)
-    table = Table() if is_terminal else Table(box=None, pad_edge=False)
-    for title in ("Run", "Step", "State", "Loss", "Validation", "Updated", "Flow run", "MLflow"):
-        table.add_column(title, overflow="fold")
     page = served_mlflow(config)
     refresh_runs(config.run.runs_dir, config.run.store)
-    for run in list_runs(config.run.runs_dir):
-        links = [_link(url, short=is_terminal) for url in _urls(run, page)]
-        table.add_row(*_cells(run), *links)
+    rows = [
+        (*_cells(run), *(_link(url, short=is_terminal) for url in _urls(run, page)))
+        for run in list_runs(config.run.runs_dir)
+    ]
+    columns = dict(zip(COLUMNS, zip(COLUMNS, *rows, strict=True), strict=True))
+    least = {
+        title: min(
+            max(Text.from_markup(cell).cell_len for cell in cells),
+            READABLE if title in WRAPPED else PIPE_WIDTH,
+        )
+        for title, cells in columns.items()
+    }
+    for title in LEFT_OUT:
+        if sum(least[kept] + 2 for kept in columns) - 2 > console.width:
+            del columns[title]
+    table = Table(box=None, pad_edge=False)
+    for title in columns:
+        wraps = title in WRAPPED
+        table.add_column(title, no_wrap=not wraps, min_width=least[title], overflow="fold")
+    for row in zip(*(cells[1:] for cells in columns.values()), strict=True):
+        table.add_row(*row)
     console.print(table)
 
 

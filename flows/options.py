@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,12 +16,15 @@ import typer
 
 from flows.presets import DEFAULT_PRESET, configure
 from flows.sweep import values_of
-from infini_model.config import Config, check_typed, merge, parse_override
+from infini_model.config import Config, check_typed, parse_override
+from infini_model.config.explaining import meant_by
 from infini_model.config.names import NAMES
 from infini_model.runtime.errors import ConfigError, UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# An option of the guides' scripts that has another name here.
+OfGuides = Annotated[str | None, typer.Option(hidden=True)]
 
 
 def common(
@@ -35,8 +38,9 @@ def common(
     preset: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="Preset to start from (default: quickstart). Repeat it to apply several in order; "
-            "stable applies over any other, and over --config."
+            "stable applies over any other, and over --config.",
         ),
     ] = None,
     config: Annotated[
@@ -66,10 +70,6 @@ def common(
         int | None,
         typer.Option(help="Windows per process and micro-batch (preprocess: documents)."),
     ] = None,
-    use_gpu_dataloader: Annotated[
-        bool,
-        typer.Option("--use-gpu-dataloader", help="Accepted for old scripts; has no effect."),
-    ] = False,
     gpu_device: Annotated[
         str | None, typer.Option(help="Device for tokenization, such as cuda:0.")
     ] = None,
@@ -102,6 +102,12 @@ def common(
             help="Enable debug logs and checks; the default preset is then debug.",
         ),
     ] = False,
+    use_gpu_dataloader: Annotated[bool, typer.Option("--use-gpu-dataloader", hidden=True)] = False,
+    fp16: Annotated[bool | None, typer.Option("--fp16/--no-fp16", hidden=True)] = None,
+    epochs: OfGuides = None,
+    learning_rate: OfGuides = None,
+    nproc_per_node: OfGuides = None,
+    save_dir: OfGuides = None,
 ) -> None:
     """Hold the signature that every command shares; never called."""
 
@@ -164,60 +170,45 @@ OWN: dict[str, Callable[..., None]] = {
     "compare": comparing,
     "preprocess": sharing,
 }
-# Options of the guides' scripts as overrides; one that ends in `=` takes a value.
-GUIDES = {
-    "--epochs": "training.epochs=",
-    "--learning-rate": "training.learning_rate=",
-    "--fp16": "training.precision=fp16",
-    "--no-fp16": "training.precision=fp32",
-    "--nproc-per-node": "launch.processes=",
-    "--save-dir": "run.output_dir=",
-}
 _TRAIN = ("run", "train", "compare")
 _MODEL = (*_TRAIN, "evaluate", "generate")
 _FLOWS = (*_TRAIN, "preprocess", "evaluate")
-# The commands that use an option; one that is not listed is used by all.
+# `doctor` estimates the memory of a training.
+_ESTIMATED = (*_TRAIN, "doctor")
+# The commands that use an option, and list it; one that is not here is used by all.
 USED_BY: dict[str, tuple[str, ...]] = {
     "data_dir": _FLOWS,
-    "gpus": _MODEL,
-    "gpu": (*_MODEL, "preprocess"),
-    "no_gpu": (*_MODEL, "preprocess"),
-    "batch_size": (*_TRAIN, "preprocess"),
+    "gpus": (*_MODEL, "doctor"),
+    "gpu": (*_MODEL, "preprocess", "doctor"),
+    "no_gpu": (*_MODEL, "preprocess", "doctor"),
+    "batch_size": (*_ESTIMATED, "preprocess"),
     "gpu_device": ("run", "compare", "preprocess"),
-    "disable_flash_attn": _MODEL,
+    "disable_flash_attn": (*_MODEL, "doctor"),
     "tensorboard_dir": _TRAIN,
     "skip_preprocessing": _FLOWS,
-    "distributed": _TRAIN,
-    "num_nodes": _TRAIN,
+    "distributed": _ESTIMATED,
+    "num_nodes": _ESTIMATED,
     "max_steps": _TRAIN,
     "tasks": ("run", "evaluate"),
     "force": _TRAIN,
-    "debug": (*_FLOWS, "generate"),
+    "debug": (*_FLOWS, "generate", "doctor"),
+    "epochs": _TRAIN,
+    "learning_rate": _TRAIN,
+    "fp16": (*_ESTIMATED, "generate"),
+    "nproc_per_node": _ESTIMATED,
 }
+# Of a `typer.Typer`: an option may be written with underscores, as in the guides.
+UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
 
-def from_guides(arguments: Iterable[str]) -> list[str]:
-    """A command line in which the guides' options are overrides, and no option has underscores."""
-    given, words = list[str](), iter(arguments)
-    for word in words:
-        option, equals, value = word.partition("=")
-        option = option.replace("_", "-") if option.startswith("--") else option
-        override = GUIDES.get(option)
-        if override is None:
-            given.append(f"{option}{equals}{value}")
-        elif override.endswith("="):
-            given.append(override + (value if equals else next(words, "")))
-        else:
-            given.append(override)
-    return given
-
-
-def explained(option: str) -> str | None:
-    """One line for an option that no command has, if other projects have it; else None."""
-    meant = NAMES.get(option.lstrip("-").replace("-", "_"))
-    if meant is None:
-        return None
-    return f"{option}: unknown option; {meant if ' ' in meant else f'it is {meant}=VALUE'}"
+def unknown(option: str, listed: Iterable[str]) -> str:
+    """One line for an option that a command, whose help lists others, does not have."""
+    name = option.lstrip("-").replace("-", "_")
+    if (meant := NAMES.get(name)) is not None:
+        return f"{option}: unknown option; {meant if ' ' in meant else f'it is {meant}=VALUE'}"
+    names = {other.lstrip("-").replace("-", "_"): other for other in listed}
+    near = meant_by(name, names)
+    return f"{option}: unknown option" + (f"; did you mean {names[near]}?" if near else "")
 
 
 def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:
@@ -245,8 +236,8 @@ def _data(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     return {"run": {"data_dir": folder}}
 
 
-def _single_keys(given: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """The options that set one key."""
+def _single_keys(given: Mapping[str, Any], command: str) -> Iterator[dict[str, Any]]:
+    """What each option that has its own keys sets, one after another."""
     batch = "data.batch_size" if command == "preprocess" else "training.batch_size"
     keys = {
         "output_dir": "run.output_dir",
@@ -260,24 +251,28 @@ def _single_keys(given: Mapping[str, Any], command: str) -> dict[str, Any]:
         "top_p": "evaluation.sample.top_p",
         "seed": "run.seed",
         "share": "data.share",
+        "epochs": "training.epochs",
+        "learning_rate": "training.learning_rate",
+        "nproc_per_node": "launch.processes",
+        "save_dir": "run.output_dir",
     }
-    change: dict[str, Any] = {}
     for option, key in keys.items():
         if given.get(option) is not None:
             tree: Any = str(given[option])
             for part in reversed(key.split(".")):
                 tree = {part: tree}
-            change = merge(change, tree)
+            yield tree
     if given.get("tasks") is not None:
         tasks = [name.strip() for name in given["tasks"].split(",")]
-        change = merge(change, {"evaluation": {"tasks": tasks}})
+        yield {"evaluation": {"tasks": tasks}}
+    if given["fp16"] is not None:
+        yield {"training": {"precision": "fp16" if given["fp16"] else "fp32"}}
     if given["disable_flash_attn"]:
-        change = merge(change, {"launch": {"attention_backend": "efficient"}})
+        yield {"launch": {"attention_backend": "efficient"}}
     if given["force"]:
-        change = merge(change, {"launch": {"force": True}})
+        yield {"launch": {"force": True}}
     if given["debug"]:
-        change = merge(change, {"logging": {"debug": True}, "run": {"log_level": "debug"}})
-    return change
+        yield {"logging": {"debug": True}, "run": {"log_level": "debug"}}
 
 
 def read(given: Mapping[str, Any], command: str) -> Config:
@@ -285,7 +280,7 @@ def read(given: Mapping[str, Any], command: str) -> Config:
     presets = given["preset"] or []
     if not presets and given["config"] is None:
         presets = ["debug" if given["debug"] else DEFAULT_PRESET]
-    changes = [make(given, command) for make in (_single_keys, _devices, _data)]
+    changes = [*_single_keys(given, command), _devices(given, command), _data(given, command)]
     words = list(given["overrides"] or ())
     if command == "compare":
         words, comparison = _comparison(words, sweep=given["sweep"])
@@ -366,21 +361,27 @@ def configured(command: Callable[Concatenate[Config, P], R]) -> Callable[..., R]
 
     Some also get options of their own. Options that have no effect are reported on stderr.
     """
-    sources = [common, *(own for name, own in OWN.items() if name == command.__name__)]
-    signatures = [inspect.signature(source, eval_str=True).parameters for source in sources]
-    shared = list({name: p for each in signatures for name, p in each.items()}.values())
+    name = command.__name__
+    shared = dict[str, inspect.Parameter]()
+    for source in (common, *([OWN[name]] if name in OWN else [])):
+        # Evaluated anew for each command, so that what it hides the others still list.
+        shared |= inspect.signature(source, eval_str=True).parameters
+    for option in USED_BY:
+        if name not in USED_BY[option]:
+            # Taken all the same, with a note: the same options may be given to several commands.
+            shared[option].annotation.__metadata__[0].hidden = True
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)
     def with_options(**given: Any) -> R:
-        rest = {name: given.pop(name) for name in [parameter.name for parameter in own]}
-        config = read(given, command.__name__)
-        for note in notes(given, command.__name__, config):
+        rest = {parameter.name: given.pop(parameter.name) for parameter in own}
+        config = read(given, name)
+        for note in notes(given, name, config):
             typer.echo(f"note: {note}", err=True)
         return command(config, **rest)  # type: ignore[call-arg]
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p.replace(kind=keyword) for p in [*shared, *own]]
+    parameters = [p.replace(kind=keyword) for p in [*shared.values(), *own]]
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options

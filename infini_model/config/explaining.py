@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -44,6 +44,18 @@ def left_open(key: str, tree: Mapping[str, Any]) -> str:
     return f"{key}: missing; {needs} {WHAT_TO_GIVE.get(key, f'a value: {key}=VALUE')}"
 
 
+def meant_by(name: str, names: Iterable[str]) -> str | None:
+    """Which of `names` somebody who typed `name` meant; None if that is a guess.
+
+    That is one nearly of the same letters, or the only one that has all of its words.
+    """
+    known, words = list(names), set(name.split("_"))
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+        return near[0]
+    longer = [each for each in known if words <= set(each.split("_"))]
+    return longer[0] if len(longer) == 1 else None
+
+
 @functools.cache
 def all_keys() -> tuple[str, ...]:
     """Full name of every setting, such as `training.max_steps`, in tree order."""
@@ -72,8 +84,7 @@ def _unknown(key: str, value: Any) -> str:
     if key in all_keys():
         return f"{key}: unknown key for this kind of source"
     section, _, name = key.rpartition(".")
-    siblings = _names_in(section)
-    near = difflib.get_close_matches(name, siblings, n=1)
+    near = meant_by(name, _names_in(section))
     if isinstance(value, Mapping) and value and not near:
         inner = next(iter(value))
         return _unknown(f"{key}.{inner}", value[inner])
@@ -82,10 +93,10 @@ def _unknown(key: str, value: Any) -> str:
     if namesakes := [known for known in all_keys() if known.rpartition(".")[2] == name]:
         return f"{key}: unknown key; it is {_either(namesakes)}"
     if near:
-        return f"{key}: unknown key; did you mean {section and section + '.'}{near[0]}?"
+        return f"{key}: unknown key; did you mean {section and section + '.'}{near}?"
     leaves = {known.rpartition(".")[2]: known for known in reversed(all_keys())}
-    if near := difflib.get_close_matches(name, leaves, n=1):
-        return f"{key}: unknown key; did you mean {leaves[near[0]]}?"
+    if near := meant_by(name, leaves):
+        return f"{key}: unknown key; did you mean {leaves[near]}?"
     return f"{key}: unknown key"
 
 

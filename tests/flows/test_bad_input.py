@@ -16,7 +16,8 @@ from commands import Environment, infini, infini_here, run, tiny, write_settings
     [
         ("run model.layers=2", "model.layers: unknown key"),
         ("run --max-steps many", "'--max-steps'"),
-        ("run --no-such-option", "--no-such-option"),
+        ("run --no-such-option", "--no-such-option: unknown option"),
+        ("run --steps 3", "--steps: unknown option; did you mean --max-steps?"),
         ("train --master_addr here", "--master-addr: unknown option; use launch.rdzv_endpoint"),
         ("run --config missing.yaml", "missing.yaml: cannot be read: No such file"),
         ("run --gpus 0,97", "launch.gpus=0,97: GPU 0 does not exist"),

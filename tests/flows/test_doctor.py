@@ -120,3 +120,4 @@ def test_the_memory_of_a_training_is_told_with_what_would_fit(
     assert whole.remedy == "launch.strategy=fsdp would fit"
     unknown = found("model={initial_weights: team/llama, segment_length: 2048}", preset="uptrain")
     assert "not known before the weights team/llama have been read" in unknown.found
+    assert not any(tmp_path.iterdir())  # nothing is created

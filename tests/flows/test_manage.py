@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -162,6 +163,28 @@ def test_what_a_finished_run_lacks_is_named(output: Path) -> None:
         manage.cancel(run_dir)
     with pytest.raises(UserError, match="there are no logs yet"):
         manage.print_logs(manage.find_run_folder(places, None), follow=True)
+
+
+def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"long-" * 8 + "name", "short"}
+    for name in names:
+        config = configure(["debug"], overrides=[f"run.output_dir={output}", f"run.name={name}"])
+        with claim_run(config, "k1", Path("data"), owner=Owner("1", f"http://{'x' * 99}")):
+            pass
+    manage.show_runs(config)
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title.split()[-4:] == ["Updated", "Flow", "run", "MLflow"]
+    assert {row.split()[0] for row in rows} == names
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    manage.show_runs(config)
+    title, *lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert title.split() == ["Run", "Step", "State", "Loss", "Validation", "Updated"]
+    (row,) = [line.split() for line in lines if line.startswith("short")]
+    assert row[1:3] == [f"0/{config.training.max_steps}", "interrupted"]
+    assert re.fullmatch(r"[\d-]{10} [\d:]{5}", " ".join(row[3:]))
 
 
 @pytest.mark.parametrize("deployment", [None, UUID(int=3)])

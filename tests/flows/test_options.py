@@ -9,13 +9,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flows.options import configured, from_guides
+from flows.cli import app
+from flows.options import UNDERSCORES, configured
 from flows.presets import configure
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import ConfigError
 
 COMMANDS = ("run", "preprocess", "train", "evaluate", "compare", "generate", "serve", "doctor")
-TRAINING = ("run", "train", "evaluate")
+TRAINING = ("run", "train", "evaluate", "doctor")
 
 
 def invoke(command: str, *arguments: str) -> tuple[Config, list[str]]:
@@ -26,7 +27,7 @@ def invoke(command: str, *arguments: str) -> tuple[Config, list[str]]:
         seen.append(config)
 
     take.__name__ = command
-    parser = typer.Typer()
+    parser = typer.Typer(context_settings=UNDERSCORES)
     parser.command()(configured(take))
     result = CliRunner().invoke(parser, list(arguments), standalone_mode=False)
     if result.exception is not None:
@@ -69,7 +70,7 @@ NODES = "launch.num_nodes=2 launch.rdzv_endpoint=host:29500 run.name=shared"
         (["preprocess"], "--no-gpu", "data.device=cpu"),
         (["preprocess"], "--batch-size 512", "data.batch_size=512"),
         (["preprocess"], "--share 2/4", "data.share=2/4"),
-        (["run", "train"], "--batch-size 3", "training.batch_size=3"),
+        (["run", "train", "doctor"], "--batch-size 3", "training.batch_size=3"),
         (["run", "preprocess"], "--data-dir there", "run.data_dir=there"),
         (["train", "evaluate"], "-d there", "data.folder=there"),
         (["run", "evaluate"], "--tasks 'sample, loss'", "evaluation.tasks=[sample,loss]"),
@@ -84,6 +85,13 @@ NODES = "launch.num_nodes=2 launch.rdzv_endpoint=host:29500 run.name=shared"
             "--skip-preprocessing --output-dir there",
             "run.output_dir=there data.folder=there/datasets",
         ),
+        (
+            ["train"],
+            "--epochs 5 --learning_rate=1e-5 --fp16 --nproc_per_node 2 --save_dir a_b",
+            "training.epochs=5 training.learning_rate=1e-5 training.precision=fp16 "
+            "launch.processes=2 run.output_dir=a_b",
+        ),
+        (["run"], "--no_fp16 --output_dir --a_b", "training.precision=fp32 run.output_dir=--a_b"),
         (["run"], "--debug --preset quickstart", "logging.debug=true run.log_level=debug"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -109,6 +117,7 @@ UNUSED = "infini serve does not use it"
         ("run", "--gpu-device cuda:0", {"--gpu-device": BYTES}),
         ("train", "--gpus 0,1 --gpu 5", {"--gpus": "--gpu chooses the devices"}),
         ("preprocess", "--max-steps 3", {"--max-steps": "infini preprocess does not use it"}),
+        ("doctor", "--batch-size 3 --gpus cpu --distributed", {"--distributed": "--gpus chooses"}),
         ("serve", "--gpus 0 --debug", {"--gpus": UNUSED, "--debug": UNUSED}),
         (
             "train",
@@ -190,10 +199,19 @@ def test_settings_that_come_to_no_documents_are_refused(tmp_path: Path, command:
         assert parse(command, "--config", str(file), *source).training.max_steps == 3
 
 
-def test_the_options_of_the_guides_are_overrides() -> None:
-    words = "train --epochs 5 --learning_rate=1e-5 --fp16 --nproc_per_node 2 --save_dir out"
-    given = [*words.split(), "--data_dir", "a_b", "--preset", "debug"]
-    assert from_guides(given) == [
-        *("train", "training.epochs=5", "training.learning_rate=1e-5", "training.precision=fp16"),
-        *("launch.processes=2", "run.output_dir=out", "--data-dir", "a_b", "--preset", "debug"),
-    ]
+@pytest.mark.parametrize(
+    ("command", "listed"),
+    [
+        ("serve", "--port --mlflow-port --auth --database"),
+        (
+            "doctor",
+            "--gpus --gpu --no-gpu --batch-size --disable-flash-attn --distributed --num-nodes "
+            "--debug",
+        ),
+    ],
+)
+def test_the_help_lists_what_the_command_uses(command: str, listed: str) -> None:
+    told = CliRunner().invoke(app, [command, "--help"]).stdout
+    options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", told, re.MULTILINE)
+    assert options == ["--preset", "--config", "--output-dir", *listed.split(), "--help"]
+    assert "bool" not in told

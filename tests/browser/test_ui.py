@@ -155,7 +155,7 @@ def look_at_mlflow(page: Page, address: str, name: str, flow_run: str) -> None:
     page.get_by_role("link", name=name, exact=True).first.click()
     expect(page.get_by_role("status").get_by_text("Finished")).to_be_visible()
     expect(page.get_by_role("link", name=flow_run)).to_be_visible()
-    model = page.get_by_role("grid").get_by_role("link", name="model", exact=True)
+    model = page.get_by_role("grid").get_by_role("link", name=name, exact=True)
     expect(model).to_be_visible()
     page.get_by_role("tab", name="Model metrics").click()
     # Of train/loss and validation/loss; each is a heading in the section of its split.

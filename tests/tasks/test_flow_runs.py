@@ -227,7 +227,7 @@ def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_n
     state = prefect.state(run)
     assert state["type"] == "FAILED"
     assert state["message"].startswith(f"1 of 3 runs failed: {names[2]}; ")
-    assert {"comparison", "comparison-folder", "loss"} <= prefect.artifacts(run).keys()
+    assert {"comparison", "comparison-folder"} <= prefect.artifacts(run).keys()
     (text,) = (path.read_text() for path in output.glob("comparisons/*/comparison.md"))
     assert f"- {names[2]}: training failed: non-finite on rank 0" in text
     for path in runs[:2]:
@@ -380,7 +380,7 @@ def test_a_run_is_linked_once_mlflow_has_a_page_and_a_record_of_it(
     monkeypatch.delenv(PAGE, raising=False)
     assert linked(server) is None
     write_json(tmp_path / "logs" / "mlflow.json", {"run_id": "r1", "experiment_id": "7"})
-    page = "#/experiments/7/runs/r1"
+    page = "#/experiments/7/runs/r1?workflowType=machine_learning"
     assert linked(server) == f"http://mlflow:5000/{page}"
     assert linked(server, "tracking.mlflow=false") is None
     assert linked() is None  # a database

@@ -188,7 +188,7 @@ def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
     begin(tmp_path, config).close("KILLED")
     found = in_mlflow(tmp_path)
     page = f"http://127.0.0.1:5000/#/experiments/{number}/runs/{found.info.run_id}"
-    assert run_url("http://127.0.0.1:5000/", tmp_path) == page
+    assert run_url("http://127.0.0.1:5000/", tmp_path) == f"{page}?workflowType=machine_learning"
     assert found.data.params["training.max_steps"] == "12"
     assert found.inputs.dataset_inputs[0].dataset.digest == DATASET["key"][:36]
     git = ["git", "rev-parse", "HEAD"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config
+from infini_model.runtime.holders import flow_run_page
 from infini_model.runtime.metrics_file import Line, metrics_of
 from infini_model.runtime.runs import INITIAL_WEIGHTS
 from infini_model.runtime.storage import write_json
@@ -225,7 +226,6 @@ class MlflowSink:
             "initial_weights.commit": weights.get("commit"),
             "initial_weights.fingerprint": weights.get("fingerprint"),
             "prefect.flow_run_id": owner.get("id"),
-            "prefect.flow_run_url": owner.get("url"),
         }
         return {name: value for name, value in tags.items() if value}
 
@@ -234,8 +234,10 @@ class MlflowSink:
         lines = [f"Run folder: `{tags['run.folder']}`"]
         if folder := tags.get("dataset.folder"):
             lines.append(f"Dataset: `{folder}`")
-        if url := tags.get("prefect.flow_run_url"):
-            lines.append(f"Flow run in Prefect: [{tags['prefect.flow_run_id']}]({url})")
+        flow_run = tags.get("prefect.flow_run_id")
+        if flow_run is not None:
+            page = flow_run_page(flow_run)
+            lines.append(f"Flow run in Prefect: {f'[{flow_run}]({page})' if page else flow_run}")
         return "\n\n".join(lines)
 
     def _update_record(self, **fields: Any) -> None:

@@ -2,8 +2,8 @@
 
 It has the name and the parameters of the run. `mlflow.pyfunc.load_model("runs:/<run id>/<name>")`
 loads it on any machine with the packages in its requirements.txt: it includes the weights, the
-tokenizer and the library's code. Of a LoRA run it includes the adapter, which names the weights that
-it needs.
+tokenizer and the library's code. Of a LoRA run it includes the adapter, which names the weights
+that it needs.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _log_files(sink: MlflowSink, run_dir: Path, files: Iterable[Path]) -> None:
 def _log_scores(
     sink: MlflowSink, result: EvaluationResult, dataset: str, model_id: str | None
 ) -> None:
-    """Log the scores at the evaluated step, of the dataset and of the logged model if there is one."""
+    """Log the scores on the dataset at the evaluated step, of the logged model if there is one."""
     from mlflow.entities import Metric
 
     now, digest = int(time.time() * 1000), result.dataset_key[:DIGEST_LENGTH]

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from uuid import UUID
 
@@ -83,17 +83,28 @@ def show(key: str, artifact: Artifact) -> None:
         LiveArtifact(key).show(artifact)
 
 
-def show_report(key: str, path: Path, description: str) -> None:
+def show_report(key: str, path: Path, pictures: Iterable[Path], description: str) -> None:
     """Show a Markdown file and its pictures, or their paths if Prefect's server shows none."""
-
-    def shown(picture: re.Match[str]) -> str:
-        caption, file = picture[1], path.parent / picture[2]
-        address = publish(file)
-        return f"![{caption}]({address})" if address else f"{caption}: `{file}`"
-
     with harmless(f"artifact {key!r}"):
-        text = PICTURE.sub(shown, path.read_text(encoding="utf-8"))
+        text = with_pictures(path, pictures)
         LiveArtifact(key).show(MarkdownArtifact(markdown=text, description=description))
+
+
+def with_pictures(path: Path, pictures: Iterable[Path]) -> str:
+    """The text of a Markdown file with addresses of its pictures, or with their paths.
+
+    What else looks like a picture stays as it is: a report quotes documents.
+    """
+    known = {each.relative_to(path.parent).as_posix(): each for each in pictures}
+
+    def shown(found: re.Match[str]) -> str:
+        caption, picture = found[1], known.get(found[2])
+        if picture is None:
+            return found[0]
+        address = publish(picture)
+        return f"![{caption}]({address})" if address else f"{caption}: `{picture}`"
+
+    return PICTURE.sub(shown, path.read_text(encoding="utf-8"))
 
 
 def show_folder(key: str, folder: Path, description: str) -> None:

@@ -25,5 +25,6 @@ def compare_runs(
     folder = "The comparison for a browser (comparison.html) and as Markdown, and its picture"
     artifacts.show_folder("comparison-folder", files.html.parent, folder)
     description = f"Open this first: what came out. For a browser it is {files.html}"
-    artifacts.show_report("comparison", files.markdown, description)
+    pictures = [] if files.curves is None else [files.curves]
+    artifacts.show_report("comparison", files.markdown, pictures, description)
     return comparison, files

@@ -24,7 +24,8 @@ def evaluate_model(config: Config, dataset_dir: str, run_dir: str) -> dict[str, 
     arguments = ["--dataset", dataset_dir, "--run-dir", run_dir]
     result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
     description = f"Open this first: what came out. For a browser it is {result['html']}"
-    artifacts.show_report("report", Path(result["report"]), description)
+    plots = map(Path, result["plots"])
+    artifacts.show_report("report", Path(result["report"]), plots, description)
     if link := mlflow_link(Path(run_dir), config):
         artifacts.show("mlflow", link)
     return result

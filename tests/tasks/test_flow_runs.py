@@ -26,6 +26,7 @@ from stopping import Halt, is_pending
 
 from infini_model.config import load_config
 from infini_model.runtime.errors import ConfigError, StageError
+from infini_model.runtime.pictures import FOLDER
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
@@ -386,6 +387,26 @@ def test_a_run_is_linked_once_mlflow_has_a_page_and_a_record_of_it(
     assert linked() is None  # a database
     monkeypatch.setenv(PAGE, "http://127.0.0.1:5000")
     assert linked() == f"http://127.0.0.1:5000/{page}"
+
+
+def test_a_report_has_the_addresses_of_its_pictures_and_of_nothing_that_it_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture, secret = tmp_path / "plots" / "loss.png", tmp_path / "secret"
+    picture.parent.mkdir()
+    for path in (picture, secret):
+        path.write_text(path.name)
+    quoted = f"![a]({secret})\n![b](secret)\n![c](none.png)"
+    report = tmp_path / "report.md"
+    report.write_text(f"# One\n\n![Loss](plots/loss.png)\n\n{quoted}\n")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "shown"))
+    text = artifacts.with_pictures(report, [picture])
+    (published,) = (tmp_path / "shown").iterdir()
+    assert published.read_text() == picture.name
+    assert text == f"# One\n\n![Loss](/pictures/{published.name})\n\n{quoted}\n"
+    monkeypatch.delenv(FOLDER)
+    text = artifacts.with_pictures(report, [picture])
+    assert text == f"# One\n\nLoss: `{picture}`\n\n{quoted}\n"
 
 
 def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(

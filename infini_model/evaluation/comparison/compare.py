@@ -121,8 +121,12 @@ def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Compariso
     found = [_difference(group, control, compared) for group in groups if group is not control]
     differences = [each for each in found if each.by_seed]
     if differences:
-        runs, differing = compared, _differing([run.settings for run in compared])
-        kept = [Group(each.label, [r for r in each.runs if r in compared]) for each in groups]
+        seeds = {seed for each in differences for seed in each.by_seed}
+        alone = [run for run in compared if run.seed not in seeds]
+        notes += [f"{r.name}: no other run has its seed, {r.seed}: not compared" for r in alone]
+        runs = [run for run in compared if run.seed in seeds]
+        differing = _differing([run.settings for run in runs])
+        kept = [Group(each.label, [r for r in each.runs if r in runs]) for each in groups]
         groups = [group for group in kept if group.runs]
     return Comparison(runs, differing, groups, differences, notes)
 

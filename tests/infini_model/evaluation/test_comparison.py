@@ -156,7 +156,8 @@ def test_a_run_that_is_not_evaluated_or_cannot_be_read_does_not_hide_the_others(
     (bare / "evaluation.json").unlink()
     (damaged / "evaluation.json").write_text("{")
     comparison = compare([bare, *seeds[:3], damaged, tmp_path])
-    assert [run.name for run in comparison.runs] == ["linear-0", "linear-1", "none-0"]
+    assert [run.name for run in comparison.runs] == ["linear-0", "none-0"]
+    assert "linear-1: no other run has its seed, 1: not compared" in comparison.notes
     cannot_be_read = [note for note in comparison.notes if "cannot be read" in note]
     assert [note.partition(":")[0] for note in cannot_be_read] == ["damaged", tmp_path.name]
     assert "bare: trained at step 3 of 3, not evaluated yet" in comparison.notes

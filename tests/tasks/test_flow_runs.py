@@ -32,6 +32,7 @@ from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
 from tasks import artifacts, elsewhere
 from tasks.elsewhere import Elsewhere, find_deployment
+from tasks.progress import Progress
 from tasks.training_view import mlflow_link
 
 ROOT = Path(__file__).parents[2]
@@ -407,6 +408,18 @@ def test_a_report_has_the_addresses_of_its_pictures_and_of_nothing_that_it_quote
     monkeypatch.delenv(FOLDER)
     text = artifacts.with_pictures(report, [picture])
     assert text == f"# One\n\nLoss: `{picture}`\n\n{quoted}\n"
+
+
+def test_progress_is_sent_in_whole_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[float]()
+    monkeypatch.setattr(
+        artifacts.LiveArtifact, "show", lambda _, artifact: sent.append(artifact.progress)
+    )
+    progress = Progress("train", "steps", logged=False)
+    for done in (1000, 1001, 2999, 3000):
+        progress.show(done, 3000)
+        progress._update()
+    assert sent == [33.0, 99.0, 100.0]
 
 
 def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(

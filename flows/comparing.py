@@ -49,7 +49,9 @@ def show(comparison: Comparison, files: Files) -> None:
     table = Table() if is_terminal else Table(box=None, pad_edge=False)
     keys = [key for key in comparison.differing if key != SEED]
     keys = keys if len(keys) <= 3 else []
-    shown = [name for name in SHOWN if any(name in run.results for run in comparison.runs)]
+    having = {name: sum(name in run.results for run in comparison.runs) for name in SHOWN}
+    # What a single one of several has is not compared.
+    shown = [name for name in SHOWN if having[name] >= min(2, len(comparison.runs))]
     for title in ("Run", *keys, *(SHOWN[name] for name in shown)):
         table.add_column(
             title, overflow="fold", justify="right" if title in SHOWN.values() else "left"

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import UUID
 
-from flows.serving.connection import served_mlflow, use_server
+from flows.serving.connection import configured_url, served_mlflow, served_url, use_server
 from flows.serving.polling import poll
+from flows.serving.services import own_server
 from flows.sweep import runs_of
 from infini_model.config import Config, check_typed, load_config, parse_override
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import StageError, UserError
-from infini_model.runtime.holders import Holder
+from infini_model.runtime.holders import Holder, flow_run_page
 from infini_model.runtime.runs import is_finished, read_run_config, run_holder
 from infini_model.runtime.stored.working_copy import refresh_runs, visited
 from infini_model.training.callbacks.mlflow_record import run_url
@@ -78,7 +79,9 @@ def show_runs(config: Config) -> None:
     is_terminal = sys.stdout.isatty()
     # Never wrapped in a pipe: its reader expects one line per run.
     console = Console(width=None if is_terminal else PIPE_WIDTH)
-    page = served_mlflow(config)
+    served, page = served_url(config), served_mlflow(config)
+    if served is not None and configured_url() is None:
+        os.environ.update(own_server(served.removesuffix("/api")))
     refresh_runs(config.run.runs_dir, config.run.store)
     rows = [
         (*_cells(run), *(_link(url, short=is_terminal) for url in _urls(run, page)))
@@ -118,7 +121,7 @@ def _cells(run: RunStatus) -> list[str]:
 
 def _urls(run: RunStatus, page: str | None) -> tuple[str, str]:
     """The addresses of a run in Prefect and MLflow, or empty; `page` is MLflow's UI."""
-    record, flow_run = run.mlflow or {}, run.owner.url if run.owner else None
+    record, flow_run = run.mlflow or {}, flow_run_page(run.owner.id) if run.owner else None
     if record.get("tracking_uri", "").startswith("http"):
         page = record["tracking_uri"]
     mlflow = run_url(page, run.run_dir) if page else None

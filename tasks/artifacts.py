@@ -5,16 +5,15 @@ None of them may harm a stage: an error or a timeout of Prefect's server is only
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import contextvars
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from uuid import UUID
 
-from prefect.artifacts import Artifact, ImageArtifact, LinkArtifact, MarkdownArtifact
+from prefect.artifacts import Artifact, MarkdownArtifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.filters import (
@@ -25,12 +24,14 @@ from prefect.client.schemas.filters import (
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
+from infini_model.runtime.pictures import publish
+
 # How long the end of a stage waits for the last update.
 PATIENCE_SECONDS = 3.0
 # After a failed update, the delay of the next one is multiplied by this.
 BACKOFF = 10
-# A picture in Markdown, on lines of its own.
-PICTURE = re.compile(r"^!\[.*\]\(.*\)\n+", re.MULTILINE)
+# A picture in Markdown, on a line of its own: caption and path.
+PICTURE = re.compile(r"^!\[(.*)\]\((.*)\)$", re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -82,21 +83,33 @@ def show(key: str, artifact: Artifact) -> None:
         LiveArtifact(key).show(artifact)
 
 
-def show_picture(key: str, path: Path) -> None:
-    """Show a PNG image, which becomes part of the artifact."""
-    image = base64.b64encode(path.read_bytes()).decode("ascii")
-    show(key, ImageArtifact(image_url=f"data:image/png;base64,{image}"))
+def show_report(key: str, path: Path, pictures: Iterable[Path], description: str) -> None:
+    """Show a Markdown file and its pictures, or their paths if Prefect's server shows none."""
+    with harmless(f"artifact {key!r}"):
+        text = with_pictures(path, pictures)
+        LiveArtifact(key).show(MarkdownArtifact(markdown=text, description=description))
 
 
-def show_report(key: str, path: Path) -> None:
-    """Show a Markdown file, without its pictures: Prefect cannot follow the links to them."""
-    text = PICTURE.sub("", path.read_text(encoding="utf-8"))
-    show(key, MarkdownArtifact(markdown=text))
+def with_pictures(path: Path, pictures: Iterable[Path]) -> str:
+    """The text of a Markdown file with addresses of its pictures, or with their paths.
+
+    What else looks like a picture stays as it is: a report quotes documents.
+    """
+    known = {each.relative_to(path.parent).as_posix(): each for each in pictures}
+
+    def shown(found: re.Match[str]) -> str:
+        caption, picture = found[1], known.get(found[2])
+        if picture is None:
+            return found[0]
+        address = publish(picture)
+        return f"![{caption}]({address})" if address else f"{caption}: `{picture}`"
+
+    return PICTURE.sub(shown, path.read_text(encoding="utf-8"))
 
 
-def show_folder(key: str, folder: Path) -> None:
-    """Show a link to a folder on this machine; its text is the path, for copying."""
-    show(key, LinkArtifact(link=folder.resolve().as_uri(), link_text=str(folder)))
+def show_folder(key: str, folder: Path, description: str) -> None:
+    """Show the path of a folder, for copying: no browser follows a link from a page to a file."""
+    show(key, MarkdownArtifact(markdown=f"`{folder.resolve()}`", description=description))
 
 
 def remove(key: str) -> None:

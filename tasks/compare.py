@@ -22,8 +22,9 @@ def compare_runs(
     """Write Markdown, HTML and a picture; `failures` are sentences on runs that are left out."""
     comparison = compare(run_dirs, failures)
     files = write_comparison(comparison, comparisons_dir)
-    artifacts.show_folder("comparison-folder", files.html.parent)
-    artifacts.show_report("comparison", files.markdown)
-    if files.curves is not None:
-        artifacts.show_picture("loss", files.curves)
+    folder = "The comparison for a browser (comparison.html) and as Markdown, and its picture"
+    artifacts.show_folder("comparison-folder", files.html.parent, folder)
+    description = f"Open this first: what came out. For a browser it is {files.html}"
+    pictures = [] if files.curves is None else [files.curves]
+    artifacts.show_report("comparison", files.markdown, pictures, description)
     return comparison, files

@@ -17,15 +17,15 @@ from tasks.training_view import mlflow_link
 @task(name="evaluate", task_run_name=named_after_run, **STAGE)
 @reported
 def evaluate_model(config: Config, dataset_dir: str, run_dir: str) -> dict[str, Any]:
-    """Write the report and the plots of a run, and put them into MLflow and Prefect's artifacts.
+    """Write the report and the plots of a run, and show them in MLflow and Prefect.
 
     Returns the results of all tasks and the paths of the report and its plots.
     """
     arguments = ["--dataset", dataset_dir, "--run-dir", run_dir]
     result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
-    artifacts.show_report("report", Path(result["report"]))
-    for plot in map(Path, result["plots"]):
-        artifacts.show_picture(plot.stem.replace("_", "-"), plot)
+    description = f"Open this first: what came out. For a browser it is {result['html']}"
+    plots = map(Path, result["plots"])
+    artifacts.show_report("report", Path(result["report"]), plots, description)
     if link := mlflow_link(Path(run_dir), config):
         artifacts.show("mlflow", link)
     return result

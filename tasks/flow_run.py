@@ -13,7 +13,6 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from prefect.utilities.urls import url_for
 
 from infini_model.runtime.holders import Owner
 from tasks.artifacts import harmless
@@ -74,8 +73,7 @@ def current_owner() -> tuple[Owner | None, bool]:
     if context is None or context.flow_run is None:
         return None, True
     current = context.flow_run
-    owner = Owner(str(current.id), url_for("flow-run", obj_id=current.id))
-    return owner, current.deployment_id is None
+    return Owner(str(current.id)), current.deployment_id is None
 
 
 def log_line(line: str) -> None:

@@ -82,10 +82,10 @@ class Progress:
             get_run_logger().info("%.0f%% of %s %s", self._percent, f"{total:,}", self._unit)
 
     def _update(self) -> None:
-        """Update the artifact if the percentage has changed."""
-        percent = self._percent
+        """Update the artifact if the percentage, rounded down, has changed."""
+        percent = float(int(self._percent))
         if percent == self._sent:
             return
-        description = f"{self._name}, of {self._unit}"
+        description = f"{self._name}: percent of all {self._unit}"
         self._artifact.show(ProgressArtifact(progress=percent, description=description))
         self._sent = percent

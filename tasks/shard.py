@@ -31,7 +31,8 @@ def plan_dataset(config: Config, listing: dict[str, Any] | None) -> dict[str, An
     arguments = [] if listing is None else ["--listing", listing["listing"]]
     plan = run_stage("plan", config, config.stages.shard, *arguments)
     counts = [{"partitions": name, "count": plan[name]} for name in ("new", "reused")]
-    artifacts.show("partitions", TableArtifact(table=counts, description=plan["folder"]))
+    description = f"What is new of the dataset {Path(plan['folder']).name}, and what is reused"
+    artifacts.show("partitions", TableArtifact(table=counts, description=description))
     if plan["intact"]:
         _show(plan)
     return plan
@@ -74,8 +75,9 @@ def _show(dataset: dict[str, Any]) -> Manifest:
         {"split": name, **manifest.splits[name].model_dump(include={"documents", "tokens"})}
         for name in SPLITS
     ]
-    artifacts.show("dataset", TableArtifact(table=rows, description=place_of(dataset)))
-    artifacts.show_folder("dataset-folder", folder)
+    description = f"Documents and tokens of each split of {place_of(dataset)}"
+    artifacts.show("dataset", TableArtifact(table=rows, description=description))
+    artifacts.show_folder("dataset-folder", folder, "The tokenised documents of all splits")
     return manifest
 
 

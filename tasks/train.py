@@ -29,7 +29,7 @@ def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
     (`infini_model.training.launch.recovery`). All retries share one MLflow run. Returns `run_dir`.
     """
     folder = Path(run_dir)
-    artifacts.show_folder("run-folder", folder)
+    artifacts.show_folder("run-folder", folder, "Settings, logs, checkpoints and the trained model")
     view = TrainingView(folder, config)
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     try:

@@ -29,7 +29,10 @@ def mlflow_link(run_dir: Path, config: Config) -> LinkArtifact | None:
     uri = config.tracking_uri
     page = uri if uri.startswith("http") else os.environ.get(PAGE)
     url = page and config.tracking.mlflow and run_url(page, run_dir)
-    return LinkArtifact(link=url, link_text="The run in MLflow") if url else None
+    if not url:
+        return None
+    description = "Curves, settings and files of the run"
+    return LinkArtifact(link=url, link_text="The run in MLflow", description=description)
 
 
 class TrainingView:

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
 from flows.serving.sqlite import collect_garbage_in_a_thread, take_write_locks_at_once
 from infini_model.config import load_config
+from infini_model.runtime import pictures
 from infini_model.training.mlflow_client import open_tracking
 
 if TYPE_CHECKING:
@@ -89,12 +92,19 @@ def _guarded(app: ASGIApp) -> ASGIApp:
 
 
 def prefect_app() -> ASGIApp:
-    """Prefect's API and UI; its own settings decide whether it requires a password."""
+    """Prefect's API and UI, and the pictures of its artifacts.
+
+    Prefect's own settings decide whether it requires a password.
+    """
     from prefect.server.api.server import create_app
 
     take_write_locks_at_once()
     collect_garbage_in_a_thread()
-    return _guarded(create_app())
+    app = create_app()
+    shown = StaticFiles(directory=os.environ[pictures.FOLDER], check_dir=False)
+    # Before the UI, which answers on every path.
+    app.router.routes.insert(0, Mount(pictures.ADDRESS, shown))
+    return _guarded(app)
 
 
 def mlflow_app() -> ASGIApp:

@@ -24,9 +24,11 @@ from urllib.parse import quote
 from flows.serving.access import EVERYONE, EXPERIMENT, LOOPBACK_NAMES, Access, authorized_request
 from flows.serving.polling import poll
 from infini_model.config import Config
+from infini_model.runtime import pictures
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import bound, end_tree
 from infini_model.runtime.storage import make_folder
+from infini_model.training.callbacks.mlflow_record import page_url
 
 HOST = "127.0.0.1"
 START_SECONDS = 300.0
@@ -61,7 +63,7 @@ def engines_dir(config: Config) -> Path:
 
 
 def prefect_environment(config: Config) -> dict[str, str]:
-    """Settings of a server with its records in the output folder.
+    """Settings of a server with its records in the output folder, and of its clients.
 
     The lease store is on disk: leases in the server's memory would be lost on a restart, leaving
     concurrency slots occupied.
@@ -69,6 +71,7 @@ def prefect_environment(config: Config) -> dict[str, str]:
     home = prefect_dir(config)
     return {
         "PREFECT_HOME": str(home),
+        pictures.FOLDER: str(home / "pictures"),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
             "prefect.server.concurrency.lease_storage.filesystem"
@@ -211,5 +214,4 @@ def experiment_page(mlflow: Service, config: Config, access: Access) -> str:
             number = json.load(answer)["experiment"]["experiment_id"]
     except (OSError, ValueError, KeyError):
         return mlflow.url
-    # Without the workflow type, it opens on pages for LLM traces, which stay empty.
-    return f"{mlflow.url}/#/experiments/{number}/runs?workflowType=machine_learning"
+    return page_url(mlflow.url, number)

@@ -1,13 +1,15 @@
 """Log a finished run's model to MLflow, with its signature, and register it on request.
 
-`mlflow.pyfunc.load_model("runs:/<run id>/model")` loads it on any machine with the packages in its
-requirements.txt: it includes the weights, the tokenizer and the library's code. Of a LoRA run it
-includes the adapter, which names the weights that it needs.
+It has the name and the parameters of the run. `mlflow.pyfunc.load_model("runs:/<run id>/<name>")`
+loads it on any machine with the packages in its requirements.txt: it includes the weights, the
+tokenizer and the library's code. Of a LoRA run it includes the adapter, which names the weights
+that it needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -52,8 +54,10 @@ def log_model(
             return known
     model = client.create_logged_model(
         run.info.experiment_id,
-        name=MODEL,
+        # MLflow takes none of these in the name of a model.
+        name=re.sub(r"[/:.%\"']", "-", run.info.run_name),
         source_run_id=sink.run_id,
+        params=run.data.params,
         tags={CHECKPOINT: checkpoint, "dataset.key": result.dataset_key},
     )
     try:

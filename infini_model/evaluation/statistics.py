@@ -20,8 +20,8 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        """`0.0512 (0.0398 to 0.0611)`."""
-        return f"{self.estimate:.4f} ({self.low:.4f} to {self.high:.4f})"
+        """`0.0512 (0.0398 to 0.0611)`, without a sign of 0.0000."""
+        return f"{self.estimate:z.4f} ({self.low:z.4f} to {self.high:z.4f})"
 
 
 def bootstrap(sums: Any, counts: Any, *, seed: int = 0) -> list[Interval]:

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infini_model.config import Config
+from infini_model.data.manifest import read_manifest
 from infini_model.evaluation.mlflow_model import log_model, register_model
 from infini_model.evaluation.reporting.report import EvaluationResult
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import lock
-from infini_model.training.callbacks.mlflow_record import MlflowSink
+from infini_model.training.callbacks.mlflow_record import DIGEST_LENGTH, MlflowSink
 from infini_model.training.checkpoints.folders import checkpoints_dir
 from infini_model.training.mlflow_client import error_summary
 
@@ -40,11 +41,12 @@ def log_evaluation(
         elif not _is_training(run_dir):
             sink.correct_status("KILLED")
         _log_files(sink, run_dir, [result.report, result.html, *result.plots])
+        dataset = read_manifest(dataset_dir).name
         if not (is_finished and config.tracking.log_model):
-            _log_scores(sink, result, None)
+            _log_scores(sink, result, dataset, None)
             return True
         model = log_model(sink, dataset_dir, config.evaluation.sample, config.run.seed, result)
-        _log_scores(sink, result, model.model_id)
+        _log_scores(sink, result, dataset, model.model_id)
         if config.tracking.registered_model is not None:
             register_model(sink, config.tracking.registered_model, model, result)
     except Exception as error:  # noqa: BLE001 - the results are in the run folder anyway
@@ -67,13 +69,15 @@ def _log_files(sink: MlflowSink, run_dir: Path, files: Iterable[Path]) -> None:
         sink.client.log_artifact(sink.run_id, str(file), None if folder == "." else folder)
 
 
-def _log_scores(sink: MlflowSink, result: EvaluationResult, model_id: str | None) -> None:
-    """Log the scores at the evaluated step, linked to the logged model if there is one."""
+def _log_scores(
+    sink: MlflowSink, result: EvaluationResult, dataset: str, model_id: str | None
+) -> None:
+    """Log the scores on the dataset at the evaluated step, of the logged model if there is one."""
     from mlflow.entities import Metric
 
-    now = int(time.time() * 1000)
+    now, digest = int(time.time() * 1000), result.dataset_key[:DIGEST_LENGTH]
     metrics = [
-        Metric(name, value, now, result.step, model_id=model_id)
+        Metric(name, value, now, result.step, model_id, dataset, digest)
         for name, value in result.metrics.items()
     ]
     sink.client.log_batch(sink.run_id, metrics=metrics)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from infini_model.config import Config, dump_config, load_config
 from infini_model.config.places import folder_here
 from infini_model.runtime.errors import ConfigError, DataError
-from infini_model.runtime.holders import Holder, Owner
+from infini_model.runtime.holders import Holder, Owner, flow_run_page
 from infini_model.runtime.runs import (
     dataset_here,
     find_run,
@@ -167,10 +167,9 @@ def _check_claim(
         raise ConfigError(f"run.name: {run_dir} holds another run ({other})")
     record = read_record(run_dir)
     if owner is not None and owner.id in record.get("former_owners", []):
-        now = record["owner"]
-        by = (
-            "a process without a flow run" if now is None else f"flow run {now['url'] or now['id']}"
-        )
+        by, now = "a process without a flow run", record["owner"]
+        if now is not None:
+            by = f"flow run {flow_run_page(now['id']) or now['id']}"
         raise ConfigError(
             f"run.name: {run_dir} has since been resumed by {by}; "
             f"take it over with infini resume {run_dir.name}"

@@ -27,12 +27,24 @@ from infini_model.runtime.storage import (
 CLOCK_SECONDS = 5.0
 
 
+def flow_run_page(flow_run: str) -> str | None:
+    """The page of a flow run on the Prefect server in the environment; None if none is there.
+
+    It is made when it is shown, as the address of a server may change.
+    """
+    page = os.environ.get("PREFECT_UI_URL")
+    api = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+    # Elsewhere, as in Prefect Cloud, the pages have another address than the API.
+    if not page and api.endswith("/api"):
+        page = api.removesuffix("/api")
+    return f"{page}/runs/flow-run/{flow_run}" if page else None
+
+
 @dataclass(frozen=True)
 class Owner:
-    """Who claims a run: the id of a flow run, and the URL of its page if it has one."""
+    """Who claims a run: the id of a flow run."""
 
     id: str
-    url: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,6 @@ class Holder:
         host: Host name of the machine.
         run: Absolute path of the run folder it works in.
         flow_run: Id of its flow run, if any.
-        url: URL of the flow run's page, if any.
     """
 
     pid: int | None = None
@@ -53,7 +64,6 @@ class Holder:
     host: str = ""
     run: str = ""
     flow_run: str | None = None
-    url: str | None = None
 
     @classmethod
     def current(cls, run_dir: Path, owner: Owner | None) -> Holder:
@@ -62,8 +72,8 @@ class Holder:
 
         started = psutil.Process().create_time()
         run = str(run_dir.resolve())
-        flow_run, url = (None, None) if owner is None else (owner.id, owner.url)
-        return cls(os.getpid(), started, socket.gethostname(), run, flow_run, url)
+        flow_run = None if owner is None else owner.id
+        return cls(os.getpid(), started, socket.gethostname(), run, flow_run)
 
     @property
     def process(self) -> str:
@@ -75,8 +85,9 @@ class Holder:
 
     def __str__(self) -> str:
         """The process and its flow run, for messages."""
-        flow_run = f" (flow run {self.url or self.flow_run})" if self.flow_run else ""
-        return f"{self.process}{flow_run}"
+        if self.flow_run is None:
+            return self.process
+        return f"{self.process} (flow run {flow_run_page(self.flow_run) or self.flow_run})"
 
     def is_on_this_machine(self) -> bool:
         """Whether the process that acquired the lock is still alive on this machine."""

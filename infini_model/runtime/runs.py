@@ -158,7 +158,7 @@ def dataset_here(run_dir: Path) -> Path | str:
 def owner_of(run_dir: Path) -> Owner | None:
     """Owner of the last claim on a run, if known. Raises `DataError` as `dataset_of` does."""
     record = read_record(run_dir).get("owner")
-    return None if record is None else Owner(record["id"], record["url"])
+    return None if record is None else Owner(record["id"])
 
 
 def run_holder(run_dir: Path) -> Holder | None:

@@ -142,6 +142,9 @@ def test_a_training_from_the_form_is_retried_and_resumed_to_its_report_and_its_p
     expect(prefect.page.locator("main canvas")).to_be_visible()
     prefect.open_artifact("report")
     expect(prefect.page.get_by_role("heading", name="Scores").first).to_be_visible()
+    curves = prefect.page.get_by_role("img", name="Training and validation loss")
+    curves.scroll_into_view_if_needed()
+    expect(curves).not_to_have_js_property("naturalWidth", 0)
 
     (address,) = re.findall(r"^MLflow +(http\S+)$", serving.running.output, re.MULTILINE)
     look_at_mlflow(prefect.page, address, run_dir.name, flow_run)
@@ -155,7 +158,7 @@ def look_at_mlflow(page: Page, address: str, name: str, flow_run: str) -> None:
     page.get_by_role("link", name=name, exact=True).first.click()
     expect(page.get_by_role("status").get_by_text("Finished")).to_be_visible()
     expect(page.get_by_role("link", name=flow_run)).to_be_visible()
-    model = page.get_by_role("grid").get_by_role("link", name="model", exact=True)
+    model = page.get_by_role("grid").get_by_role("link", name=name, exact=True)
     expect(model).to_be_visible()
     page.get_by_role("tab", name="Model metrics").click()
     # Of train/loss and validation/loss; each is a heading in the section of its split.

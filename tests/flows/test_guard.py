@@ -26,8 +26,16 @@ from flows.serving.access import (
     secret_file,
     stored_access,
 )
-from flows.serving.services import HOST, Service, start_mlflow, start_prefect, wait_until_up
+from flows.serving.services import (
+    HOST,
+    Service,
+    prefect_environment,
+    start_mlflow,
+    start_prefect,
+    wait_until_up,
+)
 from infini_model.config import load_config
+from infini_model.runtime import pictures
 
 SECRET = "infini:it-is-a-secret"
 PATHS = {
@@ -157,6 +165,24 @@ def test_who_has_no_secret_gets_401_on_all_but_health(closed: dict[str, Service]
     assert "Basic" in ask(mlflow, "/").headers["www-authenticate"]
     assert ask(prefect, "/api/health").status == ask(mlflow, "/health").status == 200
     assert ask(mlflow, "/", **SIGNED_IN).status == 200
+
+
+def test_the_server_shows_published_pictures_and_no_other_file(
+    closed: dict[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To everyone who has the address: a page that shows an image can send no secret with it."""
+    output, port = closed["prefect"].log.parent.parent, port_of(closed["prefect"].url)
+    config = load_config(overrides=[f"run.output_dir={output}"])
+    (tmp_path / "loss.png").write_bytes(b"a picture")
+    monkeypatch.delenv(pictures.FOLDER, raising=False)
+    assert pictures.publish(tmp_path / "loss.png") is None
+    monkeypatch.setenv(pictures.FOLDER, prefect_environment(config)[pictures.FOLDER])
+    address = pictures.publish(tmp_path / "loss.png")
+    assert address is not None
+    answer = ask(port, address)
+    assert (answer.status, answer.headers["content-type"]) == (200, "image/png")
+    for other in ("/", "/../prefect.db", "/%2e%2e/prefect.db", "/unknown.png"):
+        assert ask(port, pictures.ADDRESS + other).status == 404
 
 
 def test_the_secret_is_in_no_command_line_and_mlflow_is_one_process(

@@ -35,7 +35,7 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.holders import Holder, Owner
 from infini_model.runtime.runs import MODEL, is_finished, owner_of, record_evaluation, run_holder
-from infini_model.runtime.storage import make_folder
+from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.run_status import saved_step
 from tasks.flow_run import current_owner
 
@@ -89,7 +89,8 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert re.search(rf"^run-1 +5/20 +running: process {running.process.pid} ", row)
     owner = owner_of(run_dir)
     assert owner is not None
-    assert row.rstrip().endswith(str(owner.url))
+    page = connected["PREFECT_API_URL"].removesuffix("/api")
+    assert row.rstrip().endswith(f"{page}/runs/flow-run/{owner.id}")
     status, line = told("resume", "run-1")
     assert status == 2
     assert f"{run_dir} is in use by {holder}" in line
@@ -133,7 +134,7 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
         return bool(api(server, f"flow_runs/{number}", "GET")["state_type"] == "CANCELLING")
 
     def work_until_it_is_cancelled() -> None:
-        with claim_run(config, "k1", Path("data"), owner=Owner(number, None), adopt=False):
+        with claim_run(config, "k1", Path("data"), owner=Owner(number), adopt=False):
             eventually(is_cancelling, "the cancellation")
 
     monkeypatch.setenv("PREFECT_API_URL", server)
@@ -144,6 +145,20 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
         eventually(lambda: run_holder(run_dir) is not None, "the claim")
         assert manage.cancel(run_dir) == "nothing is saved"
         working.result()
+
+
+def test_the_page_of_a_flow_run_is_on_the_server_that_runs_now(
+    output: Path, alone: Environment
+) -> None:
+    config = configure(["debug"], overrides=[f"run.output_dir={output}"])
+    with claim_run(config, "k1", Path("data"), owner=Owner("f1")):
+        pass
+    home = make_folder(output / "prefect")
+    with lock(home / "serve.lock"):
+        for port in (4201, 4202):
+            write_json(home / "serve.json", {"api_url": f"http://127.0.0.1:{port}/api"})
+            told = infini_here("runs", "--output-dir", output, env=alone).stdout
+            assert f" http://127.0.0.1:{port}/v2/runs/flow-run/f1" in told
 
 
 def test_what_a_finished_run_lacks_is_named(output: Path) -> None:

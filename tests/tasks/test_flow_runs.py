@@ -26,11 +26,13 @@ from stopping import Halt, is_pending
 
 from infini_model.config import load_config
 from infini_model.runtime.errors import ConfigError, StageError
+from infini_model.runtime.pictures import FOLDER
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
 from tasks import artifacts, elsewhere
 from tasks.elsewhere import Elsewhere, find_deployment
+from tasks.progress import Progress
 from tasks.training_view import mlflow_link
 
 ROOT = Path(__file__).parents[2]
@@ -227,7 +229,7 @@ def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_n
     state = prefect.state(run)
     assert state["type"] == "FAILED"
     assert state["message"].startswith(f"1 of 3 runs failed: {names[2]}; ")
-    assert {"comparison", "comparison-folder", "loss"} <= prefect.artifacts(run).keys()
+    assert {"comparison", "comparison-folder"} <= prefect.artifacts(run).keys()
     (text,) = (path.read_text() for path in output.glob("comparisons/*/comparison.md"))
     assert f"- {names[2]}: training failed: non-finite on rank 0" in text
     for path in runs[:2]:
@@ -380,12 +382,44 @@ def test_a_run_is_linked_once_mlflow_has_a_page_and_a_record_of_it(
     monkeypatch.delenv(PAGE, raising=False)
     assert linked(server) is None
     write_json(tmp_path / "logs" / "mlflow.json", {"run_id": "r1", "experiment_id": "7"})
-    page = "#/experiments/7/runs/r1"
+    page = "#/experiments/7/runs/r1?workflowType=machine_learning"
     assert linked(server) == f"http://mlflow:5000/{page}"
     assert linked(server, "tracking.mlflow=false") is None
     assert linked() is None  # a database
     monkeypatch.setenv(PAGE, "http://127.0.0.1:5000")
     assert linked() == f"http://127.0.0.1:5000/{page}"
+
+
+def test_a_report_has_the_addresses_of_its_pictures_and_of_nothing_that_it_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture, secret = tmp_path / "plots" / "loss.png", tmp_path / "secret"
+    picture.parent.mkdir()
+    for path in (picture, secret):
+        path.write_text(path.name)
+    quoted = f"![a]({secret})\n![b](secret)\n![c](none.png)"
+    report = tmp_path / "report.md"
+    report.write_text(f"# One\n\n![Loss](plots/loss.png)\n\n{quoted}\n")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "shown"))
+    text = artifacts.with_pictures(report, [picture])
+    (published,) = (tmp_path / "shown").iterdir()
+    assert published.read_text() == picture.name
+    assert text == f"# One\n\n![Loss](/pictures/{published.name})\n\n{quoted}\n"
+    monkeypatch.delenv(FOLDER)
+    text = artifacts.with_pictures(report, [picture])
+    assert text == f"# One\n\nLoss: `{picture}`\n\n{quoted}\n"
+
+
+def test_progress_is_sent_in_whole_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[float]()
+    monkeypatch.setattr(
+        artifacts.LiveArtifact, "show", lambda _, artifact: sent.append(artifact.progress)
+    )
+    progress = Progress("train", "steps", logged=False)
+    for done in (1000, 1001, 2999, 3000):
+        progress.show(done, 3000)
+        progress._update()
+    assert sent == [33.0, 99.0, 100.0]
 
 
 def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,9 +34,19 @@ class Group(NamedTuple):
     label: str
     runs: list[ComparedRun]
 
+    @property
+    def samples(self) -> dict[int, ComparedRun]:
+        """One run of each seed, as two of the same seed are not two samples.
+
+        It is the first that is finished, or else the first that is evaluated.
+        """
+        best_last = sorted(self.runs, key=lambda run: (run.loss is None, run.progress != ""))[::-1]
+        return {run.seed: run for run in best_last}
+
     def spread(self, metric: str) -> Spread | None:
-        """The spread of a metric over the evaluated runs; None if no run has it."""
-        values = [run.results[metric] for run in self.runs if metric in run.results]
+        """The spread of a metric over the seeds; None if no run has it."""
+        runs = self.samples.values()
+        values = [run.results[metric] for run in runs if metric in run.results]
         return Spread.of(values) if values else None
 
 
@@ -52,12 +62,14 @@ class Comparison(NamedTuple):
     """Runs side by side.
 
     Attributes:
-        runs: The runs, in the order in which they were given.
+        runs: The runs that are compared, in the order in which they were given; all of them if none
+            can be.
         differing: The settings that are not the same in all runs: value by run, None if it has no
             such setting.
         groups: The runs by their settings.
         differences: Of all groups that can be compared with that of the control.
-        notes: One line for each run that could not be read, or is not compared, with the reason.
+        notes: One line for each run that could not be read, is not finished or is not compared,
+            with the reason.
     """
 
     runs: list[ComparedRun]
@@ -75,7 +87,7 @@ class Comparison(NamedTuple):
     @property
     def has_seeds(self) -> bool:
         """Whether there are several seeds of the same settings."""
-        return any(len(group.runs) > 1 for group in self.groups)
+        return any(len(group.samples) > 1 for group in self.groups)
 
 
 def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Comparison:
@@ -98,10 +110,25 @@ def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Compariso
     groups = _groups(runs, differing)
     first = next((run for run in runs if run.loss is not None), None)
     control = next((group for group in groups if first in group.runs), Group("", []))
-    seeds = {run.seed for run in control.runs if run.loss is not None}
-    notes += [f"{run.name}: {reason}" for run in runs if (reason := _reason(run, first, seeds))]
-    found = [_difference(group, control) for group in groups if group is not control]
-    return Comparison(runs, differing, groups, [each for each in found if each.by_seed], notes)
+    compared = list[ComparedRun]()
+    for run in runs:
+        obstacle = "" if first is None else _obstacle(run, _group_of(run, groups), control, first)
+        if run.loss is not None and not obstacle:
+            compared.append(run)
+        reasons = [run.progress, obstacle and f"{obstacle}: not compared"]
+        if any(reasons):
+            notes.append(f"{run.name}: {'; '.join(filter(None, reasons))}")
+    found = [_difference(group, control, compared) for group in groups if group is not control]
+    differences = [each for each in found if each.by_seed]
+    if differences:
+        seeds = {seed for each in differences for seed in each.by_seed}
+        alone = [run for run in compared if run.seed not in seeds]
+        notes += [f"{r.name}: no other run has its seed, {r.seed}: not compared" for r in alone]
+        runs = [run for run in compared if run.seed in seeds]
+        differing = _differing([run.settings for run in runs])
+        kept = [Group(each.label, [r for r in each.runs if r in runs]) for each in groups]
+        groups = [group for group in kept if group.runs]
+    return Comparison(runs, differing, groups, differences, notes)
 
 
 def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
@@ -131,33 +158,36 @@ def _groups(runs: Sequence[ComparedRun], differing: Mapping[str, list[str | None
     return [Group(*each) for each in zip(labels, found.values(), strict=True)]
 
 
-def _obstacle(run: ComparedRun, control: ComparedRun) -> str:
-    """Why the losses of two evaluated runs cannot be compared; empty if they can."""
+def _group_of(run: ComparedRun, groups: Sequence[Group]) -> Group:
+    return next(group for group in groups if run in group.runs)
+
+
+def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun) -> str:
+    """Why the loss of a run of `group` is not compared; empty if it is, or has none yet.
+
+    `first` is the first run of the control's group that is evaluated.
+    """
+    if run.loss is None:
+        return ""
+    base = {seed: each for seed, each in control.samples.items() if each.loss is not None}
+    other = base.get(run.seed, first)
     for what, value in run.context.items():
-        other = control.context.get(what, value)
-        if value != other:
-            return f"its {what} is {value}, that of {control.name} {other}"
+        theirs = other.context.get(what, value)
+        if value != theirs:
+            return f"its {what} is {value}, that of {other.name} {theirs}"
+    if run.seed not in base:
+        return f"no evaluated run with the settings of {first.name} has its seed, {run.seed}"
+    sample = group.samples[run.seed]
+    if sample.run_dir != run.run_dir:
+        return f"{sample.name} has its settings and its seed, {run.seed}"
     return ""
 
 
-def _reason(run: ComparedRun, control: ComparedRun | None, seeds: Collection[int]) -> str:
-    """Why the loss of a run is not compared, or not its final one; empty if it is.
-
-    `seeds` are those of the control's group.
-    """
-    if run.loss is None or control is None:
-        return run.progress
-    obstacle = _obstacle(run, control)
-    if not obstacle and run.seed not in seeds:
-        obstacle = f"no evaluated run with the settings of {control.name} has its seed, {run.seed}"
-    return "; ".join(filter(None, [run.progress, obstacle and f"{obstacle}: not compared"]))
-
-
-def _difference(group: Group, control: Group) -> Difference:
-    base = {run.seed: run for run in control.runs if run.loss is not None}
+def _difference(group: Group, control: Group, compared: Sequence[ComparedRun]) -> Difference:
+    base = control.samples
     by_seed = {
-        run.seed: run.results[VALIDATION_LOSS] - base[run.seed].results[VALIDATION_LOSS]
-        for run in group.runs
-        if run.loss is not None and run.seed in base and not _obstacle(run, base[run.seed])
+        seed: run.results[VALIDATION_LOSS] - base[seed].results[VALIDATION_LOSS]
+        for seed, run in group.samples.items()
+        if run in compared
     }
     return Difference(group, control, by_seed)

@@ -14,6 +14,7 @@ from infini_model.runtime.runs import VALIDATION_LOSS
 # Of a run without a value.
 MISSING = "–"
 EVALUATION = "evaluation/"
+LOSSES = ("_loss", "/loss")
 WHOLE_NUMBERS = ("steps", "tokens", "tokens per second")
 
 
@@ -64,9 +65,11 @@ def verdict(difference: Difference) -> str:
     values = list(difference.by_seed.values())
     spread = Spread.of(values)
     word = "lower" if spread.mean < 0 else "higher"
+    size = f"{abs(spread.mean):.4f}"
+    found = "the same to four places as" if float(size) == 0.0 else f"{size} {word} than"
     sentence = (
-        f"The validation loss of {difference.group.label} is {abs(spread.mean):.4f} {word} than "
-        f"that of {difference.control.label}"
+        f"The validation loss of {difference.group.label} is {found} that of "
+        f"{difference.control.label}"
     )
     if len(values) == 1:
         return f"{sentence}, with the same seed."
@@ -108,9 +111,14 @@ def _settings(comparison: Comparison) -> str:
 
 
 def metrics_of(comparison: Comparison) -> list[str]:
-    """All metrics of the runs: those of the evaluation first, in the order of its tasks."""
+    """All metrics of the runs: what is compared first, then losses, then the other evaluations."""
     names = dict.fromkeys(name for run in comparison.runs for name in run.results)
-    return sorted(names, key=lambda name: not name.startswith(EVALUATION))
+
+    def rank(name: str) -> tuple[bool, bool, bool]:
+        is_loss = name.endswith(LOSSES)
+        return name != VALIDATION_LOSS, not is_loss, not name.startswith(EVALUATION)
+
+    return sorted(names, key=rank)
 
 
 def _results(comparison: Comparison) -> str:
@@ -134,7 +142,7 @@ def _by_settings(comparison: Comparison) -> str:
             mean, low, high = (number(value, metric) for value in spread)
             cells.append(mean if low == high else f"{mean} ({low} to {high})")
         rows.append([_cell(metric), *cells])
-    seeds = ["Seeds", *(str(len(group.runs)) for group in comparison.groups)]
+    seeds = ["Seeds", *(str(len(group.samples)) for group in comparison.groups)]
     labels = [group.label for group in comparison.groups]
     note = "Mean over the seeds, and the lowest and highest value."
     return f"{table(['Metric', *labels], [seeds, *rows])}\n\n{note}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from infini_model.evaluation.statistics import Interval
 from infini_model.evaluation.subject import Subject
+from infini_model.model.inspection.findings import effect
 
 # Windows of fewer segments teach the memory little about distance.
 FEW_SEGMENTS = 8
@@ -15,9 +16,10 @@ FEW_SEGMENTS = 8
 def verdict(gains: Mapping[int, Interval], where: str) -> str:
     """Whether the weights use the memory: `gains` by the segment from which on they count."""
     (start, near), *rest = gains.items()
-    if near.low > 0:
+    gained = effect(*near)
+    if gained > 0:
         found = "**The memory is used.** Knocking it out raises the loss by"
-    elif near.high < 0:
+    elif gained < 0:
         found = "**The memory hurts.** The loss with it is higher than with it knocked out, by"
         rest, near = [], Interval(-near.estimate, -near.high, -near.low)
     else:

@@ -184,7 +184,8 @@ def plot_heads(panels: Mapping[str, Tensor], path: Path) -> Path:
     for axis, (title, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         values = panel.double().numpy()
         known = panel[~panel.isnan()].tolist()
-        most = max(max(map(abs, known)), 1e-12)
+        # Smaller values are none, as they would be shown as 0.
+        most = max(max(map(abs, known)), 1e-4)
         diverging = min(known) < 0.0
         image = axis.imshow(
             values,

@@ -176,7 +176,8 @@ def _text(
     for title, result in titled:
         sections += [f"## {title}", result.section, *_shown(result.pictures, run_dir)]
     sections += ["## Speed", markdown.speed_section(lines)]
-    sections += ["## Curves", *_shown(curves, run_dir)]
+    if curves:
+        sections += ["## Curves", *_shown(curves, run_dir)]
     sections += ["## Reproduce", markdown.reproduce_section(run_dir)]
     return "\n\n".join(sections) + "\n"
 

@@ -75,7 +75,7 @@ class Task(EvaluationTask):
         gain, shares = measured.gains[Part()], measured.shares.mean(1).tolist()
         advice = [
             findings.never_read(shares),
-            findings.hurts(gain.estimate, (gain.high - gain.low) / 4),
+            findings.hurts(*gain),
         ]
         metrics, intervals = {}, {}
         for layer, share in enumerate(shares):
@@ -204,23 +204,25 @@ def _panels(measured: Measured) -> dict[str, Tensor]:
     gains = torch.full_like(measured.shares, torch.nan)
     for part, found in measured.gains.items():
         if part.layer is not None and part.head is not None:
-            gains[part.layer, part.head] = found.estimate
+            gains[part.layer, part.head] = findings.effect(*found)
     panels = {"gate": measured.gates, "share of the output": measured.shares}
     # Without single heads there is nothing to show.
-    return panels if gains.isnan().all() else panels | {"loss without it (rise in nats)": gains}
+    title = "rise of the loss without it, if any is certain"
+    return panels if gains.isnan().all() else panels | {title: gains}
 
 
 def _summary(measured: Measured) -> str:
     gain = measured.gains[Part()]
+    effect = findings.effect(*gain)
     layers = {part.layer: found for part, found in measured.gains.items() if part.head is None}
     del layers[None]
-    layer, most = max(layers.items(), key=lambda each: each[1].estimate)
-    if gain.low <= 0.0 <= gain.high:
+    layer, most = max(layers.items(), key=lambda each: _certain_first(each[1]))
+    if not effect:
         return (
             "Whether the weights gain by their memory is uncertain: without it the loss changes by "
             f"{gain} nats per token."
         )
-    if gain.estimate < 0.0:
+    if effect < 0.0:
         return f"Without its memory the model is better: the loss changes by {gain} nats per token."
     return (
         f"The weights rely on the memory: without it the loss rises by {gain} nats per token. "
@@ -228,9 +230,13 @@ def _summary(measured: Measured) -> str:
     )
 
 
+def _certain_first(rise: Interval) -> tuple[float, float]:
+    return findings.effect(*rise), rise.estimate
+
+
 def _counts_most(name: str, rise: Interval) -> str:
     """Of the part whose loss without its memory rises most."""
-    if rise.low <= 0.0:
+    if findings.effect(*rise) <= 0.0:
         return f"Of none alone it is certain; most is {name} with {rise}."
     return f"Most is due to {name}: without its memory alone it rises by {rise}."
 
@@ -263,7 +269,7 @@ def _section(measured: Measured) -> str:
         "rely on, not what a model trained without memory would reach."
     ]
     if heads:
-        best = max(heads, key=lambda part: measured.gains[part].estimate)
+        best = max(heads, key=lambda part: _certain_first(measured.gains[part]))
         notes.append(
             f"{len(heads):,} heads were knocked out one by one. "
             + _counts_most(f"head {best.head} of layer {best.layer}", measured.gains[best])

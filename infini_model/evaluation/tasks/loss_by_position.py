@@ -25,6 +25,7 @@ from infini_model.evaluation.score import Score
 from infini_model.evaluation.statistics import Interval
 from infini_model.evaluation.subject import HELD_OUT, Pass, Subject
 from infini_model.evaluation.tasks.task import EvaluationTask, Picture, TaskResult
+from infini_model.model.inspection.findings import PLACES, effect
 from infini_model.runtime.errors import CheckpointError
 
 # Segments from which on the loss is summed up: the first with a memory, and one far from the start.
@@ -113,16 +114,20 @@ class WindowScores(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """What the memory takes off the loss, in nats per token."""
-        return (self.emptied.loss or 0.0) - (self.kept.loss or 0.0)
+        """What the memory takes off the loss, in nats per token, without an interval."""
+        gain = (self.emptied.loss or 0.0) - (self.kept.loss or 0.0)
+        return effect(gain, gain, gain)
 
     @property
     def note(self) -> str:
         """The gain in a sentence."""
+        found = "the same to four places as"
+        if self.gain:
+            word = "lower" if self.gain > 0 else "higher"
+            found = f"{abs(self.gain):.{PLACES}f} nats per token {word} than"
         return (
-            f"With the memory the loss over the windows of the {self.split} split is "
-            f"{abs(self.gain):.4f} nats per token {'lower' if self.gain >= 0 else 'higher'} than "
-            f"with the memory emptied before every segment ({self.emptied.loss:.4f}), with the "
+            f"With the memory the loss over the windows of the {self.split} split is {found} with "
+            f"the memory emptied before every segment ({self.emptied.loss:.{PLACES}f}), with the "
             "same weights."
         )
 
@@ -218,7 +223,7 @@ def _found(
         return f"The model has no memory: from the 2nd segment on its loss is {loss} {where}.", []
     gains = measured.over(measured.gains["fresh"], far)
     by_start = {reach.first: gain for reach, gain in zip(far, gains, strict=True)}
-    return verdict(by_start, where), advice(subject, is_used=gains[0].low > 0)
+    return verdict(by_start, where), advice(subject, is_used=effect(*gains[0]) > 0)
 
 
 def _method(documents: LongDocuments, measured: Measurement) -> str:

@@ -8,8 +8,18 @@ from collections.abc import Sequence
 SILENT_SHARE = 0.01
 # A gate that moved less, before the sigmoid, has not learned.
 UNMOVED = 0.01
-# Standard errors from which on a difference is not chance.
-CERTAIN = 2.0
+# Decimal places with which gains are shown, in nats per token.
+PLACES = 4
+
+
+def effect(gain: float, low: float, high: float) -> float:
+    """What a memory takes off the loss, negative if it hurts; 0 if it has no effect to speak of.
+
+    `low` and `high` are the interval of 95% of `gain`. What is decided is what is shown: there is
+    no effect if the gain rounds to 0, or if the rounded interval holds 0.
+    """
+    shown = round(gain, PLACES)
+    return 0.0 if round(low, PLACES) <= 0.0 <= round(high, PLACES) else shown
 
 
 def never_read(shares: Sequence[float]) -> str | None:
@@ -27,14 +37,15 @@ def never_read(shares: Sequence[float]) -> str | None:
     )
 
 
-def hurts(gain: float, error: float) -> str | None:
-    """Of a memory that lowers the loss by `gain` nats, with this standard error."""
-    if gain >= -CERTAIN * error:
+def hurts(gain: float, low: float, high: float) -> str | None:
+    """Of a memory that lowers the loss by `gain` nats, with its interval of 95%."""
+    found = effect(gain, low, high)
+    if found >= 0.0:
         return None
     return (
-        f"The memory hurts: with the same weights the loss is {-gain:.4f} ± {error:.4f} lower "
-        "without it. Start with less of it (a lower model.gate_start), write it by "
-        "model.memory=delta, or train longer."
+        f"The memory hurts: with the same weights the loss is {-found:.{PLACES}f} lower without "
+        "it. Start with less of it (a lower model.gate_start), write it by model.memory=delta, or "
+        "train longer."
     )
 
 

@@ -142,7 +142,7 @@ def _findings(newest: Line, config: Config) -> Iterator[tuple[str, str]]:
         found["shares"] = findings.never_read([newest[name] for name in shares])
     if "memory/probe_gain_error" in newest:
         gain, error = newest["memory/probe_gain"], newest["memory/probe_gain_error"]
-        found["gain"] = findings.hurts(gain, error)
+        found["gain"] = findings.hurts(gain, gain - 2.0 * error, gain + 2.0 * error)
     yield from ((kind, sentence) for kind, sentence in found.items() if sentence)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config
+from infini_model.runtime.holders import flow_run_page
 from infini_model.runtime.metrics_file import Line, metrics_of
 from infini_model.runtime.runs import INITIAL_WEIGHTS
 from infini_model.runtime.storage import write_json
@@ -25,6 +26,8 @@ from infini_model.training.mlflow_client import error_summary, open_tracking, qu
 # MLflow's limits per request.
 METRICS_AT_ONCE = 1000
 PARAMS_AT_ONCE = 100
+# MLflow's limit of the digest of a dataset, in characters.
+DIGEST_LENGTH = 36
 # How long `end_record` waits for MLflow, in seconds.
 END_SECONDS = 5.0
 # Environment variable: address of an MLflow page that shows a local tracking database.
@@ -194,8 +197,8 @@ class MlflowSink:
         self._update_record(note=note)
         dataset = self._record.get("dataset")
         if dataset is not None and not run.inputs.dataset_inputs:
-            # MLflow limits a digest to 36 characters.
-            source = Dataset(dataset["name"], dataset["key"][:36], "local", dataset["path"])
+            digest = dataset["key"][:DIGEST_LENGTH]
+            source = Dataset(dataset["name"], digest, "local", dataset["path"])
             context = InputTag("mlflow.data.context", "training")
             client.log_inputs(run.info.run_id, [DatasetInput(source, [context])])
 
@@ -223,7 +226,6 @@ class MlflowSink:
             "initial_weights.commit": weights.get("commit"),
             "initial_weights.fingerprint": weights.get("fingerprint"),
             "prefect.flow_run_id": owner.get("id"),
-            "prefect.flow_run_url": owner.get("url"),
         }
         return {name: value for name, value in tags.items() if value}
 
@@ -232,8 +234,10 @@ class MlflowSink:
         lines = [f"Run folder: `{tags['run.folder']}`"]
         if folder := tags.get("dataset.folder"):
             lines.append(f"Dataset: `{folder}`")
-        if url := tags.get("prefect.flow_run_url"):
-            lines.append(f"Flow run in Prefect: [{tags['prefect.flow_run_id']}]({url})")
+        flow_run = tags.get("prefect.flow_run_id")
+        if flow_run is not None:
+            page = flow_run_page(flow_run)
+            lines.append(f"Flow run in Prefect: {f'[{flow_run}]({page})' if page else flow_run}")
         return "\n\n".join(lines)
 
     def _update_record(self, **fields: Any) -> None:
@@ -248,12 +252,22 @@ def _user() -> str | None:
     return None
 
 
+def page_url(base: str, experiment: str, run: str = "") -> str:
+    """The page of a run, or of all runs of an experiment, on the MLflow server at `base`.
+
+    Without the workflow type, it opens on pages for LLM traces, which stay empty.
+    """
+    runs = f"runs/{run}" if run else "runs"
+    page = f"{base.rstrip('/')}/#/experiments/{experiment}/{runs}"
+    return f"{page}?workflowType=machine_learning"
+
+
 def run_url(base: str, run_dir: Path) -> str | None:
     """The page of a run on the MLflow server at `base`; None if it has no record yet."""
     record = read_mlflow_record(run_dir)
     if "run_id" not in record or "experiment_id" not in record:
         return None
-    return f"{base.rstrip('/')}/#/experiments/{record['experiment_id']}/runs/{record['run_id']}"
+    return page_url(base, record["experiment_id"], record["run_id"])
 
 
 def end_record(run_dir: Path, status: Status, *, timeout_seconds: float = END_SECONDS) -> bool:

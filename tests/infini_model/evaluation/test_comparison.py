@@ -97,6 +97,10 @@ def test_the_page_needs_no_other_file_and_says_what_the_markdown_says(seeds, tmp
     files = write_comparison(compare(seeds), tmp_path)
     text, page = files.markdown.read_text(), files.html.read_text()
     assert f"]({files.curves.name})" in text
+    rows = re.findall(r"^\| `(\S+)`", text.partition("## Results by run")[2], re.MULTILINE)
+    are_losses = [name.endswith("loss") for name in rows]
+    assert are_losses == sorted(are_losses, reverse=True)
+    assert rows[0] == LOSS
     picture = base64.b64encode(files.curves.read_bytes()).decode()
     assert re.findall(r'src="([^"]*)"', page) == [f"data:image/png;base64,{picture}"]
     for metric, value in recorded(seeds[3]).items():
@@ -111,18 +115,29 @@ def test_the_page_needs_no_other_file_and_says_what_the_markdown_says(seeds, tmp
         (0, {"packing": {"context_length": 16}}, "its context length is 16, that of linear-0 32"),
         (0, {"evaluation": {"max_windows": 2}}, "its number of scored windows is 2, that of lin"),
         (2, {"run": {"seed": 7}}, "no evaluated run with the settings of linear-0 has its seed, 7"),
+        (3, {}, "none-1 has its settings and its seed, 1"),
     ],
 )
-def test_why_a_loss_is_not_compared(seeds, tmp_path, of, changes, reason):
+def test_why_a_loss_is_not_compared_and_has_no_column(seeds, tmp_path, of, changes, reason):
     comparison = compare([*seeds, copied(seeds[of], tmp_path / "other", **changes)])
     (note,) = comparison.notes
     assert note.startswith(f"other: {reason}")
     assert note.endswith(": not compared")
-    assert len(comparison.differences) == 1
-    assert len(comparison.runs) == 5
+    without = compare(seeds)
+    assert comparison.differences[0].by_seed == without.differences[0].by_seed
+    assert comparison.runs == without.runs
+    assert comparison.differing == without.differing
+    spreads = [[group.spread(LOSS) for group in each.groups] for each in (comparison, without)]
+    assert spreads[0] == spreads[1]
 
 
-def test_runs_on_other_data_and_of_fewer_tokens_are_shown_and_not_compared(seeds, tmp_path):
+def test_two_runs_of_one_seed_are_not_two_samples(seeds, tmp_path):
+    comparison = compare([seeds[0], copied(seeds[0], tmp_path / "again"), seeds[2]])
+    assert not comparison.has_seeds
+    assert comparison.names == ["linear-0", "none-0"]
+
+
+def test_runs_on_other_data_and_of_fewer_tokens_are_not_compared(seeds, tmp_path):
     elsewhere, shorter = (copied(seeds[0], tmp_path / name) for name in ("elsewhere", "shorter"))
     record = json.loads((elsewhere / "run.json").read_text())
     (elsewhere / "run.json").write_text(json.dumps(record | {"dataset_key": "k" * 64}))
@@ -130,7 +145,6 @@ def test_runs_on_other_data_and_of_fewer_tokens_are_shown_and_not_compared(seeds
     kept = [line for line in lines if json.loads(line)["step"] != 1]
     (shorter / "metrics.jsonl").write_text("".join(kept))
     comparison = compare([*seeds, elsewhere, shorter])
-    assert all(run.lines for run in comparison.runs)
     assert len(comparison.differences) == 1
     of_data, of_tokens = comparison.notes
     assert of_data.startswith("elsewhere: its dataset is kkkkkkkkkkkkkkkk, that of linear-0 ")
@@ -142,7 +156,8 @@ def test_a_run_that_is_not_evaluated_or_cannot_be_read_does_not_hide_the_others(
     (bare / "evaluation.json").unlink()
     (damaged / "evaluation.json").write_text("{")
     comparison = compare([bare, *seeds[:3], damaged, tmp_path])
-    assert [run.name for run in comparison.runs] == ["bare", "linear-0", "linear-1", "none-0"]
+    assert [run.name for run in comparison.runs] == ["linear-0", "none-0"]
+    assert "linear-1: no other run has its seed, 1: not compared" in comparison.notes
     cannot_be_read = [note for note in comparison.notes if "cannot be read" in note]
     assert [note.partition(":")[0] for note in cannot_be_read] == ["damaged", tmp_path.name]
     assert "bare: trained at step 3 of 3, not evaluated yet" in comparison.notes

@@ -121,16 +121,19 @@ def test_what_killed_evaluations_left_is_deleted_unless_another_is_at_work(made,
     assert not [*run_dir.rglob(".tmp-*")]
 
 
-def test_empty_splits_are_stated(tmp_path):
+def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path):
     config = settings(tmp_path, **{"data.splits": {"train": 1.0, "validation": 0.0, "test": 0.0}})
     dataset, run_dir = make_dataset(tmp_path, config), tmp_path / "run"
     make_run(run_dir, config)
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"train/loss"', '"another"'))
     result = evaluate_run(run_dir, dataset, config)
     assert score_of(result, "test")["loss"] is None
     assert (result.tasks["sample"].details, result.metrics) == ({}, {})
     text = result.report.read_text()
     assert "The test split is too small for one window" in text
     assert "no held-out document" in text
+    assert "Curves" not in text
 
 
 def test_missing_inputs_are_named(made, tmp_path):

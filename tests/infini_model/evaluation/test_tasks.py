@@ -20,8 +20,9 @@ from infini_model.evaluation.long_documents import find_long_documents, measure
 from infini_model.evaluation.reporting.memory import verdict
 from infini_model.evaluation.statistics import Interval, bootstrap
 from infini_model.evaluation.subject import Subject
-from infini_model.evaluation.tasks import throughput
+from infini_model.evaluation.tasks import heads, throughput
 from infini_model.evaluation.tasks.task import load_task
+from infini_model.model.inspection import findings
 from infini_model.model.inspection.knock_out import knocked_out
 from infini_model.model.llama import InfiniLlama
 
@@ -180,15 +181,28 @@ def test_a_model_without_memory_is_a_control(subject_of):
 
 
 @pytest.mark.parametrize(
-    ("interval", "begins"),
+    ("interval", "begins", "of_heads"),
     [
-        (Interval(0.05, 0.01, 0.09), "**The memory is used.**"),
-        (Interval(0.05, -0.01, 0.09), "**The memory is not used**"),
-        (Interval(-0.05, -0.09, -0.01), "**The memory hurts.**"),
+        (Interval(0.05, 0.01, 0.09), "**The memory is used.**", "The weights rely on"),
+        (Interval(0.05, -0.01, 0.09), "**The memory is not used**", "Whether the weights gain"),
+        # As they are shown, these are 0, or hold it.
+        (Interval(-4e-5, -5e-5, -3e-5), "**The memory is not used**", "Whether the weights gain"),
+        (Interval(-2e-4, -4e-4, -4e-5), "**The memory is not used**", "Whether the weights gain"),
+        (Interval(-0.05, -0.09, -0.01), "**The memory hurts.**", "Without its memory the model is"),
     ],
 )
-def test_the_verdict_follows_the_interval(interval, begins):
-    assert verdict({2: interval, 8: interval}, "on 5 documents").startswith(begins)
+def test_the_verdicts_follow_the_interval_as_it_is_shown(interval, begins, of_heads):
+    found = verdict({2: interval, 8: interval}, "on 5 documents")
+    assert found.startswith(begins)
+    assert "-0.0000" not in found
+    nothing, part = torch.zeros(1, 1), heads.Part(0, 0)
+    parts = dict.fromkeys((heads.Part(), heads.Part(0), part), interval)
+    measured = heads.Measured(5, nothing, nothing, parts)
+    assert heads._summary(measured).startswith(of_heads)
+    *_, drawn = heads._panels(measured).values()
+    is_shown = "not used" not in begins
+    assert drawn.item() == pytest.approx(interval.estimate if is_shown else 0.0)
+    assert (findings.hurts(*interval) is not None) == ("hurts" in begins)
 
 
 def test_rises_are_paired_differences_with_a_bootstrap_interval_over_windows(made, subject_of):

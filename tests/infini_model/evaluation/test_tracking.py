@@ -27,6 +27,8 @@ SCORE = "evaluation/test_loss"
 PROMPT = "the memory of a "
 DRAW = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 30, "top_p": 0.9}
 SEED = 5
+# Of the models that are logged: those of their runs.
+NAMES = ("first", "run")
 # Loads models like a user without the project, outside its source folder.
 LOAD = """
 import json, os, sys
@@ -141,7 +143,7 @@ def test_a_model_on_a_server_generates_what_the_command_does(made, again, tmp_pa
         )
         assert log_evaluation(run_dir, dataset, config, result)
         runs = [read_mlflow_record(each) for each in (run_dir, again(tracking_uri=server.url))]
-        models = [f"runs:/{each['run_id']}/model" for each in runs]
+        models = [f"runs:/{run['run_id']}/{name}" for run, name in zip(runs, NAMES, strict=True)]
         library, *texts = load(server.url, *models, "models:/text@best", cwd=tmp_path)
     expected, of_bytes = generated(config, run_dir), generated(made[0], made[2])
     assert len(expected) > 20
@@ -155,11 +157,14 @@ def test_a_model_on_a_server_generates_what_the_command_does(made, again, tmp_pa
 def test_a_model_is_logged_once_with_its_scores(made, again):
     config, _, _, result = made
     for _ in range(2):
-        run_dir = again(registered_model="once")
+        run_dir = again("run-0.5", registered_model="once")
     (output,) = models_of(run_dir)
     model = client(config.tracking_uri).get_logged_model(output.model_id)
-    assert (model.name, model.status, output.step) == ("model", "READY", 40)
+    assert (model.name, model.status, output.step) == ("run-0-5", "READY", 40)
+    assert model.params["training.precision"] == "bf16"
     assert {m.key: m.value for m in model.metrics} == result.metrics
+    scored_on = {(m.dataset_name, m.dataset_digest) for m in model.metrics}
+    assert scored_on == {("corpus", result.dataset_key[:36])}
     assert in_mlflow(run_dir).data.metrics["evaluation/test_loss"] == result.metrics[SCORE]
     assert len(client(config.tracking_uri).search_model_versions("name = 'once'")) == 1
 

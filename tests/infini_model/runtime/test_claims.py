@@ -29,7 +29,7 @@ from infini_model.runtime.runs import (
     run_holder,
 )
 
-UI, NIGHT = Owner("ui", "http://localhost/flow-run/ui"), Owner("night")
+UI, NIGHT = Owner("ui"), Owner("night")
 SHARED = ("run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500")
 
 
@@ -132,7 +132,7 @@ def test_a_second_claim_fails_and_names_the_holder(tmp_path: Path) -> None:
         assert holder is not None
         assert (holder.pid, holder.flow_run, holder.run) == (os.getpid(), "ui", str(run_dir))
         assert holder.is_on_this_machine()
-        message = rf"mine is in use by process {os.getpid()} \(flow run {UI.url}\)$"
+        message = rf"mine is in use by process {os.getpid()} \(flow run {UI.id}\)$"
         with pytest.raises(ConfigError, match=message):
             claim(named, owner=NIGHT)
     assert run_holder(run_dir) is None

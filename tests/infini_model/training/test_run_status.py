@@ -17,7 +17,7 @@ from infini_model.training.launch.recovery import record_failure
 from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.run_status import RunStatus, list_runs, read_status, saved_step
 
-OWNER = Owner("f1", "http://localhost/runs/flow-run/f1")
+OWNER = Owner("f1")
 
 
 def claim(output: Path, name: str):

@@ -143,16 +143,19 @@ def begin(run_dir, config, resumed_step=None):
     return metrics
 
 
-def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(tmp_path, config):
+def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(
+    tmp_path, config, monkeypatch
+):
     from mlflow import MlflowClient
 
     assert not end_record(tmp_path, "FAILED")
     assert list(tmp_path.iterdir()) == []
 
     def claim(number):
-        url = f"http://127.0.0.1:4200/runs/flow-run/{number}"
-        write_json(tmp_path / "run.json", {"owner": {"id": str(number), "url": url}})
-        return url
+        """The page of the flow run, on a server that is at another address each time."""
+        monkeypatch.setenv("PREFECT_UI_URL", f"http://127.0.0.1:420{number}/v2")
+        write_json(tmp_path / "run.json", {"owner": {"id": str(number)}})
+        return f"http://127.0.0.1:420{number}/v2/runs/flow-run/{number}"
 
     first = claim(1)
     begin(tmp_path, config).close("KILLED")
@@ -171,10 +174,10 @@ def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(tmp
 
     # A description that has been edited is kept.
     MlflowClient(record["tracking_uri"]).set_tag(record["run_id"], NOTE, "The one to keep.")
-    third = claim(3)
+    claim(3)
     begin(tmp_path, config, resumed_step=2)
     tags = in_mlflow(tmp_path).data.tags
-    assert (tags["prefect.flow_run_url"], tags[NOTE]) == (third, "The one to keep.")
+    assert (tags["prefect.flow_run_id"], tags[NOTE]) == ("3", "The one to keep.")
     # The end of a training that is killed is reported once.
     assert end_record(tmp_path, "FAILED")
     assert not end_record(tmp_path, "KILLED")
@@ -182,13 +185,13 @@ def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(tmp
 
 
 def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
-    write_json(tmp_path / "run.json", {"owner": {"id": "0198c0de", "url": "http://prefect"}})
+    write_json(tmp_path / "run.json", {"owner": {"id": "0198c0de"}})
     assert run_url("http://127.0.0.1:5000", tmp_path) is None
     number = open_tracking(config)[1]
     begin(tmp_path, config).close("KILLED")
     found = in_mlflow(tmp_path)
     page = f"http://127.0.0.1:5000/#/experiments/{number}/runs/{found.info.run_id}"
-    assert run_url("http://127.0.0.1:5000/", tmp_path) == page
+    assert run_url("http://127.0.0.1:5000/", tmp_path) == f"{page}?workflowType=machine_learning"
     assert found.data.params["training.max_steps"] == "12"
     assert found.inputs.dataset_inputs[0].dataset.digest == DATASET["key"][:36]
     git = ["git", "rev-parse", "HEAD"]

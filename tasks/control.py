@@ -175,9 +175,9 @@ def _conclude(flow_runs: list[FlowRun], change: StateChangedError, saved: str) -
         with deferred_signals() as received, get_client(sync_client=True) as client:
             state = _final_state(client, flow_run, saved) or state
             task_run = TaskRunContext.get()
-            if task_run is not None and (state.is_paused() or state.is_final()):
-                with contextlib.suppress(ObjectNotFound):  # deleted with its flow run
-                    client.set_task_run_state(task_run.task_run.id, like(state), force=True)
+            is_there = state.name != DELETED.name
+            if task_run is not None and is_there and (state.is_paused() or state.is_final()):
+                client.set_task_run_state(task_run.task_run.id, like(state), force=True)
             for other in flow_runs:
                 if other.id != flow_run.id:
                     # Only a whole can be resumed; it begins its part anew.
@@ -203,10 +203,8 @@ def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> St
     try:
         now = client.read_flow_run(flow_run.id).state
     except ObjectNotFound:
-        left = filter(
-            None, ["The flow run was deleted", saved, "infini resume continues from there"]
-        )
-        return Cancelled(message="; ".join(left))
+        left = ["The flow run was deleted", saved, "infini resume continues from there"]
+        return DELETED.model_copy(update={"message": "; ".join(filter(None, left))})
     if now is None:
         return None
     if now.is_paused():

@@ -38,9 +38,9 @@ from infini_model.training.run_status import saved_step
 from tasks.ending import end, end_tasks
 from tasks.failures import TRACEBACK_LINES
 
-# What Prefect's worker says of every run that it cancelled, and of a process that was killed.
+# What Prefect's worker says of every run that it cancelled, and of one whose process was killed.
 WORKER_MESSAGE = "Flow run was cancelled successfully."
-WORKER_KILLED = "exited with non-zero status code 137"
+WORKER_KILLED = "Process exited with status code: 137. "
 # How the message of a crash ends that was recorded here.
 CONTINUES = " continues it"
 # The worker sets a cancelled run to Cancelled again, after 30 seconds at the latest, and the last
@@ -121,7 +121,7 @@ def _correct(
         end(client, flow_run, state)
     else:
         message = "" if was.is_running() else (was.message or "").rstrip(".")
-        is_killed = not message or WORKER_KILLED in message
+        is_killed = not message or message.startswith(WORKER_KILLED)
         why = "Its process was killed" if is_killed else message
         next_step = "; ".join(filter(None, [saved, _remedy(flow_run, run_dir)]))
         state = Crashed(message=f"{why}; {next_step}")
@@ -143,7 +143,12 @@ def _remedy(flow_run: FlowRun, run_dir: Path | None) -> str:
 
 def _explanation(why: str, next_step: str, log: Path) -> str:
     """The artifact `failure`, as that of a failure that the engine reports."""
-    parts = ["## Why it failed", f"{why}.", "## What to do", f"{next_step}."]
+    parts = [
+        "## Why it failed",
+        f"{why}.",
+        "## What to do",
+        f"{next_step[0].upper()}{next_step[1:]}.",
+    ]
     if log.is_file():
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         parts += ["## Last lines of the log", "\n".join(["```", *lines[-TRACEBACK_LINES:], "```"])]

@@ -41,7 +41,7 @@ from flows.serving import deploy as module
 from flows.serving import reconcile
 from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
 from flows.serving.engine import lock_of, log_of
-from flows.serving.reconcile import WORKER_MESSAGE, settle
+from flows.serving.reconcile import WORKER_KILLED, WORKER_MESSAGE, settle
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.storage import lock, make_folder
@@ -367,7 +367,7 @@ def test_flow_runs_whose_engine_has_ended_get_their_true_state_and_leave_no_file
         return number
 
     killed, cancelling = end(Running()), end(Cancelling())
-    by_worker = end(Crashed(message="Flow run process exited with non-zero status code 137."))
+    by_worker = end(Crashed(message=f"{WORKER_KILLED}Process was killed."))
     # Far beyond the end of this test: Prefect fails a run whose limit has passed.
     suspended = end(Suspended(timeout_seconds=86_400))
     failed, cancelled = end(Failed(message="no")), end(Cancelled(message=WORKER_MESSAGE))
@@ -402,7 +402,7 @@ def test_flow_runs_whose_engine_has_ended_get_their_true_state_and_leave_no_file
         assert ends == ["Crashed", "Crashed", "Cancelled", "Running"]
         (explained,) = client.read_artifacts(flow_run_filter=only(by_worker))
         assert explained.key == "failure"
-        assert "the same command continues it" in explained.data
+        assert "\n\nThe same command continues it.\n\n" in explained.data
         assert "the last words" in explained.data
 
         monkeypatch.setattr(reconcile, "SETTLED", timedelta())

@@ -4,7 +4,10 @@ what becomes of runs whose engine is dead."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +41,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from flows.presets import configure
 from flows.serving import deploy as module
-from flows.serving import reconcile
+from flows.serving import engine, reconcile
 from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
 from flows.serving.engine import lock_of, log_of
 from flows.serving.reconcile import WORKER_KILLED, WORKER_MESSAGE, settle
@@ -431,3 +434,30 @@ def test_what_continues_a_dead_flow_run_is_named_and_no_other_run_is_touched(
     assert lines[2].endswith(named) or lines[3].endswith(named)
     # One that cannot be corrected is told, and is in nobody's way.
     assert sum(line.startswith(f"Flow run {broken} cannot be corrected: ") for line in lines) == 2
+
+
+def test_an_engine_that_waits_for_the_one_before_holds_a_file_that_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of an engine that has ended may be removed just then."""
+    path, before = lock_of(tmp_path, "one"), contextlib.ExitStack()
+    before.enter_context(lock(path))
+
+    def poll_while_it_is_removed(is_taken: Callable[[], bool], *, every_seconds: float) -> None:
+        assert not is_taken()
+        path.unlink()
+        before.close()
+        assert is_taken()
+
+    ask = "import sys; from infini_model.runtime import storage; sys.exit(storage.is_locked(PATH))"
+    command = [sys.executable, "-c", ask.replace("PATH", repr(str(path)))]
+    monkeypatch.setattr(engine, "poll", poll_while_it_is_removed)
+    monkeypatch.setattr(engine, "ENGINE_COMMAND", command)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name, value in {
+        "PREFECT__FLOW_RUN_ID": "one",
+        engine.ENGINES: str(tmp_path),
+        engine.SERVE: engine.serve_process(),
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert engine.main() == 1

@@ -111,7 +111,10 @@ def _correct(
 ) -> str | None:
     """Record the end of a flow run everywhere, once its training has ended too; returns a line."""
     run_dir = find_run(config.run.runs_dir, str(flow_run.id))
-    if run_dir is not None and holder_of(run_dir / CHECKPOINTS / ".lock") is not None:
+    owner = None if run_dir is None else owner_of(run_dir)
+    # Not if another flow run has resumed it since.
+    own = run_dir if owner is not None and owner.id == str(flow_run.id) else None
+    if own is not None and holder_of(own / CHECKPOINTS / ".lock") is not None:
         return None
     was = cast("State", flow_run.state)
     step = None if run_dir is None else saved_step(run_dir)
@@ -126,9 +129,8 @@ def _correct(
         next_step = "; ".join(filter(None, [saved, _remedy(flow_run, run_dir)]))
         state = Crashed(message=f"{why}; {next_step}")
         end(client, flow_run, state, _explanation(why, next_step, log_of(path)))
-    owner = None if run_dir is None else owner_of(run_dir)
-    if run_dir is not None and owner is not None and owner.id == str(flow_run.id):
-        end_record(run_dir, "KILLED" if state.is_cancelled() else "FAILED")
+    if own is not None:
+        end_record(own, "KILLED" if state.is_cancelled() else "FAILED")
     return f"Flow run {flow_run.name}: {state.message}"
 
 

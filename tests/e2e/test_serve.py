@@ -137,7 +137,7 @@ def test_a_killed_download_is_retried_and_a_killed_engine_is_recorded_everywhere
     eventually(lambda: mlflow_status() == "FAILED", "MLflow's record")
     assert serving.tasks(training)["train"]["state_name"] == "Crashed"
     message = serving.state(training)["message"]
-    assert message == "Its process was killed; Retry continues it"
+    assert message.endswith("; Retry continues it")
     assert "Retry continues it" in serving.artifacts(training)["failure"]
     assert message in serving.running.output
 

@@ -32,6 +32,7 @@ from infini_model.runtime.runs import (
 )
 from infini_model.runtime.stored.conditions import check_stores
 from infini_model.runtime.stored.working_copy import refresh_runs
+from tasks.ending import end_predecessors
 from tasks.failures import concluded
 from tasks.flow_run import FLOW, current_owner
 
@@ -46,7 +47,11 @@ def pipeline(config: Config) -> State[dict[str, Any]]:
     Returns the report's path with the losses and perplexities of the splits, unless the evaluation
     is elsewhere. With several machines, only the first one writes the report.
     """
-    return with_losses(complete_run(config))
+    result = complete_run(config)
+    done = with_losses(result)
+    if config.launch.node_rank == 0:
+        end_predecessors(Path(result["report"]).parent, str(done.message))
+    return done
 
 
 def complete_run(config: Config) -> dict[str, Any]:

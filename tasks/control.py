@@ -3,7 +3,8 @@
 Prefect notifies an engine of a suspension only between tasks, and of a cancellation only through
 the worker that started it. But training is one task of many hours, and outlives its worker. The
 state of the flow run is therefore polled while a stage's child process runs: once it is no longer
-Running, the child gets its grace period, in which it saves a checkpoint, and the engine exits.
+Running, or deleted, the child gets its grace period, in which it saves a checkpoint, and the engine
+exits.
 Where the flow run is a part of another one, either of them ends both. A part with an engine of its
 own, that of a deployment, is cancelled when the whole is suspended or cancelled, but survives the
 engine of the whole, which finds it again when it is retried (`tasks.elsewhere`).
@@ -25,8 +26,11 @@ from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Cancelling, Running, Suspended
 
 from infini_model.runtime.processes import deferred_signals
+from tasks.ending import end, like
 
 POLL_SECONDS = 2.0
+
+DELETED: State = Cancelled(name="Deleted")
 
 Stop = Callable[[], Exception | None]
 
@@ -80,7 +84,12 @@ def _changed(client: SyncPrefectClient, followed: _Followed) -> StateChangedErro
     if followed.above is not None:
         _pass_on(client, followed.above, followed.here[-1])
     for flow_run in followed.here:
-        state = client.read_flow_run(flow_run.id).state
+        try:
+            state = client.read_flow_run(flow_run.id).state
+        except ObjectNotFound:
+            if client.api_healthcheck() is not None:
+                raise  # what stands before a server that is down may answer that, too
+            state = DELETED
         if state is None or state.is_running():
             continue
         if state.is_crashed():
@@ -166,13 +175,14 @@ def _conclude(flow_runs: list[FlowRun], change: StateChangedError, saved: str) -
         with deferred_signals() as received, get_client(sync_client=True) as client:
             state = _final_state(client, flow_run, saved) or state
             task_run = TaskRunContext.get()
-            if task_run is not None and (state.is_paused() or state.is_final()):
-                client.set_task_run_state(task_run.task_run.id, _like(state), force=True)
+            is_there = state.name != DELETED.name
+            if task_run is not None and is_there and (state.is_paused() or state.is_final()):
+                client.set_task_run_state(task_run.task_run.id, like(state), force=True)
             for other in flow_runs:
                 if other.id != flow_run.id:
                     # Only a whole can be resumed; it begins its part anew.
                     ended: State = Cancelled(message=f"With {flow_run.name}: {state.message}")
-                    client.set_flow_run_state(other.id, ended, force=True)
+                    end(client, other, ended)
             received.clear()
     except Exception as error:  # noqa: BLE001 - everything is saved; the state is corrected from outside
         log.warning("The state of the flow run could not be updated: %s", error)
@@ -188,9 +198,13 @@ def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> St
     """Set the flow run to Suspended, without a timeout, or to Cancelled, as requested.
 
     Returns its resulting state. It may have been resumed meanwhile; the next engine then already
-    waits for this one to end.
+    waits for this one to end. Of one that was deleted only the folder of its run is left.
     """
-    now = client.read_flow_run(flow_run.id).state
+    try:
+        now = client.read_flow_run(flow_run.id).state
+    except ObjectNotFound:
+        left = ["The flow run was deleted", saved, "infini resume continues from there"]
+        return DELETED.model_copy(update={"message": "; ".join(filter(None, left))})
     if now is None:
         return None
     if now.is_paused():
@@ -203,8 +217,3 @@ def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> St
         message = "; ".join(filter(None, ["Cancelled", saved]))
         now = client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True).state
     return now
-
-
-def _like(state: State) -> State:
-    """The same state for the task run."""
-    return State(type=state.type, name=state.name, message=state.message)

@@ -2,9 +2,9 @@
 
 Edits on the server are kept. A deployment of prefect.yaml is created if it is missing; afterwards
 only the fields that follow the code are updated: parameters, schedules, paused state, tags and
-concurrency limit belong to the user, and a deployment that was moved to another work pool is left
-alone. An automation is created if its name is missing and never changed afterwards. `reset=True`
-restores everything from the files.
+concurrency limit belong to the user, a deployment that was moved to another work pool is left
+alone, and one that was deleted stays so. An automation is created if its name is missing and never
+changed afterwards. `reset=True` restores everything from the files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import yaml
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import Variable
     from prefect.client.schemas.responses import DeploymentResponse
     from prefect.events import AutomationCore
     from prefect.flows import Flow
@@ -35,6 +36,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Longer than Prefect's default of 180 s between heartbeats, which applies to runs whose environment
 # does not come from one of our templates.
 HEARTBEAT_TIMEOUT = timedelta(minutes=5)
+# The variable that names the deployments that were once created, in the server's own database.
+DEPLOYED = "infini_deployments"
 NEW_DATASET = "infini.dataset.ready"
 TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
 
@@ -54,17 +57,34 @@ def deploy(api_url: str, *, reset: bool = False) -> None:
         get_client(sync_client=True) as client,
     ):
         _apply_work_pool(client)
-        definitions = _read_definitions()
+        definitions = {definition["name"]: definition for definition in _read_definitions()}
+        known = client.read_variable_by_name(DEPLOYED)
+        created = set[str]() if known is None or reset else {*cast("list[str]", known.value)}
         ids = {
-            definition["name"]: _apply_deployment(client, definition, reset=reset)
-            for definition in definitions
+            name: _apply_deployment(client, definition, reset=reset, is_new=name not in created)
+            for name, definition in definitions.items()
         }
-        automations = [
-            _crash_silent_runs(list(ids), enabled=urlsplit(api_url).hostname not in LOOPBACK),
-            _train_on_new_datasets(ids["train"]),
-        ]
+        if deleted := [name for name, number in ids.items() if number is None]:
+            print(
+                f"{', '.join(deleted)}: deleted on the server and not created again; infini deploy "
+                "--reset restores all deployments to prefect.yaml"
+            )
+        _remember(client, known, {*created, *ids})
+        enabled = urlsplit(api_url).hostname not in LOOPBACK
+        automations = [_crash_silent_runs(list(ids), enabled=enabled)]
+        if train := ids["train"]:
+            automations.append(_train_on_new_datasets(train))
         for automation in automations:
             _apply_automation(client, automation, reset=reset)
+
+
+def _remember(client: SyncPrefectClient, known: Variable | None, names: set[str]) -> None:
+    from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+
+    if known is None:
+        client.create_variable(VariableCreate(name=DEPLOYED, value=sorted(names)))
+    elif known.value != sorted(names):
+        client.update_variable(VariableUpdate(name=DEPLOYED, value=sorted(names)))
 
 
 @contextlib.contextmanager
@@ -156,8 +176,9 @@ def _code_fields(definition: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apply_deployment(
-    client: SyncPrefectClient, definition: Mapping[str, Any], *, reset: bool
-) -> UUID:
+    client: SyncPrefectClient, definition: Mapping[str, Any], *, reset: bool, is_new: bool
+) -> UUID | None:
+    """Create a deployment or update the one that is there; None if it was deleted."""
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.schedules import CronSchedule
     from prefect.exceptions import ObjectNotFound
@@ -168,6 +189,8 @@ def _apply_deployment(
             existing = client.read_deployment_by_name(f"{name}/{name}")
             _update(client, existing, definition)
             return existing.id
+        if not is_new:
+            return None
     # This replaces an existing deployment completely, schedules included.
     return client.create_deployment(
         flow_id=client.create_flow_from_name(name),

@@ -9,13 +9,13 @@ process between the worker and the engine makes sure that
 - the engine saves a checkpoint and ends when `infini serve` is gone.
 
 The engine inherits a locked file named after its flow run. The kernel releases the lock when the
-engine ends for any reason, so that `is_alive` needs no process ids.
+engine ends for any reason, so that `is_alive` needs no process ids. `flows.serving.reconcile`
+removes the file once the flow run has its final state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -27,7 +27,7 @@ from types import FrameType
 import psutil
 
 from flows.serving.polling import poll
-from infini_model.runtime.storage import is_locked, make_folder
+from infini_model.runtime.storage import is_locked, take_lock
 
 # The folder of the lock files and logs, and the process of `infini serve` as "pid created".
 ENGINES = "INFINI_ENGINES"
@@ -42,27 +42,19 @@ GRACE_SECONDS = 75.0
 CHILDLESS_SECONDS = 5.0
 
 
-def _path(folder: Path, flow_run_id: str) -> Path:
+def lock_of(folder: Path, flow_run_id: str) -> Path:
+    """The file that the engine of a flow run holds locked."""
     return folder / f"{flow_run_id}.lock"
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def log_of(lock: Path) -> Path:
+    """The output of the engines of a flow run, beside their lock file."""
+    return lock.with_suffix(".log")
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    os.ftruncate(descriptor, 0)  # it names the engine before
-    return True
-
-
-def is_alive(folder: Path, flow_run_id: str) -> bool | None:
-    """Whether the engine of a flow run is running; None if this machine never started one."""
-    path = _path(folder, flow_run_id)
-    return is_locked(path) if path.is_file() else None
+def is_alive(folder: Path, flow_run_id: str) -> bool:
+    """Whether the engine of a flow run is running on this machine."""
+    return is_locked(lock_of(folder, flow_run_id))
 
 
 def running_engines(folder: Path) -> dict[str, int]:
@@ -85,11 +77,11 @@ def mark_as_engine(flow_run_id: str | None) -> None:
     is_started_here = flow_run_id == os.environ.get("PREFECT__FLOW_RUN_ID")
     if flow_run_id is None or folder is None or is_started_here:
         return
-    descriptor = _open(_path(make_folder(Path(folder)), flow_run_id))
     # Left open on purpose: the kernel closes it when this process ends. This blocks only while
-    # `is_alive` briefly holds the lock.
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    _write_starter(descriptor, COMMAND, os.getpid())
+    # `is_alive` or the reconciler briefly holds the lock.
+    descriptor = take_lock(lock_of(Path(folder), flow_run_id))
+    if descriptor is not None:
+        _write_starter(descriptor, COMMAND, os.getpid())
 
 
 def _write_starter(descriptor: int, kind: str, pid: int) -> None:
@@ -114,8 +106,8 @@ def _serve_is_gone() -> bool:
         return True
 
 
-def _start(folder: Path, flow_run_id: str, descriptor: int) -> subprocess.Popen[bytes]:
-    with (folder / f"{flow_run_id}.log").open("ab") as log:
+def _start(lock: Path, descriptor: int) -> subprocess.Popen[bytes]:
+    with log_of(lock).open("ab") as log:
         process = subprocess.Popen(
             ENGINE_COMMAND,
             stdin=subprocess.DEVNULL,
@@ -135,21 +127,26 @@ def main() -> int:
         # A worker outside `infini serve` manages its engines itself.
         os.execv(sys.executable, ENGINE_COMMAND)  # noqa: S606 - there is no shell
     flow_run_id = os.environ["PREFECT__FLOW_RUN_ID"]
-    folder = make_folder(Path(os.environ[ENGINES]))
+    lock = lock_of(Path(os.environ[ENGINES]), flow_run_id)
     stops: list[int] = []
+    taken: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         stops.append(number)
 
     signal.signal(signal.SIGTERM, note)
-    descriptor = _open(_path(folder, flow_run_id))
-    poll(
-        lambda: _try_lock(descriptor) or bool(stops) or _serve_is_gone(),
-        every_seconds=POLL_SECONDS,
-    )
-    if not _try_lock(descriptor):
+
+    def is_taken() -> bool:
+        # Opened anew each time: the file of an engine that has ended is removed.
+        if (descriptor := take_lock(lock, wait=False)) is not None:
+            os.ftruncate(descriptor, 0)  # it names the engine before
+            taken.append(descriptor)
+        return bool(taken)
+
+    poll(lambda: is_taken() or bool(stops) or _serve_is_gone(), every_seconds=POLL_SECONDS)
+    if not taken:
         return 128 + signal.SIGTERM
-    return _wait(_start(folder, flow_run_id, descriptor), stops)
+    return _wait(_start(lock, taken[0]), stops)
 
 
 def _wait(process: subprocess.Popen[bytes], stops: list[int]) -> int:

@@ -1,153 +1,170 @@
-"""Correction of the states of flow runs whose engine died without reporting it.
+"""What becomes of flow runs whose engine has ended: their true state, and no files of the engine.
 
 A killed process cannot report its end, nor can one whose server is down: its flow run would stay
-Running forever, without Retry, and so would MLflow's run.
+Running forever, without Retry, and so would its tasks and MLflow's run. Each engine that this
+machine has started left a lock file (`flows.serving.engine`), which goes once all of this is right.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import cast
+from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
-    FlowRunFilterEndTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
     WorkPoolFilter,
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed, Scheduled, Suspended
 
 from flows.serving.deploy import WORK_POOL
-from flows.serving.engine import is_alive
+from flows.serving.engine import is_alive, log_of
 from infini_model.config import Config
 from infini_model.runtime.holders import holder_of
-from infini_model.runtime.runs import CHECKPOINTS, find_run, run_holder
-from infini_model.training.callbacks.callback import Status
-from infini_model.training.callbacks.mlflow_record import end_record, read_mlflow_record
+from infini_model.runtime.runs import CHECKPOINTS, find_run, owner_of
+from infini_model.runtime.storage import lock
+from infini_model.training.callbacks.mlflow_record import end_record
+from infini_model.training.run_status import saved_step
+from tasks.ending import end, end_tasks
+from tasks.failures import TRACEBACK_LINES
 
-# What Prefect's worker says of every run that it cancelled.
+# What Prefect's worker says of every run that it cancelled, and of one whose process was killed.
 WORKER_MESSAGE = "Flow run was cancelled successfully."
-# It kills the engine's parent after 30 seconds at the latest.
-RECENTLY = timedelta(minutes=5)
+WORKER_KILLED = "Process exited with status code: 137. "
+# How the message of a crash ends that was recorded here.
+CONTINUES = " continues it"
+# The worker sets a cancelled run to Cancelled again, after 30 seconds at the latest, and the last
+# events of a killed engine arrive late.
+SETTLED = timedelta(minutes=5)
 
 
-def _runs(
-    client: SyncPrefectClient,
-    *types: StateType,
-    pool: str | None = None,
-    ended_after: datetime | None = None,
-) -> list[FlowRun]:
-    wanted = FlowRunFilter(
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*types])),
-        end_time=None if ended_after is None else FlowRunFilterEndTime(after_=ended_after),
-    )
-    pools = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])) if pool else None
-    return client.read_flow_runs(flow_run_filter=wanted, work_pool_filter=pools)
+def settle(client: SyncPrefectClient, engines: Path, config: Config) -> Iterator[str]:
+    """Correct the flow runs whose engine on this machine has ended; yields a line on each change.
 
-
-def _dead_runs(client: SyncPrefectClient, engines: Path) -> Iterator[FlowRun]:
-    """Flow runs of this machine that are recorded as running but have no engine."""
-    for flow_run in _runs(client, StateType.RUNNING, StateType.CANCELLING):
-        if is_alive(engines, str(flow_run.id)) is False:
-            # Read again: it may have ended normally in the meantime.
-            now = client.read_flow_run(flow_run.id)
-            if now.state is not None and (now.state.is_running() or now.state.is_cancelling()):
-                yield now
-
-
-def _final_states(flow_run: FlowRun) -> tuple[State, Status]:
-    """The final states of a flow run whose engine is dead, and of its MLflow run."""
-    if flow_run.state is not None and flow_run.state.is_cancelling():
-        return Cancelled(message="Cancelled; its process had already ended"), "KILLED"
-    message = "Its process was killed; Retry resumes from the newest checkpoint"
-    return Crashed(message=message), "FAILED"
-
-
-def end_dead_runs(client: SyncPrefectClient, engines: Path, config: Config) -> list[FlowRun]:
-    """Set flow runs whose engine is dead to Crashed, or to Cancelled if that was requested.
-
-    Covers the runs of this machine only; heartbeats reveal dead runs of other machines. Returns the
-    runs that were changed.
+    Those of other machines reveal themselves by their heartbeats. Raises `httpx.TransportError` if
+    the server does not answer; whatever else is wrong with a flow run is a line.
     """
-    ended = []
-    for flow_run in _dead_runs(client, engines):
-        state, status = _final_states(flow_run)
-        client.set_flow_run_state(flow_run.id, state, force=True)
-        run_dir = find_run(config.run.runs_dir, str(flow_run.id))
-        if run_dir is not None:
-            end_record(run_dir, status)
-        ended.append(flow_run)
-    return ended
+    for path in sorted(engines.glob("*.lock")):
+        try:
+            line = _settle(client, path, config)
+        except httpx.TransportError:
+            raise
+        except Exception as error:  # noqa: BLE001 - no flow run may be in the way of the others
+            line = f"Flow run {path.stem} cannot be corrected: {type(error).__name__}: {error}"
+        if line is not None:
+            yield line
 
 
-def end_dead_records(runs_dir: Path) -> None:
-    """Set MLflow runs to FAILED that are RUNNING although no process holds their run folder.
-
-    Prefect's worker reports a killed engine to Prefect, but not to MLflow.
-    """
-    for path in runs_dir.glob("*/logs/mlflow.json"):
-        run_dir = path.parents[1]
-        if run_dir.is_symlink() or read_mlflow_record(run_dir).get("status") != "RUNNING":
-            continue
-        if run_holder(run_dir) is None and holder_of(run_dir / CHECKPOINTS / ".lock") is None:
-            end_record(run_dir, "FAILED")
-
-
-def keep_suspended_runs(client: SyncPrefectClient, engines: Path) -> None:
-    """Remove the timeout of suspended runs whose engine has ended.
-
-    The UI suspends for five minutes by default, after which Prefect would fail the run. A suspended
-    stage removes the timeout itself; this covers runs that are suspended between two stages.
-    """
-    for flow_run in _runs(client, StateType.PAUSED):
-        state = flow_run.state
-        if state is None or state.state_details.pause_timeout is None:
-            continue
-        if is_alive(engines, str(flow_run.id)) is False:
+def _settle(client: SyncPrefectClient, path: Path, config: Config) -> str | None:
+    # While this is held, no other engine of the flow run begins.
+    with lock(path, wait=False) as is_dead:
+        if not is_dead:
+            return None
+        os.truncate(path, 0)  # it names the engine that has ended
+        try:
+            flow_run = client.read_flow_run(UUID(path.stem))
+        except ObjectNotFound:
+            _forget(path)
+            return None
+        state = cast("State", flow_run.state)
+        if _is_wrong(state):
+            return _correct(client, flow_run, path, config)
+        if state.is_paused() and state.state_details.pause_timeout is not None:
+            # The UI suspends for five minutes by default, after which Prefect would fail the run.
+            # A suspended stage does this itself, but not a flow run that was between two stages.
             suspended: State = Suspended(message=state.message)
             client.set_flow_run_state(flow_run.id, suspended, force=True)
+        if state.is_final():
+            if not state.is_completed():
+                end_tasks(client, flow_run, state)
+            if state.timestamp < datetime.now(UTC) - SETTLED:
+                _forget(path)
+    return None
 
 
-def restore_cancellation_messages(client: SyncPrefectClient, engines: Path) -> None:
-    """Let cancelled flow runs say what was saved, as their engines did.
-
-    The worker sets the state once more, seconds after the engine has set it and ended.
-    """
-    since = datetime.now(UTC) - RECENTLY
-    for flow_run in _runs(client, StateType.CANCELLED, ended_after=since):
-        state = flow_run.state
-        if state is None or state.message != WORKER_MESSAGE:
-            continue
-        if is_alive(engines, str(flow_run.id)) is not False:
-            continue
-        message = _engine_message(client.read_flow_run_states(flow_run.id))
-        if message is not None:
-            client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True)
+def _forget(path: Path) -> None:
+    log_of(path).unlink(missing_ok=True)
+    path.unlink()
 
 
-def _engine_message(states: list[State]) -> str | None:
-    """What the engine said when it was last cancelled; None if it was killed before."""
-    message = None
-    for state in sorted(states, key=lambda state: state.timestamp):
-        if not state.is_cancelled():
-            message = None
-        elif state.message != WORKER_MESSAGE:
-            message = state.message
-    return message
+def _is_wrong(state: State) -> bool:
+    """Whether nobody has recorded yet how a flow run ended whose engine has ended."""
+    message = state.message or ""
+    if state.is_crashed():
+        return not message.endswith(CONTINUES)
+    is_by_worker = state.is_cancelled() and message == WORKER_MESSAGE
+    return state.is_running() or state.is_cancelling() or is_by_worker
+
+
+def _correct(
+    client: SyncPrefectClient, flow_run: FlowRun, path: Path, config: Config
+) -> str | None:
+    """Record the end of a flow run everywhere, once its training has ended too; returns a line."""
+    run_dir = find_run(config.run.runs_dir, str(flow_run.id))
+    owner = None if run_dir is None else owner_of(run_dir)
+    # Not if another flow run has resumed it since.
+    own = run_dir if owner is not None and owner.id == str(flow_run.id) else None
+    if own is not None and holder_of(own / CHECKPOINTS / ".lock") is not None:
+        return None
+    was = cast("State", flow_run.state)
+    step = None if run_dir is None else saved_step(run_dir)
+    saved = "" if step is None else f"step {step} is saved"
+    if was.is_cancelling() or was.is_cancelled():
+        state: State = Cancelled(message="; ".join(filter(None, ["Cancelled", saved])))
+        end(client, flow_run, state)
+    else:
+        message = "" if was.is_running() else (was.message or "").rstrip(".")
+        is_killed = not message or message.startswith(WORKER_KILLED)
+        why = "Its process was killed" if is_killed else message
+        next_step = "; ".join(filter(None, [saved, _remedy(flow_run, run_dir)]))
+        state = Crashed(message=f"{why}; {next_step}")
+        end(client, flow_run, state, _explanation(why, next_step, log_of(path)))
+    if own is not None:
+        end_record(own, "KILLED" if state.is_cancelled() else "FAILED")
+    return f"Flow run {flow_run.name}: {state.message}"
+
+
+def _remedy(flow_run: FlowRun, run_dir: Path | None) -> str:
+    """What continues a flow run; one without a deployment cannot be retried in the UI."""
+    if flow_run.deployment_id is not None:
+        return f"Retry{CONTINUES}"
+    return (
+        f"{'the same command' if run_dir is None else f'infini resume {run_dir.name}'}{CONTINUES}"
+    )
+
+
+def _explanation(why: str, next_step: str, log: Path) -> str:
+    """The artifact `failure`, as that of a failure that the engine reports."""
+    parts = [
+        "## Why it failed",
+        f"{why}.",
+        "## What to do",
+        f"{next_step[0].upper()}{next_step[1:]}.",
+    ]
+    if log.is_file():
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        parts += ["## Last lines of the log", "\n".join(["```", *lines[-TRACEBACK_LINES:], "```"])]
+    return "\n\n".join(parts)
 
 
 def reschedule_lost_runs(client: SyncPrefectClient, engines: Path) -> list[FlowRun]:
     """Reschedule runs that a worker took and never started; call it before a worker starts."""
-    lost = [
-        flow_run
-        for flow_run in _runs(client, StateType.PENDING, pool=WORK_POOL)
-        if not is_alive(engines, str(flow_run.id))
-    ]
+    pending = FlowRunFilterStateType(any_=[StateType.PENDING])
+    taken = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=pending)),
+        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[WORK_POOL])),
+    )
+    lost = [flow_run for flow_run in taken if not is_alive(engines, str(flow_run.id))]
     for flow_run in lost:
         client.set_flow_run_state(flow_run.id, Scheduled(), force=True)
     return lost

@@ -201,43 +201,35 @@ def _collected_stops() -> Iterator[list[int]]:
 def _reconcile_at_start(config: Config, engines: Path) -> None:
     from prefect.client.orchestration import get_client
 
-    from flows.serving.reconcile import end_dead_runs, reschedule_lost_runs
+    from flows.serving.reconcile import reschedule_lost_runs, settle
 
     with get_client(sync_client=True) as client:
-        for flow_run in end_dead_runs(client, engines, config):
-            say(f"Flow run {flow_run.name} had died; Retry resumes it")
+        for line in settle(client, engines, config):
+            say(line)
         for flow_run in reschedule_lost_runs(client, engines):
             say(f"Flow run {flow_run.name} had not started; it is rescheduled")
 
 
 def _reconcile(config: Config, engines: Path) -> None:
     """Check for dead runs periodically; in a thread, because a dead API blocks."""
-    import httpx
     from prefect.client.orchestration import get_client
 
-    from flows.serving.reconcile import (
-        end_dead_records,
-        end_dead_runs,
-        keep_suspended_runs,
-        restore_cancellation_messages,
-    )
+    from flows.serving.reconcile import settle
 
-    said = ""
+    said: list[str] = []
     with get_client(sync_client=True) as client:
         while True:
+            lines: list[str] = []
             try:
-                for flow_run in end_dead_runs(client, engines, config):
-                    say(f"Flow run {flow_run.name} has died; Retry resumes it")
-                keep_suspended_runs(client, engines)
-                restore_cancellation_messages(client, engines)
-                end_dead_records(config.run.runs_dir)
-            except httpx.TransportError:
-                pass  # the server is being restarted, which `_supervise` says
+                lines.extend(settle(client, engines, config))
             except Exception as error:  # noqa: BLE001 - whatever it is, the next check may pass
-                line = f"Checking for dead flow runs failed: {type(error).__name__}: {error}"
-                if line != said:
+                failure = f"{type(error).__name__}: {error}"
+                lines.append(f"Checking for dead flow runs failed: {failure}")
+            # What is still wrong has been said before.
+            for line in lines:
+                if line not in said:
                     say(line)
-                said = line
+            said = lines
             time.sleep(RECONCILE_SECONDS)
 
 

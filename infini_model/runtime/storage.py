@@ -195,18 +195,33 @@ def lock(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[boo
 
     Whoever holds the exclusive lock may delete the file: those who wait for it take a new one.
     """
+    descriptor = take_lock(path, wait=wait, shared=shared)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def take_lock(path: Path, *, wait: bool = True, shared: bool = False) -> int | None:
+    """Take the lock `path` as `lock` does; returns the open file that holds it until it is closed.
+
+    None if `wait` is false and the lock is held.
+    """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
         make_folder(path.parent)
         with named_os_errors(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        is_taken = False
         try:
             held = _flock(descriptor, kind, TRIES)
-            if not held or _is_at(path, descriptor):
-                yield held
-                return
+            is_taken = held and _is_at(path, descriptor)
         finally:
-            os.close(descriptor)
+            if not is_taken:
+                os.close(descriptor)
+        if is_taken or not held:
+            return descriptor if is_taken else None
 
 
 def _flock(descriptor: int, kind: int, tries: int = 1) -> bool:

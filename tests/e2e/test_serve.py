@@ -135,6 +135,11 @@ def test_a_killed_download_is_retried_and_a_killed_engine_is_recorded_everywhere
     serving.wait_for_state(training, "Crashed")
     serving.wait_for_end_of(TRAINER)
     eventually(lambda: mlflow_status() == "FAILED", "MLflow's record")
+    assert serving.tasks(training)["train"]["state_name"] == "Crashed"
+    message = serving.state(training)["message"]
+    assert message.endswith("; Retry continues it")
+    assert "Retry continues it" in serving.artifacts(training)["failure"]
+    assert message in serving.running.output
 
 
 def test_a_training_survives_servers_worker_and_infini_serve_itself_to_the_same_bits(

@@ -4,7 +4,10 @@ what becomes of runs whose engine is dead."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,26 +24,30 @@ from prefect.client.schemas.actions import (
     WorkPoolCreate,
     WorkPoolUpdate,
 )
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterId,
+)
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.events.schemas.automations import AutomationCore
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelled, Cancelling, Paused, Pending, Running, Suspended
+from prefect.states import Cancelled, Cancelling, Crashed, Failed, Pending, Running, Suspended
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
+from flows.presets import configure
 from flows.serving import deploy as module
+from flows.serving import engine, reconcile
 from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
-from flows.serving.reconcile import (
-    WORKER_MESSAGE,
-    end_dead_runs,
-    keep_suspended_runs,
-    restore_cancellation_messages,
-)
-from infini_model.config import load_config
-from infini_model.runtime.storage import lock
+from flows.serving.engine import lock_of, log_of
+from flows.serving.reconcile import WORKER_KILLED, WORKER_MESSAGE, settle
+from infini_model.runtime.claims import claim_run
+from infini_model.runtime.holders import Owner
+from infini_model.runtime.storage import lock, make_folder
 
 PREFECT_YAML = """
 deployments:
@@ -122,7 +129,7 @@ def edit(client: SyncPrefectClient) -> None:
 
 
 def test_edits_stay_while_the_code_moves_on_and_reset_undoes_them(
-    deployed: str, project: Path, client: SyncPrefectClient
+    deployed: str, project: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(client)
     client.resume_automation(automation(client, TRAIN).id)
@@ -156,6 +163,16 @@ def test_edits_stay_while_the_code_moves_on_and_reset_undoes_them(
     assert crons(train) == {"0 5 * * 1": False}
     assert crons(read(client, "preprocess")) == {}
     assert automation(client, TRAIN).enabled
+
+    client.delete_deployment(read(client, "preprocess").id)
+    for _ in range(2):
+        deploy(deployed)
+        assert capsys.readouterr().out == (
+            "preprocess: deleted on the server and not created again; infini deploy --reset "
+            "restores all deployments to prefect.yaml\n"
+        )
+    with pytest.raises(ObjectNotFound):
+        read(client, "preprocess")
 
     deploy(deployed, reset=True)
     train = read(client, "train")
@@ -241,6 +258,10 @@ def send_event(
         **fields,
     }
     client.request("POST", "/events", json=[event])
+
+
+def only(flow_run: str) -> FlowRunFilter:
+    return FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run)]))
 
 
 def runs_of(client: SyncPrefectClient, deployment: UUID) -> list[FlowRun]:
@@ -337,46 +358,106 @@ def begin(client: SyncPrefectClient, state: State) -> str:
     return str(created.id)
 
 
-def test_dead_runs_get_their_true_state_and_other_runs_are_left_alone(
-    client: SyncPrefectClient, tmp_path: Path
+def test_flow_runs_whose_engine_has_ended_get_their_true_state_and_leave_no_files(
+    client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(overrides=[f"run.output_dir={tmp_path}"])
-    running, alive, elsewhere = (begin(client, Running()) for _ in range(3))
-    cancelling, paused = begin(client, Cancelling()), begin(client, Paused())
-    for number in (running, cancelling, paused):
-        (tmp_path / f"{number}.lock").touch()
-    with lock(tmp_path / f"{alive}.lock"):
-        ended = {str(each.id) for each in end_dead_runs(client, tmp_path, config)}
-        assert end_dead_runs(client, tmp_path, config) == []
-    assert ended == {running, cancelling}
-    asked = (running, alive, elsewhere, cancelling, paused)
-    states = [client.read_flow_run(number).state for number in asked]
-    assert [state.name for state in states] == [
-        *("Crashed", "Running", "Running", "Cancelled", "Paused")
-    ]
-    assert "Retry resumes from the newest checkpoint" in states[0].message
+    engines = make_folder(tmp_path / "engines")
+    config = configure(["debug"], overrides=[f"run.output_dir={tmp_path}"])
 
+    def end(state: State) -> str:
+        number = begin(client, state)
+        lock_of(engines, number).touch()
+        return number
 
-def test_a_suspended_run_whose_engine_has_ended_waits_without_a_limit(
-    client: SyncPrefectClient, tmp_path: Path
-) -> None:
+    killed, cancelling = end(Running()), end(Cancelling())
+    by_worker = end(Crashed(message=f"{WORKER_KILLED}Process was killed."))
     # Far beyond the end of this test: Prefect fails a run whose limit has passed.
-    ended, alive = (begin(client, Suspended(timeout_seconds=86_400)) for _ in range(2))
-    (tmp_path / f"{ended}.lock").touch()
-    with lock(tmp_path / f"{alive}.lock"):
-        keep_suspended_runs(client, tmp_path)
-    details = [client.read_flow_run(number).state.state_details for number in (ended, alive)]
-    assert [each.pause_timeout is None for each in details] == [True, False]
+    suspended = end(Suspended(timeout_seconds=86_400))
+    failed, cancelled = end(Failed(message="no")), end(Cancelled(message=WORKER_MESSAGE))
+    deleted, alive, elsewhere = end(Running()), begin(client, Running()), begin(client, Running())
+    client.delete_flow_run(UUID(deleted))
+    task = {"task_key": "train", "dynamic_key": "0", "state": {"type": "RUNNING"}}
+    tasks = {
+        each: client.request("POST", "/task_runs/", json=task | {"flow_run_id": each}).json()["id"]
+        for each in (killed, by_worker, cancelling, alive)
+    }
+    log_of(lock_of(engines, by_worker)).write_text("the last words")
+    with claim_run(config, "k1", Path("data"), owner=Owner(cancelled)) as run_dir:
+        make_folder(run_dir / "checkpoints" / "step-7")
+
+    def states(*numbers: str) -> list[tuple[str, str]]:
+        found = [client.read_flow_run(UUID(number)).state for number in numbers]
+        return [(each.name, each.message or "") for each in found if each]
+
+    with lock(lock_of(engines, alive)):
+        assert len(list(settle(client, engines, config))) == 4
+        assert list(settle(client, engines, config)) == []
+        assert states(killed, by_worker, cancelling, cancelled) == [
+            ("Crashed", "Its process was killed; the same command continues it"),
+            ("Crashed", "Its process was killed; the same command continues it"),
+            ("Cancelled", "Cancelled"),
+            ("Cancelled", "Cancelled; step 7 is saved"),
+        ]
+        assert states(alive, elsewhere, failed) == [("Running", "")] * 2 + [("Failed", "no")]
+        (paused,) = [client.read_flow_run(UUID(suspended)).state]
+        assert (paused.name, paused.state_details.pause_timeout) == ("Suspended", None)
+        ends = [client.read_task_run(UUID(tasks[each])).state_name for each in tasks]
+        assert ends == ["Crashed", "Crashed", "Cancelled", "Running"]
+        (explained,) = client.read_artifacts(flow_run_filter=only(by_worker))
+        assert explained.key == "failure"
+        assert "\n\nThe same command continues it.\n\n" in explained.data
+        assert "the last words" in explained.data
+
+        monkeypatch.setattr(reconcile, "SETTLED", timedelta())
+        assert list(settle(client, engines, config)) == []
+        assert {path.name for path in engines.iterdir()} == {f"{suspended}.lock", f"{alive}.lock"}
 
 
-def test_a_cancelled_run_says_what_its_engine_saved_whatever_the_worker_says(
-    client: SyncPrefectClient, tmp_path: Path
+def test_what_continues_a_dead_flow_run_is_named_and_no_other_run_is_touched(
+    deployed: str, client: SyncPrefectClient, tmp_path: Path
 ) -> None:
-    saved = "Cancelled; step 7 is saved"
-    told, killed = begin(client, Cancelled(message=saved)), begin(client, Cancelling())
-    for number in (told, killed):
-        (tmp_path / f"{number}.lock").touch()
-        client.set_flow_run_state(number, Cancelled(message=WORKER_MESSAGE), force=True)
-    restore_cancellation_messages(client, tmp_path)
-    messages = [client.read_flow_run(number).state.message for number in (told, killed)]
-    assert messages == [saved, WORKER_MESSAGE]
+    config = configure(["debug"], overrides=[f"run.output_dir={tmp_path}"])
+    created = client.create_flow_run_from_deployment(read(client, "train").id)
+    client.set_flow_run_state(created.id, Running(), force=True)
+    of_deployment, of_command, broken = str(created.id), begin(client, Running()), "no number"
+    for number in (of_deployment, of_command, broken):
+        lock_of(tmp_path, number).touch()
+    with claim_run(config, "k1", Path("data"), owner=Owner(of_command)) as run_dir:
+        make_folder(run_dir / "checkpoints" / "step-3")
+        with lock(run_dir / "checkpoints" / ".lock"):  # its training has not ended yet
+            lines = list(settle(client, tmp_path, config))
+    assert len(lines) == 2
+    lines += settle(client, tmp_path, config)
+    why = "Its process was killed"
+    assert any(line.endswith(f": {why}; Retry continues it") for line in lines)
+    named = f": {why}; step 3 is saved; infini resume {run_dir.name} continues it"
+    assert lines[2].endswith(named) or lines[3].endswith(named)
+    # One that cannot be corrected is told, and is in nobody's way.
+    assert sum(line.startswith(f"Flow run {broken} cannot be corrected: ") for line in lines) == 2
+
+
+def test_an_engine_that_waits_for_the_one_before_holds_a_file_that_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of an engine that has ended may be removed just then."""
+    path, before = lock_of(tmp_path, "one"), contextlib.ExitStack()
+    before.enter_context(lock(path))
+
+    def poll_while_it_is_removed(is_taken: Callable[[], bool], *, every_seconds: float) -> None:
+        assert not is_taken()
+        path.unlink()
+        before.close()
+        assert is_taken()
+
+    ask = "import sys; from infini_model.runtime import storage; sys.exit(storage.is_locked(PATH))"
+    command = [sys.executable, "-c", ask.replace("PATH", repr(str(path)))]
+    monkeypatch.setattr(engine, "poll", poll_while_it_is_removed)
+    monkeypatch.setattr(engine, "ENGINE_COMMAND", command)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name, value in {
+        "PREFECT__FLOW_RUN_ID": "one",
+        engine.ENGINES: str(tmp_path),
+        engine.SERVE: engine.serve_process(),
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert engine.main() == 1

@@ -318,7 +318,7 @@ def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
 
 PART = """
 import time
-from prefect import flow
+from prefect import flow, task
 from prefect.client.orchestration import SyncPrefectClient
 from tasks.control import stopped_with_flow_run
 
@@ -333,6 +333,10 @@ SyncPrefectClient.read_flow_run = read_and_tell
 
 @flow
 def part():
+    stage()
+
+@task
+def stage():
     with stopped_with_flow_run(lambda: "step 7 is saved") as stop:
         while not (change := stop()):
             time.sleep(0.1)
@@ -341,7 +345,7 @@ def part():
 
 
 @pytest.mark.story
-def test_a_part_survives_a_crash_of_the_whole_and_ends_when_someone_suspends_the_whole(
+def test_a_part_survives_a_crash_of_the_whole_but_neither_its_suspension_nor_its_own_deletion(
     prefect: Server, start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "part.py").write_text(PART)
@@ -369,6 +373,14 @@ def test_a_part_survives_a_crash_of_the_whole_and_ends_when_someone_suspends_the
     state = prefect.state(part)
     assert (state["type"], state["message"]) == ("CANCELLED", "Cancelled; step 7 is saved")
     assert prefect.state(whole)["type"] == "PAUSED"
+
+    alone = create(prefect, "part.py:part")
+    running = start(alone, f"{tmp_path}/part.py:part")
+    prefect.wait_for_state(alone, "Running")
+    api(prefect.url, f"flow_runs/{alone}", "DELETE")
+    assert running.wait() == 0, running.output
+    assert "The flow run was deleted; step 7 is saved; infini resume continues" in running.output
+    assert "could not be updated" not in running.output
 
 
 def test_a_run_is_linked_once_mlflow_has_a_page_and_a_record_of_it(

@@ -335,7 +335,9 @@ class _Output:
     def __enter__(self) -> _Output:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, FAILED):
+            self.handle(f"The training was stopped: {error}")
         for file in self._files.values():
             file.close()
 

@@ -174,7 +174,7 @@ def test_a_schedule_without_new_documents_leaves_the_newest_dataset_to_whoever_c
         return latest.resolve().name
 
     nightly = newest_after(due[0]["id"])
-    theirs = write_settings(tmp_path / "theirs.json", tree | {"data": tree["data"] | {"name": "x"}})
+    theirs = write_settings(tmp_path / "theirs.yaml", tree | {"data": tree["data"] | {"name": "x"}})
     chosen = dataset_of(theirs).name
     assert newest_after(due[1]["id"]) == chosen != nightly
     assert newest_after(api(prefect.url, f"{path}/create_flow_run")["id"]) == nightly

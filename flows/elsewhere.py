@@ -139,7 +139,8 @@ def train_elsewhere(config: Config, dataset: dict[str, Any]) -> Path:
         return run_dir
 
     run_dir = _opened(stage, parameters_elsewhere(config, "train", folder=place), opened)
-    name_flow_run(run_dir.name, f"preset:{run.preset or 'custom'}", f"run:{run_dir.name}")
+    tags = (f"preset:{run.preset or 'custom'}", f"run:{run_dir.name}")
+    name_flow_run(run_dir.name, *tags, f"dataset:{Path(dataset['folder']).name}")
     return run_dir
 
 

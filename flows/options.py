@@ -19,6 +19,7 @@ from flows.sweep import values_of
 from infini_model.config import Config, check_typed, parse_override
 from infini_model.config.explaining import meant_by
 from infini_model.config.names import NAMES
+from infini_model.config.places import is_url
 from infini_model.runtime.errors import ConfigError, UserError
 
 P = ParamSpec("P")
@@ -56,7 +57,9 @@ def common(
     data_dir: Annotated[
         str | None,
         typer.Option(
-            "--data-dir", "-d", help="Folder or address of datasets, or of one finished dataset."
+            "--data-dir",
+            "-d",
+            help="Folder or address of datasets, or one finished dataset, also by its name.",
         ),
     ] = None,
     gpus: Annotated[
@@ -233,6 +236,13 @@ def _data(given: Mapping[str, Any], command: str) -> dict[str, Any]:
         return {}
     if command in ("train", "evaluate") or given["skip_preprocessing"]:
         return {"data": {"folder": folder}}
+    if not is_url(folder):
+        from infini_model.data.keeping.named import datasets_place, is_dataset
+
+        if command in ("run", "compare") and is_dataset(folder):
+            return {"data": {"folder": folder}}
+        # The folder of preprocess --output-dir is one above the datasets.
+        folder = datasets_place(folder) or folder
     return {"run": {"data_dir": folder}}
 
 

@@ -77,7 +77,8 @@ SETTINGS = {
         "data.folder",
         (*TRAINING, *COMPARE, *EVALUATE),
         "Dataset",
-        "Folder or address of a finished dataset, such as outputs/datasets/NAME-KEY.",
+        "Name, folder or address of a finished dataset; a name without its key is the newest of "
+        "that name.",
     ),
     "initial_weights": Setting(
         "model.initial_weights",

@@ -11,6 +11,7 @@ from prefect.states import Completed
 
 from flows.form import form, settings
 from infini_model.config import Config
+from infini_model.data.keeping.named import check_holds_datasets
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.stored.conditions import check_stores
 from tasks.clean import clean
@@ -44,6 +45,7 @@ def _make_dataset(config: Config) -> dict[str, Any]:
     stage = config.stages.shard
     listing = None
     if config.data.folder is None:
+        check_holds_datasets(config.run)
         listing = perform(download, config.stages.download, config)
     plan = perform(plan_dataset, stage, config, listing)
     if plan["fault"]:

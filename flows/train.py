@@ -118,7 +118,8 @@ def _train(
     A run with its last checkpoint is resumed too: its last scores may not have been written.
     """
     log = get_run_logger()
-    name_flow_run(run_dir.name, f"preset:{config.run.preset or 'custom'}", f"run:{run_dir.name}")
+    tags = (f"preset:{config.run.preset or 'custom'}", f"run:{run_dir.name}")
+    name_flow_run(run_dir.name, *tags, f"dataset:{dataset_dir.name}")
     if is_finished(run_dir):
         log.info("Run %s is already finished", run_dir)
         return

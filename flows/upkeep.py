@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from infini_model.cleaning.removal import Amount, measure
 from infini_model.cleaning.unneeded import Kind, Scope
 from infini_model.config import Config
 from infini_model.config.places import is_url
-from infini_model.config.tree import RunConfig
-from infini_model.data.manifest import Shard, dataset_folder, read_origin
+from infini_model.data.keeping.named import dataset_folder
+from infini_model.data.manifest import Shard, read_origin
 from infini_model.data.shards.plan import stored_dataset
 from infini_model.data.verification import Progress, examine_dataset
 from infini_model.runtime.errors import DataError, UserError
@@ -43,18 +42,15 @@ def counted(count: int, noun: str) -> str:
 def verify(config: Config, name: str | None) -> None:
     """Compare every checksum of a dataset and print each file that is missing or damaged.
 
-    `name` is a dataset's name, path or address; None is the newest. Of a dataset in a store the
-    objects are read, unless the path of a working copy is given.
+    `name` is a dataset's name, path or address (see `dataset_folder`); None is the newest. Of a
+    dataset in a store the objects are read, unless the path of a working copy is given.
 
     Raises `DataError` if there is no such dataset, or a file of it is missing or damaged, and as
     `ObjectStore` does.
     """
     began = time.monotonic()
-    asked = _asked(config.run, name)
-    if isinstance(asked, str):
-        found = _verify_stored(asked, config)
-    else:
-        found = _verify_folder(asked, config.run.datasets_dir)
+    place = dataset_folder(name, config.run)
+    found = _verify_stored(place, config) if is_url(place) else _verify_folder(Path(place))
     seconds = time.monotonic() - began
     for fault in found.faults:
         typer.echo(fault)
@@ -75,27 +71,15 @@ class _Verified(NamedTuple):
     advice: str = "infini preprocess makes their partitions again, and no others"
 
 
-def _asked(places: RunConfig, name: str | None) -> Path | str | None:
-    """The folder or the address that is meant; None is the newest dataset of this machine."""
-    if name is None:
-        return places.datasets_store
-    if is_url(name):
-        return name.rstrip("/")
-    if os.sep in name or Path(name).is_dir():
-        return Path(name)
-    store = places.datasets_store
-    return places.datasets_dir / name if store is None else f"{store}/{name}"
-
-
 def _verify_stored(address: str, config: Config) -> _Verified:
-    datasets, name = stored_dataset(address, config)
+    datasets, name = stored_dataset(address, config.run)
     with _bar(name) as progress:
         manifest, faults = datasets.examine(name, progress)
     return _Verified(datasets.place_of(name), [shard for _, shard in manifest.files()], faults)
 
 
-def _verify_folder(asked: Path | None, datasets_dir: Path) -> _Verified:
-    folder = dataset_folder(asked, datasets_dir).resolve()
+def _verify_folder(folder: Path) -> _Verified:
+    folder = folder.resolve()
     with _bar(folder.name) as progress:
         manifest, faults = examine_dataset(folder, every=True, progress=progress)
     shards, origin = dict(manifest.files()), read_origin(folder)

@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -57,6 +59,42 @@ def tagged(flow_run: FlowRun, kind: str) -> str | None:
         if _kind(tag) == kind:
             return tag.partition(":")[2]
     return None
+
+
+def dataset_before() -> str | None:
+    """The dataset of this deployment's run before this one, if a schedule has started this one.
+
+    None if a person or a program has, or there is no such dataset. A part of another flow run goes
+    by the whole.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return None
+    with harmless("dataset of the run before"), get_client(sync_client=True) as client:
+        whole = _whole(client, context.flow_run)
+        if whole.auto_scheduled and whole.deployment_id is not None:
+            wanted = {
+                "id": {"not_any_": [whole.id]},
+                "deployment_id": {"any_": [whole.deployment_id]},
+                "start_time": {"is_null_": False},
+            }
+            others = client.read_flow_runs(
+                flow_run_filter=FlowRunFilter.model_validate(wanted),
+                sort=FlowRunSort.START_TIME_DESC,
+            )
+            made = (tagged(each, "dataset") for each in others)
+            return next(filter(None, made), None)
+    return None
+
+
+def _whole(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:
+    """The flow run that is no part of another one."""
+    while flow_run.parent_task_run_id is not None:
+        above = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
+        if above is None:
+            break
+        flow_run = client.read_flow_run(above)
+    return flow_run
 
 
 def _kind(tag: str) -> str:

@@ -15,6 +15,7 @@ from infini_model.config import Config
 from infini_model.data.manifest import SPLITS, Manifest, read_manifest
 from tasks import artifacts
 from tasks.failures import reported
+from tasks.flow_run import dataset_before
 from tasks.stage import STAGE, run_stage
 
 NEW_DATASET = "infini.dataset.ready"
@@ -28,7 +29,7 @@ def plan_dataset(config: Config, listing: dict[str, Any] | None) -> dict[str, An
     Trains the tokenizer if requested and not done yet. Without a listing, the dataset is the one in
     `data.folder`, or the newest one. An existing folder is checked to be intact.
     """
-    arguments = [] if listing is None else ["--listing", listing["listing"]]
+    arguments = [] if listing is None else _arguments(listing)
     plan = run_stage("plan", config, config.stages.shard, *arguments)
     counts = [{"partitions": name, "count": plan[name]} for name in ("new", "reused")]
     description = f"What is new of the dataset {Path(plan['folder']).name}, and what is reused"
@@ -53,13 +54,19 @@ def build_dataset(
     if plan["intact"]:
         message = f"{place_of(plan)} is intact"
         return Completed(name="Reused", message=message, data=dataset)
-    result = run_stage("shard", config, config.stages.shard, "--listing", listing["listing"])
+    result = run_stage("shard", config, config.stages.shard, *_arguments(listing))
     if result["missing"]:
         return dataset | result
     manifest = _show(result)
     if plan["fault"] is None:
         _announce(result, manifest)
     return result
+
+
+def _arguments(listing: dict[str, Any]) -> list[str]:
+    """What a stage is told of the source, and of what the same schedule made before."""
+    previous = dataset_before()
+    return ["--listing", listing["listing"], *(["--previous", previous] if previous else [])]
 
 
 def place_of(dataset: dict[str, Any]) -> str:

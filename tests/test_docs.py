@@ -173,7 +173,7 @@ class Reader:
     @property
     def dataset(self) -> Path:
         """The folder of their dataset."""
-        (found,) = (self.folder / "outputs" / "datasets").glob("tiny-*")
+        (found,) = (self.folder / "outputs" / "datasets").glob("mine-*")
         return found
 
     def type(self, line: str) -> None:
@@ -193,7 +193,7 @@ def reader(
     tree["tracking"]["mlflow"] = True
     # What opens in transformers, and is long enough for every task of the evaluation.
     tree["model"]["memory"] = "none"
-    tree["data"]["tokenizer"] = {"spec": "train", "vocab_size": 300}
+    tree["data"] |= {"name": "mine", "tokenizer": {"spec": "train", "vocab_size": 300}}
     tree["packing"]["context_length"] = 256
     few = {"trials": 1, "depths": [0.0, 30.0, 60.0, 90.0]}
     tree["evaluation"] |= {"max_windows": 2, "passkey": few, "needles": few}

@@ -199,7 +199,8 @@ class DataConfig(Section):
     splits: SplitsConfig = SplitsConfig()
     folder: Place | None = Field(
         None,
-        description="Finished dataset folder to use, or its address (s3://, gs:// or az://); null "
+        description="Finished dataset to use: its name, with or without the key, its folder or "
+        "address (s3://, gs:// or az://), or a folder above it, of which the newest is used; null "
         "builds the dataset from source, or reuses it if it exists.",
     )
     cache_dir: LocalFolder | None = Field(

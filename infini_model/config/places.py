@@ -19,12 +19,25 @@ def is_url(value: Any) -> bool:
     return isinstance(value, str) and "://" in value
 
 
-def _to_place(value: Any) -> Path | str:
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or (is_url(value) and not value.startswith(STORES)):
+def _is_store(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(STORES)
+
+
+def _check_scheme(value: Any) -> Any:
+    if not isinstance(value, str | Path) or (is_url(value) and not _is_store(value)):
         raise ValueError(f"takes a folder, or an address ({', '.join(STORES)})")
-    return value.rstrip("/") if is_url(value) else Path(value)
+    return value
+
+
+def _check_store(value: str) -> str:
+    if not _is_store(value):
+        raise ValueError(f"takes an address ({', '.join(STORES)})")
+    return value
+
+
+def _to_place(value: Any) -> Path | str:
+    checked: Path | str = _check_scheme(value)
+    return str(checked).rstrip("/") if is_url(checked) else Path(checked)
 
 
 # A folder of this machine, or an address in an object store, which stays a string.
@@ -33,6 +46,10 @@ Place = Annotated[
     PlainValidator(_to_place),
     WithJsonSchema({"type": "string", "format": "path"}),
 ]
+
+# A folder of this machine; an address is taken from it before (`split_addresses`).
+SplitFolder = Annotated[Path, BeforeValidator(_check_scheme)]
+StoreAddress = Annotated[str, AfterValidator(_check_store)]
 
 
 def _refuse_address(value: Any) -> Any:
@@ -91,6 +108,6 @@ def split_addresses(values: Any) -> Any:
         values.setdefault("output_dir", os.environ["INFINI_OUTPUT_DIR"])
     for folder, store in (("output_dir", "store"), ("data_dir", "data_store")):
         address = values.get(folder)
-        if is_url(address):
+        if _is_store(address):
             values |= {folder: working_folder(address), store: address.rstrip("/")}
     return values

@@ -21,7 +21,7 @@ from pydantic import (
 from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
-from infini_model.config.places import split_addresses
+from infini_model.config.places import SplitFolder, StoreAddress, split_addresses
 from infini_model.config.section import DECIDES_WEIGHTS, Section
 from infini_model.config.training import (
     CheckpointConfig,
@@ -143,23 +143,23 @@ class RunConfig(Section):
         "the same settings or numbers a new one after the preset.",
     )
     preset: str | None = Field(None, description="Preset the settings are based on.")
-    output_dir: Path = Field(
+    output_dir: SplitFolder = Field(
         Path("outputs"),
         description="Folder for datasets/, runs/ and the tracking records; the default is outputs, "
         "or the environment variable INFINI_OUTPUT_DIR. An address (s3://, gs:// or az://) sets "
         "store, and a working folder in ~/.cache/infini-llama.",
     )
-    data_dir: Path | None = Field(
+    data_dir: SplitFolder | None = Field(
         None,
         description="Folder for datasets; null (default) is datasets/ in output_dir. An address "
         "sets data_store.",
     )
-    store: str | None = Field(
+    store: StoreAddress | None = Field(
         None,
         description="Address of an object store that keeps datasets and runs for all machines; "
         "output_dir is then a working copy.",
     )
-    data_store: str | None = Field(
+    data_store: StoreAddress | None = Field(
         None, description="Address for datasets; null (default) is datasets/ in store."
     )
     seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = Field(

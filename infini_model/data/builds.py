@@ -49,8 +49,13 @@ def note_build(folder: Path, build: Build) -> None:
 
 
 def note_use(folder: Path) -> None:
-    """Note that an existing dataset is about to be used, if its folder can be written."""
-    with contextlib.suppress(OSError, UserError), removals(folder.parent):
+    """Note that an existing dataset is about to be used, if its folder can be written.
+
+    Where nobody has locked anything yet, such as beside a copy of a dataset, no lock is left.
+    """
+    with contextlib.suppress(OSError, UserError), contextlib.ExitStack() as held:
+        if (folder.parent / ".locks").exists():
+            held.enter_context(removals(folder.parent))
         os.utime(folder / storage.MANIFEST)
 
 

@@ -209,14 +209,6 @@ def metadata_files(manifest: Manifest) -> Iterator[str]:
         yield f"{split}/dataset_info.json"
 
 
-def latest_dataset(datasets_dir: Path) -> Path:
-    """The folder that `<datasets>/latest` points to. Raises `DataError` if there is none."""
-    link = datasets_dir / "latest"
-    if not link.exists():
-        raise DataError(f"{link}: there is no finished dataset yet; run the preprocess stage first")
-    return link.resolve()
-
-
 class Origin(Record):
     """Where the shards of a dataset folder are that the folder itself does not have.
 
@@ -233,15 +225,3 @@ def read_origin(folder: Path) -> Origin | None:
     """
     path = folder / ORIGIN
     return read_record(path, Origin) if path.exists() else None
-
-
-def dataset_folder(folder: Path | None, datasets_dir: Path) -> Path:
-    """The dataset meant by `folder`: itself, the `latest` in it, or without one the newest.
-
-    Raises `DataError` if there is no newest.
-    """
-    if folder is None:
-        return latest_dataset(datasets_dir)
-    if not (folder / storage.MANIFEST).is_file() and (folder / "latest").is_dir():
-        return folder / "latest"
-    return folder

@@ -71,14 +71,18 @@ def test_an_unknown_run_is_told_without_importing_torch_or_prefect(
 
 
 def test_what_cannot_work_is_refused_before_anything_is_downloaded(
-    connected: Environment, text_files: Path, tmp_path: Path, output: Path
+    connected: Environment, text_files: Path, dataset: Path, tmp_path: Path, output: Path
 ) -> None:
     settings = write_settings(tmp_path / "settings.yaml", tiny(text_files, output))
     too_large = ("model.hidden_size=65536", "model.num_hidden_layers=64")
-    done = run(infini("run", "--config", settings, *too_large), connected)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    *_, last = done.stderr.splitlines()
-    assert last.startswith("error: not enough memory")
+    for words, refusal in (
+        (("run", *too_large), "not enough memory"),
+        (("preprocess", "-d", dataset), f"run.data_dir: {dataset} is a finished dataset"),
+    ):
+        done = run(infini(words[0], "--config", settings, *words[1:]), connected)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        *_, last = done.stderr.splitlines()
+        assert last.startswith(f"error: {refusal}")
     assert not (output / "raw").exists()
     assert not (output / "datasets").exists()

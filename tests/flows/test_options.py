@@ -14,6 +14,7 @@ from flows.options import UNDERSCORES, configured
 from flows.presets import configure
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.storage import point_latest
 
 COMMANDS = ("run", "preprocess", "train", "evaluate", "compare", "generate", "serve", "doctor")
 TRAINING = ("run", "train", "evaluate", "doctor")
@@ -101,6 +102,19 @@ def test_an_option_sets_its_key_and_no_other(
 ) -> None:
     for command in commands:
         assert parse(command, *shlex.split(arguments)) == meant(*settings.split()), command
+
+
+def test_the_data_dir_is_one_dataset_or_the_datasets_below_it(tmp_path: Path) -> None:
+    one = tmp_path / "datasets" / "one-key"
+    one.mkdir(parents=True)
+    (one / "manifest.json").touch()
+    point_latest(one)
+    for command in ("run", "compare"):
+        assert parse(command, "-d", str(one)) == meant(f"data.folder={one}")
+    # It is refused before anything is made in it.
+    assert parse("preprocess", "-d", str(one)) == meant(f"run.data_dir={one}")
+    for command in ("run", "preprocess"):
+        assert parse(command, "-d", str(tmp_path)) == meant(f"run.data_dir={one.parent}")
 
 
 BYTES = "the bytes tokenizer runs on the CPU"

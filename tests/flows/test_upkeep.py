@@ -50,7 +50,7 @@ def test_a_damaged_dataset_is_named_and_an_old_one_removed(
     shards = [first / name for name, _ in read_manifest(first).files()]
     shards[0].write_bytes(bytes(shards[0].stat().st_size))
     shards[1].unlink()
-    for name in (first, first.name, output / "datasets"):
+    for name in (first, "tiny", output / "datasets"):
         status, shown, error = told("verify", name)
         assert status == 2
         assert shown.splitlines() == [

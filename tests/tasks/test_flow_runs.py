@@ -10,15 +10,26 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from commands import PATIENCE, Environment, Running, api, eventually, tiny, write_texts
+from commands import (
+    PATIENCE,
+    Environment,
+    Running,
+    api,
+    dataset_of,
+    eventually,
+    tiny,
+    write_settings,
+    write_texts,
+)
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from serving import Server
@@ -32,6 +43,7 @@ from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
 from tasks import artifacts, elsewhere
 from tasks.elsewhere import Elsewhere, find_deployment
+from tasks.flow_run import dataset_before
 from tasks.progress import Progress
 from tasks.training_view import mlflow_link
 
@@ -139,6 +151,44 @@ def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
     assert sorted(prefect.artifacts(run)) == shown
     wait_for_events(prefect)
     assert len(ready_events(folder)) == 1
+
+
+@pytest.mark.story
+def test_a_schedule_without_new_documents_leaves_the_newest_dataset_to_whoever_chose_it(
+    prefect: Server, start: Start, tmp_path: Path
+) -> None:
+    texts = write_texts(tmp_path / "texts", 40)
+    tree = tiny(texts, tmp_path / "output")
+    flow = api(prefect.url, "flows/", name="preprocess")["id"]
+    hourly = [{"schedule": {"interval": 3600}}]
+    given = {"parameters": {"advanced": tree}, "schedules": hourly, "paused": False}
+    path = f"deployments/{api(prefect.url, 'deployments/', name='n', flow_id=flow, **given)['id']}"
+    since, until = (datetime.now(UTC) - timedelta(hours=hours) for hours in (4, 1))
+    between = {"start_time": since.isoformat(), "end_time": until.isoformat()}
+    api(prefect.url, f"{path}/schedule", min_runs=2, max_runs=2, **between)
+    wanted = {"deployment_id": {"any_": [path.rpartition("/")[2]]}}
+    due = api(prefect.url, "flow_runs/filter", flow_runs=wanted, sort="EXPECTED_START_TIME_ASC")
+    latest = tmp_path / "output" / "datasets" / "latest"
+
+    def newest_after(run: str) -> str:
+        running = start(run, PREPROCESS)
+        assert running.wait() == 0, running.output
+        return latest.resolve().name
+
+    nightly = newest_after(due[0]["id"])
+    theirs = write_settings(tmp_path / "theirs.yaml", tree | {"data": tree["data"] | {"name": "x"}})
+    chosen = dataset_of(theirs).name
+    assert newest_after(due[1]["id"]) == chosen != nightly
+    assert newest_after(api(prefect.url, f"{path}/create_flow_run")["id"]) == nightly
+
+    # A stage elsewhere is started by the run that the schedule has started.
+    task = {"flow_run_id": due[1]["id"], "task_key": "part", "dynamic_key": "0"}
+    part = api(prefect.url, "task_runs/", **task)["id"]
+    part = api(prefect.url, f"{path}/create_flow_run", parent_task_run_id=part)["id"]
+    with temporary_settings({PREFECT_API_URL: prefect.url}), get_client(sync_client=True) as client:
+        found = client.read_flow_run(part)
+        with FlowRunContext.model_construct(flow_run=found):
+            assert dataset_before() == nightly
 
 
 @pytest.mark.story

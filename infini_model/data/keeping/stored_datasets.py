@@ -34,6 +34,13 @@ from infini_model.runtime.object_stores.object_store import ObjectStore
 LATEST = "latest"
 
 
+def no_latest(place: object) -> DataError:
+    """The error to raise if there are no datasets in a folder or at an address."""
+    return DataError(
+        f"{place}/{LATEST}: there is no finished dataset yet; run the preprocess stage first"
+    )
+
+
 def no_dataset(address: str) -> DataError:
     """The error to raise if there is no dataset at an address."""
     return DataError(f"{address}: is not a dataset: it has no {storage.MANIFEST}")
@@ -147,19 +154,23 @@ class StoredDatasets:
             with storage.atomic_folder(self._folder / name) as temporary:
                 yield temporary
 
+    def names(self) -> list[str]:
+        """The names of the finished datasets, the one made last first."""
+        folders = (name for name in self._store.folders() if not name.startswith("."))
+        manifests = {name: self._store.find(f"{name}/{storage.MANIFEST}") for name in folders}
+        made = {name: found.modified for name, found in manifests.items() if found is not None}
+        return sorted(made, key=made.__getitem__, reverse=True)
+
     def point_latest(self, name: str) -> None:
         """Make this dataset the newest one, for all machines and on this one."""
         self._store.write(LATEST, name.encode())
         storage.point_latest(self._folder / name)
 
     def newest(self) -> str:
-        """The name of the newest dataset. Raises `DataError` if there is none."""
+        """The name of the dataset that was asked for last. Raises `DataError` if there is none."""
         try:
             return self._store.read(LATEST)[0].decode().strip()
         except ObjectMissingError:
-            raise DataError(
-                f"{self._address}/{LATEST}: there is no finished dataset yet; run the preprocess "
-                "stage first"
-            ) from None
+            raise no_latest(self._address) from None
         except UnicodeDecodeError as error:
             raise DataError(f"{self._address}/{LATEST}: is damaged: {error.reason}") from error

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from infini_model.config import MEBIBYTE, DataConfig
 from infini_model.data.builds import Build, build_lock, listing_file, note_build
-from infini_model.data.keeping.datasets import Datasets, datasets_in
+from infini_model.data.keeping.datasets import Datasets, datasets_in, make_newest
 from infini_model.data.manifest import Manifest, TokenizerRecord
 from infini_model.data.shards.engine import Engine, make_engine
 from infini_model.data.shards.folder import dataset_key, make_manifest
@@ -119,13 +119,15 @@ def build_dataset(
     *,
     datasets_dir: Path | None = None,
     store: str | None = None,
+    previous: str | None = None,
     progress: Progress | None = None,
     make_engine: Callable[[DataConfig, Tokenizer], Engine] = make_engine,
 ) -> Manifest:
-    """Build `<datasets_dir>/<name>-<key>/`, or reuse it, and point `latest` at it.
+    """Build `<datasets_dir>/<name>-<key>/`, or reuse it; `latest` then, as a rule, is this one.
 
     `datasets_dir` defaults to `<output_dir>/datasets`. With `store`, the address of datasets that
-    machines share, partitions and dataset are made there, and the folder has no shards.
+    machines share, partitions and dataset are made there, and the folder has no shards. What
+    `previous` does is what `make_newest` says.
 
     An existing dataset is reused if it is intact; otherwise only the partitions that are missing or
     damaged are made. If two processes of a machine ask for the same dataset, one does the work.
@@ -157,7 +159,7 @@ def build_dataset(
                 pairs=wanted.recipe.reading.template is not None,
             )
             datasets.write(manifest, wanted.tokenizer)
-        datasets.point_latest(name)
+        make_newest(datasets, name, previous)
     return manifest
 
 

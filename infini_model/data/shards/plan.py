@@ -6,18 +6,18 @@ import logging
 from pathlib import Path
 
 from infini_model.config import Config
-from infini_model.config.places import working_folder
+from infini_model.config.places import is_url, working_folder
+from infini_model.config.tree import RunConfig
 from infini_model.data.builds import note_build, note_use
-from infini_model.data.keeping.datasets import Datasets, datasets_in
+from infini_model.data.keeping.datasets import Datasets, datasets_in, make_newest
+from infini_model.data.keeping.named import dataset_folder
 from infini_model.data.keeping.stored_datasets import StoredDatasets, no_dataset
-from infini_model.data.manifest import Manifest, Record, dataset_folder, read_origin
+from infini_model.data.manifest import Manifest, Record, read_origin
 from infini_model.data.shards.dataset import requested_dataset
 from infini_model.data.shards.partition_store import PARTITIONS
 from infini_model.data.sources.files import Listing
 from infini_model.data.verification import verify_dataset
 from infini_model.runtime.errors import DataError, StoreError
-from infini_model.runtime.object_stores.object_store import ObjectStore
-from infini_model.runtime.storage import MANIFEST
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,10 @@ class Plan(Record):
     fault: str | None = None
 
 
-def plan_dataset(listing: Listing, config: Config) -> Plan:
+def plan_dataset(listing: Listing, config: Config, *, previous: str | None = None) -> Plan:
     """The dataset that a source becomes. Trains the tokenizer if the configuration says so.
+
+    One that stands becomes `latest`, as `make_newest` says of `previous`.
 
     Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read.
     """
@@ -70,7 +72,7 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
     except DataError as error:
         return plan.model_copy(update={"fault": str(error)} | _missing(keys, datasets))
     if intact:
-        datasets.point_latest(name)
+        make_newest(datasets, name, previous)
         plan = plan.model_copy(update={"intact": True})
     else:
         plan = plan.model_copy(update=_missing(keys, datasets))
@@ -90,21 +92,18 @@ def partition_counts(new: int, reused: int) -> str:
 
 
 def finished_dataset(config: Config) -> Plan:
-    """The dataset of `data.folder` (a dataset, or a folder with a `latest` link), or the newest.
+    """The dataset that `data.folder` means (see `dataset_folder`), or the newest.
 
     One in an object store is described by its local folder from now on.
 
     Raises `DataError` in one line if there is none, or a shard is missing or damaged.
     """
-    folder, store = config.data.folder, config.run.datasets_store
-    if folder is None and store is not None:
-        folder = store
-    if isinstance(folder, str):
-        return _stored(folder, config)
-    folder = dataset_folder(folder, config.run.datasets_dir).resolve()
-    if store is not None and not folder.exists():
-        # The folder of a run that another machine has trained.
-        return _stored(f"{store}/{folder.name}", config)
+    place = dataset_folder(config.data.folder, config.run)
+    if is_url(place):
+        stored, name = stored_dataset(place, config.run)
+        note_use(stored.folder_of(name))
+        return _found(stored, name)
+    folder = Path(place).resolve()
     address = _address(folder)
     note_use(folder)
     if address is None:
@@ -115,23 +114,11 @@ def finished_dataset(config: Config) -> Plan:
     return _finished(manifest, folder, f"{address}/{folder.name}")
 
 
-def stored_dataset(address: str, config: Config) -> tuple[StoredDatasets, str]:
-    """The dataset at an address, or the newest one below it: its store, and its name there.
-
-    Raises `DataError` if there is none.
-    """
+def stored_dataset(address: str, run: RunConfig) -> tuple[StoredDatasets, str]:
+    """The datasets beside the one at an address, and its name there."""
     parent, _, name = address.rpartition("/")
-    if ObjectStore(address).find(MANIFEST) is None:
-        parent, name = address, StoredDatasets(address, Path()).newest()
-    own = parent == config.run.datasets_store
-    working_dir = config.run.datasets_dir if own else working_folder(parent)
-    return StoredDatasets(parent, working_dir), name
-
-
-def _stored(address: str, config: Config) -> Plan:
-    datasets, name = stored_dataset(address, config)
-    note_use(datasets.folder_of(name))
-    return _found(datasets, name)
+    own = parent == run.datasets_store
+    return StoredDatasets(parent, run.datasets_dir if own else working_folder(parent)), name
 
 
 def _found(datasets: StoredDatasets, name: str) -> Plan:

@@ -164,6 +164,15 @@ class ObjectStore:
             listed = [each for each in listed if each.bytes or each.address not in folders]
         return sorted(listed, key=lambda each: each.address)
 
+    def folders(self) -> list[str]:
+        """The names of the folders right below the address; what is in them is not listed."""
+        path = self._path("") or None
+
+        def request(store: Any) -> list[str]:
+            return list(store.list_with_delimiter(path)["common_prefixes"])
+
+        return sorted(each.rpartition("/")[2] for each in self._request("", request))
+
     def _stored(self, described: dict[str, Any]) -> StoredObject:
         path = described["path"]
         return StoredObject(

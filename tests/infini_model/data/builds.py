@@ -33,7 +33,7 @@ class Machine:
     """A machine: its working folder, and the address of the datasets."""
 
     folder: Path
-    address: str
+    address: str | None
     made: list[str] = field(default_factory=list)
 
     def config(self, data: DataConfig) -> Config:
@@ -41,7 +41,7 @@ class Machine:
         run = {"output_dir": self.folder, "data_dir": self.folder, "data_store": self.address}
         return validate({"run": run, "data": data.model_dump()})
 
-    def build(self, data: DataConfig) -> Manifest:
+    def build(self, data: DataConfig, previous: str | None = None) -> Manifest:
         """Build a dataset; `made` then has the keys of the partitions that were made for it."""
 
         def engine(config, tokenizer):
@@ -55,6 +55,7 @@ class Machine:
             self.folder,
             datasets_dir=self.folder,
             store=self.address,
+            previous=previous,
             make_engine=engine,
         )
 
@@ -63,10 +64,10 @@ class Machine:
         self.made = [spec.key for spec in specs]
         self._engine.make(specs, store, advance)
 
-    def plan(self, data: DataConfig) -> Plan:
+    def plan(self, data: DataConfig, previous: str | None = None) -> Plan:
         """What there is to do."""
         listing = download(data, self.folder, datasets_dir=self.folder)
-        return plan_dataset(listing, self.config(data))
+        return plan_dataset(listing, self.config(data), previous=previous)
 
     def finished(self, data: DataConfig) -> Plan:
         """The dataset to train on."""

@@ -28,6 +28,7 @@ CONTEXT = GIB // 2
 MARGIN = 0.1
 # GPUs that a remedy may ask for.
 GPU_COUNTS = tuple(2**power for power in range(1, 11))
+SMALLER = "a smaller model or packing.context_length needs less"
 
 Change = Mapping[str, Any]
 
@@ -105,7 +106,7 @@ def check_memory(config: Config, machine: Machine) -> Need:
     if need.exceeds(machine) and not config.launch.force:
         raise ConfigError(
             f"{shortage(need, machine)}; {remedy(config, machine)}; "
-            "--force (launch.force=true) runs it all the same"
+            "launch.force=true runs it all the same"
         )
     return need
 
@@ -124,11 +125,25 @@ def remedy(config: Config, machine: Machine) -> str:
     for machines in (machine, *_with_more_gpus(machine)):
         for change in _changes(config, machines):
             if not Need.of(changed(config, change), machines).exceeds(machines, MARGIN):
-                words = " ".join(f"{key}={_shown(value)}" for key, value in change.items())
                 if machines == machine:
-                    return f"{words} would fit"
-                return f"{words or 'the same'} on {machines.processes} such GPUs would fit"
-    return "no setting makes it fit; a smaller model or packing.context_length needs less"
+                    return f"{_words(change)} would fit"
+                same = _words(change) or "the same"
+                return f"{same} on {machines.processes} such GPUs would fit"
+    return f"no setting makes it fit; {SMALLER}"
+
+
+def lighter(config: Config, machine: Machine) -> str:
+    """The cheapest settings of the same training that need clearly less memory, in words."""
+
+    def need(change: Change) -> int:
+        found = Need.of(changed(config, change), machine)
+        return found.gpu or found.main
+
+    now = need({})
+    for change in _changes(config, machine):
+        if need(change) < (1.0 - MARGIN) * now:
+            return f"with {_words(change)} it needs {gib(need(change))} GiB, not {gib(now)}"
+    return SMALLER
 
 
 def _with_more_gpus(machine: Machine) -> Iterator[Machine]:
@@ -168,5 +183,8 @@ def changed(config: Config, change: Change) -> Config:
     return config
 
 
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _words(change: Change) -> str:
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in change.items()
+    )

@@ -59,6 +59,9 @@ def _run_flow(name: str, config: Config) -> Any:
 
 
 def _show_report(result: Mapping[str, Any]) -> None:
+    if "report" not in result:  # The first of several machines writes it.
+        typer.echo(f"Run: {result['run_dir']}")
+        return
     typer.echo(f"Report: {result['report']}")
     typer.echo(f"Report for a browser: {result['html']}")
 
@@ -392,6 +395,12 @@ def doctor(config: Config) -> None:
         raise typer.Exit(1)
 
 
+def _said(error: Exception) -> str:
+    """An expected error in one line, with what was noted on it since."""
+    notes = (note for note in getattr(error, "__notes__", ()) if note not in str(error))
+    return "; ".join([f"error: {error}", *notes])
+
+
 def _interrupt(_signal: int, _frame: object) -> None:
     """Handle SIGTERM and SIGHUP like Ctrl-C: children end first, training saves a checkpoint."""
     raise KeyboardInterrupt
@@ -414,10 +423,10 @@ def main() -> None:
         typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         sys.exit(2)
     except (UserError, ConnectionError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(_said(error), err=True)
         sys.exit(2)
     except (StageError, TimeoutError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(_said(error), err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

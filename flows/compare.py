@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from flows.comparing import comparisons_dir, show
 from flows.elsewhere import check_elsewhere, make_dataset
@@ -16,7 +17,7 @@ from flows.manage import named_runs
 from flows.parameters import parameters_of
 from flows.pipeline import complete_run
 from flows.sweep import runs_of
-from flows.train import prepare_weights
+from flows.train import outcome, prepare_weights
 from infini_model.config import Config
 from infini_model.config.tree import MODEL_SPEC
 from infini_model.runtime.claims import free_name
@@ -24,7 +25,7 @@ from infini_model.runtime.errors import StageError
 from infini_model.runtime.runs import is_finished, read_run_config
 from infini_model.runtime.storage import content_key
 from tasks.compare import compare_runs
-from tasks.failures import concluded, resume_advice
+from tasks.failures import concluded
 from tasks.flow_run import FLOW, name_flow_run
 
 
@@ -40,7 +41,7 @@ class Swept(NamedTuple):
 @flow(name="compare", **FLOW)
 @concluded
 @settings
-def compare(config: Config) -> dict[str, Any]:
+def compare(config: Config) -> State[dict[str, Any]]:
     """Run a sweep, if one is given, then compare its runs and those that are named.
 
     Finished runs of the sweep are reused, and an interrupted one is resumed. A run that fails does
@@ -57,16 +58,18 @@ def compare(config: Config) -> dict[str, Any]:
     if not folders:
         raise StageError("; ".join(failures))
     comparison, files = compare_runs(folders, failures, comparisons_dir(config))
-    name_flow_run(files.html.parent.name)
+    name = files.html.parent.name
+    name_flow_run(name, f"comparison:{name}")
     show(comparison, files)
     if failures:
         names = ", ".join(each.name for each in swept if each.failure)
-        failed = StageError(
+        raise StageError(
             f"{len(failures)} of {len(swept)} runs failed: {names}; {files.markdown} says why"
         )
-        failed.advice = resume_advice()
-        raise failed
-    return {"markdown": str(files.markdown), "html": str(files.html)}
+    message = f"{len(folders)} runs compared · {files.html}"
+    return Completed(
+        message=message, data={"markdown": str(files.markdown), "html": str(files.html)}
+    )
 
 
 def _run_sweep(config: Config) -> Iterator[Swept]:
@@ -79,8 +82,7 @@ def _run_sweep(config: Config) -> Iterator[Swept]:
         log.info("Run %d of %d: %s", number, len(runs), name)
         # Prefect gives a finished part its first name again when the whole is retried.
         named = swept_run.with_options(flow_run_name=f"{swept_run.name} {name}")
-        found = named(**parameters_of(ready, swept_run), return_state=True)
-        state = cast("State[dict[str, str]]", found)
+        state = named(**parameters_of(ready, swept_run), return_state=True)
         if state.is_completed():
             yield Swept(name, Path(state.result()["run_dir"]), "")
             continue
@@ -113,7 +115,7 @@ def _with_dataset(config: Config, datasets: dict[str, dict[str, Any]]) -> Config
 @flow(name="swept-run", **FLOW)
 @concluded
 @settings
-def swept_run(config: Config) -> dict[str, str]:
+def swept_run(config: Config) -> State[dict[str, str]]:
     """One run of a sweep, as by `pipeline`; a finished one with this evaluation is reused.
 
     Called for every run, since Prefect tells the parts of a flow run by their order when it is
@@ -125,4 +127,4 @@ def swept_run(config: Config) -> dict[str, str]:
         get_run_logger().info("Run %s is already finished", run_dir)
     else:
         complete_run(config)
-    return {"run_dir": str(run_dir)}
+    return Completed(message=outcome(run_dir), data={"run_dir": str(run_dir)})

@@ -67,10 +67,13 @@ def _schema_at(key: str) -> Tree:
     return _without(typed, "title", "description")
 
 
-def _parameter(title: str, description: str, schema: Tree) -> Any:
-    """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect."""
+def _parameter(title: str, description: str, schema: Tree, key: str | None = None) -> Any:
+    """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect.
+
+    By `key`, the setting that it stands for, messages on failures find its title.
+    """
     # Without the extra, Prefect takes the parameter's name as the title.
-    extra: JsonDict = {"title": title, "description": description}
+    extra: JsonDict = {"title": title, "description": description, "key": key}
     return Annotated[Any, WithJsonSchema(schema), Field(json_schema_extra=extra)]
 
 
@@ -88,7 +91,8 @@ def _annotations(names: Iterable[str]) -> dict[str, Any]:
     }
     for name in names:
         setting = SETTINGS[name]
-        annotations[name] = _parameter(setting.title, setting.description, _schema_at(setting.key))
+        schema = _schema_at(setting.key)
+        annotations[name] = _parameter(setting.title, setting.description, schema, setting.key)
     return annotations | {
         "advanced": _parameter(
             "Advanced",

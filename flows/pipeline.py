@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from flows.elsewhere import (
     check_elsewhere,
@@ -18,13 +19,11 @@ from flows.elsewhere import (
 from flows.evaluate import evaluate_run, evaluate_visited, with_losses
 from flows.form import form, settings
 from flows.preprocess import prepare_dataset
-from flows.train import prepare_weights, trained_run
+from flows.train import outcome, prepare_weights, trained_run
 from infini_model.config import Config
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.runs import (
-    REPORT,
-    REPORT_PAGE,
     dataset_here,
     find_run,
     is_started,
@@ -45,12 +44,15 @@ def pipeline(config: Config) -> State[dict[str, Any]]:
     """Download, shard, train and evaluate; an interrupted run is resumed.
 
     Returns the report's path with the losses and perplexities of the splits, unless the evaluation
-    is elsewhere. With several machines, only the first one writes the report.
+    is elsewhere. With several machines only the first one writes the report; the others return the
+    run folder.
     """
     result = complete_run(config)
+    if "report" not in result:
+        message = f"{outcome(Path(result['run_dir']))} · the first machine writes the report"
+        return Completed(message=message, data=result)
     done = with_losses(result)
-    if config.launch.node_rank == 0:
-        end_predecessors(Path(result["report"]).parent, str(done.message))
+    end_predecessors(Path(result["report"]).parent, str(done.message))
     return done
 
 
@@ -79,7 +81,7 @@ def _trained_here(config: Config) -> dict[str, Any]:
         dataset = make_dataset(pinned if run_dir is None else _from_source(pinned, run_dir))
     with trained_run(config, dataset, weights, owner, adopt=adopt) as run_dir:
         if config.launch.node_rank > 0:
-            return {"report": str(run_dir / REPORT), "html": str(run_dir / REPORT_PAGE)}
+            return {"run_dir": str(run_dir)}
         if "evaluate" not in config.deployments:
             return evaluate_run(config, Path(dataset["folder"]), run_dir)
     return evaluate_elsewhere(config, dataset, run_dir)

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
+from prefect.states import Completed
 
 from flows.form import form, settings
 from infini_model.config import Config
 from infini_model.runtime.claims import claim_run, run_to_resume
 from infini_model.runtime.holders import Owner
+from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import is_finished
 from infini_model.runtime.stored.conditions import check_stores
 from infini_model.runtime.stored.working_copy import has_checkpoint, refresh_runs
@@ -124,12 +128,10 @@ def _train(
         log.info("Run %s is already finished", run_dir)
         return
     if is_trained(run_dir):
-        log.info(
-            "Run %s is already trained; infini resume %s evaluates it, and another run.name or "
-            "run.seed trains anew",
-            run_dir,
-            run_dir.name,
-        )
+        # All other flows go on to evaluate it.
+        is_end = flow_run.get_flow_name() == train.name
+        advice = f"; infini resume {run_dir.name} evaluates it, and another run.name or run.seed"
+        log.info("Run %s is already trained%s", run_dir, f"{advice} trains anew" if is_end else "")
     else:
         log.info("Training in %s", run_dir)
     if weights is not None:
@@ -140,11 +142,21 @@ def _train(
     perform(train_model, config.stages.train, config, str(dataset_dir), str(run_dir))
 
 
+def outcome(run_dir: Path) -> str:
+    """What came out of a training, in short; of several machines only the first one has losses."""
+    newest, said = read_newest(run_dir, "step", "validation/loss"), [f"run {run_dir.name}"]
+    if "step" in newest:
+        said.append(f"{newest['step']:,.0f} steps")
+    if "validation/loss" in newest:
+        said.append(f"validation loss {newest['validation/loss']:.3f}")
+    return " · ".join(said)
+
+
 @form
 @flow(name="train", **FLOW)
 @concluded
 @settings
-def train(config: Config) -> dict[str, str]:
+def train(config: Config) -> State[dict[str, str]]:
     """Train on the dataset in `data.folder`, or the newest one. Returns the run folder."""
     refresh_runs(config.run.runs_dir, config.run.store)
     check_stores(config.run, builds_dataset=False)
@@ -152,4 +164,4 @@ def train(config: Config) -> dict[str, str]:
     weights = prepare_weights(config, owner, adopt=adopt)
     dataset = perform(plan_dataset, config.stages.shard, config, None)
     with trained_run(config, dataset, weights, owner, adopt=adopt) as run_dir:
-        return {"run_dir": str(run_dir)}
+        return Completed(message=outcome(run_dir), data={"run_dir": str(run_dir)})

@@ -35,7 +35,6 @@ from prefect.utilities.urls import url_for
 from infini_model.runtime.errors import ConfigError, StageError
 from infini_model.runtime.processes import deferred_signals
 from tasks.control import POLL_SECONDS, Stop, stopped_with_flow_run
-from tasks.failures import resume_advice
 
 # A training saves a checkpoint first, which takes up to a minute.
 END_SECONDS = 90.0
@@ -182,10 +181,7 @@ class Elsewhere:
 
     def _failure(self, flow_run: FlowRun, state: State) -> StageError:
         why = " ".join((state.message or "").split())
-        error = StageError(f"{self.key}: {describe(flow_run)} is {state.name}: {why}")
-        advice = resume_advice()
-        error.advice = "" if advice in why else advice
-        return error
+        return StageError(f"{self.key}: {describe(flow_run)} is {state.name}: {why}")
 
     @contextlib.contextmanager
     def _ended_with_command(self) -> Iterator[None]:

@@ -74,7 +74,7 @@ def end_predecessors(run_dir: Path, outcome: str) -> None:
         return
     with harmless("end of earlier flow runs"), get_client(sync_client=True) as client:
         name = client.read_flow_run(UUID(owner.id)).name
-        done: State = Completed(message=f"{outcome}; finished by flow run {name} ({owner.url})")
+        done: State = Completed(message=f"{outcome}; finished by flow run {name}")
         for number in former:
             with contextlib.suppress(ObjectNotFound):  # deleted, or of another server
                 earlier = client.read_flow_run(UUID(number))

@@ -7,11 +7,16 @@ and the caller of the flow raise the exception in that state again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import os
+import re
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect.artifacts import MarkdownArtifact
@@ -21,7 +26,13 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Failed
 
+from infini_model.config import Config
+from infini_model.data.manifest import read_manifest
 from infini_model.runtime.errors import StageError, UserError
+from infini_model.training.launch.failures import OutOfMemory, TrainingFailure
+from infini_model.training.run_status import saved_step
+from infini_model.training.sizing.fitting import SMALLER, Machine, lighter
+from infini_model.training.sizing.shape import UnknownShapeError, known_shape, with_vocabulary
 from tasks import artifacts
 from tasks.flow_run import library_logged
 
@@ -39,6 +50,12 @@ ECHOES = (
     "Task run was aborted",
 )
 RETRY = "Task run failed with %s: %r - Retry %s/%s will start %s"
+# Attempts in a row that end by SIGKILL before it is taken for the kernel's, which says so only to
+# those who may read its log.
+KILLS = 3
+# What a message says that needs no advice on how to resume.
+RESUMES = re.compile(r"\bRetry resumes|\bsame command resumes")
+SETTING = re.compile(r"\b[a-z]\w*(\.[a-z]\w*)+\b")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,9 +77,14 @@ class _WithoutEchoes(logging.Filter):
                 return False
             self._logged = error
         if record.msg == RETRY and isinstance(record.args, tuple):
-            _, failure, *rest = record.args
-            message = failure.message if isinstance(failure, State) else failure
-            record.msg, record.args = "%s; retry %s of %s starts %s", (message, *rest)
+            _, failure, number, retries, when = record.args
+            cause = failure.data if isinstance(failure, State) else failure
+            message = _happened(cause) if isinstance(cause, Exception) else failure
+            # Such as "1.93 second(s) from now", or "immediately".
+            delay, is_later, _ = str(when).partition(" second")
+            start = f"in {math.ceil(float(delay))} s" if is_later else delay
+            record.msg = "%s; retry %s of %s %s"
+            record.args = (message, number, retries, start)
         return not record.getMessage().startswith(ECHOES)
 
 
@@ -76,9 +98,81 @@ _install(_WithoutEchoes())
 
 def reason(error: BaseException) -> str:
     """Why a run failed and how to resume it, in one line."""
+    advice = _advice(error)
+    return "; ".join(filter(None, [_happened(error), advice]))
+
+
+def _happened(error: BaseException) -> str:
+    """Why a run failed and what is left of it: the message, and the notes that it does not have."""
     message = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
-    advice = error.advice if isinstance(error, StageError) else ""
-    return "; ".join(filter(None, [" ".join(message.split()), advice]))
+    parts = [" ".join(message.split())]
+    parts += [note for note in getattr(error, "__notes__", ()) if note not in message]
+    return _in_words_of_the_form("; ".join(parts))
+
+
+def _advice(error: BaseException) -> str:
+    """How to resume what failed through no fault of the user's; empty if that does not help."""
+    is_final = isinstance(error, TrainingFailure) and error.is_final
+    if not isinstance(error, StageError) or is_final or RESUMES.search(_happened(error)):
+        return ""
+    return resume_advice()
+
+
+def _in_words_of_the_form(message: str) -> str:
+    """A message in which fields of the form have the place of their keys, if there is a form."""
+    context = FlowRunContext.get()
+    if not _is_retried_in_ui() or context is None or context.flow is None:
+        return message
+    fields = context.flow.parameters.properties.values()
+    titles = {field["key"]: field["title"] for field in fields if field.get("key")}
+    return SETTING.sub(lambda found: titles.get(found[0], found[0]), message)
+
+
+def _is_retried_in_ui() -> bool:
+    """Whether a flow run is retried in the UI: a worker has started it, and not a command.
+
+    Where there is no flow run, it is `infini serve` that speaks of one.
+    """
+    return FlowRunContext.get() is None or "PREFECT__FLOW_RUN_ID" in os.environ
+
+
+def note_training(
+    error: Exception, config: Config, dataset_dir: Path, run_dir: Path, lines: Sequence[str]
+) -> None:
+    """Note on the error that ended a training what its message does not say.
+
+    That is the newest checkpoint, and what needs less memory if it ran out of that, or if it was
+    killed so often that it probably did; of a failure also the last `lines` of its log.
+    """
+    if isinstance(error, StageError):
+        error.last_lines = list(lines)
+    if isinstance(error, TrainingFailure):
+        if is_killed := error.message.endswith("SIGKILL") and error.times >= KILLS:
+            error.add_note(f"{error.times} times in a row, so probably out of memory")
+        if is_killed or (isinstance(error, OutOfMemory) and error.is_final):
+            in_main_memory = "killed" in error.message
+            error.add_note(_lighter(config, dataset_dir, in_main_memory=in_main_memory))
+    if note := saved_note(run_dir):
+        error.add_note(note)
+
+
+def saved_note(run_dir: Path) -> str:
+    """The newest checkpoint of a run, for a message."""
+    step = saved_step(run_dir)
+    return "" if step is None else f"step {step} is saved"
+
+
+def _lighter(config: Config, dataset_dir: Path, *, in_main_memory: bool) -> str:
+    """What needs less memory on this machine."""
+    if config.launch.launcher == "ray":
+        return SMALLER
+    with contextlib.suppress(UnknownShapeError, UserError):
+        machine = Machine.of(config)
+        if in_main_memory and machine.device == "cuda":
+            return "end other programs on the machine, or give it more main memory"
+        size = read_manifest(dataset_dir).tokenizer.vocab_size
+        return lighter(known_shape(with_vocabulary(config, size, dataset_dir)), machine)
+    return SMALLER
 
 
 def _failed(error: Exception) -> State[Any]:
@@ -117,6 +211,8 @@ def concluded(function: Callable[P, R]) -> Callable[P, R]:
         except EXPECTED as error:
             get_run_logger().error(reason(error), extra={"is_reason": True})
             artifacts.show(KEY, _explanation(error))
+            if advice := _advice(error):
+                error.add_note(advice)  # for the last line of a command
             return cast("R", _failed(error))
         except Exception as error:
             artifacts.show(KEY, _explanation(error))
@@ -145,9 +241,7 @@ def send_logs() -> None:
 
 def resume_advice() -> str:
     """How the user resumes a failed run."""
-    context = FlowRunContext.get()
-    deployed = context and context.flow_run and context.flow_run.deployment_id
-    return "Retry resumes" if deployed else "the same command resumes"
+    return "Retry resumes" if _is_retried_in_ui() else "the same command resumes"
 
 
 def _explanation(error: Exception) -> MarkdownArtifact:
@@ -159,18 +253,27 @@ def _explanation(error: Exception) -> MarkdownArtifact:
 
 
 def _remedy(error: Exception) -> str:
+    is_in_ui = _is_retried_in_ui()
+    again = "Retry" if is_in_ui else "run the same command again"
     if isinstance(error, UserError):
+        advanced = " (a name with a dot is a key of the field Advanced)" if is_in_ui else ""
         return (
-            "Fix the problem named above. If it is a setting, start a new run with it; if it is a "
-            "file, a disk or a device, Retry. Finished work is reused."
+            f"Fix the problem named above. If it is a setting, start a new run with it{advanced}; "
+            f"if it is a file, a disk or a device, {again}. Finished work is reused."
         )
     if isinstance(error, ConnectionError):
-        return "Check the address and the network, then Retry. Finished work is reused."
+        return f"Check the address and the network, then {again}. Finished work is reused."
     if isinstance(error, TimeoutError):
-        return "Increase the timeout of the stage (`stages`), or Retry. Finished work is reused."
-    if isinstance(error, StageError) and error.advice:
-        return f"{error.advice[0].upper()}{error.advice[1:]}."
-    return "Retry. If it fails again, report it with the lines below."
+        return f"Increase the timeout of the stage (`stages`), or {again}. Finished work is reused."
+    if isinstance(error, TrainingFailure) and error.is_final:
+        resume = "name it in Resume" if is_in_ui else "infini resume"
+        return (
+            "The same settings would fail again. Start a new run with others, or resume this one "
+            f"({resume}) with others of `launch`, which do not affect the weights."
+        )
+    if advice := _advice(error):
+        return f"{advice[0].upper()}{advice[1:]}."
+    return f"{again[0].upper()}{again[1:]}. If it fails again, report it with the lines below."
 
 
 def _last_lines(error: Exception) -> list[str]:

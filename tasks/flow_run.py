@@ -6,24 +6,49 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from coolname import data
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
+from prefect.states import Running
 
 from infini_model.runtime.holders import Owner
 from tasks.artifacts import harmless
 
 LEVEL = re.compile(r"\bGPU\d+:([A-Z]+) \| ")
+# What the form fills in as Run Name, such as theta12-orionis or beta-lyrae-void: a Greek letter and
+# one or two names.
+FORM_NAME = re.compile(
+    r"(alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|omicron|pi|rho|"
+    r"sigma|tau|upsilon|phi|chi|psi|omega)\d*-[a-z]+(-[a-z]+){0,2}"
+)
+# Of these Prefect's server makes the names that nobody gave, such as bronze-puma.
+LISTS: dict[str, Any] = dict(data.config)
+WORDS = frozenset(word for part in LISTS.values() for word in part.get("words", ()))
+
+
+def _is_generated(name: str) -> bool:
+    first, _, second = name.partition("-")
+    return FORM_NAME.fullmatch(name) is not None or {first, second} <= WORDS
 
 
 def first_name() -> str:
-    """Name a flow run after its flow and preset, until its folder is known."""
+    """Name a flow run after its flow and preset, until its folder is known.
+
+    A name that somebody typed stays, and so does that of an earlier attempt.
+    """
+    name = flow_run.get_name()
+    return name if name and not _is_generated(name) else _own_name()
+
+
+def _own_name() -> str:
     preset = flow_run.get_parameters().get("preset") or "custom"
     return f"{flow_run.get_flow_name()} {preset}"
 
@@ -39,18 +64,62 @@ FLOW: dict[str, Any] = {
 def name_flow_run(folder: str, *tags: str) -> None:
     """Rename the flow run after its flow and the folder it works in, and add tags.
 
-    A tag `kind:name` replaces one of its kind, which an earlier attempt may have left.
+    A name that somebody typed stays. A tag `kind:name` replaces one of its kind, which an earlier
+    attempt may have left.
     """
     context = FlowRunContext.get()
     if context is None or context.flow is None or context.flow_run is None:
         return
-    name = f"{context.flow.name} {folder}"
+    flow = context.flow.name
     with harmless("name of the run"):
         client = get_client(sync_client=True)
-        known = client.read_flow_run(context.flow_run.id).tags
+        known = client.read_flow_run(context.flow_run.id)
         kinds = {_kind(tag) for tag in tags}
-        others = {tag for tag in known if _kind(tag) not in kinds}
+        others = {tag for tag in known.tags if _kind(tag) not in kinds}
+        values = (tag.partition(":")[2] for tag in known.tags)
+        earlier = tuple(f"{flow} {value}" for value in values if value)
+        is_own = known.name == _own_name() or known.name.startswith(earlier)
+        name = f"{flow} {folder}" if is_own else known.name
         client.update_flow_run(context.flow_run.id, name=name, tags=sorted({*others, *tags}))
+
+
+def attempt() -> str:
+    """What tells the tasks of a flow run that was retried from those before, such as " attempt 2".
+
+    Prefect's count of runs would count as well how often it has waited.
+    """
+    number = 1
+    if flow_run.get_run_count() > 1 and (context := FlowRunContext.get()) and context.flow_run:
+        with harmless("number of the attempt"):
+            states = get_client(sync_client=True).read_flow_run_states(context.flow_run.id)
+            number += sum(state.name == "AwaitingRetry" for state in states)
+    return f" attempt {number}" if number > 1 else ""
+
+
+class Waiting:
+    """Shows in the state of the flow run that its training waits for a device, and for whom.
+
+    It remains Running by its type, as the stage must be to go on.
+    """
+
+    def __init__(self, note: Path) -> None:
+        """`note` is the file that says it, while it is so."""
+        self._note, self._shown = note, ""
+
+    def update(self) -> None:
+        """Show what has changed. Raises what Prefect's client raises."""
+        said, context = "", FlowRunContext.get()
+        with contextlib.suppress(FileNotFoundError):
+            said = self._note.read_text(encoding="utf-8")
+        if said == self._shown or context is None or context.flow_run is None:
+            return
+        client, number = get_client(sync_client=True), context.flow_run.id
+        state = client.read_flow_run(number).state
+        # It may have been suspended or cancelled meanwhile.
+        if state is not None and state.is_running():
+            now: State = Running(name="Waiting", message=said) if said else Running()
+            client.set_flow_run_state(number, now)
+        self._shown = said
 
 
 def tagged(flow_run: FlowRun, kind: str) -> str | None:

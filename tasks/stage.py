@@ -25,7 +25,7 @@ from infini_model.runtime.processes import ProcessTimeoutError, run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
 from infini_model.training.launch.failures import TrainingFailure
 from tasks.control import stopped_with_flow_run
-from tasks.flow_run import log_line
+from tasks.flow_run import attempt, log_line
 from tasks.progress import Progress
 
 TAIL_LINES = 20
@@ -52,9 +52,9 @@ STAGE: dict[str, Any] = {
 
 
 def named_after_run() -> str:
-    """The name of a task run: the stage and its run folder."""
+    """The name of a task run: the stage, its run folder, and the attempt if it is not the first."""
     folder = Path(task_run.get_parameters()["run_dir"])
-    return f"{task_run.get_task_name()} {folder.name}"
+    return f"{task_run.get_task_name()} {folder.name}{attempt()}"
 
 
 def perform(task: Task[P, Any], stage: StageConfig, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -63,8 +63,11 @@ def perform(task: Task[P, Any], stage: StageConfig, *args: P.args, **kwargs: P.k
     The stage enforces its timeout itself: Prefect's would leave the children running. Raises what
     the stage failed with.
     """
+    name = task.task_run_name
     retried = task.with_options(
-        retries=stage.retries, retry_delay_seconds=exponential_backoff(stage.retry_delay_seconds)
+        task_run_name=name + attempt() if isinstance(name, str) else name,
+        retries=stage.retries,
+        retry_delay_seconds=exponential_backoff(stage.retry_delay_seconds),
     )
     return retried(*args, **kwargs, return_state=True).result()
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from prefect import task
 
 from infini_model.config import Config
-from infini_model.training.launch.failures import TrainingFailure
-from infini_model.training.run_status import saved_step
+from infini_model.training.launch.reservation import waiting_note
 from tasks import artifacts
 from tasks.artifacts import Updates
 from tasks.control import stopped_with_flow_run
-from tasks.failures import reported, resume_advice
-from tasks.flow_run import log_line
+from tasks.failures import EXPECTED, note_training, reported, saved_note
+from tasks.flow_run import Waiting, log_line
 from tasks.progress import Progress
 from tasks.stage import STAGE, TAIL_LINES, named_after_run
 from tasks.training_view import SECONDS, TrainingView
@@ -30,14 +29,16 @@ def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
     """
     folder = Path(run_dir)
     artifacts.show_folder("run-folder", folder, "Settings, logs, checkpoints and the trained model")
-    view = TrainingView(folder, config)
+    view, waiting = TrainingView(folder, config), Waiting(waiting_note(folder))
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     try:
-        with Updates("training table", view.update, SECONDS):
+        with (
+            Updates("state of the run", waiting.update, SECONDS),
+            Updates("training table", view.update, SECONDS),
+        ):
             _train(config, Path(dataset_dir), folder, tail)
-    except TrainingFailure as failure:
-        failure.advice = "; ".join(filter(None, [_saved(folder), _next(failure)]))
-        failure.last_lines = list(tail)
+    except EXPECTED as error:
+        note_training(error, config, Path(dataset_dir), folder, list(tail))
         raise
     return run_dir
 
@@ -51,7 +52,7 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -
 
     with (
         Progress("train", "steps", logged=False) as progress,
-        stopped_with_flow_run(lambda: _saved(run_dir)) as stop,
+        stopped_with_flow_run(lambda: saved_note(run_dir)) as stop,
     ):
         launch(
             config,
@@ -62,13 +63,3 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -
             on_progress=progress.show,
             stop=stop,
         )
-
-
-def _saved(run_dir: Path) -> str:
-    """The newest checkpoint, for a message."""
-    step = saved_step(run_dir)
-    return "" if step is None else f"step {step} is saved"
-
-
-def _next(failure: TrainingFailure) -> str:
-    return "" if failure.is_final else resume_advice()

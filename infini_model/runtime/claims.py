@@ -161,11 +161,14 @@ def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -
 def _check_claim(
     run_dir: Path, config: Config, dataset_key: str, weights: str | None, owner: Owner | None
 ) -> None:
-    """Raise `ConfigError` if the folder holds a different run or was taken over from this owner."""
+    """Raise `ConfigError` if the folder holds a different run or was taken over from this owner.
+
+    Raises `DataError` if its record is damaged.
+    """
+    record = read_record(run_dir)
     if not _is_same_run(run_dir, config, dataset_key, weights):
         other = difference(*identities(run_dir, config, weights))
         raise ConfigError(f"run.name: {run_dir} holds another run ({other})")
-    record = read_record(run_dir)
     if owner is not None and owner.id in record.get("former_owners", []):
         by, now = "a process without a flow run", record["owner"]
         if now is not None:

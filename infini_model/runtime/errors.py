@@ -69,8 +69,7 @@ class UnreachableError(ConnectionError):
 class StageError(RuntimeError):
     """A stage failed through no fault of the user's; a retry may succeed.
 
-    `last_lines` are the last lines of its output; `advice` is a short hint on how to resume.
+    `last_lines` are the last lines of its output.
     """
 
-    advice: str = ""
     last_lines: Sequence[str] = ()

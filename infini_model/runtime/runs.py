@@ -108,13 +108,16 @@ def latest_run(config: Config) -> Path:
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:
-    """Contents of `run.json`. Raises `DataError` if `run_dir` is not a run folder."""
+    """Contents of `run.json`. Raises `DataError` if there is none, or it is damaged."""
+    path = run_dir / "run.json"
     try:
-        record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
         raise DataError(f"{run_dir}: not a run folder (its run.json cannot be read)") from error
+    except ValueError as error:
+        raise DataError(f"{path}: is damaged") from error
     if not isinstance(record, dict) or "dataset" not in record:
-        raise DataError(f"{run_dir}: not a run folder (its run.json names no dataset)")
+        raise DataError(f"{path}: is damaged (it names no dataset)")
     return record
 
 

@@ -81,9 +81,8 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     counts the bytes of a download.
 
     Raises:
-        ConfigError: There is no such folder, the tokenizer has more tokens than the embedding or
-            gives other ids than that of the weights, or the model is bidirectional and the
-            objective causal.
+        ConfigError: There is no such folder, the tokenizer has more tokens than the embedding, or
+            the model is bidirectional and the objective causal.
         CheckpointError: It is no Llama or LLaDA, or a tensor is missing, misshapen or quantised.
         DataError: The hub has no such repository, revision or safetensors, or refuses them.
         UnreachableError: The hub does not answer.
@@ -123,23 +122,17 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
         model=model,
         tokenizer=None if own is None else _sample(own),
     )
-    # A dataset's tokenizer, or one that is trained for it, is compared when the training starts.
-    if config.data.folder is None and spec != "train":
-        _check_named_tokenizer(config, weights, own)
+    if spec == MODEL_SPEC and config.data.folder is None:
+        _check_own_tokenizer(weights, own)
     return weights
 
 
-def _check_named_tokenizer(config: Config, weights: InitialWeights, own: Tokenizer | None) -> None:
-    """Check `data.tokenizer.spec` against `own`, that of the weights, before a dataset is made."""
-    from infini_model.data.tokenizers.load import load_tokenizer
-
-    spec, entries = config.data.tokenizer.spec, weights.model.vocab_size or 0
+def _check_own_tokenizer(weights: InitialWeights, own: Tokenizer | None) -> None:
+    """Check that a dataset can be made with `own`, the tokenizer of the weights."""
+    entries = weights.model.vocab_size or 0
     if own is None:
-        if spec == MODEL_SPEC:
-            raise ConfigError(f"data.tokenizer.spec: model, but {weights.name} brings no tokenizer")
-    elif spec != MODEL_SPEC:
-        check_tokenizer(config, weights, load_tokenizer(spec), f"data.tokenizer.spec: {spec}")
-    elif own.vocab_size > entries:
+        raise ConfigError(f"data.tokenizer.spec: model, but {weights.name} brings no tokenizer")
+    if own.vocab_size > entries:
         raise ConfigError(
             f"data.tokenizer.spec: the tokenizer of {weights.name} has {own.vocab_size} tokens, "
             f"more than the {entries} of its embedding"

@@ -35,15 +35,18 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from serving import Server
 from stopping import Halt, is_pending
 
+from flows.pipeline import pipeline
+from flows.train import outcome
 from infini_model.config import load_config
-from infini_model.runtime.errors import ConfigError, StageError
+from infini_model.runtime.errors import ConfigError, StageError, UserError
 from infini_model.runtime.pictures import FOLDER
-from infini_model.runtime.storage import write_json
+from infini_model.runtime.storage import make_folder, write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
+from infini_model.training.launch.failures import Crashed
 from infini_model.training.run_status import saved_step
-from tasks import artifacts, elsewhere
+from tasks import artifacts, elsewhere, failures
 from tasks.elsewhere import Elsewhere, find_deployment
-from tasks.flow_run import dataset_before
+from tasks.flow_run import _is_generated, dataset_before
 from tasks.progress import Progress
 from tasks.training_view import mlflow_link
 
@@ -208,13 +211,13 @@ def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_a
     assert found["name"] == "pipeline quickstart-1"
     assert message.startswith("training failed: non-finite on rank 0: ")
     assert "gradient norm nan" in message
-    assert "a lower training.learning_rate" in message
+    assert "a lower Learning rate, more training.warmup_steps" in message
     assert log.count(message) == 1
     # The ranks' lines have their levels.
     errors = prefect.log_of(run, logging.ERROR)
     assert any(line.startswith("GPU0:ERROR | ") for line in errors)
     assert not any(line.startswith("GPU0:INFO | ") for line in errors)
-    assert len([line for line in log if "Resuming after: non-finite at step " in line]) == 2
+    assert len([line for line in log if "Resuming after: non-finite" in line]) == 2
     shown = prefect.artifacts(run)
     assert message in shown["failure"]
     assert "GPU0:ERROR" in shown["failure"]
@@ -288,28 +291,114 @@ def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_n
 
 
 STORY = """
-from prefect import flow
+from pathlib import Path
+from prefect import flow, task
+from infini_model.config import StageConfig
 from tasks.failures import concluded
-from tasks.flow_run import FLOW
+from tasks.flow_run import FLOW, Waiting, name_flow_run
+from tasks.stage import STAGE, perform
 
-@flow(**FLOW | {"flow_run_name": "story"})
+@task(name="wait", task_run_name="wait {note}", **STAGE)
+def wait(note):
+    waiting = Waiting(Path(note))
+    waiting.update()
+    Path(note).write_text("Waiting for the CPU, held by run-1")
+    waiting.update()
+    Path(note).unlink()
+    waiting.update()
+
+@flow(**FLOW)
 @concluded
-def story():
+def story(note):
+    name_flow_run("run-2", "run:run-2")
+    perform(wait, StageConfig(), note)
     raise KeyError("an unexpected error")
 """
 
 
-def test_an_unexpected_error_is_logged_with_its_traceback(
+NOTED = "training failed: crash: killed by SIGKILL; 3 times in a row, so probably out of memory; "
+
+
+def test_a_failure_of_a_training_says_what_is_saved_and_names_fields_of_the_form(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / "step-5").mkdir(parents=True)
+    shape = ["model.hidden_size=1024", "model.intermediate_size=4096"]
+    launch = ["launch.gpus=cpu", "launch.gradient_checkpointing=true", "training.batch_size=8"]
+    config = load_config(overrides=[*shape, *launch])
+
+    def said(error: Exception, times: int = 1) -> str:
+        if isinstance(error, Crashed):
+            error.times = times
+        with FlowRunContext.model_construct(flow=pipeline, flow_run=None):
+            failures.note_training(error, config, dataset, tmp_path, [])
+            return failures.reason(error)
+
+    assert said(UserError("/full: No space left")) == "/full: No space left; step 5 is saved"
+    killed = "killed by SIGKILL"
+    assert said(Crashed(killed), 2).endswith(
+        ": killed by SIGKILL; step 5 is saved; the same command resumes"
+    )
+    found = said(Crashed(killed), 3)
+    assert found.startswith(f"{NOTED}with training.batch_size=4 "), found
+    assert found.endswith("; step 5 is saved; the same command resumes")
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker's")
+    found = said(Crashed(killed), 3)
+    assert found.startswith(f"{NOTED}with Batch size=4 training.gradient_accumulation_steps=2 "), (
+        found
+    )
+    assert found.endswith("; step 5 is saved; Retry resumes")
+
+
+@pytest.mark.parametrize(
+    ("when", "told"), [("1.03 second(s) from now", "in 2 s"), ("immediately",) * 2]
+)
+def test_a_retry_is_announced_with_its_cause_and_no_advice(when: str, told: str) -> None:
+    state = failures._failed(Crashed("killed by SIGKILL"))
+    args = ("state", state, 1, 2, when)
+    record = logging.LogRecord("prefect.task_runs", logging.INFO, "", 1, failures.RETRY, args, None)
+    assert failures._WithoutEchoes().filter(record)
+    cause = "training failed: crash: killed by SIGKILL"
+    assert record.getMessage() == f"{cause}; retry 1 of 2 {told}"
+
+
+def test_what_came_out_of_a_training_is_told_in_short(tmp_path: Path) -> None:
+    run_dir = make_folder(tmp_path / "debug-1")
+    assert outcome(run_dir) == "run debug-1"  # a machine other than the first
+    lines = ('{"step": 1000, "validation/loss": 2.7291}', '{"step": 1200, "train/loss": 2.5}')
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert outcome(run_dir) == "run debug-1 · 1,200 steps · validation loss 2.729"
+
+
+@pytest.mark.parametrize("name", ["bronze-puma", "theta12-orionis", "beta-canum-venaticorum-void"])
+def test_names_that_nobody_typed_are_known(name: str) -> None:
+    assert _is_generated(name)
+    assert not _is_generated(f"{name} 2")
+    assert not _is_generated("my-documents")
+
+
+def test_waits_attempts_and_unexpected_errors_are_shown_under_the_name_that_was_typed(
     prefect: Server, start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "story.py").write_text(STORY)
-    run = create(prefect, "story.py:story")
+    run = create(prefect, "story.py:story", note=str(tmp_path / "note"))
     start(run, f"{tmp_path}/story.py:story").wait()
+    assert prefect.read(run)["name"] == "story run-2"
+    states = api(prefect.url, f"flow_run_states/?flow_run_id={run}", "GET")
+    told = {each["name"]: each["message"] for each in states if each["type"] == "RUNNING"}
+    assert told == {"Running": None, "Waiting": "Waiting for the CPU, held by run-1"}
     (traceback,) = [line for line in prefect.log_of(run) if "Traceback" in line]
     assert "KeyError: 'an unexpected error'" in traceback
     assert "KeyError: 'an unexpected error'" in prefect.artifacts(run)["failure"]
     (file,) = (tmp_path / "prefect-home" / "storage").iterdir()
     assert json.loads(file.read_text())["__exc_type__"] == "builtins.KeyError"
+
+    api(prefect.url, f"flow_runs/{run}", "PATCH", name="try 7")
+    prefect.retry(run)
+    start(run, f"{tmp_path}/story.py:story").wait()
+    assert prefect.read(run)["name"] == "try 7"
+    again = f"wait {tmp_path}/note attempt 2"
+    eventually(lambda: prefect.tasks(run)["wait"]["name"] == again, lambda: str(prefect.tasks(run)))
 
 
 def test_a_deployment_is_found_by_its_name_or_refused_in_one_line(prefect: Server) -> None:

@@ -33,7 +33,7 @@ TENSORS_SHOWN = 10
 SAVED_BYTES = 1 << 30
 REMEDIES = (
     "Try a lower training.learning_rate, more training.warmup_steps, a smaller "
-    "training.max_grad_norm, training.precision=fp32, or --preset stable"
+    "training.max_grad_norm, training.precision=fp32, or the preset stable"
 )
 KINDS = ("parameters", "gradients")
 

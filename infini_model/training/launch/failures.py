@@ -48,10 +48,12 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
         rank: The rank that failed first; None if that is not known.
         gpu: The physical number of its GPU; None on the CPU, or if that is not known.
         is_final: Whether a retry would not help; the launcher sets it.
+        times: How many attempts in a row have ended with this message; the launcher sets it.
     """
 
     kind: ClassVar[Kind] = "crash"
     is_final = False
+    times = 1
 
     def __init__(self, message: str, rank: int | None = None, gpu: int | None = None) -> None:
         super().__init__(message, rank, gpu)

@@ -8,6 +8,7 @@ timeout: resume from the newest checkpoint. User errors are not retried.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -70,10 +71,14 @@ class Recovery:
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:
         """The recovery once `failure` has happened, after `step` steps of the user's `config`.
 
-        Marks the failure as final if a retry would not help.
+        Marks the failure as final if a retry would not help, and counts it.
         """
         attempt = Attempt(failure.kind, failure.message, failure.rank, step, time.time())
         changed = replace(self, attempts=(*self.attempts, attempt))
+        alike = itertools.takewhile(
+            lambda each: each.message == failure.message, reversed(changed.attempts)
+        )
+        failure.times = len(list(alike))
         if isinstance(failure, OutOfMemory):
             micro_batch = config.training.batch_size // self.micro_batch_divisor
             failure.is_final = micro_batch == 1
@@ -87,11 +92,14 @@ class Recovery:
         return changed
 
     def describe(self, config: Config) -> str:
-        """One line on the last failure and the deviations from `config`; empty if none failed."""
+        """One line on the last failure and the deviations from `config`; empty if none failed.
+
+        The step from which the training resumes is told by the training itself.
+        """
         if not self.attempts:
             return ""
         last, now = self.attempts[-1], self.applied_to(config).training
-        parts = [f"Resuming after: {last.kind} at step {last.step + 1}"]
+        parts = [f"Resuming after: {last.kind}"]
         if self.micro_batch_divisor > 1:
             accumulation = f"gradient_accumulation_steps {now.gradient_accumulation_steps}"
             parts.append(f"batch_size {now.batch_size}, {accumulation}, the same global batch")
@@ -124,7 +132,7 @@ def read_recovery(run_dir: Path) -> Recovery:
 def record_failure(run_dir: Path, failure: TrainingFailure, config: Config) -> None:
     """Add `failure`, with the user's `config`, to `recovery.json`; only the first node writes.
 
-    Marks the failure as final if a retry would not help.
+    Marks the failure as final if a retry would not help, and counts it.
     """
     lines = read_metrics(run_dir)
     step = int(lines[-1]["step"]) if lines else 0

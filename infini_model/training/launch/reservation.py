@@ -113,7 +113,7 @@ def reserve(
 
 
 def waiting_note(run_dir: Path) -> Path:
-    """The file that says what a run waits for; it exists only while the run waits."""
+    """The file that says what a run waits for and who holds it; it exists while the run waits."""
     return run_dir / "logs" / "waiting"
 
 
@@ -132,11 +132,19 @@ def _wait_for(
                 return taken
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + REPEAT_SECONDS
-                line = f"Waiting for {demand}: {'; '.join(others)}"
+                runs = dict.fromkeys(
+                    Path(other.run).name or str(other) for other in others.values()
+                )
                 make_folder(note.parent)
                 with named_os_errors(note):
-                    note.write_text(line, encoding="utf-8")
-                on_line(line)
+                    note.write_text(
+                        f"Waiting for {demand}, held by {', '.join(runs)}", encoding="utf-8"
+                    )
+                held = [
+                    f"{label} is held by {other}, which trains {other.run}"
+                    for label, other in others.items()
+                ]
+                on_line(f"Waiting for {demand}: {'; '.join(held)}")
             if reason := stop():
                 raise reason
             time.sleep(POLL_SECONDS)
@@ -145,9 +153,11 @@ def _wait_for(
             note.unlink()
 
 
-def _try_to_take(demand: _Demand, stack: contextlib.ExitStack) -> tuple[list[_Slot], list[str]]:
-    """Acquire all needed slots, released by `stack`; otherwise none, and say who holds them."""
-    taken, others = [], []
+def _try_to_take(
+    demand: _Demand, stack: contextlib.ExitStack
+) -> tuple[list[_Slot], dict[str, Holder]]:
+    """Acquire all needed slots, released by `stack`; otherwise none, and say who holds which."""
+    taken, others = [], dict[str, Holder]()
     # One training at a time: two that need each other's devices could both fail forever.
     with lock(demand.folder / ".lock"), contextlib.ExitStack() as held:
         for slot in demand.slots:
@@ -159,8 +169,8 @@ def _try_to_take(demand: _Demand, stack: contextlib.ExitStack) -> tuple[list[_Sl
                 if demand.shares and other.run == demand.holder.run:
                     taken.append(slot)
                 else:
-                    others.append(f"{slot.label} is held by {other}, which trains {other.run}")
+                    others[slot.label] = other
             if len(taken) == demand.needed:
                 stack.enter_context(held.pop_all())
-                return taken, []
+                return taken, {}
     return [], others

@@ -29,6 +29,7 @@ CONTEXT = GIB // 2
 MARGIN = 0.1
 # GPUs that a remedy may ask for.
 GPU_COUNTS = tuple(2**power for power in range(1, 11))
+SMALLER = "a smaller model or packing.context_length needs less"
 
 Change = Mapping[str, Any]
 
@@ -107,7 +108,7 @@ def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = Fals
     if need.exceeds(machine) and not config.launch.force:
         raise ConfigError(
             f"{shortage(need, machine)}; {remedy(config, machine, is_pretrained=is_pretrained)}; "
-            "--force (launch.force=true) runs it all the same"
+            "launch.force=true runs it all the same"
         )
     return need
 
@@ -140,11 +141,11 @@ def remedy(config: Config, machine: Machine, *, is_pretrained: bool = False) -> 
     adapted = _adapted(config, machine) if is_pretrained else ""
     for machines in (machine, *_with_more_gpus(machine)):
         if (change := _fitting(config, machines)) is not None:
-            words = _typed(change)
+            words = _words(change)
             if machines == machine:
                 return f"{words} would fit"
             return f"{words or 'the same'} on {machines.processes} such GPUs would fit{adapted}"
-    return f"no setting makes it fit; a smaller model or packing.context_length needs less{adapted}"
+    return f"no setting makes it fit; {SMALLER}{adapted}"
 
 
 def _adapted(config: Config, machine: Machine) -> str:
@@ -155,7 +156,7 @@ def _adapted(config: Config, machine: Machine) -> str:
     change = _fitting(changed(config, lora), machine)
     if change is None:
         return ""
-    return f", or here {_typed({**lora, **change})}, which freezes the pretrained weights"
+    return f", or here {_words({**lora, **change})}, which freezes the pretrained weights"
 
 
 def _fitting(config: Config, machine: Machine) -> Change | None:
@@ -166,8 +167,18 @@ def _fitting(config: Config, machine: Machine) -> Change | None:
     return None
 
 
-def _typed(change: Change) -> str:
-    return " ".join(f"{key}={_shown(value)}" for key, value in change.items())
+def lighter(config: Config, machine: Machine) -> str:
+    """The cheapest settings of the same training that need clearly less memory, in words."""
+
+    def need(change: Change) -> int:
+        found = Need.of(changed(config, change), machine)
+        return found.gpu or found.main
+
+    now = need({})
+    for change in _changes(config, machine):
+        if need(change) < (1.0 - MARGIN) * now:
+            return f"with {_words(change)} it needs {gib(need(change))} GiB, not {gib(now)}"
+    return SMALLER
 
 
 def _with_more_gpus(machine: Machine) -> Iterator[Machine]:
@@ -205,6 +216,10 @@ def changed(config: Config, change: Change) -> Config:
         part = getattr(config, section).model_copy(update={name: value})
         config = config.model_copy(update={section: part})
     return config
+
+
+def _words(change: Change) -> str:
+    return " ".join(f"{key}={_shown(value)}" for key, value in change.items())
 
 
 def _shown(value: object) -> str:

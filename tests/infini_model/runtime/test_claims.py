@@ -224,6 +224,10 @@ def test_a_run_is_resumed_with_its_own_settings_and_dataset(tmp_path: Path) -> N
     for read in (resume_config, read_run_config, dataset_of):
         with pytest.raises(DataError, match="not a run folder"):
             read(begun)
+    (run_dir / "run.json").write_text('{"dataset": ')
+    for read_again in (lambda: dataset_of(run_dir), lambda: claim(config)):
+        with pytest.raises(DataError, match=rf"^{run_dir}/run\.json: is damaged$"):
+            read_again()
 
 
 def test_the_datasets_folder_of_another_machine_becomes_that_of_this_one(

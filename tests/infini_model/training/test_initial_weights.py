@@ -28,6 +28,7 @@ from infini_model.config import dump_config, validate
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.evaluation.subject import Subject
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.claims import claim_run
@@ -37,6 +38,7 @@ from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read
 from infini_model.training.checkpoints.loading import load_model
 from infini_model.training.initial_weights import (
     InitialWeights,
+    check_tokenizer,
     find_initial_weights,
     read_initial_weights,
     record_initial_weights,
@@ -150,20 +152,19 @@ def test_weights_are_trained_on_no_ids_of_another_tokenizer(make_config, dataset
 
     train_tokenizer([["a text"]], 270).save(llama)
     refused = r": its tokenizer \(\w{12}\) gives other ids than that of .*/llama \(\w{12}\); data\."
-    with pytest.raises(ConfigError, match=f"^data.tokenizer.spec: bytes{refused}"):
-        find_initial_weights(config)
-    later = validate(config.model_dump(mode="json") | {"data": {"folder": str(dataset)}})
     with pytest.raises(ConfigError, match=f"^{dataset}{refused}"):
-        train(later, dataset, recorded(later, tmp_path / "refused"))
+        train(config, dataset, recorded(config, tmp_path / "refused"))
     knowing = from_weights(make_config(training={"max_steps": 1}), llama, ignore_tokenizer=True)
     train(knowing, dataset, recorded(knowing, tmp_path / "knowing"))
 
     # Another file and fingerprint, but the same ids.
+    (tmp_path / "other").mkdir()
     tree = json.loads((llama / "tokenizer.json").read_text(encoding="utf-8"))
     tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 271, "content": "<|unused|>"})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
-    same = {"tokenizer": {"spec": str(tmp_path / "tokenizer.json")}}
-    find_initial_weights(validate(config.model_dump(mode="json") | {"data": same}))
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
+    other, weights = load_tokenizer(str(tmp_path / "other")), find_initial_weights(config)
+    assert other.fingerprint != weights.tokenizer.fingerprint
+    check_tokenizer(config, weights, other, "other")
 
 
 def too_many_tokens(folder):

@@ -51,11 +51,11 @@ def test_non_finite_numbers_are_retried_twice(make_config, skip):
 
 def test_other_failures_are_retried_unchanged(make_config):
     config, recovery = make_config(), Recovery()
-    for kind in (Crashed, Hung, Preempted, TimedOut):
+    for times, kind in enumerate((Crashed, Hung, Preempted, TimedOut), 1):
         failure = kind("gone")
         recovery = recovery.after(failure, config, step=3)
-        assert not failure.is_final
-        assert recovery.describe(config) == f"Resuming after: {kind.kind} at step 4"
+        assert (failure.is_final, failure.times) == (False, times)
+        assert recovery.describe(config) == f"Resuming after: {kind.kind}"
     assert recovery.applied_to(config) == config
 
 

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from prefect import task
 from prefect.artifacts import TableArtifact
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
+from prefect.runtime import task_run
 from prefect.states import Completed
 
 from infini_model.config import Config
 from infini_model.data.manifest import SPLITS, Manifest, read_manifest
 from tasks import artifacts
 from tasks.failures import reported
-from tasks.flow_run import dataset_before
+from tasks.flow_run import attempt, dataset_before
 from tasks.stage import STAGE, run_stage
 
 NEW_DATASET = "infini.dataset.ready"
 
 
-@task(name="plan", task_run_name="plan {config.data.name}", **STAGE)
+def _plan_name() -> str:
+    """The name of a task run: the dataset that is asked for, by its folder if that is given."""
+    data = task_run.get_parameters()["config"].data
+    asked = data.name if data.folder is None else PurePath(data.folder).name
+    return f"plan {asked}{attempt()}"
+
+
+@task(name="plan", task_run_name=_plan_name, **STAGE)
 @reported
 def plan_dataset(config: Config, listing: dict[str, Any] | None) -> dict[str, Any]:
     """Identify the requested dataset by its content key, and what of it stands.

@@ -117,12 +117,10 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in resumed.stderr + resumed.stdout
     assert f"Report: {run_dir}/report.md" in resumed.stdout.splitlines()
     assert is_finished(run_dir)
-    finisher = owner_of(run_dir)
-    assert finisher is not None
-    assert finisher != owner
+    assert owner_of(run_dir) not in (None, owner)
     # It was Crashed, and nobody is to resume it again.
     ended = api(connected["PREFECT_API_URL"], f"flow_runs/{owner.id}", "GET")["state"]
-    told_by = f"; finished by flow run pipeline run-1 ({finisher.url})"
+    told_by = "; finished by flow run pipeline run-1"
     assert (ended["type"], ended["message"][-len(told_by) :]) == ("COMPLETED", told_by)
     assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
 

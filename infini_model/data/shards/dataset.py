@@ -16,7 +16,7 @@ from pathlib import Path
 from infini_model.config import MEBIBYTE, DataConfig
 from infini_model.data.builds import Build, build_lock, listing_file, note_build
 from infini_model.data.keeping.datasets import Datasets, datasets_in, make_newest
-from infini_model.data.manifest import Manifest, TokenizerRecord
+from infini_model.data.manifest import SPLITS, Manifest, TokenizerRecord
 from infini_model.data.shards.engine import Engine, make_engine
 from infini_model.data.shards.folder import dataset_key, make_manifest
 from infini_model.data.shards.layout import Partition, divide
@@ -160,6 +160,15 @@ def build_dataset(
             )
             datasets.write(manifest, wanted.tokenizer)
         make_newest(datasets, name, previous)
+    for split in SPLITS:
+        if not manifest.splits[split].documents and getattr(config.splits, split):
+            log.warning(
+                "dataset %s: no document is in the %s split; more documents, or a larger "
+                "data.splits.%s, give it some",
+                name,
+                split,
+                split,
+            )
     return manifest
 
 

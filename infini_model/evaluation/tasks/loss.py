@@ -23,7 +23,11 @@ class Task(EvaluationTask):
         for split, score in scores.items():
             if score.loss is None or score.perplexity is None:
                 rows.append((split, "–", "–", "0", "0"))
-                notes.append(f"The {split} split is too small for one window and was not scored.")
+                notes.append(
+                    f"The {split} split is too small for one window and was not scored; more "
+                    f"documents, a larger `data.splits.{split}` or a smaller "
+                    "`packing.context_length` help."
+                )
                 continue
             metrics[f"evaluation/{split}_loss"] = score.loss
             metrics[f"evaluation/{split}_perplexity"] = score.perplexity

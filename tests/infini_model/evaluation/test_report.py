@@ -132,6 +132,7 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
     assert (result.tasks["sample"].details, result.metrics) == ({}, {})
     text = result.report.read_text()
     assert "The test split is too small for one window" in text
+    assert "a larger `data.splits.test` or" in text
     assert "no held-out document" in text
     assert "Curves" not in text
 

@@ -284,6 +284,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path, sever
     assert verify_dataset(build(several, tmp_path)[1])
 
 
+def test_a_split_without_documents_is_told_with_what_gives_it_some(tmp_path, caplog):
+    splits = {"train": 0.5, "validation": 0.5, "test": 0}
+    path = write_parquet(tmp_path / "a.parquet", make_texts(1))
+    manifest, _ = build(files_config(path, splits=splits), tmp_path)
+    (empty,) = [each for each in ("train", "validation") if not manifest.splits[each].documents]
+    (told,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert told.endswith(f"a larger data.splits.{empty}, give it some")
+
+
 @pytest.mark.parametrize("spec", ["bytes", "train"])
 def test_documents_larger_than_a_batch_a_shard_and_a_partition_stay_whole(
     tmp_path, monkeypatch, spec

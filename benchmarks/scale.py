@@ -34,11 +34,10 @@ from urllib.parse import parse_qs, urlsplit
 from benchmarks.report import Cell, publish, run, spread
 from infini_model.__main__ import OBJECTS_BETWEEN_COLLECTIONS
 from infini_model.config import MEBIBYTE, Config
-from infini_model.data.keeping.stored_datasets import StoredDatasets
+from infini_model.data.keeping.stored_datasets import LATEST, StoredDatasets
 from infini_model.data.manifest import (
     SPLITS,
     Shard,
-    latest_dataset,
     parse_record,
     read_record,
     write_record,
@@ -152,7 +151,7 @@ def plan(config: Config, listing: Listing, _folder: Path) -> Seconds:
 def train(config: Config, _listing: Listing, _folder: Path) -> Seconds:
     """Open the training split."""
     seconds: Seconds = {}
-    folder = latest_dataset(config.run.datasets_dir)
+    folder = (config.run.datasets_dir / LATEST).resolve()
     _timed(seconds, "open split", lambda: open_split(folder, "train"))
     return seconds
 

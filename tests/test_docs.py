@@ -272,7 +272,7 @@ def test_the_python_of_a_page_runs(page: Path, reader: Reader, debug: Path) -> N
         "models/first": str(RUN / "model"),
         "debug/step-12": str(debug),
         "http://127.0.0.1:5000": record["tracking_uri"],
-        "<run id>": record["run_id"],
+        "<run id>/quickstart-1": f"{record['run_id']}/{RUN.name}",
     }
     code = "\n".join(_blocks(page, "python"))
     for word, replacement in here.items():

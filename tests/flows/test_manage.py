@@ -188,9 +188,10 @@ def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"long-" * 8 + "name", "short"}
+    monkeypatch.setenv("PREFECT_UI_URL", f"http://{'x' * 99}")
     for name in names:
         config = configure(["debug"], overrides=[f"run.output_dir={output}", f"run.name={name}"])
-        with claim_run(config, "k1", Path("data"), owner=Owner("1", f"http://{'x' * 99}")):
+        with claim_run(config, "k1", Path("data"), owner=Owner("1")):
             pass
     manage.show_runs(config)
     title, *rows = capsys.readouterr().out.splitlines()

@@ -119,7 +119,7 @@ def test_a_retry_completes_the_dataset_and_a_run_without_changes_reuses_it(
 
     state = attempt()
     assert state["type"] == "FAILED"
-    assert state["message"].startswith("data.source.paths: '")
+    assert state["message"].startswith("Documents: '")
     assert "\n" not in state["message"]
     assert [line for line in prefect.log_of(run) if "matches no file" in line] == [state["message"]]
     assert state["message"] in prefect.artifacts(run)["failure"]

@@ -140,11 +140,11 @@ def test_a_training_from_the_form_is_retried_and_resumed_to_its_report_and_its_p
     prefect.page.reload()
     # After a reload the chart spans the whole run.
     expect(prefect.page.locator("main canvas")).to_be_visible()
-    prefect.open_artifact("report")
-    expect(prefect.page.get_by_role("heading", name="Scores").first).to_be_visible()
-    curves = prefect.page.get_by_role("img", name="Training and validation loss")
-    curves.scroll_into_view_if_needed()
-    expect(curves).not_to_have_js_property("naturalWidth", 0)
+    prefect.open_artifact("report", prefect.page.get_by_role("heading", name="Scores").first)
+    curves = prefect.page.get_by_role("img", name="Training and validation loss").first
+    # The page may put another element in its place at any time.
+    look = "img => { img.scrollIntoView(); return img.naturalWidth > 0 }"
+    eventually(lambda: bool(curves.evaluate(look)), "the curves")
 
     (address,) = re.findall(r"^MLflow +(http\S+)$", serving.running.output, re.MULTILINE)
     look_at_mlflow(prefect.page, address, run_dir.name, flow_run)

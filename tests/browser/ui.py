@@ -103,10 +103,16 @@ class Prefect:
 
         self.insist(sort, self.tab("Logs").get_by_text(text).first)
 
-    def open_artifact(self, key: str) -> None:
-        """The newest artifact of a key, from the run's *Artifacts*."""
+    def open_artifact(self, key: str, shown: Locator) -> None:
+        """The newest artifact of a key, from the run's *Artifacts*, until this of it is shown."""
         link = self.tab("Artifacts").get_by_role("link", name=re.compile(rf"\b{key}\b")).first
-        self.insist(lambda: self.open_tab("Artifacts"), link).click()
+
+        def follow() -> None:
+            if not link.is_visible():
+                self.open_tab("Artifacts")
+            link.click(timeout=REDRAWN_MS)
+
+        self.insist(follow, shown)
 
     def press(self, action: str, confirmed_by: str) -> None:
         """An action in the menu of a run, and the button of its confirmation dialog."""

@@ -136,11 +136,8 @@ def _correct(
 
 def _remedy(flow_run: FlowRun, run_dir: Path | None) -> str:
     """What continues a flow run; one without a deployment cannot be retried in the UI."""
-    if flow_run.deployment_id is not None:
-        return f"Retry{CONTINUES}"
-    return (
-        f"{'the same command' if run_dir is None else f'infini resume {run_dir.name}'}{CONTINUES}"
-    )
+    what = "the same command" if run_dir is None else f"infini resume {run_dir.name}"
+    return ("Retry" if flow_run.deployment_id is not None else what) + CONTINUES
 
 
 def _explanation(why: str, next_step: str, log: Path) -> str:

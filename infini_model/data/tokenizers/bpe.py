@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.data.sources.string_arrays import string_buffers
-from infini_model.data.tokenizers.tokenizer import Ragged, Texts, as_array, without_ends
+from infini_model.data.tokenizers.tokenizer import PROBE, Ragged, Texts, as_array, without_ends
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
@@ -37,18 +37,6 @@ LLAMA3_PATTERN = (
 END_BYTES, END_MARGIN = 1 << 12, 32
 # Texts that tell what a post-processor puts around every text.
 FRAMED = ("a", "Hello, world")
-# Text on which an implementation must give the ids of `tokenizers` before it is used.
-PROBE = (
-    "",
-    "a",
-    " ",
-    "\n\n  \n",
-    "Hello, world! It's 2024's 3.14159 we'LL\tsee…  \r\n\r\n  done ",
-    "naïve café — Ünïcödé, Ελλάδα, Москва, 日本語の文章。한국어 हिन्दी العربية",
-    "emoji 👩‍👩‍👧‍👦 🇩🇪 and e\u0301 combined, \u00a0\u2003\u3000spaces\u200b",
-    "def f(x):\n    return {'a': [1, 22, 333, 4444]}  # comment\n\n\n",
-    "control \x00\x01\x7f \ufeff \ufffd ſ 'ſ 'S",
-)
 
 
 class BPETokenizer:

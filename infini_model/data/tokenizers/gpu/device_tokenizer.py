@@ -31,7 +31,7 @@ import pyarrow as pa
 import torch
 
 from infini_model.data.sources.string_arrays import string_buffers
-from infini_model.data.tokenizers.bpe import PROBE, BPETokenizer
+from infini_model.data.tokenizers.bpe import BPETokenizer
 from infini_model.data.tokenizers.gpu.added_tokens import AddedTokens
 from infini_model.data.tokenizers.gpu.pretokens import PADDING, PreTokenizer, TextBytes
 from infini_model.data.tokenizers.gpu.ragged import starts_of
@@ -44,7 +44,7 @@ from infini_model.data.tokenizers.gpu.tokens import Tokens
 from infini_model.data.tokenizers.gpu.word_model import WordModel
 from infini_model.data.tokenizers.gpu.word_table import WordTable
 from infini_model.data.tokenizers.gpu.words import Words, values_of
-from infini_model.data.tokenizers.tokenizer import Ragged, Texts, Tokenizer, as_array
+from infini_model.data.tokenizers.tokenizer import PROBE, Ragged, Texts, Tokenizer, as_array
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer as Reference
 
 pytest.importorskip("triton", reason="triton is not installed: CPU builds of torch bring none")
 
-from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, PROBE, BPETokenizer
+from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, BPETokenizer
 from infini_model.data.tokenizers.gpu import device_tokenizer, pretokens, word_model, word_table
 from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer, put_on_device
 from infini_model.data.tokenizers.gpu.patterns import GPT2_PATTERN, PATTERNS
 from infini_model.data.tokenizers.gpu.pretokens import PADDING, PreTokenizer, TextBytes
 from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError
-from infini_model.data.tokenizers.tokenizer import ByteTokenizer
+from infini_model.data.tokenizers.tokenizer import PROBE, ByteTokenizer
 
 pytestmark = pytest.mark.cuda
 TEXTS = make_texts(60)

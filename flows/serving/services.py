@@ -66,7 +66,8 @@ def prefect_environment(config: Config) -> dict[str, str]:
     """Settings of a server with its records in the output folder, and of its clients.
 
     The lease store is on disk: leases in the server's memory would be lost on a restart, leaving
-    concurrency slots occupied.
+    concurrency slots occupied. No events of the past are sent to those who begin to listen: workers
+    take a cancellation of the last 15 minutes for one of the retry that they have just started.
     """
     home = prefect_dir(config)
     return {
@@ -76,6 +77,7 @@ def prefect_environment(config: Config) -> dict[str, str]:
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
             "prefect.server.concurrency.lease_storage.filesystem"
         ),
+        "PREFECT_SERVER_EVENTS_MAXIMUM_WEBSOCKET_BACKFILL": "PT0S",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_LOGGING_FORMATTERS_STANDARD_FLOW_RUN_FMT": (
             "%(asctime)s | %(flow_name)s | %(message)s"

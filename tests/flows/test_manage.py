@@ -1,5 +1,6 @@
 """`infini runs`, `resume`, `cancel` and `logs` on real runs, however they were started."""
 
+import asyncio
 import re
 import shutil
 import signal
@@ -25,6 +26,8 @@ from commands import (
 )
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
+from prefect.events.clients import PrefectEventSubscriber
+from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from stopping import Halt, is_pending
 
@@ -123,6 +126,32 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     told_by = "; finished by flow run pipeline run-1"
     assert (ended["type"], ended["message"][-len(told_by) :]) == ("COMPLETED", told_by)
     assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
+
+
+def test_a_worker_hears_of_no_cancellation_of_the_past(server: str) -> None:
+    """It would take it for one of the retry that it has just started."""
+    flow = api(server, "flows/", name="heard")["id"]
+    old, new = (api(server, "flow_runs/", flow_id=flow)["id"] for _ in range(2))
+    name = "prefect.flow-run.Cancelling"
+
+    def cancel(number: str) -> str:
+        api(server, f"flow_runs/{number}/set_state", state={"type": "CANCELLING"}, force=True)
+        return f"prefect.flow-run.{number}"
+
+    def recorded() -> set[str]:
+        found = api(server, "events/filter", filter={"event": {"name": [name]}})["events"]
+        return {event["resource"]["prefect.resource.id"] for event in found}
+
+    before = cancel(old)
+    eventually(lambda: before in recorded(), "the event")
+
+    async def first_heard() -> str | None:
+        wanted = EventFilter(event=EventNameFilter(name=[name]))
+        async with PrefectEventSubscriber(server, wanted) as heard:
+            await asyncio.to_thread(cancel, new)
+            return (await anext(heard)).resource.id
+
+    assert asyncio.run(first_heard()) == f"prefect.flow-run.{new}"
 
 
 def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(

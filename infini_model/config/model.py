@@ -63,6 +63,9 @@ BESIDE_INITIAL_WEIGHTS = frozenset(
     }
 )
 
+# Names, in config.json, a tokenizer that has no file; `transformers` preserves and ignores it.
+TOKENIZER_NAME = "infini_tokenizer"
+
 
 def _default_head_dim(fields: dict[str, Any]) -> int:
     return int(fields["hidden_size"] // fields["num_attention_heads"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from infini_model.config import Config, UnmaskingConfig
-from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_of
 from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
 from infini_model.model.generation.causal import stream
 from infini_model.model.generation.unmasking import DEFAULT, unmask
@@ -18,7 +18,6 @@ from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, dataset_of
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.checkpoints.loading import load_model
-from infini_model.training.initial_weights import tokenizer_of
 from infini_model.training.launch.devices import first_device
 
 CONTEXT = 8
@@ -38,7 +37,7 @@ def _model_dir(checkpoint: Path) -> Path:
 
 def _tokenizer_of(model_dir: Path) -> Tokenizer:
     """The tokenizer beside the model, or the one of its run's dataset."""
-    if (own := tokenizer_of(model_dir)) is not None:
+    if (own := tokenizer_of(model_dir, str(model_dir))) is not None:
         return own
     for folder in model_dir.resolve().parents:
         if (folder / "run.json").is_file():

@@ -89,6 +89,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
         UserError: The disk is full.
     """
     # Imported late, as torch takes seconds to load and flows only need the record.
+    from infini_model.data.tokenizers.load import tokenizer_of
     from infini_model.model.hf_checkpoint import is_adapter_folder
     from infini_model.model.llama import InfiniLlama
 
@@ -113,7 +114,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
         )
     spec = config.data.tokenizer.spec
     is_read = spec == MODEL_SPEC or not config.model.ignore_tokenizer
-    own = tokenizer_of(folder) if is_read else None
+    own = tokenizer_of(folder, name) if is_read else None
     weights = InitialWeights(
         name=name,
         commit=commit,
@@ -137,19 +138,6 @@ def _check_own_tokenizer(weights: InitialWeights, own: Tokenizer | None) -> None
             f"data.tokenizer.spec: the tokenizer of {weights.name} has {own.vocab_size} tokens, "
             f"more than the {entries} of its embedding"
         )
-
-
-def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """The tokenizer that a folder of weights brings, if any."""
-    from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
-    from infini_model.data.tokenizers.load import load_tokenizer
-    from infini_model.model.hf_checkpoint import CONFIG, read_tokenizer_name
-
-    if (folder / TOKENIZER_FILE).is_file():
-        return load_tokenizer(str(folder / TOKENIZER_FILE))
-    if (folder / CONFIG).is_file() and read_tokenizer_name(folder) == "bytes":
-        return load_tokenizer("bytes")
-    return None
 
 
 def _sample(tokenizer: Tokenizer) -> TokenizerSample:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from pathlib import Path
 
+from infini_model.config.model import TOKENIZER_NAME
 from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer, checked_gigatoken
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
@@ -17,7 +20,8 @@ log = logging.getLogger(__name__)
 def load_tokenizer(spec: str, device: str = "cpu") -> Tokenizer:
     """The tokenizer that `spec` names: `bytes`, a path to a `tokenizer.json`, or a hub name.
 
-    A hub name may end in `@revision`, and a path may be that of a folder with the file.
+    A hub name may end in `@revision`, and a path may be that of a folder with the file. Where
+    a folder or a model has none, its config.json may name `bytes`, as exports do.
 
     `device` is `cpu`, `auto` (also the CPU), `cuda` or `cuda:N`. A GPU gives a `DeviceTokenizer`,
     or the tokenizer on the CPU with a warning if it cannot run on a GPU, as that of bytes.
@@ -38,15 +42,30 @@ def _load(spec: str) -> Tokenizer:
     if spec == "model":
         raise DataError("tokenizer model: is that of model.initial_weights, which is not set")
     path = Path(spec).expanduser()
-    if path.is_dir():
-        path = path / TOKENIZER_FILE
-    if not path.is_file():
+    if path.is_file():
+        return _load_file(path, spec)
+    if not path.is_dir():
         if spec.endswith(".json") or spec.count("/") > 1 or spec.startswith((".", "/", "~")):
             raise DataError(f"{spec}: no such tokenizer file")
         from infini_model.data.sources.hub import fetch_tokenizer
 
         path = fetch_tokenizer(spec)
-    return _load_file(path, spec)
+    tokenizer = tokenizer_of(path, spec)
+    if tokenizer is None:
+        raise DataError(f"{spec}: has no {TOKENIZER_FILE}")
+    return tokenizer
+
+
+def tokenizer_of(folder: Path, spec: str) -> Tokenizer | None:
+    """The tokenizer that a folder of weights, which is named `spec`, brings, if any."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return _load_file(folder / TOKENIZER_FILE, spec)
+    # A config.json that is missing or damaged is for whoever reads the weights to tell.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if tree.get(TOKENIZER_NAME) == ByteTokenizer.spec:
+            return ByteTokenizer()
+    return None
 
 
 def check_device(device: str) -> None:

@@ -21,7 +21,6 @@ from infini_model.model.hf_checkpoint.config import (
     NO_TOKENS,
     TokenIds,
     read_config,
-    read_tokenizer_name,
 )
 from infini_model.model.hf_checkpoint.reading import check_tensors, read_tensors, weight_files
 from infini_model.model.hf_checkpoint.writing import (
@@ -47,7 +46,6 @@ __all__ = [
     "read_adapter_tensors",
     "read_config",
     "read_tensors",
-    "read_tokenizer_name",
     "refuse_other_files",
     "save_tensors",
     "weight_files",

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from infini_model.config import ModelConfig
+from infini_model.config.model import TOKENIZER_NAME
 from infini_model.model.hf_checkpoint.llada import (
     LLADA,
     LLADA_FIELDS,
@@ -41,8 +42,6 @@ _LLAMA_FIELDS = (
 )
 # Hugging Face's defaults of optional fields, where ours differ.
 _LLAMA_DEFAULTS: dict[str, object] = {"rms_norm_eps": 1e-6}
-# Names a tokenizer that has no file; `transformers` preserves and ignores it.
-TOKENIZER = "infini_tokenizer"
 _INFINI_FIELDS = ("segment_length", "memory", "memory_key_shift", "memory_query_shift")
 _LLAMA_REQUIRED: tuple[str, ...] = (
     "vocab_size",
@@ -151,15 +150,6 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
         raise CheckpointError(f"{path}: {key}: {first['msg']}") from error
 
 
-def read_tokenizer_name(folder: Path) -> str | None:
-    """The name in config.json of a tokenizer that has no file, None without one.
-
-    Raises `CheckpointError` if config.json is missing or damaged.
-    """
-    name = read_json(folder / CONFIG).get(TOKENIZER)
-    return name if isinstance(name, str) else None
-
-
 def read_tensor_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The model's tensor `names` by those that they have in the files of a folder.
 
@@ -175,7 +165,7 @@ def token_fields(tokens: TokenIds, model_type: object) -> dict[str, object]:
     fields: dict[str, object] = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos}
     if model_type == LLADA:
         fields["pad_token_id"] = tokens.eos
-    return fields if tokens.tokenizer is None else fields | {TOKENIZER: tokens.tokenizer}
+    return fields if tokens.tokenizer is None else fields | {TOKENIZER_NAME: tokens.tokenizer}
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> dict[str, object]:

@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
-from commands import run, stage
+from commands import dataset_of, run, stage
 from curves import curve
 from llamas import BESIDE, SEGMENT, from_weights, recorded, write_llama
 from local_hub import Repository, serve_hub
@@ -165,6 +165,23 @@ def test_weights_are_trained_on_no_ids_of_another_tokenizer(make_config, dataset
     other, weights = load_tokenizer(str(tmp_path / "other")), find_initial_weights(config)
     assert other.fingerprint != weights.tokenizer.fingerprint
     check_tokenizer(config, weights, other, "other")
+
+
+def of_texts(config, texts, spec):
+    """`config`, with a dataset of these texts that is to be made."""
+    data = {"source": {"paths": [str(texts / "*.txt")]}, "tokenizer": {"spec": spec}}
+    return validate(config.model_dump(mode="json") | {"data": data})
+
+
+def test_the_tokenizer_of_an_export_of_bytes_has_no_file(
+    make_config, dataset, text_files, tmp_path
+):
+    first = make_config(training={"max_steps": 1})
+    train(first, dataset, tmp_path / "first")
+    file, weights = tmp_path / "config.yaml", tmp_path / "first" / "model"
+    config = of_texts(from_weights(make_config(), weights), text_files, "model")
+    file.write_text(dump_config(find_initial_weights(config).pinned_in(config)))
+    assert read_manifest(dataset_of(file)).tokenizer.spec == "bytes"
 
 
 def too_many_tokens(folder):
@@ -333,9 +350,8 @@ def test_weights_on_the_hub_are_pinned_to_a_commit_that_tokenizer_and_adapter_na
     run_dir, file = tmp_path / "run", tmp_path / "config.yaml"
     files = {path.name: path.read_bytes() for path in llama.iterdir()}
     files["tokenizer.json"] = train_tokenizer([["a text"]], 258).text.encode()
-    data = {"source": {"paths": [str(text_files / "*.txt")]}, "tokenizer": {"spec": "model"}}
     config = adapting(make_config(training={"max_steps": 1}), "team/llama", LORA)
-    config = validate(config.model_dump(mode="json") | {"data": data})
+    config = of_texts(config, text_files, "model")
     file.write_text(dump_config(config))
     with serve_hub() as hub:
         hub.repositories["team/llama"] = Repository(files)

@@ -17,16 +17,20 @@ TIMEOUT = 60.0  # seconds
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """The `tokenizer.json` of a model on the hub, kept in the hub's local cache.
+    """The folder of a model's tokenizer.json, or else config.json, in the hub's local cache.
 
     `name` may end in `@revision`. Raises `DataError` if the model or the file does not exist,
     `UnreachableError` if the hub does not answer.
     """
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     repository, revision = split_revision(name)
     with hub_errors(f"tokenizer {name}"):
-        return Path(hf_hub_download(repository, "tokenizer.json", revision=revision))
+        try:
+            return Path(hf_hub_download(repository, "tokenizer.json", revision=revision)).parent
+        except RemoteEntryNotFoundError:
+            return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

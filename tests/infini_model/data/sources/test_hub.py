@@ -17,6 +17,7 @@ from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 from infini_model.config import HubSource
 from infini_model.data.sources.hub import fetch_dataset
 from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime import storage
 
 # A process of its own, since the hub's address is read when its package is imported. It answers a
@@ -384,6 +385,11 @@ def test_a_tokenizer_is_fetched_or_named(hub, ask, client):
     assert ask("tokenizer", "team/llama")[0] == trained.fingerprint
     _, error = client("tokenizer", "team/gone")
     assert error.startswith("DataError: tokenizer team/gone: ")
+    for name, said in (("bytes", b'{"infini_tokenizer": "bytes"}'), ("none", b"{}")):
+        hub.repositories[f"team/{name}"] = Repository({"config.json": said})
+    assert ask("tokenizer", "team/bytes")[0] == ByteTokenizer.fingerprint
+    _, error = client("tokenizer", "team/none")
+    assert error == "DataError: team/none: has no tokenizer.json"
 
 
 WEIGHTS = {f"model-{number}-of-3.safetensors": os.urandom(40_000 + number) for number in range(3)}

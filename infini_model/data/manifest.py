@@ -66,6 +66,13 @@ class TokenizerRecord(Record):
     dtype: Literal["uint8", "uint16", "int32"]
 
 
+class TokenizerSample(Record):
+    """A tokenizer's fingerprint, and a hash of the ids that it gives for a fixed set of texts."""
+
+    fingerprint: str
+    ids: str
+
+
 class CorpusRecord(Record):
     """The documents that a dataset was made from; `bytes` counts their UTF-8.
 

@@ -6,13 +6,12 @@ keeps what it found as `initial_weights.json`, and the ranks look nowhere else.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infini_model.config import Config, ModelConfig
 from infini_model.config.tree import MODEL_SPEC
-from infini_model.data.manifest import Record, read_record, write_record
+from infini_model.data.manifest import Record, TokenizerSample, read_record, write_record
 from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.runs import INITIAL_WEIGHTS, weights_fingerprint
 from infini_model.runtime.stage_protocol import OnProgress
@@ -24,16 +23,7 @@ if TYPE_CHECKING:
     from infini_model.data.tokenizers.tokenizer import Tokenizer
     from infini_model.training.parallel.distributed import World
 
-log = logging.getLogger(__name__)
-
 ADVICE = "choose another run.name or folder"
-
-
-class TokenizerSample(Record):
-    """A tokenizer's fingerprint, and a hash of the ids that it gives for a fixed set of texts."""
-
-    fingerprint: str
-    ids: str
 
 
 class InitialWeights(Record):
@@ -90,6 +80,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     """
     # Imported late, as torch takes seconds to load and flows only need the record.
     from infini_model.data.tokenizers.load import tokenizer_of
+    from infini_model.data.tokenizers.tokenizer import sample_of
     from infini_model.model.hf_checkpoint import is_adapter_folder
     from infini_model.model.llama import InfiniLlama
 
@@ -121,7 +112,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
         folder=folder.resolve(),
         fingerprint=_fingerprint(folder, config.run.datasets_dir),
         model=model,
-        tokenizer=None if own is None else _sample(own),
+        tokenizer=None if own is None else sample_of(own),
     )
     if spec == MODEL_SPEC and config.data.folder is None:
         _check_own_tokenizer(weights, own)
@@ -138,38 +129,6 @@ def _check_own_tokenizer(weights: InitialWeights, own: Tokenizer | None) -> None
             f"data.tokenizer.spec: the tokenizer of {weights.name} has {own.vocab_size} tokens, "
             f"more than the {entries} of its embedding"
         )
-
-
-def _sample(tokenizer: Tokenizer) -> TokenizerSample:
-    from infini_model.data.tokenizers.tokenizer import sample_ids
-
-    return TokenizerSample(fingerprint=tokenizer.fingerprint, ids=sample_ids(tokenizer))
-
-
-def check_tokenizer(
-    config: Config, weights: InitialWeights, tokenizer: Tokenizer, place: str
-) -> None:
-    """Raise `ConfigError` if the `tokenizer` of `place` gives other ids than that of the weights.
-
-    Warns if the weights bring none. With `model.ignore_tokenizer`, nothing is compared.
-    """
-    if config.model.ignore_tokenizer:
-        return
-    if weights.tokenizer is None:
-        log.warning(
-            "model.initial_weights: %s brings no tokenizer to compare with that of the dataset",
-            weights.public_name,
-        )
-        return
-    found = _sample(tokenizer)
-    if found.ids == weights.tokenizer.ids:
-        return
-    raise ConfigError(
-        f"{place}: its tokenizer ({found.fingerprint[:12]}) gives other ids than that of "
-        f"{weights.public_name} ({weights.tokenizer.fingerprint[:12]}); "
-        "data.tokenizer.spec=model makes a dataset for these weights, "
-        "model.ignore_tokenizer=true trains them anyway"
-    )
 
 
 def fetch_folder(

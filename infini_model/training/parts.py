@@ -13,6 +13,7 @@ from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.manifest import Manifest, read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.data.tokenizers.tokenizer import check_tokenizer
 from infini_model.model.hf_checkpoint import Adapter
 from infini_model.model.llama import InfiniLlama
 from infini_model.objectives import make_objective
@@ -23,12 +24,7 @@ from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 from infini_model.training.checkpoints.background import set_generator_states
 from infini_model.training.checkpoints.checkpoint import Position, load_generators, load_optimizer
 from infini_model.training.checkpoints.saving import Checkpointer
-from infini_model.training.initial_weights import (
-    InitialWeights,
-    check_frozen,
-    check_tokenizer,
-    with_initial_weights,
-)
+from infini_model.training.initial_weights import InitialWeights, check_frozen, with_initial_weights
 from infini_model.training.launch.division import Division, divide
 from infini_model.training.launch.recovery import Recovery, read_recovery, recovery_of
 from infini_model.training.optimizer import make_optimizer
@@ -117,8 +113,9 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     config, weights = with_initial_weights(config, run_dir, world)
     key = "model.vocab_size" if weights is None else "vocab_size of model.initial_weights"
     config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir, key)
-    if weights is not None and start.checkpoint is None:
-        check_tokenizer(asked, weights, load_dataset_tokenizer(dataset_dir), str(dataset_dir))
+    if weights is not None and start.checkpoint is None and not asked.model.ignore_tokenizer:
+        tokenizer = load_dataset_tokenizer(dataset_dir)
+        check_tokenizer(weights.public_name, weights.tokenizer, tokenizer, str(dataset_dir))
     config = with_objective(config)
     windows = {
         split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)

@@ -7,17 +7,19 @@ from pathlib import Path
 
 from infini_model.config import Config
 from infini_model.config.places import is_url, working_folder
-from infini_model.config.tree import RunConfig
+from infini_model.config.tree import MODEL_SPEC, RunConfig
 from infini_model.data.builds import note_build, note_use
 from infini_model.data.keeping.datasets import Datasets, datasets_in, make_newest
 from infini_model.data.keeping.named import dataset_folder
 from infini_model.data.keeping.stored_datasets import StoredDatasets, no_dataset
 from infini_model.data.manifest import Manifest, Record, read_origin
-from infini_model.data.shards.dataset import requested_dataset
+from infini_model.data.shards.dataset import RequestedDataset, requested_dataset
 from infini_model.data.shards.partition_store import PARTITIONS
 from infini_model.data.sources.files import Listing
+from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.data.tokenizers.tokenizer import check_tokenizer, sample_of
 from infini_model.data.verification import verify_dataset
-from infini_model.runtime.errors import DataError, StoreError
+from infini_model.runtime.errors import DataError, StoreError, UnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ def plan_dataset(listing: Listing, config: Config, *, previous: str | None = Non
 
     One that stands becomes `latest`, as `make_newest` says of `previous`.
 
-    Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read.
+    Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read,
+    `ConfigError` if the tokenizer is not that of the weights that are to be trained.
     """
     datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
     wanted = requested_dataset(listing, config.data_to_tokenize, datasets_dir, store)
@@ -55,6 +58,7 @@ def plan_dataset(listing: Listing, config: Config, *, previous: str | None = Non
             config.data.name,
             wanted.pin.trained,
         )
+    _check_tokenizer(config, wanted)
     note_build(wanted.folder, wanted.build)
     datasets, name = datasets_in(datasets_dir, store), wanted.folder.name
     keys = set(wanted.partition_keys)
@@ -78,6 +82,22 @@ def plan_dataset(listing: Listing, config: Config, *, previous: str | None = Non
         plan = plan.model_copy(update=_missing(keys, datasets))
     log.info("dataset %s: %s", plan.address or plan.folder, partition_counts(plan.new, plan.reused))
     return plan
+
+
+def _check_tokenizer(config: Config, wanted: RequestedDataset) -> None:
+    """Find out now what the training, which compares too, would refuse the finished dataset for.
+
+    Where the weights cannot be asked, as they are on another machine, that is a warning.
+    """
+    weights, is_own = config.model.initial_weights, config.data.tokenizer.spec == MODEL_SPEC
+    if weights is None or is_own or config.model.ignore_tokenizer:
+        return
+    try:
+        own = sample_of(load_tokenizer(weights))
+    except (DataError, UnreachableError) as error:
+        log.warning("model.initial_weights: the tokenizers are not compared yet: %s", error)
+        return
+    check_tokenizer(weights, own, wanted.tokenizer, str(wanted.folder))
 
 
 def _missing(keys: set[str], datasets: Datasets) -> dict[str, int]:

@@ -7,14 +7,19 @@ exactly the ids of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)`
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
+from infini_model.data.manifest import TokenizerSample
 from infini_model.data.sources.string_arrays import string_buffers
+from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import content_key
+
+log = logging.getLogger(__name__)
 
 Texts: TypeAlias = list[str] | pa.StringArray
 
@@ -87,10 +92,34 @@ PROBE = (
 )
 
 
-def sample_ids(tokenizer: Tokenizer) -> str:
-    """Hash of the ids of `PROBE`, the same for tokenizers that agree, whatever their files."""
+def sample_of(tokenizer: Tokenizer) -> TokenizerSample:
+    """What the ids of `PROBE` say: the same for tokenizers that agree, whatever their files."""
     ids, offsets = tokenizer.encode_batch(list(PROBE))
-    return content_key([ids.tolist(), offsets.tolist()])
+    hashed = content_key([ids.tolist(), offsets.tolist()])
+    return TokenizerSample(fingerprint=tokenizer.fingerprint, ids=hashed)
+
+
+def check_tokenizer(
+    weights: str, own: TokenizerSample | None, tokenizer: Tokenizer, place: str
+) -> None:
+    """Raise `ConfigError` if the `tokenizer` of `place` gives other ids than `weights` know.
+
+    Warns if these bring no tokenizer of their `own`.
+    """
+    if own is None:
+        log.warning(
+            "model.initial_weights: %s brings no tokenizer to compare with that of the dataset",
+            weights,
+        )
+        return
+    found = sample_of(tokenizer)
+    if found.ids != own.ids:
+        raise ConfigError(
+            f"{place}: its tokenizer ({found.fingerprint[:12]}) gives other ids than that of "
+            f"{weights} ({own.fingerprint[:12]}); "
+            "data.tokenizer.spec=model makes a dataset for these weights, "
+            "model.ignore_tokenizer=true trains them anyway"
+        )
 
 
 def as_array(texts: Texts) -> pa.StringArray:

@@ -5,6 +5,7 @@ That one is the same when it is resumed or divided: `test_same_training.py`.
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.data.tokenizers.tokenizer import check_tokenizer
 from infini_model.evaluation.subject import Subject
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.claims import claim_run
@@ -38,7 +40,6 @@ from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read
 from infini_model.training.checkpoints.loading import load_model
 from infini_model.training.initial_weights import (
     InitialWeights,
-    check_tokenizer,
     find_initial_weights,
     read_initial_weights,
     record_initial_weights,
@@ -162,15 +163,38 @@ def test_weights_are_trained_on_no_ids_of_another_tokenizer(make_config, dataset
     tree = json.loads((llama / "tokenizer.json").read_text(encoding="utf-8"))
     tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 271, "content": "<|unused|>"})
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
-    other, weights = load_tokenizer(str(tmp_path / "other")), find_initial_weights(config)
-    assert other.fingerprint != weights.tokenizer.fingerprint
-    check_tokenizer(config, weights, other, "other")
+    other, own = load_tokenizer(str(tmp_path / "other")), find_initial_weights(config).tokenizer
+    assert other.fingerprint != own.fingerprint
+    check_tokenizer("llama", own, other, "other")
 
 
 def of_texts(config, texts, spec):
     """`config`, with a dataset of these texts that is to be made."""
     data = {"source": {"paths": [str(texts / "*.txt")]}, "tokenizer": {"spec": spec}}
     return validate(config.model_dump(mode="json") | {"data": data})
+
+
+def test_no_dataset_is_made_with_another_tokenizer_than_that_of_the_weights(
+    make_config, llama, text_files, tmp_path
+):
+    train_tokenizer([["a text"]], 258).save(llama)
+    file = tmp_path / "config.yaml"
+
+    def planned(weights, spec="bytes", **beside):
+        config = of_texts(from_weights(make_config(), weights, **beside), text_files, spec)
+        file.write_text(dump_config(config))
+        return stage("plan", file, "--listing", stage("download", file)["listing"])
+
+    refused = planned(llama)
+    datasets = tmp_path / "output" / "datasets"
+    said = rf"{datasets}/\S+: its tokenizer \(\w{{12}}\) gives other ids than that of {llama} \("
+    assert re.match(said, refused["error"])
+    assert refused["kind"] == "user"
+    assert not (datasets / ".builds").exists()
+    assert planned(llama, "model")["new"] == 1
+    assert planned(llama, ignore_tokenizer=True)["new"] == 1
+    # The weights may be on the machine that trains.
+    assert planned(tmp_path / "elsewhere")["new"] == 1
 
 
 def test_the_tokenizer_of_an_export_of_bytes_has_no_file(
@@ -365,9 +389,14 @@ def test_weights_on_the_hub_are_pinned_to_a_commit_that_tokenizer_and_adapter_na
         assert found.fingerprint == folder.fingerprint
 
         file.write_text(dump_config(found.pinned_in(config)))
+        asked = len(hub.requests)
         listing = stage("download", file, env=here)["listing"]
         dataset = Path(stage("shard", file, "--listing", listing, env=here)["folder"])
         assert read_manifest(dataset).tokenizer.spec == f"team/llama@{commit}"
+        file.write_text(dump_config(of_texts(found.pinned_in(config), text_files, "bytes")))
+        refused = stage("plan", file, "--listing", listing, env=here)["error"]
+        assert f"gives other ids than that of team/llama@{commit} (" in refused
+        assert len(hub.requests) == asked
 
         train(config, dataset, run_dir)
         said = json.loads((run_dir / "model" / "adapter_config.json").read_text())

@@ -15,8 +15,9 @@ from infini_model.data.loading.windows import open_windows
 from infini_model.data.shards.stream import open_split
 from infini_model.evaluation.prompt import continue_text
 from infini_model.evaluation.reporting.report import evaluate_run
+from infini_model.evaluation.subject import Subject
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.errors import CheckpointError, DataError, DeviceError
+from infini_model.runtime.errors import CheckpointError, DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.storage import lock
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
@@ -138,6 +139,25 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
     assert "a larger `data.splits.test` or" in text
     assert "no held-out document" in text
     assert "Curves" not in text
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "named"),
+    [
+        ("recall", {"evaluation.recall.pairs": 5}, "evaluation.recall.pairs"),
+        ("passkey", {"evaluation.passkey.lengths": [9, 1]}, "evaluation.passkey.lengths: 1 x"),
+        ("needles", {"evaluation.needles.lengths": [9, 1]}, "evaluation.needles.lengths: 1 x"),
+        ("lm_eval", {}, "evaluation.lm_eval.tasks: names no task"),
+    ],
+)
+def test_what_a_task_refuses_is_told_before_another_is_scored(
+    made, monkeypatch, task, overrides, named
+):
+    root, _, dataset, run_dir = made
+    monkeypatch.delattr(Subject, "score")
+    config = settings(root, **{"evaluation.tasks": ["loss", task]} | overrides)
+    with pytest.raises(UserError, match=named):
+        evaluate_run(run_dir, dataset, config)
 
 
 def test_what_builds_kernels_is_missed_before_any_weights_are_read(made, tmp_path, monkeypatch):

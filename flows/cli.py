@@ -417,7 +417,9 @@ def main() -> None:
         parameters = error.ctx.command.params if error.ctx else []
         options = [each for each in parameters if isinstance(each, TyperOption)]
         listed = [name for each in options if not each.hidden for name in each.opts]
-        typer.echo(f"error: {unknown(error.option_name, listed)}", err=True)
+        with_settings = any("KEY=VALUE" in (each.metavar or "") for each in parameters)
+        line = unknown(error.option_name, listed, with_settings=with_settings)
+        typer.echo(f"error: {line}", err=True)
         sys.exit(2)
     except TyperException as error:
         typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)

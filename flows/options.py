@@ -204,13 +204,18 @@ USED_BY: dict[str, tuple[str, ...]] = {
 UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
 
-def unknown(option: str, listed: Iterable[str]) -> str:
-    """One line for an option that a command, whose help lists others, does not have."""
+def unknown(option: str, listed: Iterable[str], *, with_settings: bool) -> str:
+    """One line for an option that a command does not have, whose help lists others.
+
+    `with_settings` says whether the command takes KEY=VALUE.
+    """
     name = option.lstrip("-").replace("-", "_")
-    if (meant := NAMES.get(name)) is not None:
+    meant = NAMES.get(name)
+    # What `run.output_dir` is to a command is its option, also where the setting cannot change.
+    if meant not in (None, "run.output_dir") and with_settings:
         return f"{option}: unknown option; {meant if ' ' in meant else f'it is {meant}=VALUE'}"
     names = {other.lstrip("-").replace("-", "_"): other for other in listed}
-    near = meant_by(name, names)
+    near = meant_by((meant or name).rpartition(".")[2], names)
     return f"{option}: unknown option" + (f"; did you mean {names[near]}?" if near else "")
 
 

@@ -51,7 +51,7 @@ def check_training_memory(config: Config, weights: InitialWeights | None = None)
         log.info("Memory of the training: checked on the nodes of the Ray cluster")
         return
     machine = Machine.of(config)
-    check_kernels(config, machine.device)
+    check_kernels(config.model, machine.device, compiled=config.launch.compile)
     try:
         shaped = known_shape(config) if weights is None else weights.shaped(config)
     except UnknownShapeError as unknown:

@@ -24,7 +24,7 @@ from prefect.states import Completed
 
 from infini_model.runtime.runs import read_record
 from tasks.artifacts import harmless
-from tasks.failures import KEY
+from tasks.failures import FIRST, KEY
 from tasks.flow_run import current_owner
 
 
@@ -44,7 +44,7 @@ def end(
         client.delete_artifact(artifact.id)
     if explanation is not None:
         failure = ArtifactCreate(key=KEY, type="markdown", data=explanation)
-        failure.description, failure.flow_run_id = state.message, flow_run.id
+        failure.description, failure.flow_run_id = f"{FIRST}: {state.message}", flow_run.id
         client.create_artifact(failure)
     client.set_flow_run_state(flow_run.id, state, force=True)
 

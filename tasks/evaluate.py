@@ -9,7 +9,7 @@ from prefect import task
 
 from infini_model.config import Config
 from tasks import artifacts
-from tasks.failures import reported
+from tasks.failures import FIRST, reported
 from tasks.stage import STAGE, named_after_run, run_stage
 from tasks.training_view import mlflow_link
 
@@ -23,7 +23,7 @@ def evaluate_model(config: Config, dataset_dir: str, run_dir: str) -> dict[str, 
     """
     arguments = ["--dataset", dataset_dir, "--run-dir", run_dir]
     result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
-    description = f"Open this first: what came out. For a browser it is {result['html']}"
+    description = f"{FIRST}: what came out. For a browser it is {result['html']}"
     plots = map(Path, result["plots"])
     artifacts.show_report("report", Path(result["report"]), plots, description)
     if link := mlflow_link(Path(run_dir), config):

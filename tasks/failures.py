@@ -38,6 +38,7 @@ from tasks.flow_run import library_logged
 
 EXPECTED = (UserError, ConnectionError, StageError, TimeoutError)
 KEY = "failure"
+FIRST = "Open this first"
 TRACEBACK_LINES = 20
 SEND_SECONDS = 5.0
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
@@ -249,7 +250,7 @@ def _explanation(error: Exception) -> MarkdownArtifact:
     parts = ["## Why it failed", reason(error), "## What to do", _remedy(error)]
     if lines := _last_lines(error):
         parts += ["## Last lines of the log", "\n".join(["```", *lines, "```"])]
-    return MarkdownArtifact(markdown="\n\n".join(parts), description=reason(error))
+    return MarkdownArtifact(markdown="\n\n".join(parts), description=f"{FIRST}: {reason(error)}")
 
 
 def _remedy(error: Exception) -> str:

@@ -200,7 +200,7 @@ class DataConfig(Section):
     folder: Place | None = Field(
         None,
         description="Finished dataset to use: its name, with or without the key, its folder or "
-        "address (s3://, gs:// or az://), or a folder above it, of which the newest is used; null "
+        "address (s3://, gs:// or az://), or an output folder, of which the newest is used; null "
         "builds the dataset from source, or reuses it if it exists.",
     )
     cache_dir: LocalFolder | None = Field(

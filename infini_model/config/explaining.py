@@ -90,14 +90,27 @@ def _unknown(key: str, value: Any) -> str:
         return _unknown(f"{key}.{inner}", value[inner])
     if meant := NAMES.get(key, NAMES.get(name)):
         return f"{key}: unknown key; {f'it is {meant}' if meant in all_keys() else meant}"
-    if namesakes := [known for known in all_keys() if known.rpartition(".")[2] == name]:
+    others = _keys_like(key)
+    if namesakes := [known for known in others if known.rpartition(".")[2] == name]:
         return f"{key}: unknown key; it is {_either(namesakes)}"
     if near:
         return f"{key}: unknown key; did you mean {section and section + '.'}{near}?"
-    leaves = {known.rpartition(".")[2]: known for known in reversed(all_keys())}
+    leaves = {known.rpartition(".")[2]: known for known in reversed(others)}
     if near := meant_by(name, leaves):
         return f"{key}: unknown key; did you mean {leaves[near]}?"
     return f"{key}: unknown key"
+
+
+def _keys_like(key: str) -> list[str]:
+    """The keys below the section of a key and as deep elsewhere; all if there is no such section.
+
+    Who knows the section of a setting does not mean one far below another.
+    """
+    section, depth = key.rpartition(".")[0], key.count(".")
+    below = [known for known in all_keys() if known.startswith(f"{section}.")]
+    return [
+        known for known in all_keys() if not below or known in below or known.count(".") == depth
+    ]
 
 
 def _either(names: list[str]) -> str:

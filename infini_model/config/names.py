@@ -60,6 +60,7 @@ NAMES: dict[str, str] = {
     "batch_accumulation_per_replica": "training.gradient_accumulation_steps",
     "sequence_length": "packing.context_length",
     "train_steps": "training.max_steps",
+    "training.steps": "training.max_steps",
     "checkpoint_interval": "checkpoint.save_steps",
     "hf_dataset_or_datasets": "data.source.repository",
     "text_column_name": "data.source.column",

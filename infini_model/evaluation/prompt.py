@@ -13,7 +13,7 @@ from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
 from infini_model.model.generation.causal import stream
 from infini_model.model.generation.unmasking import DEFAULT, unmask
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import Operands, resolve_precision
+from infini_model.model.precision import resolve_precision
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, dataset_of
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
@@ -51,17 +51,18 @@ def continue_text(config: Config, checkpoint: Path, prompt: str) -> Iterator[str
     `checkpoint` is a run folder, a checkpoint or a Hugging Face folder.
     `config.evaluation.sample` sets the number of tokens and the sampling.
 
-    Raises `CheckpointError` if there is no model or no tokenizer, `UserError` for an empty prompt
-    if no beginning-of-text token begins it.
+    Raises `CheckpointError` if there is no model or no tokenizer, `DeviceError` as `load_model`
+    does, `UserError` for an empty prompt if no beginning-of-text token begins it.
     """
     model_dir = _model_dir(checkpoint)
     tokenizer = _tokenizer_of(model_dir)
     device = torch.device(first_device(config.launch.gpus))
-    model = load_model(model_dir, attention_backend=config.launch.attention_backend)
-    model.precision = resolve_precision(config.training.precision, device)
-    # For good: this model is used for nothing else, so that its device never holds both.
-    Operands(model, model.precision).swap()
-    model.to(device)
+    model = load_model(
+        model_dir,
+        device=device,
+        attention_backend=config.launch.attention_backend,
+        operands=resolve_precision(config.training.precision, device),
+    )
     settings = config.evaluation.sample
     return continue_prompt(
         model,

@@ -64,6 +64,7 @@ class Subject:
             CheckpointError: There is no checkpoint, or its vocabulary is too small.
             ConfigError: The weights of a LoRA run are gone.
             DataError: The folder is not a dataset, or is damaged.
+            DeviceError: As `load_model`.
         """
         checkpoint = newest_checkpoint(run_dir)
         if checkpoint is None:

@@ -123,7 +123,7 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     }
     division = divide(config.training, world.size, start.global_batch)
     config = with_steps(config, len(windows["train"]), division.global_batch)
-    check_kernels(config, world.device.type)
+    check_kernels(config.model, world.device.type, compiled=config.launch.compile)
     if world.is_main:
         is_pretrained = weights is not None
         check_memory(division.applied_to(config), machine_of(world), is_pretrained=is_pretrained)

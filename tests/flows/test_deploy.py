@@ -405,6 +405,7 @@ def test_flow_runs_whose_engine_has_ended_get_their_true_state_and_leave_no_file
         assert ends == ["Crashed", "Crashed", "Cancelled", "Running"]
         (explained,) = client.read_artifacts(flow_run_filter=only(by_worker))
         assert explained.key == "failure"
+        assert explained.description.startswith("Open this first: Its process was killed")
         assert "\n\nThe same command continues it.\n\n" in explained.data
         assert "the last words" in explained.data
 

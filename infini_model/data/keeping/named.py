@@ -15,8 +15,9 @@ from infini_model.runtime.object_stores.object_store import ObjectStore
 from infini_model.runtime.storage import MANIFEST
 
 KEY = re.compile(r"-[0-9a-f]{16}$")
-# Where the datasets of a folder may be: it holds them, or is an output folder, or one above.
-BELOW = ("", "/datasets", "/outputs/datasets")
+# Where the datasets of a folder may be: it holds them, or is an output folder. One above it is not
+# searched: whose datasets are meant there, or are added to by `infini run`, would be a guess.
+BELOW = ("", "/datasets")
 # So many of the datasets that there are are listed for one that there is not.
 LISTED = 10
 
@@ -24,10 +25,10 @@ LISTED = 10
 def dataset_folder(spec: Path | str | None, run: RunConfig) -> str:
     """The folder or the address of the dataset that `spec` means; None is the newest.
 
-    It is the path or the address of a dataset, or of a folder of datasets, an output folder or one
-    above it, of which the newest is meant; or a name with or without its key, or `latest`, among
-    the datasets of `run`. A relative path counts from the working directory or the output folder.
-    Nothing is created.
+    It is the path or the address of a dataset, or of a folder of datasets or an output folder, of
+    which the newest is meant; or a name with or without its key, or `latest`, among the datasets of
+    `run`. A relative path counts from the working directory or the output folder. Nothing is
+    created.
 
     Raises `DataError` in one line that lists the datasets there are, and as `ObjectStore` does.
     """
@@ -56,10 +57,7 @@ def dataset_folder(spec: Path | str | None, run: RunConfig) -> str:
 
 
 def datasets_place(place: str) -> str | None:
-    """The folder or the address of datasets that is meant by it, an output folder or one above.
-
-    None if there are none.
-    """
+    """The folder or the address of datasets that is meant by it or an output folder, if any."""
     for folder in (f"{place}{below}" for below in BELOW):
         try:
             _datasets_at(folder).newest()

@@ -112,6 +112,8 @@ def _evaluate(
 ) -> EvaluationResult:
     subject = Subject(run_dir, dataset_dir, config)
     tasks = {name: load_task(name) for name in config.evaluation.tasks}
+    for task in tasks.values():
+        task.check(subject)
     if progress is not None:
         _report_progress(subject, tasks.values(), progress)
     results = {name: task.run(subject) for name, task in tasks.items()}

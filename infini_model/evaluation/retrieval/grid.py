@@ -38,17 +38,20 @@ def count(model: InfiniLlama, trial: Trial, depths: int, rows: int) -> Counts:
     return Counts(*(np.bincount(places, each, depths).astype(np.int64) for each in sums))
 
 
+def check(subject: Subject, task: str, settings: PasskeyConfig, needles: int) -> None:
+    """Raise `UserError` if a length is too short, or if there are no documents for the filler."""
+    if not subject.model.config.bidirectional:
+        Trials(subject, task, settings, needles).draw(min(settings.lengths), 0)
+
+
 def measure(
     subject: Subject, task: str, settings: PasskeyConfig, needles: int
 ) -> dict[int, Counts]:
     """The sums over all trials, by length in multiples of the trained context, in ascending order.
 
     Finished trials are kept. Reports the haystacks to `subject.on_windows`.
-
-    Raises `UserError` if a length is too short, or if there are no documents for the filler.
     """
     trials, lengths = Trials(subject, task, settings, needles), sorted(set(settings.lengths))
-    trials.draw(lengths[0], 0)  # so that a length that is too short is refused at once
     # One more length, or trial, costs only itself.
     cells = subject.cells(task, settings.model_copy(update={"lengths": [], "trials": 0}))
     rows = subject.config.evaluation.batch_size

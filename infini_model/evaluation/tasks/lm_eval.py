@@ -21,8 +21,12 @@ class Task(EvaluationTask):
     def __init__(self) -> None:
         self._suites: list[Suite] = []
 
+    def check(self, subject: Subject) -> None:
+        """Load the documents of all tasks; refuse a wrong name, and a model of diffusion."""
+        self._loaded(subject)
+
     def sequences(self, subject: Subject) -> int:
-        """The documents of all tasks; loads them, so that a wrong name fails before any score."""
+        """The documents of all tasks."""
         return sum(suite.documents for suite in self._loaded(subject))
 
     def run(self, subject: Subject) -> TaskResult:

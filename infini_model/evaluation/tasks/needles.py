@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infini_model.evaluation.retrieval.findings import findings
-from infini_model.evaluation.retrieval.grid import sequences
+from infini_model.evaluation.retrieval.grid import check, sequences
 from infini_model.evaluation.subject import Subject
 from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
 
@@ -17,6 +17,11 @@ class Task(EvaluationTask):
         """All haystacks."""
         settings = subject.config.evaluation.needles
         return sequences(subject, settings, settings.needles)
+
+    def check(self, subject: Subject) -> None:
+        """Refuse lengths that are too short, and a filler that is missing."""
+        settings = subject.config.evaluation.needles
+        check(subject, "needles", settings, settings.needles)
 
     def run(self, subject: Subject) -> TaskResult:
         """Measure with the settings in `evaluation.needles` and the run's seed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infini_model.evaluation.retrieval.findings import findings
-from infini_model.evaluation.retrieval.grid import sequences
+from infini_model.evaluation.retrieval.grid import check, sequences
 from infini_model.evaluation.subject import Subject
 from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
 
@@ -16,6 +16,10 @@ class Task(EvaluationTask):
     def sequences(self, subject: Subject) -> int:
         """All haystacks."""
         return sequences(subject, subject.config.evaluation.passkey, 1)
+
+    def check(self, subject: Subject) -> None:
+        """Refuse lengths that are too short, and a filler that is missing."""
+        check(subject, "passkey", subject.config.evaluation.passkey, 1)
 
     def run(self, subject: Subject) -> TaskResult:
         """Measure with the settings in `evaluation.passkey` and the run's seed."""

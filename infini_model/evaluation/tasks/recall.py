@@ -53,21 +53,17 @@ class Task(EvaluationTask):
             return 0
         return len(set(settings.lengths)) * settings.sequences
 
-    def run(self, subject: Subject) -> TaskResult:
-        """Measure with the settings in `evaluation.recall` and the run's seed.
+    def check(self, subject: Subject) -> None:
+        """Refuse segments that are too short for the pairs, and too small a vocabulary."""
+        if not subject.model.config.bidirectional:
+            _alphabet(subject)
 
-        Raises `UserError` if a segment is too short for the pairs or the vocabulary too small.
-        """
+    def run(self, subject: Subject) -> TaskResult:
+        """Measure with the settings in `evaluation.recall` and the run's seed."""
         settings, seed = subject.config.evaluation.recall, subject.config.run.seed
         if subject.model.config.bidirectional:
             return TaskResult(section=NEEDS_CAUSAL)
-        shape = Shape(subject.model.config.segment_length, settings.pairs)
-        if shape.segment < 2 * shape.pairs:
-            raise UserError(
-                f"evaluation.recall.pairs: {shape.pairs} pairs need segments of at least "
-                f"{2 * shape.pairs} tokens, the model has segments of {shape.segment}"
-            )
-        tokens = ordinary_tokens(load_dataset_tokenizer(subject.dataset_dir), shape, seed)
+        shape, tokens = _alphabet(subject)
         # One more length costs only itself.
         cells = subject.cells("recall", settings.model_copy(update={"lengths": []}))
         measured = {}
@@ -79,6 +75,18 @@ class Task(EvaluationTask):
             measured[segments] = Counts(*cells.measured(str(segments), ask))
             subject.on_windows(settings.sequences)
         return _result(subject, settings, shape.vocabulary, measured)
+
+
+def _alphabet(subject: Subject) -> tuple[Shape, Tensor]:
+    """What the sequences are made of. Raises `UserError` as `Task.check` does."""
+    segment, pairs = subject.model.config.segment_length, subject.config.evaluation.recall.pairs
+    if segment < 2 * pairs:
+        raise UserError(
+            f"evaluation.recall.pairs: {pairs} pairs need segments of at least {2 * pairs} tokens, "
+            f"the model has segments of {segment}"
+        )
+    shape, tokenizer = Shape(segment, pairs), load_dataset_tokenizer(subject.dataset_dir)
+    return shape, ordinary_tokens(tokenizer, shape, subject.config.run.seed)
 
 
 def ordinary_tokens(tokenizer: Tokenizer, shape: Shape, seed: int) -> Tensor:

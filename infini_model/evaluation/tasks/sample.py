@@ -14,6 +14,7 @@ from infini_model.evaluation.prompt import new_tokens
 from infini_model.evaluation.reporting.markdown import fenced
 from infini_model.evaluation.subject import Subject
 from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
+from infini_model.model.generation.unmasking import check_guidance
 from infini_model.model.llama import InfiniLlama
 
 
@@ -21,6 +22,11 @@ class Task(EvaluationTask):
     """Continues a document of the test split."""
 
     title = "A sample"
+
+    def check(self, subject: Subject) -> None:
+        """Refuse guidance that does not fit the model."""
+        if subject.model.config.bidirectional:
+            check_guidance(subject.model.config, subject.config.evaluation.sample.unmasking)
 
     def run(self, subject: Subject) -> TaskResult:
         """Generate with the settings in `evaluation.sample` and the run's seed."""

@@ -68,12 +68,17 @@ class EvaluationTask(ABC):
         """Number of sequences that it reports by `subject.on_windows` besides; 0 by default."""
         return 0
 
+    def check(self, subject: Subject) -> None:  # noqa: B027 - most refuse nothing
+        """Raise `UserError` where settings do not fit the model or the dataset; nothing by default.
+
+        It is called for all tasks before the first one is scored.
+        """
+
     @abstractmethod
     def run(self, subject: Subject) -> TaskResult:
         """Run the measurement with the settings in `subject.config.evaluation`.
 
-        Raises `UserError` where settings do not fit the model or the dataset. A task that has
-        nothing to measure says so in its section.
+        A task that has nothing to measure says so in its section.
         """
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from infini_model.config import UnmaskingConfig
+from infini_model.config import ModelConfig, UnmaskingConfig
 from infini_model.model.generation.causal import PREFILL_TOKENS
 from infini_model.model.generation.sampling import check_sampling, sample_tokens
 from infini_model.model.keyed_random import hashed, uniform
@@ -111,6 +111,12 @@ def unmask(
             known = []
 
 
+def check_guidance(model: ModelConfig, settings: UnmaskingConfig) -> None:
+    """Raise `UserError` where the model cannot predict without its prompt."""
+    if model.memory != "none" and settings.cfg_scale:
+        raise UserError("unmasking.cfg_scale: needs a model without memory, which holds the prompt")
+
+
 def _check(model: InfiniLlama, prompt: Sequence[int], settings: UnmaskingConfig) -> int:
     """The mask token. Raises `UserError` as `unmask` does."""
     config, mask = model.config, model.config.mask_token_id
@@ -121,8 +127,7 @@ def _check(model: InfiniLlama, prompt: Sequence[int], settings: UnmaskingConfig)
             f"prompt: its {len(prompt):,} tokens leave no room in the model's context of "
             f"{config.segment_length:,}"
         )
-    if config.memory != "none" and settings.cfg_scale:
-        raise UserError("unmasking.cfg_scale: needs a model without memory, which holds the prompt")
+    check_guidance(config, settings)
     vocabulary = model.lm_head.out_features
     outside = [token for token in prompt if not 0 <= token < vocabulary]
     if outside:

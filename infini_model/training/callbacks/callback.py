@@ -189,5 +189,7 @@ class Callbacks:
         for member in self._members:
             try:
                 member.on_end(status)
-            except Exception:
-                log.exception("%s failed at the end of the training", type(member).__name__)
+            except Exception as error:
+                # An error that ended the training is reported; this one may follow from it.
+                told = f"{type(member).__name__} failed at the end of the training: {error!r}"
+                log.error(told, exc_info=status != "FAILED")  # noqa: TRY400

@@ -71,5 +71,5 @@ class Recorder(Callback):
 
     def on_end(self, status: Status) -> None:
         """Give the sinks a bounded time to flush."""
-        self._file.close()
         self._sinks.close(status)
+        self._file.close()  # Raises on a full disk.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infini_model.config import Config, LoraConfig
+from infini_model.config import Config, LoraConfig, ModelConfig
 from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.runtime.main_memory import available_memory
 from infini_model.runtime.toolchain import lacking_on_gpu
@@ -113,12 +113,13 @@ def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = Fals
     return need
 
 
-def check_kernels(config: Config, device: str) -> None:
-    """Raise `DeviceError` if the first step of a training on `device` would find no kernels.
+def check_kernels(model: ModelConfig, device: str, *, compiled: bool | None = None) -> None:
+    """Raise `DeviceError` if the first step or batch on `device` would find no kernels.
 
-    On a GPU, Triton builds those of the memory; `launch.compile` null does without what is missing.
+    On a GPU, Triton builds those of the memory; `compiled`, which is `launch.compile`, needs some
+    for the layers as well, and null does without what is missing.
     """
-    if device != "cuda" or (config.model.memory == "none" and not config.launch.compile):
+    if device != "cuda" or (model.memory == "none" and not compiled):
         return
     if (lack := lacking_on_gpu()) is not None:
         raise DeviceError(

@@ -286,6 +286,10 @@ def test_every_field_of_the_shape_is_refused_beside_initial_weights() -> None:
         ("data.source.limit=5", None, " for this kind of source"),
         ("training.batch=3", None, "; did you mean training.batch_size?"),
         ("run.resume=true", None, ""),  # like run.preset in most of its letters
+        ("training.steps=3", None, "; it is training.max_steps"),
+        ("training.stepz=3", None, ""),  # neither evaluation.sample.unmasking.steps
+        ("data.repository=a/b", None, "; it is data.source.repository"),
+        ("sample={temperature: 1}", "sample.temperature", "; it is evaluation.sample.temperature"),
         ("training.zzzz=1", None, ""),
         ("zzzz={}", None, ""),
     ],

@@ -13,12 +13,16 @@ from trained_run import make_dataset, make_run, settings
 
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.shards.stream import open_split
+from infini_model.evaluation.prompt import continue_text
 from infini_model.evaluation.reporting.report import evaluate_run
+from infini_model.evaluation.subject import Subject
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.errors import CheckpointError, DataError
+from infini_model.runtime.errors import CheckpointError, DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.storage import lock
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
+from infini_model.training.launch import devices
+from infini_model.training.launch.devices import Gpu
 from infini_model.training.loop import train
 
 ONLY_LOSS = {"evaluation.tasks": ["loss"]}
@@ -135,6 +139,43 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
     assert "a larger `data.splits.test` or" in text
     assert "no held-out document" in text
     assert "Curves" not in text
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "named"),
+    [
+        ("recall", {"evaluation.recall.pairs": 5}, "evaluation.recall.pairs"),
+        ("passkey", {"evaluation.passkey.lengths": [9, 1]}, "evaluation.passkey.lengths: 1 x"),
+        ("needles", {"evaluation.needles.lengths": [9, 1]}, "evaluation.needles.lengths: 1 x"),
+        ("lm_eval", {}, "evaluation.lm_eval.tasks: names no task"),
+    ],
+)
+def test_what_a_task_refuses_is_told_before_another_is_scored(
+    made, monkeypatch, task, overrides, named
+):
+    root, _, dataset, run_dir = made
+    monkeypatch.delattr(Subject, "score")
+    config = settings(root, **{"evaluation.tasks": ["loss", task]} | overrides)
+    with pytest.raises(UserError, match=named):
+        evaluate_run(run_dir, dataset, config)
+
+
+def test_what_builds_kernels_is_missed_before_any_weights_are_read(made, tmp_path, monkeypatch):
+    root, _, dataset, original = made
+    run_dir = shutil.copytree(original, tmp_path / "run", symlinks=True)
+    (run_dir / "run.json").write_text(json.dumps({"dataset": str(dataset)}))
+    gpu = Gpu("0", 0, "NVIDIA H200", 1 << 37, 1 << 37, 0, "GPU-1", (9, 0))
+    monkeypatch.setattr(devices, "list_gpus", lambda: [gpu])
+    monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    monkeypatch.delattr(InfiniLlama, "from_pretrained")
+    config = settings(root, **{"launch.gpus": "auto", "training.precision": "fp32"})
+    for work in (
+        lambda: evaluate_run(run_dir, dataset, config),
+        lambda: continue_text(config, run_dir, "a"),
+    ):
+        with pytest.raises(DeviceError, match="the kernels of a GPU cannot be built: there is no"):
+            work()
 
 
 def test_missing_inputs_are_named(made, tmp_path):

@@ -25,6 +25,7 @@ from infini_model.evaluation.tasks.task import load_task
 from infini_model.model.inspection import findings
 from infini_model.model.inspection.knock_out import knocked_out
 from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import UserError
 
 LENGTH, SEGMENTS = 8, 4
 TOKENS = LENGTH * SEGMENTS
@@ -265,11 +266,19 @@ def test_finished_passes_are_kept_for_these_settings_only(subject_of, monkeypatc
     ],
 )
 def test_why_nothing_is_measured_is_said_in_one_line(subject_of, task, overrides, expected):
-    result = run(task, subject_of(**overrides))
+    subject = subject_of(**overrides)
+    load_task(task).check(subject)
+    result = run(task, subject)
     assert result.section.startswith(expected)
     assert "\n" not in result.section
     assert result.metrics == {}
     assert result.pictures == result.advice == []
+
+
+def test_a_sample_with_guidance_is_refused_where_a_memory_holds_the_prompt(subject_of):
+    subject = subject_of(**DIFFUSION, **{"evaluation.sample.unmasking.cfg_scale": 1.0})
+    with pytest.raises(UserError, match="cfg_scale: needs a model without memory"):
+        load_task("sample").check(subject)
 
 
 def test_each_length_has_speeds_and_a_peak_and_is_kept(subject_of):

@@ -24,7 +24,7 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, NonFiniteError, UserError
 from infini_model.runtime.runs import is_finished, last_step, record_evaluation
 from infini_model.runtime.storage import sha256, write_json
-from infini_model.training.callbacks.callback import Callback
+from infini_model.training.callbacks.callback import Callback, Callbacks
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.loop import train
 from infini_model.training.parallel.distributed import World, deterministic_algorithms
@@ -143,7 +143,11 @@ def test_a_callback_that_fails_keeps_no_other_from_ending(dataset, make_config, 
     with pytest.raises(OSError, match="no evaluation"):
         train(make_config(), dataset, tmp_path / "run", [Failing(), witness])
     assert witness.events[-1] == ("end", "FAILED")
-    assert "Failing failed at the end of the training" in caplog.text
+    # It is the first error that is reported.
+    assert "Failing failed at the end of the training: OSError('no end')" in caplog.text
+    assert "Traceback" not in caplog.text
+    Callbacks([Failing()]).on_end("FINISHED")
+    assert "Traceback" in caplog.text
     threads = {thread.name for thread in threading.enumerate()}
     assert not {name for name in threads if name.startswith(("loader", "checkpoint"))}
 

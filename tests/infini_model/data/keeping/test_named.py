@@ -45,7 +45,7 @@ def test_a_dataset_is_meant_by_its_name_its_place_or_a_place_above(machine, raw,
 
     own = machine.address or str(machine.folder)
     above = own.removesuffix("/datasets")
-    newest = {None, "latest", own, above, f"{own}/", output, tmp_path, "datasets"}
+    newest = {None, "latest", own, above, f"{own}/", output, "datasets"}
     for spec, meant in {
         **dict.fromkeys(newest, old),
         "mine-too": other,
@@ -56,7 +56,8 @@ def test_a_dataset_is_meant_by_its_name_its_place_or_a_place_above(machine, raw,
         assert named(spec, run) == meant, spec
 
     before = sorted(tmp_path.rglob("*"))
-    for spec in ("elsewhere", "mine-", f"{tmp_path}/raw", f"{own}/mine", f"{above}/none"):
+    wrong = (f"{tmp_path}/raw", f"{own}/mine", f"{above}/none", str(tmp_path))
+    for spec in ("elsewhere", "mine-", *wrong):
         with pytest.raises(DataError) as caught:
             finished_dataset(machine.config(data.model_copy(update={"folder": spec})))
         beginning, _, listed = str(caught.value).partition(" has ")

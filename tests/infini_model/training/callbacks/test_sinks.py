@@ -3,6 +3,7 @@
 The record in MLflow, here in a file, has the status and the origin of the run, too.
 """
 
+import errno
 import functools
 import json
 import logging
@@ -29,6 +30,7 @@ from infini_model.training.callbacks.mlflow_record import (
     read_mlflow_record,
     run_url,
 )
+from infini_model.training.callbacks.recorder import Recorder
 from infini_model.training.callbacks.sinks import Follower, TensorBoardSink
 from infini_model.training.mlflow_client import open_tracking
 
@@ -65,6 +67,19 @@ def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 20001, "trai')
     newest = read_newest(tmp_path, "step", "train/loss", "validation/loss", "test/loss")
     assert newest == {"step": 20_000, "train/loss": 1 / 20_000, "validation/loss": 7.5}
+
+
+def test_the_sinks_hear_of_an_end_by_a_full_disk():
+    heard = []
+
+    def fail():
+        raise OSError(errno.ENOSPC, "what the file has buffered cannot be written")
+
+    sinks = SimpleNamespace(close=heard.append)
+    recorder = Recorder(SimpleNamespace(close=fail), sinks, None, None, 1)
+    with pytest.raises(OSError, match="buffered"):
+        recorder.on_end("FAILED")
+    assert heard == ["FAILED"]
 
 
 def test_a_sink_that_stays_down_is_warned_of_once_and_does_not_delay_the_end(tmp_path, caplog):

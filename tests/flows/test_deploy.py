@@ -165,14 +165,16 @@ def test_edits_stay_while_the_code_moves_on_and_reset_undoes_them(
     assert automation(client, TRAIN).enabled
 
     client.delete_deployment(read(client, "preprocess").id)
+    client.delete_automation(automation(client, TRAIN).id)
     for _ in range(2):
         deploy(deployed)
         assert capsys.readouterr().out == (
-            "preprocess: deleted on the server and not created again; infini deploy --reset "
-            "restores all deployments to prefect.yaml\n"
+            f"preprocess, {TRAIN}: deleted on the server and not created again; infini deploy "
+            "--reset restores everything\n"
         )
     with pytest.raises(ObjectNotFound):
         read(client, "preprocess")
+    assert client.read_automations_by_name(TRAIN) == []
 
     deploy(deployed, reset=True)
     train = read(client, "train")

@@ -20,6 +20,7 @@ from infini_model.runtime.runs import (
     read_run_config,
 )
 from infini_model.runtime.stored.working_copy import refresh_runs, visited
+from tasks.ending import end_predecessors
 from tasks.evaluate import evaluate_model
 from tasks.failures import concluded
 from tasks.flow_run import FLOW, current_owner, name_flow_run
@@ -31,6 +32,7 @@ def evaluate_run(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, 
     """Score a run and write its report."""
     stage = config.stages.evaluate
     report: dict[str, Any] = perform(evaluate_model, stage, config, str(dataset_dir), str(run_dir))
+    end_predecessors(run_dir, str(with_losses(report).message))
     return report
 
 

@@ -31,7 +31,6 @@ from infini_model.runtime.runs import (
 )
 from infini_model.runtime.stored.conditions import check_stores
 from infini_model.runtime.stored.working_copy import refresh_runs
-from tasks.ending import end_predecessors
 from tasks.failures import concluded
 from tasks.flow_run import FLOW, current_owner
 
@@ -51,9 +50,7 @@ def pipeline(config: Config) -> State[dict[str, Any]]:
     if "report" not in result:
         message = f"{outcome(Path(result['run_dir']))} · the first machine writes the report"
         return Completed(message=message, data=result)
-    done = with_losses(result)
-    end_predecessors(Path(result["report"]).parent, str(done.message))
-    return done
+    return with_losses(result)
 
 
 def complete_run(config: Config) -> dict[str, Any]:

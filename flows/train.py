@@ -32,6 +32,7 @@ from infini_model.training.sizing.shape import (
     known_shape,
     with_objective,
 )
+from tasks.ending import end_predecessors
 from tasks.failures import concluded
 from tasks.flow_run import FLOW, current_owner, name_flow_run
 from tasks.shard import plan_dataset
@@ -164,4 +165,6 @@ def train(config: Config) -> State[dict[str, str]]:
     weights = prepare_weights(config, owner, adopt=adopt)
     dataset = perform(plan_dataset, config.stages.shard, config, None)
     with trained_run(config, dataset, weights, owner, adopt=adopt) as run_dir:
-        return Completed(message=outcome(run_dir), data={"run_dir": str(run_dir)})
+        done = outcome(run_dir)
+        end_predecessors(run_dir, done)
+        return Completed(message=done, data={"run_dir": str(run_dir)})

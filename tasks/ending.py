@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, Stat
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 
-from infini_model.runtime.runs import read_record
+from infini_model.runtime.runs import is_finished, read_record
 from tasks.artifacts import harmless
 from tasks.failures import FIRST, KEY
 from tasks.flow_run import current_owner
@@ -64,7 +64,7 @@ def like(state: State) -> State:
 
 
 def end_predecessors(run_dir: Path, outcome: str) -> None:
-    """Complete the flow runs that worked in a run folder before the current one, which finished it.
+    """Complete the flow runs that had a run folder before, once the current one did their work.
 
     Otherwise one that was suspended, or failed, would wait for someone to resume it for ever.
     """
@@ -73,10 +73,12 @@ def end_predecessors(run_dir: Path, outcome: str) -> None:
     if owner is None or not former:
         return
     with harmless("end of earlier flow runs"), get_client(sync_client=True) as client:
-        name = client.read_flow_run(UUID(owner.id)).name
-        done: State = Completed(message=f"{outcome}; finished by flow run {name}")
+        current = client.read_flow_run(UUID(owner.id))
+        done: State = Completed(message=f"{outcome}; finished by flow run {current.name}")
         for number in former:
             with contextlib.suppress(ObjectNotFound):  # deleted, or of another server
                 earlier = client.read_flow_run(UUID(number))
-                if earlier.state is None or not earlier.state.is_completed():
+                # A training alone is all of the work of another one, but not of a pipeline.
+                is_done = is_finished(run_dir) or earlier.flow_id == current.flow_id
+                if is_done and (earlier.state is None or not earlier.state.is_completed()):
                     end(client, earlier, done)

@@ -136,13 +136,13 @@ def use_server(config: Config) -> str | None:
     access = stored_access(prefect_dir(config))
     os.environ.update(access.mlflow_client(config.tracking_uri))
     configured, served = configured_url(), served_url(config)
+    # By the lock in it `infini serve` finds out that a command was killed, whatever its server is.
+    os.environ[ENGINES] = str(engines_dir(config))
     if configured is not None and configured.rstrip("/").replace("localhost", HOST) != served:
         os.environ["PREFECT_API_URL"] = configured
         return configured
-    # As `infini serve` sets them for its own: it finds out by the lock in the engines' folder that
-    # a command was killed.
+    # As `infini serve` sets them for its own.
     os.environ.update(prefect_environment(config) | access.prefect_client())
-    os.environ[ENGINES] = str(engines_dir(config))
     if page := served_mlflow(config):
         os.environ[PAGE] = page
     if served is not None:

@@ -3,8 +3,7 @@
 Edits on the server are kept. A deployment of prefect.yaml is created if it is missing; afterwards
 only the fields that follow the code are updated: parameters, schedules, paused state, tags and
 concurrency limit belong to the user, a deployment that was moved to another work pool is left
-alone, and one that was deleted stays so. An automation is created if its name is missing and never
-changed afterwards. `reset=True` restores everything from the files.
+alone. An automation is never changed. What was deleted stays so. `reset=True` restores everything.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Longer than Prefect's default of 180 s between heartbeats, which applies to runs whose environment
 # does not come from one of our templates.
 HEARTBEAT_TIMEOUT = timedelta(minutes=5)
-# The variable that names the deployments that were once created, in the server's own database.
+# The variable that names the deployments and automations that were once created, in the server's
+# own database.
 DEPLOYED = "infini_deployments"
 NEW_DATASET = "infini.dataset.ready"
 TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
@@ -64,18 +64,19 @@ def deploy(api_url: str, *, reset: bool = False) -> None:
             name: _apply_deployment(client, definition, reset=reset, is_new=name not in created)
             for name, definition in definitions.items()
         }
-        if deleted := [name for name, number in ids.items() if number is None]:
-            print(
-                f"{', '.join(deleted)}: deleted on the server and not created again; infini deploy "
-                "--reset restores all deployments to prefect.yaml"
-            )
-        _remember(client, known, {*created, *ids})
         enabled = urlsplit(api_url).hostname not in LOOPBACK
         automations = [_crash_silent_runs(list(ids), enabled=enabled)]
         if train := ids["train"]:
             automations.append(_train_on_new_datasets(train))
-        for automation in automations:
-            _apply_automation(client, automation, reset=reset)
+        for each in automations:
+            is_new = each.name not in created
+            ids[each.name] = _apply_automation(client, each, reset=reset, is_new=is_new)
+        if deleted := [name for name, number in ids.items() if number is None]:
+            print(
+                f"{', '.join(deleted)}: deleted on the server and not created again; infini deploy "
+                "--reset restores everything"
+            )
+        _remember(client, known, {*created, *ids})
 
 
 def _remember(client: SyncPrefectClient, known: Variable | None, names: set[str]) -> None:
@@ -294,10 +295,12 @@ def _train_on_new_datasets(train: UUID) -> AutomationCore:
 
 
 def _apply_automation(
-    client: SyncPrefectClient, automation: AutomationCore, *, reset: bool
-) -> None:
+    client: SyncPrefectClient, automation: AutomationCore, *, reset: bool, is_new: bool
+) -> UUID | None:
+    """Create an automation, or reset the one that is there; None if it was deleted."""
     existing = client.read_automations_by_name(automation.name)
     if not existing:
-        client.create_automation(automation)
-    elif reset:
+        return client.create_automation(automation) if is_new else None
+    if reset:
         client.update_automation(existing[0].id, automation)
+    return existing[0].id

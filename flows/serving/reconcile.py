@@ -74,8 +74,7 @@ def _settle(client: SyncPrefectClient, path: Path, config: Config) -> str | None
         try:
             flow_run = client.read_flow_run(UUID(path.stem))
         except ObjectNotFound:
-            _forget(path)
-            return None
+            return _end_unknown(path, config)
         state = cast("State", flow_run.state)
         if _is_wrong(state):
             return _correct(client, flow_run, path, config)
@@ -90,6 +89,28 @@ def _settle(client: SyncPrefectClient, path: Path, config: Config) -> str | None
             if state.timestamp < datetime.now(UTC) - SETTLED:
                 _forget(path)
     return None
+
+
+def _end_unknown(path: Path, config: Config) -> str | None:
+    """Record in MLflow the end of a flow run that was deleted or that another server knows."""
+    _, own = _runs_of(path.stem, config)
+    if own is not None and _is_training(own):
+        return None
+    _forget(path)
+    if own is None or not end_record(own, "FAILED"):
+        return None
+    return f"Run {own.name}: its process was killed; infini resume {own.name}{CONTINUES}"
+
+
+def _runs_of(flow_run_id: str, config: Config) -> tuple[Path | None, Path | None]:
+    """The run that a flow run has claimed, and again unless another has resumed it since."""
+    run_dir = find_run(config.run.runs_dir, flow_run_id)
+    owner = None if run_dir is None else owner_of(run_dir)
+    return run_dir, run_dir if owner is not None and owner.id == flow_run_id else None
+
+
+def _is_training(run_dir: Path) -> bool:
+    return holder_of(run_dir / CHECKPOINTS / ".lock") is not None
 
 
 def _forget(path: Path) -> None:
@@ -110,11 +131,8 @@ def _correct(
     client: SyncPrefectClient, flow_run: FlowRun, path: Path, config: Config
 ) -> str | None:
     """Record the end of a flow run everywhere, once its training has ended too; returns a line."""
-    run_dir = find_run(config.run.runs_dir, str(flow_run.id))
-    owner = None if run_dir is None else owner_of(run_dir)
-    # Not if another flow run has resumed it since.
-    own = run_dir if owner is not None and owner.id == str(flow_run.id) else None
-    if own is not None and holder_of(own / CHECKPOINTS / ".lock") is not None:
+    run_dir, own = _runs_of(path.stem, config)
+    if own is not None and _is_training(own):
         return None
     was = cast("State", flow_run.state)
     step = None if run_dir is None else saved_step(run_dir)

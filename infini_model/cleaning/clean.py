@@ -22,6 +22,7 @@ from infini_model.cleaning.runs import (
     run_locks,
     unneeded_checkpoints,
     unneeded_notes,
+    unneeded_pictures,
 )
 from infini_model.cleaning.unneeded import Findings, Kind, Scope, Unneeded
 from infini_model.data.builds import removals
@@ -36,6 +37,7 @@ from infini_model.training.checkpoints.folders import checkpoints_dir
 # goes on where this one was.
 ORDER = (
     Kind.RAW,
+    Kind.PICTURE,
     Kind.LEFTOVER,
     Kind.PARTITION,
     Kind.TOKENIZER,
@@ -101,6 +103,8 @@ def _unneeded_data(scope: Scope) -> Findings:
     found += unneeded_data(scope, contents)
     found += unneeded_downloads(scope, contents)
     found += unneeded_notes(scope)
+    if scope.only is None:
+        found += unneeded_pictures(scope)
     return found
 
 

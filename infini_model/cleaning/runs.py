@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infini_model.cleaning.unneeded import RECENT_SECONDS, Findings, Kind, Scope, visible
+from infini_model.cleaning.unneeded import (
+    RECENT_SECONDS,
+    Findings,
+    Kind,
+    Scope,
+    leftovers,
+    visible,
+)
 from infini_model.runtime.errors import CheckpointError, DataError
 from infini_model.runtime.runs import (
     LOCK,
@@ -13,7 +20,7 @@ from infini_model.runtime.runs import (
     is_started,
     noted_runs,
 )
-from infini_model.runtime.storage import TEMPORARY, is_locked
+from infini_model.runtime.storage import TEMPORARY, is_locked, sha256
 from infini_model.training.checkpoints.folders import (
     checkpoints_dir,
     listed,
@@ -62,6 +69,20 @@ def unneeded_notes(scope: Scope) -> Findings:
         is_deleted = note.is_gone and note.run_dir.parent.is_dir()
         if is_deleted and scope.is_older(note.file, RECENT_SECONDS):
             found.add(Kind.RECORD, note.file)
+    return found
+
+
+def unneeded_pictures(scope: Scope) -> Findings:
+    """The copies that Prefect's servers show of what no run and no comparison has any more."""
+    found = Findings()
+    copies = list[Path]()
+    for place in sorted(scope.output_dir.glob("prefect*/pictures")):
+        found.add(Kind.LEFTOVER, *leftovers(place, scope))
+        copies += [path for path in visible(place) if scope.is_older(path, RECENT_SECONDS)]
+    if copies:
+        drawn = ("runs/*/plots/*.png", "comparisons/*/*.png")
+        kept = {sha256(path) for each in drawn for path in scope.output_dir.glob(each)}
+        found.add(Kind.PICTURE, *(path for path in copies if path.stem not in kept))
     return found
 
 

@@ -24,6 +24,7 @@ class Kind(StrEnum):
     DATASET = "dataset"
     PARTITION = "partition"
     RAW = "download"
+    PICTURE = "picture"
     TOKENIZER = "tokenizer"
     CHECKPOINT = "checkpoint"
     RECORD = "record"
@@ -46,7 +47,7 @@ class Scope:
         output_dir: Folder of the downloads and the runs.
         datasets_dir: Folder of the datasets.
         keep: Datasets of each name to keep, those used last, besides those that are referred to.
-        only: Remove only datasets of this name, and no checkpoints; None is everything.
+        only: Remove only datasets of this name, no checkpoints and no pictures; None is everything.
         now: Seconds since the epoch, by which ages are judged.
     """
 

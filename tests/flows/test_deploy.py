@@ -47,7 +47,8 @@ from flows.serving.engine import lock_of, log_of
 from flows.serving.reconcile import WORKER_KILLED, WORKER_MESSAGE, settle
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
-from infini_model.runtime.storage import lock, make_folder
+from infini_model.runtime.storage import lock, make_folder, write_json
+from infini_model.training.mlflow_client import open_tracking
 
 PREFECT_YAML = """
 deployments:
@@ -165,14 +166,16 @@ def test_edits_stay_while_the_code_moves_on_and_reset_undoes_them(
     assert automation(client, TRAIN).enabled
 
     client.delete_deployment(read(client, "preprocess").id)
+    client.delete_automation(automation(client, TRAIN).id)
     for _ in range(2):
         deploy(deployed)
         assert capsys.readouterr().out == (
-            "preprocess: deleted on the server and not created again; infini deploy --reset "
-            "restores all deployments to prefect.yaml\n"
+            f"preprocess, {TRAIN}: deleted on the server and not created again; infini deploy "
+            "--reset restores everything\n"
         )
     with pytest.raises(ObjectNotFound):
         read(client, "preprocess")
+    assert client.read_automations_by_name(TRAIN) == []
 
     deploy(deployed, reset=True)
     train = read(client, "train")
@@ -435,6 +438,26 @@ def test_what_continues_a_dead_flow_run_is_named_and_no_other_run_is_touched(
     assert lines[2].endswith(named) or lines[3].endswith(named)
     # One that cannot be corrected is told, and is in nobody's way.
     assert sum(line.startswith(f"Flow run {broken} cannot be corrected: ") for line in lines) == 2
+
+
+def test_a_killed_command_that_another_server_knows_has_ended_in_mlflow(
+    client: SyncPrefectClient, tmp_path: Path, with_tables: Callable[[Path], Path]
+) -> None:
+    config = configure(["debug"], overrides=[f"run.output_dir={with_tables(tmp_path)}"])
+    path = lock_of(tmp_path, str(uuid4()))
+    path.touch()
+    with claim_run(config, "k1", Path("data"), owner=Owner(path.stem)) as run_dir:
+        mlflow, experiment = open_tracking(config)
+        number = mlflow.create_run(experiment).info.run_id
+        known = {"run_id": number, "tracking_uri": config.tracking_uri, "status": "RUNNING"}
+        write_json(run_dir / "logs" / "mlflow.json", known)
+    with lock(make_folder(run_dir / "checkpoints") / ".lock"):  # its training has not ended yet
+        assert list(settle(client, tmp_path, config)) == []
+    (line,) = settle(client, tmp_path, config)
+    named = f"infini resume {run_dir.name} continues it"
+    assert line == f"Run {run_dir.name}: its process was killed; {named}"
+    assert mlflow.get_run(number).info.status == "FAILED"
+    assert not path.exists()
 
 
 def test_an_engine_that_waits_for_the_one_before_holds_a_file_that_is_still_there(

@@ -27,6 +27,7 @@ from flows.serving.services import (
     HOST,
     Service,
     check_port,
+    engines_dir,
     prefect_dir,
     start_prefect,
     wait_until_up,
@@ -97,7 +98,7 @@ def test_a_server_that_is_silent_is_given_up_and_one_that_is_down_is_asked_once(
         ("http://prefect.example/api", "http://prefect.example/api"),
     ],
 )
-def test_a_client_of_infini_serve_has_its_secret_and_its_folder_and_of_another_server_neither(
+def test_infini_serve_finds_any_command_that_was_killed_and_tells_only_its_clients_its_secret(
     configured: str | None, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {} if configured is None else {"PREFECT_API_URL": configured}
@@ -110,7 +111,7 @@ def test_a_client_of_infini_serve_has_its_secret_and_its_folder_and_of_another_s
         assert connection.use_server(config) == os.environ["PREFECT_API_URL"] == address
     is_its_client = address.startswith("http://127.0.0.1")
     assert os.environ.get("PREFECT_API_AUTH_STRING") == (secret if is_its_client else None)
-    assert (ENGINES in os.environ) == is_its_client
+    assert os.environ[ENGINES] == str(engines_dir(config))
 
 
 class Services:

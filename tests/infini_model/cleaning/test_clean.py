@@ -24,7 +24,7 @@ from infini_model.data.builds import build_file, build_lock, note_use
 from infini_model.data.keeping.holds import cache_lock, hold
 from infini_model.data.manifest import read_manifest
 from infini_model.data.verification import examine_dataset
-from infini_model.runtime import storage
+from infini_model.runtime import pictures, storage
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.runs import record_evaluation
 
@@ -380,6 +380,29 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
     left = [{p.name for p in (run_dir / "checkpoints").glob("[!.]*")} for run_dir in runs]
     # The best one stays besides the newest.
     assert left == [{"step-5", "step-9"}, *[{f"step-{n}" for n in (3, 5, 7, 9)}] * 2]
+
+
+def test_pictures_go_with_the_report_that_has_them(output, folders, monkeypatch):
+    monkeypatch.setenv(pictures.FOLDER, str(output / "prefect" / "pictures"))
+    gone, kept = (run_on(output, folders[2], name) / "plots" for name in ("gone", "kept"))
+    compared, shown = output / "comparisons" / "a-vs-b", set()
+    for place in (gone, kept, compared):
+        place.mkdir(parents=True)
+        (place / "loss.png").write_bytes(place.as_posix().encode())
+        shown.add(Path(pictures.publish(place / "loss.png")).name)
+
+    def left():
+        return {path.name for path in (output / "prefect" / "pictures").iterdir()}
+
+    clean_up(output, keep=9)
+    assert left() == shown
+    shutil.rmtree(gone.parent)
+    clean_up(output, later=0, keep=9)  # A report may be about to be written.
+    assert clean_up(output, keep=9, only="corpus").counts == {}
+    assert left() == shown
+    (output / "prefect" / "pictures" / ".tmp-killed.png-abc").touch()
+    assert clean_up(output, keep=9).counts == {Kind.PICTURE: 1, Kind.LEFTOVER: 1}
+    assert left() == {f"{storage.sha256(place / 'loss.png')}.png" for place in (kept, compared)}
 
 
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monkeypatch):

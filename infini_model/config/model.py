@@ -177,13 +177,9 @@ class ModelConfig(Section):
     def _without_derived_fields(self, serialize: SerializerFunctionWrapHandler) -> Any:
         """Omit a default `head_dim`: the fields it is computed from may be overridden later.
 
-        Omit `gate_start` where there are no gates.
-
         With `initial_weights`, omit everything that was not set: it comes from there.
         """
         tree = serialize(self)
-        if self.memory == "residual":
-            tree.pop("gate_start", None)
         if self.initial_weights is not None:
             kept = BESIDE_INITIAL_WEIGHTS & self.model_fields_set
             return {name: value for name, value in tree.items() if name in kept}
@@ -193,7 +189,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _gates_have_a_start(self) -> Self:
-        if self.memory == "residual" and "gate_start" in self.model_fields_set:
+        # The default may come from the file of a run with another memory.
+        default = type(self).model_fields["gate_start"].default
+        if self.memory == "residual" and self.gate_start != default:
             raise ValueError("gate_start: memory=residual has no gates; leave it out")
         return self
 

@@ -236,6 +236,22 @@ def test_a_round_trip_with_memory(tmp_path, caplog, changes):
     assert not any(name.endswith(MEMORY_PARAMETERS) for name, _ in plain.named_parameters())
 
 
+def test_a_llama_that_gets_a_residual_memory_is_bit_for_bit_what_it_was_in_segments(
+    tmp_path, caplog
+):
+    theirs().save_pretrained(tmp_path)
+    with_memory, without = (
+        InfiniLlama.from_pretrained(tmp_path, segment_length=5, memory=memory)
+        for memory in ("residual", "none")
+    )
+    assert torch.equal(logits(with_memory), logits(without))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "no memory_weight found; initialised to 0",
+        "no memory_write_gate found; initialised to 0",
+        "no memory_key_shift found; initialised to 0.5",
+    ]
+
+
 @pytest.mark.parametrize("is_older", [False, True])
 def test_llama3_scaling_is_read_and_stored_frequencies_are_not(tmp_path, is_older):
     llama = theirs(rope_parameters=LLAMA3 | {"rope_theta": 5000.0})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from infini_model.config import ModelConfig
+from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
 
 
@@ -25,7 +26,7 @@ def tiny_config(**overrides: Any) -> ModelConfig:
 
 
 def draw_memory_parameters(model: InfiniLlama) -> None:
-    """Replace the gates and shifts, which are equal at first, by random ones."""
+    """Replace the parameters of the memory, which are equal at first, by random ones."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("gate", "memory_key_shift", "memory_query_shift")):
+        if name.endswith(MEMORY_PARAMETERS):
             torch.nn.init.normal_(parameter)

@@ -126,11 +126,12 @@ class ModelConfig(Section):
         "from the compressive memory. For masked_diffusion it is the longest window; the default "
         "is that of initial_weights, or packing.context_length.",
     )
-    memory: Literal["linear", "delta", "none"] = Field(
+    memory: Literal["linear", "delta", "residual", "none"] = Field(
         "linear",
-        description="Update rule of the compressive memory: linear adds new values, delta first "
-        "removes the values stored under the same keys; none turns the memory off, so that no "
-        "segment sees an earlier one.",
+        description="Compressive memory: linear adds new values, delta first removes the values "
+        "stored under the same keys; residual adds them under sharper features, and what it reads "
+        "to the attention, weighed from 0 on; none turns the memory off, so that no segment sees "
+        "an earlier one.",
     )
     memory_key_shift: bool = Field(
         True,
@@ -148,7 +149,8 @@ class ModelConfig(Section):
         -2.0,
         description="Initial gate of every head; its sigmoid is the share of the memory in the "
         "head's output, 12% at the default of -2. With training.objective=block_diffusion and new "
-        "weights the default is 0. Weights that have gates keep theirs.",
+        "weights the default is 0. Weights that have gates keep theirs; a residual memory has "
+        "none.",
     )
 
     bidirectional: bool = Field(
@@ -187,6 +189,14 @@ class ModelConfig(Section):
         if "head_dim" not in self.model_fields_set:
             tree.pop("head_dim", None)
         return tree
+
+    @model_validator(mode="after")
+    def _gates_have_a_start(self) -> Self:
+        # The default may come from the file of a run with another memory.
+        default = type(self).model_fields["gate_start"].default
+        if self.memory == "residual" and self.gate_start != default:
+            raise ValueError("gate_start: memory=residual has no gates; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _mask_is_a_token(self) -> Self:

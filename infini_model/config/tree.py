@@ -232,7 +232,7 @@ class Config(Section):
                 default = PackingConfig.model_fields["context_length"].default
                 shape["segment_length"] = packing.get("context_length", default)
         elif training.get("objective") == "block_diffusion" and is_new:
-            shape["gate_start"] = 0.0
+            shape = {"gate_start": 0.0} if model.get("memory") != "residual" else {}
         return {**values, "model": shape | dict(model)} if shape else values
 
     @model_validator(mode="after")

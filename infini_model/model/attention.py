@@ -9,6 +9,16 @@ older from a memory (M, z) of constant size. With σ = ELU + 1, a segment of Q, 
     M, z    ← M + σ(K)ᵀ V, z + Σ σ(K)                       then write to it (eq. 8)
 
 or writes by a bounded form of the delta rule (eq. 9). Where the memory is empty, out = A_local.
+
+The residual rule has sharper features φ(x) = [softmax(x), softmax(−x)], of width 2 D (Hedgehog,
+arXiv 2402.04347), no normaliser, and adds what it reads, normed and with a learned weight w:
+
+    out     = A_local + w ⊙ RMSNorm(φ(Q) S)
+    S       ← S + φ(K)ᵀ (β ⊙ V)                             β, of each token: what is worth keeping
+
+With w = 0, too, out = A_local exactly: so a pretrained Llama begins as the Llama that it was, cut
+into segments.
+
 With `causal=False` each position sees its whole segment, as masked diffusion needs (LLaDA, arXiv
 2502.09992). `infini_model.model.definition` is the loop over segments in plain PyTorch.
 
@@ -30,6 +40,7 @@ from torch.nn import functional
 from infini_model.model.kernels.local_attention import local_attention
 from infini_model.model.kernels.memory_ops import gated_read
 from infini_model.model.kernels.numerics import memory_dtype
+from infini_model.model.kernels.residual_ops import residual_read
 from infini_model.model.memory import Memory, Update, memory_states
 from infini_model.model.rotary import Rope
 
@@ -57,6 +68,7 @@ def infini_attention(
     memory_keys: Tensor | None = None,
     memory_values: Tensor | None = None,
     memory_queries: Tensor | None = None,
+    memory_scale: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Memory]:
     """Infini-attention over all segments at once (arXiv 2404.07143, equations 2 to 10).
@@ -73,14 +85,16 @@ def infini_attention(
         q: Queries [B, H, T, D]; query head h reads key-value head h // (H / H_kv).
         k: Keys [B, H_kv, T, D], of the dtype of `q`.
         v: Values [B, H_kv, T, D], of the dtype of `q`.
-        gate: [H], before the sigmoid; sigmoid(gate) is the share of the memory.
+        gate: [H], before the sigmoid; sigmoid(gate) is the share of the memory. Of the residual
+            rule w, [H, D].
         segment_length: Tokens of a segment, at least 1.
         rope: (cos, sin), each [segment_length, D], by position inside the segment; applied in the
             local attention only.
         memory: Memory of the preceding tokens, of B_m rows, float32 (float64 for float64 inputs);
             None is empty.
         update: How a segment is written: `linear` adds to the memory, `delta` replaces what the
-            memory returns for the same keys; see `infini_model.model.memory`.
+            memory returns for the same keys, `residual` adds to another kind of memory; see
+            `infini_model.model.memory`.
         backend: Kernel of the local attention; one of `LaunchConfig.attention_backend`.
         reset: [B_m, ceil(T / segment_length)] bool, true where a segment starts a new document and
             the memory is emptied before it.
@@ -88,6 +102,8 @@ def infini_attention(
             defaults to `k`.
         memory_values: The values written, of the shape of `memory_keys`; defaults to `v`.
         memory_queries: Queries that read the memory, of the shape of `q`; defaults to `q`.
+        memory_scale: β of the residual rule, [B_m, H_kv, T] in the memory's dtype: the factors of
+            what each token writes; defaults to 1.
         causal: Whether a position sees only what precedes it in its segment, not all of the
             segment. The memory is of earlier segments in both cases.
 
@@ -106,6 +122,7 @@ def infini_attention(
     _check_qkv(q, k, v, segment_length)
     _check_rope(rope, segment_length, q)
     _check_memory(q, k, gate, segment_length, memory, update, reset, keys, written, reading)
+    _check_scale(memory_scale, keys, update)
     rows, tokens = keys.size(0), q.size(2)
     length = min(segment_length, tokens)
     full = tokens // segment_length
@@ -114,25 +131,39 @@ def infini_attention(
     written = values if memory_values is None else _segments(written, length)
 
     if memory is None:
-        memory = Memory.empty(rows, k.size(1), k.size(3), dtype=k.dtype, device=k.device)
+        memory = Memory.empty(update, rows, *k.shape[1::2], dtype=k.dtype, device=k.device)
     if reset is not None:
         # One column per segment that reads, and one for the memory returned. A trailing partial
         # segment reads the memory that is returned, so they share a column.
         reset = functional.pad(reset, (0, full + 1 - reset.size(1)))
+    scale = None
+    if memory_scale is not None:
+        scale = _segments(memory_scale.unsqueeze(-1), length)[:, :full].squeeze(-1)
     before, after = memory_states(
-        _segments(keys, length)[:, :full], written[:, :full], memory, reset, update
+        _segments(keys, length)[:, :full], written[:, :full], memory, reset, update, scale
     )
     if full < queries.size(1):
-        before = Memory(
-            *(torch.cat((x, last.unsqueeze(1)), 1) for x, last in zip(before, after, strict=True))
-        )
+        before = before.map(lambda x, last: torch.cat((x, last.unsqueeze(1)), 1), after)
 
     local = _local_segments(
         queries, local_keys, values, rope, backend, tokens=tokens, causal=causal
     )
-    rows_of_memory = (_by_memory(x, rows) for x in (reading, local))
-    out = gated_read(*rows_of_memory, gate, *(x.flatten(0, 1) for x in before))
+    reading, local = (_by_memory(x, rows) for x in (reading, local))
+    out = read_memory(reading, local, gate, before.map(lambda x: x.flatten(0, 1)))
     return _by_stream(out, rows, queries)[:, :, :tokens], after
+
+
+def read_memory(q: Tensor, local: Tensor, gate: Tensor, memory: Memory) -> Tensor:
+    """Local attention [N, H, L, D] with what `memory`, of N rows, adds to it for the queries `q`.
+
+    `gate` is that of `infini_attention`.
+    """
+    out: Tensor = (
+        residual_read(q, local, gate, memory.kv)
+        if memory.norm is None
+        else gated_read(q, local, gate, memory.kv, memory.norm)
+    )
+    return out
 
 
 def _by_memory(x: Tensor, rows: int) -> Tensor:
@@ -273,14 +304,28 @@ def _check_memory(
     ):
         _expect(name, x, shape, q)
         _expect_dtype(name, x, q.dtype)
-    _expect("gate", gate, (q.size(1),), q)
     if update not in get_args(Update):
         raise ValueError(f"update: expected one of {', '.join(get_args(Update))}, got {update!r}")
+    is_residual = update == "residual"
+    _expect("gate", gate, (q.size(1), head_dim) if is_residual else (q.size(1),), q)
     if memory is not None:
-        _expect("memory.kv", memory.kv, (rows, heads, head_dim, head_dim), q)
-        _expect("memory.norm", memory.norm, (rows, heads, head_dim), q)
-        for name, x in zip(("memory.kv", "memory.norm"), memory, strict=True):
+        if is_residual != (memory.norm is None):
+            raise ValueError(f"memory: does not belong to update {update!r}")
+        features = 2 * head_dim if is_residual else head_dim
+        _expect("memory.kv", memory.kv, (rows, heads, features, head_dim), q)
+        if memory.norm is not None:
+            _expect("memory.norm", memory.norm, (rows, heads, head_dim), q)
+        for name, x in zip(("memory.kv", "memory.norm"), memory.parts, strict=False):
             _expect_dtype(name, x, memory_dtype(q.dtype))
     if reset is not None:
         _expect("reset", reset, (rows, -(-tokens // segment_length)), q)
         _expect_dtype("reset", reset, torch.bool)
+
+
+def _check_scale(scale: Tensor | None, keys: Tensor, update: Update) -> None:
+    if scale is None:
+        return
+    if update != "residual":
+        raise ValueError(f"memory_scale: not with update {update!r}")
+    _expect("memory_scale", scale, tuple(keys.shape[:3]), keys)
+    _expect_dtype("memory_scale", scale, memory_dtype(keys.dtype))

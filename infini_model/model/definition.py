@@ -1,5 +1,9 @@
 """The definition of Infini-attention ("Leave No Context Behind", arXiv 2404.07143) as a plain loop.
 
+Beside the paper's rules stands the residual memory: features made of two softmaxes (Hedgehog, arXiv
+2402.04347), written with a gate of each token and without a normaliser; what is read is normed,
+weighed, and added to the local attention.
+
 `infini_model.model.attention.infini_attention` computes the same for all segments at once; tests
 compare its results and all gradients with this one, which is not used for training.
 """
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from infini_model.model.kernels.numerics import READ_EPSILON
 from infini_model.model.memory import Memory, Update
 from infini_model.model.rotary import Rope, rotate
 
@@ -30,6 +35,7 @@ def attention_by_segment(
     memory_keys: Tensor | None = None,
     memory_values: Tensor | None = None,
     memory_queries: Tensor | None = None,
+    memory_scale: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Memory]:
     """`infini_attention`, segment by segment: same arguments and result, all of one dtype."""
@@ -37,31 +43,51 @@ def attention_by_segment(
     keys = k if memory_keys is None else memory_keys
     values = v if memory_values is None else memory_values
     queries = q if memory_queries is None else memory_queries
+    scale = keys.new_ones(keys.shape[:3]) if memory_scale is None else memory_scale
     streams = len(q) // len(keys)
     if memory is None:
-        memory = Memory.empty(len(keys), k.size(1), k.size(3), dtype=q.dtype, device=q.device)
-    kv, norm, out = memory.kv, memory.norm.unsqueeze(-1), []
+        memory = Memory.empty(
+            update, len(keys), k.size(1), k.size(3), dtype=q.dtype, device=q.device
+        )
+    kv, norm, out = memory.kv, memory.norm, []
     for number, start in enumerate(range(0, q.size(2), segment_length)):
         segment = slice(start, start + segment_length)
         if reset is not None:
             kept = ~reset[:, number].view(-1, 1, 1, 1)
-            kv, norm = kv * kept, norm * kept
+            kv, norm = kv * kept, None if norm is None else norm * kept[..., 0]
         query, key, value = (x[:, :, segment] for x in (q, k, v))
         local = _softmax_attention(query, key, value, rope, causal=causal)  # equation 2
-        sigma_q = functional.elu(queries[:, :, segment]) + 1
-        held, total = (x.repeat_interleave(group, 1).repeat(streams, 1, 1, 1) for x in (kv, norm))
-        mass = sigma_q @ total
+        reading, writing, value = queries[:, :, segment], keys[:, :, segment], values[:, :, segment]
+        is_full = start + segment_length <= q.size(2)
+        held = kv.repeat_interleave(group, 1).repeat(streams, 1, 1, 1)
+        if norm is None:
+            read = _two_softmaxes(reading) @ held
+            read = read / (read.square().mean(-1, keepdim=True) + READ_EPSILON).sqrt()
+            out.append(local + gate.unsqueeze(1) * read)
+            if is_full:
+                features = scale[:, :, segment].unsqueeze(-1) * _two_softmaxes(writing)
+                kv = kv + features.mT @ value
+            continue
+        sigma_q = functional.elu(reading) + 1
+        total = norm.repeat_interleave(group, 1).repeat(streams, 1, 1)
+        mass = sigma_q @ total.unsqueeze(-1)
         nonempty = mass > 0
         read = sigma_q @ held / mass.where(nonempty, 1)  # equation 7
         share = gate.sigmoid().view(-1, 1, 1)
         out.append(torch.where(nonempty, share * read + (1 - share) * local, local))  # equation 10
-        if start + segment_length <= q.size(2):
-            value, sigma_k = values[:, :, segment], functional.elu(keys[:, :, segment]) + 1
-            added = sigma_k.sum(2).unsqueeze(-1)
+        if is_full:
+            sigma_k = functional.elu(writing) + 1
+            added = sigma_k.sum(2)
             if update == "delta":  # equation 9, with a bounded divisor: see `memory`
-                value = value - sigma_k @ kv / torch.maximum(sigma_k @ norm, sigma_k @ added)
+                bound = torch.maximum(*(sigma_k @ x.unsqueeze(-1) for x in (norm, added)))
+                value = value - sigma_k @ kv / bound
             kv, norm = kv + sigma_k.mT @ value, norm + added  # equation 8
-    return torch.cat(out, 2), Memory(kv, norm.squeeze(-1))
+    return torch.cat(out, 2), Memory(kv, norm)
+
+
+def _two_softmaxes(x: Tensor) -> Tensor:
+    """The features of a residual memory, [..., 2 D] of x [..., D]."""
+    return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
 
 
 def _softmax_attention(

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from infini_model.config import AttentionBackend, ModelConfig
-from infini_model.model.attention import infini_attention, segmented_local_attention
+from infini_model.model.attention import (
+    infini_attention,
+    read_memory,
+    segmented_local_attention,
+)
 from infini_model.model.kernels.compiled import region
 from infini_model.model.kernels.local_attention import local_attention
-from infini_model.model.kernels.memory_ops import gated_read
+from infini_model.model.kernels.numerics import memory_dtype
 from infini_model.model.key_shift import streams_with_previous, with_previous
 from infini_model.model.memory import Memory, update_memory
-from infini_model.model.precision import product_input
+from infini_model.model.precision import as_operand, product_input
 from infini_model.model.rotary import Rope, rope_tables, rotate
 from infini_model.model.state import CacheUpdate, LayerState, empty_memory
 
 # The last part of the names of the memory's own parameters; all others are Llama's.
-MEMORY_PARAMETERS = ("gate", "memory_key_shift", "memory_query_shift")
+MEMORY_PARAMETERS = (
+    "gate",
+    "memory_weight",
+    "memory_write_gate",
+    "memory_key_shift",
+    "memory_query_shift",
+)
 
 
 class Attention(nn.Module):
@@ -35,7 +47,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        if config.memory != "none":
+        if config.memory == "residual":
+            self.memory_weight = nn.Parameter(
+                torch.zeros(config.num_attention_heads, self.head_dim)
+            )
+            write_gate = torch.zeros(config.key_value_heads, config.hidden_size)
+            self.memory_write_gate = nn.Parameter(write_gate)
+        elif config.memory != "none":
             gates = torch.full((config.num_attention_heads,), config.gate_start)
             self.gate = nn.Parameter(gates)
         if config.memory != "none" and config.memory_key_shift:
@@ -43,6 +61,19 @@ class Attention(nn.Module):
         if config.memory != "none" and config.memory_query_shift:
             queries = torch.full((config.num_attention_heads,), 0.5)
             self.memory_query_shift = nn.Parameter(queries)
+
+    @property
+    def read_weight(self) -> nn.Parameter:
+        """What weighs that which is read from the memory: `gate` [H], or `memory_weight` [H, D]."""
+        return self.memory_weight if self.config.memory == "residual" else self.gate
+
+    def read_strength(self, gather: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
+        """How much each head reads, [H] float32: sigmoid(gate), or the RMS of `memory_weight`.
+
+        `gather` assembles a weight that is sharded over processes.
+        """
+        weight = gather(self.read_weight.detach()).float()
+        return weight.sigmoid() if weight.dim() == 1 else weight.square().mean(1).sqrt()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D], keys and values [B, H_kv, T, D] of `x` [B, T, hidden]."""
@@ -71,6 +102,13 @@ class Attention(nn.Module):
             starts = torch.zeros(shape, dtype=torch.bool, device=q.device)
         return streams_with_previous(q, self.memory_query_shift, starts, self.config.segment_length)
 
+    def write_scale(self, x: Tensor) -> Tensor | None:
+        """β = sigmoid(W x), [B, H_kv, T] for `x` [B, T, hidden]; None but for a residual memory."""
+        if self.config.memory != "residual":
+            return None
+        product = functional.linear(x, as_operand(self.memory_write_gate, x))
+        return product.to(memory_dtype(x.dtype)).sigmoid().transpose(1, 2)
+
     def forward(
         self,
         x: Tensor,
@@ -87,12 +125,15 @@ class Attention(nn.Module):
         config, length = self.config, self.config.segment_length
         q, k, v = self.project(x)
         # Not a chunk of a single stream: its backward pass would copy it.
-        clean, keys, values = (y if streams == 1 else y.chunk(streams)[0] for y in (q, k, v))
+        clean, keys, values, written = (
+            y if streams == 1 else y.chunk(streams)[0] for y in (q, k, v, x)
+        )
         starts = None
         if reset is not None:
             starts = functional.pad(reset.unsqueeze(-1), (0, length - 1)).flatten(1)[:, : k.size(2)]
         memory_keys = self.shift_keys(keys, None if state is None else state.last_key, starts)
         memory = None if state is None else state.memory
+        scale = self.write_scale(written)
         if config.memory == "none":
             out = segmented_local_attention(
                 q,
@@ -110,7 +151,7 @@ class Attention(nn.Module):
                 q,
                 k,
                 v,
-                self.gate,
+                self.read_weight,
                 segment_length=length,
                 rope=rope,
                 memory=memory,
@@ -120,13 +161,21 @@ class Attention(nn.Module):
                 memory_keys=memory_keys,
                 memory_values=values,
                 memory_queries=self.shift_queries(q, last_query, starts, streams),
+                memory_scale=scale,
                 causal=not config.bidirectional,
             )
-        after = self._state_after(clean, keys, values, memory_keys, memory, rope)
+        after = self._state_after(clean, keys, values, memory_keys, scale, memory, rope)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     def _state_after(
-        self, q: Tensor, k: Tensor, v: Tensor, memory_keys: Tensor, memory: Memory, rope: Rope
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        memory_keys: Tensor,
+        scale: Tensor | None,
+        memory: Memory,
+        rope: Rope,
     ) -> LayerState:
         """The state after a pass over all segments; `memory` is of the full ones."""
         config, length = self.config, self.config.segment_length
@@ -138,10 +187,11 @@ class Attention(nn.Module):
         )
         cos, sin = (table[: open_keys.size(2)] for table in rope)
         return LayerState(
-            Memory(*(x.clone() for x in memory)),
+            memory.map(Tensor.clone),
             rotate(open_keys, (cos, sin)),
             open_values,
             open_memory_keys,
+            None if scale is None else scale[:, :, full:, None].clone(),
             k[:, :, -1].clone(),
             q[:, :, -1].clone() if config.memory_query_shift else None,
         )
@@ -160,6 +210,9 @@ class Attention(nn.Module):
         keys = update.write(state.keys, rotate(k, (cos, sin)), length)
         values = update.write(state.values, v, length)
         open_memory_keys = update.write(state.memory_keys, memory_keys, length)
+        scale, open_scale = self.write_scale(x), state.memory_scale
+        if scale is not None and open_scale is not None:
+            open_scale = update.write(open_scale, scale.unsqueeze(-1), length)
         used = update.mask.size(-1)
         out = local_attention(
             rotate(q, (cos, sin)),
@@ -175,26 +228,32 @@ class Attention(nn.Module):
                 before = torch.where(starts, q[:, :, 0], last_query.to(q.dtype))
                 memory_queries = self.shift_queries(q, before, None)
                 last_query = update.newest(q, before)
-            out = gated_read(memory_queries, out, self.gate, *memory)
-            memory = self._write_full_segments(memory, open_memory_keys, values, update)
+            out = read_memory(memory_queries, out, self.read_weight, memory)
+            memory = self._write_full_segments(memory, open_memory_keys, values, open_scale, update)
         last_key = update.newest(k, previous)
-        after = LayerState(memory, keys, values, open_memory_keys, last_key, last_query)
+        after = LayerState(memory, keys, values, open_memory_keys, open_scale, last_key, last_query)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     def _write_full_segments(
-        self, memory: Memory, keys: Tensor, values: Tensor, update: CacheUpdate
+        self,
+        memory: Memory,
+        keys: Tensor,
+        values: Tensor,
+        scale: Tensor | None,
+        update: CacheUpdate,
     ) -> Memory:
         """The memory after the segments that `update` completes; other rows keep theirs."""
         if update.completes is None or self.config.memory == "none":
             return memory
-        keys, values = (x[:, :, : self.config.segment_length] for x in (keys, values))
-        updated = update_memory(memory, keys, values, self.config.memory)
-        return Memory(
-            *(
-                torch.where(update.completes.reshape(-1, *[1] * (old.dim() - 1)), new, old)
-                for old, new in zip(memory, updated, strict=True)
-            )
-        )
+        length, completes = self.config.segment_length, update.completes
+        keys, values = (x[:, :, :length] for x in (keys, values))
+        scale = None if scale is None else scale[:, :, :length, 0]
+        updated = update_memory(memory, keys, values, self.config.memory, scale)
+
+        def chosen(new: Tensor, old: Tensor) -> Tensor:
+            return torch.where(completes.view(-1, *[1] * (old.dim() - 1)), new, old)
+
+        return updated.map(chosen, memory)
 
 
 class Mlp(nn.Module):

@@ -1,7 +1,8 @@
 """Infini-Llama: a Llama whose attention carries a compressive memory.
 
-Parameters are named as in Hugging Face's Llama; each attention adds `gate` and, with the key shift,
-`memory_key_shift`, with the query shift `memory_query_shift`. On a single segment the model is
+Parameters are named as in Hugging Face's Llama; each attention adds `gate`, or for the residual
+memory `memory_weight` and `memory_write_gate`, and with the key shift `memory_key_shift`, with the
+query shift `memory_query_shift`. On a single segment the model is
 exactly Llama. With `bidirectional` each position sees its whole segment: without a memory it is
 LLaDA (arXiv 2502.09992), with one it is a model of block diffusion (arXiv 2503.09573) whose past is
 the memory.
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from infini_model.config import AttentionBackend, LoraConfig, ModelConfig
 from infini_model.model import hf_checkpoint
-from infini_model.model.layers import MEMORY_PARAMETERS, Decoder
+from infini_model.model.layers import MEMORY_PARAMETERS, Attention, Decoder
 from infini_model.model.lora import add_lora, initial_adapters, is_adapter, merged_tensors
 from infini_model.model.loss import IGNORED, summed_loss
 from infini_model.model.precision import PRECISIONS
@@ -35,7 +36,10 @@ class ModelOutput(NamedTuple):
 
 
 class GateStatistics(NamedTuple):
-    """sigmoid(gate), the share of the memory in the output, over the heads of one layer."""
+    """sigmoid(gate), the share of the memory in the output, over the heads of one layer.
+
+    Of a residual memory the root mean square of `memory_weight`, over the width of a head.
+    """
 
     mean: float
     minimum: float
@@ -45,8 +49,8 @@ class GateStatistics(NamedTuple):
 class InfiniLlama(nn.Module):
     """A Llama with Infini-attention (arXiv 2404.07143).
 
-    Weights are drawn from torch's global generator. Parameters whose names end in `gate`,
-    `memory_key_shift` or `memory_query_shift` belong to the memory; all others are Llama's.
+    Weights are drawn from torch's global generator. Parameters whose names end as one of
+    `MEMORY_PARAMETERS` belong to the memory; all others are Llama's.
 
     Attributes:
         precision: That of the matrix products in generation; by default that of the weights.
@@ -259,30 +263,39 @@ class InfiniLlama(nn.Module):
         for _ in range(config.num_hidden_layers):
             keys, values, memory_keys = (weight.new_zeros(shape) for _ in range(3))
             memory = empty_memory(config, keys)
-            last_query = None
+            scale = last_query = None
+            if config.memory == "residual":
+                scale = memory.kv.new_zeros(*shape[:-1], 1)
             if config.memory_query_shift:
                 last_query = weight.new_zeros(batch, config.num_attention_heads, config.head_dim)
-            layers.append(LayerState(memory, keys, values, memory_keys, keys[:, :, 0], last_query))
+            layers.append(
+                LayerState(memory, keys, values, memory_keys, scale, keys[:, :, 0], last_query)
+            )
         return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def _refuse_without_state(self) -> None:
         if self.config.bidirectional and self.config.memory == "none":
             raise ConfigError("model.bidirectional: a bidirectional segment has no state to extend")
 
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer."""
+        return [cast("Attention", layer.get_submodule("self_attn")) for layer in self.model.layers]
+
     def gate_statistics(
         self, gather: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> list[GateStatistics]:
-        """The share of the memory in each layer; empty for a model without memory.
+        """How much of the memory each layer reads; empty for a model without memory.
 
-        `gather` assembles a gate that is sharded over processes.
+        `gather` assembles a weight that is sharded over processes.
         """
         if self.config.memory == "none":
             return []
         statistics = []
-        for layer in self.model.layers:
-            share = gather(layer.get_parameter("self_attn.gate").detach()).float().sigmoid()
+        for attention in self.attentions:
+            heads = attention.read_strength(gather)
             statistics.append(
-                GateStatistics(share.mean().item(), share.min().item(), share.max().item())
+                GateStatistics(heads.mean().item(), heads.min().item(), heads.max().item())
             )
         return statistics
 
@@ -326,7 +339,7 @@ class InfiniLlama(nn.Module):
         absent = MEMORY_PARAMETERS if adapter is not None else ()
         base = {n: s for n, s in shapes.items() if not is_adapter(n) and not n.endswith(absent)}
         dtypes = {n: p.dtype if lora else dtype for n, p in model.named_parameters()}
-        tensors = hf_checkpoint.read_tensors(Path(folder), base, dtypes, config.gate_start)
+        tensors = hf_checkpoint.read_tensors(Path(folder), base, dtypes, config)
         if adapter is not None:
             every = model.named_parameters(remove_duplicate=False)
             trained = {name: tuple(p.shape) for name, p in every if p.requires_grad}

@@ -1,4 +1,4 @@
-"""The compressive memory of all full segments, and the two rules by which segments are written.
+"""The compressive memory of all full segments, and the three rules by which they are written.
 
 Under the `linear` rule ("Leave No Context Behind", arXiv 2404.07143, equation 8) a segment adds its
 values; under the `delta` rule (equation 9) it first subtracts what the memory returns for its keys.
@@ -6,11 +6,15 @@ values; under the `delta` rule (equation 9) it first subtracts what the memory r
 Under the linear rule the memory before a segment is a prefix sum. Under the delta rule each segment
 applies an affine map to the memory. The maps depend only on the normaliser, which is a prefix sum,
 so all of them are known at once and can be composed in parallel.
+
+The `residual` rule is the linear one with other features, of twice the width, and no normaliser;
+see `infini_model.model.kernels.residual_ops`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,31 +24,50 @@ from torch.nn import functional
 from infini_model.model.kernels.exclusive_scan import exclusive_scan
 from infini_model.model.kernels.memory_ops import key_value_sums
 from infini_model.model.kernels.numerics import EMPTY_MASS, memory_dtype
+from infini_model.model.kernels.residual_ops import residual_sums
 
-Update = Literal["linear", "delta"]
+Update = Literal["linear", "delta", "residual"]
 
 
 class Memory(NamedTuple):
     """The memory of one layer: M and z of the paper, constant in size.
 
     Attributes:
-        kv: M = Σσ(k)ᵀv over all written tokens, [B, H_kv, D, D], float32 (float64 for float64).
-        norm: z = Σσ(k), the normaliser, [B, H_kv, D], of the same dtype.
+        kv: M = Σσ(k)ᵀv over all written tokens, [B, H_kv, D, D], float32 (float64 for float64); of
+            the residual rule S = Σβφ(k)ᵀv, [B, H_kv, 2 D, D].
+        norm: z = Σσ(k), the normaliser, [B, H_kv, D], of the same dtype; None of the residual rule.
     """
 
     kv: Tensor
-    norm: Tensor
+    norm: Tensor | None
 
     @classmethod
     def empty(
-        cls, batch: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+        cls,
+        update: Update,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Memory:
         """A memory of zeros, for activations of `dtype`."""
-        exact = memory_dtype(dtype)
-        return cls(
-            torch.zeros(batch, heads, head_dim, head_dim, dtype=exact, device=device),
-            torch.zeros(batch, heads, head_dim, dtype=exact, device=device),
-        )
+        norm = torch.zeros(batch, heads, head_dim, dtype=memory_dtype(dtype), device=device)
+        if update == "residual":
+            return cls(norm.new_zeros(batch, heads, 2 * head_dim, head_dim), None)
+        return cls(norm.new_zeros(batch, heads, head_dim, head_dim), norm)
+
+    def map(self, function: Callable[..., Tensor], *others: Memory) -> Memory:
+        """The results of `function`, called with the parts of this memory and of others like it."""
+        norms = [each.norm for each in (self, *others) if each.norm is not None]
+        kv = function(*(each.kv for each in (self, *others)))
+        return Memory(kv, function(*norms) if norms else None)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """`kv`, and `norm` if there is one."""
+        return [self.kv] if self.norm is None else [self.kv, self.norm]
 
 
 def feature_map(x: Tensor) -> Tensor:
@@ -57,7 +80,12 @@ def feature_map(x: Tensor) -> Tensor:
 
 
 def memory_states(
-    keys: Tensor, values: Tensor, first: Memory, reset: Tensor | None, update: Update
+    keys: Tensor,
+    values: Tensor,
+    first: Memory,
+    reset: Tensor | None,
+    update: Update,
+    scale: Tensor | None = None,
 ) -> tuple[Memory, Memory]:
     """The memory before each segment, and that after the last.
 
@@ -67,29 +95,38 @@ def memory_states(
         first: The memory before segment 0.
         reset: [B, N + 1] bool, true where the memory is emptied before it is read; None is never.
         update: How a segment is written.
+        scale: β of the residual rule, [B, N, H_kv, L]; None is 1.
 
     Returns:
-        Before each segment, kv [B, N, H_kv, D, D] and norm [B, N, H_kv, D]; and after the last,
-        kv [B, H_kv, D, D] and norm [B, H_kv, D].
+        The memory before each segment, with a dimension of N after the first, and after the last.
     """
-    sums = key_value_sums(keys.flatten(0, 1), values.flatten(0, 1))
-    added = Memory(*(x.view(*keys.shape[:2], *x.shape[1:]) for x in sums))
-    norm, last_norm = exclusive_scan(added.norm, first.norm, reset)
+    rows, pairs = keys.shape[:2], (keys.flatten(0, 1), values.flatten(0, 1))
+    if update == "residual":
+        if scale is None:
+            scale = keys.new_ones(keys.shape[:-1], dtype=first.kv.dtype)
+        sums = residual_sums(*pairs, scale.flatten(0, 1))
+        kv, last_kv = exclusive_scan(sums.unflatten(0, rows), first.kv, reset)
+        return Memory(kv, None), Memory(last_kv, None)
+    added_kv, added_norm = (x.unflatten(0, rows) for x in key_value_sums(*pairs))
+    norm, last_norm = exclusive_scan(added_norm, first.norm, reset)
     if update == "linear":
-        kv, last_kv = exclusive_scan(added.kv, first.kv, reset)
+        kv, last_kv = exclusive_scan(added_kv, first.kv, reset)
         return Memory(kv, norm), Memory(last_kv, last_norm)
     with torch.autocast(keys.device.type, enabled=False):
-        kept = _retention(feature_map(keys), norm, added.norm)
-        written = torch.cat((first.kv.unsqueeze(1), added.kv), dim=1)
+        kept = _retention(feature_map(keys), norm, added_norm)
+        written = torch.cat((first.kv.unsqueeze(1), added_kv), dim=1)
         # The first map keeps nothing, so `first` is the first state.
         kept = torch.cat((torch.zeros_like(written[:, :1]), kept), dim=1)
         states = _compose(kept, written, reset)
         return Memory(states[:, :-1], norm), Memory(states[:, -1], last_norm)
 
 
-def update_memory(memory: Memory, keys: Tensor, values: Tensor, update: Update) -> Memory:
+def update_memory(
+    memory: Memory, keys: Tensor, values: Tensor, update: Update, scale: Tensor | None
+) -> Memory:
     """The memory after one more segment of keys and values [B, H_kv, L, D]."""
-    _, after = memory_states(keys.unsqueeze(1), values.unsqueeze(1), memory, None, update)
+    scale = None if scale is None else scale.unsqueeze(1)
+    _, after = memory_states(keys.unsqueeze(1), values.unsqueeze(1), memory, None, update, scale)
     return after
 
 

@@ -22,6 +22,7 @@ class LayerState:
             where the last slot takes padding; slots after a row's last token are masked.
         values: Its values, of the same shape.
         memory_keys: The keys under which these values will be written, of the same shape.
+        memory_scale: β of each token, [B, H_kv, n, 1]; None in a model without that.
         last_key: Key of the last token before the key shift, [B, H_kv, D].
         last_query: Its query before the query shift, [B, H, D]; None in a model without that shift.
     """
@@ -30,6 +31,7 @@ class LayerState:
     keys: Tensor
     values: Tensor
     memory_keys: Tensor
+    memory_scale: Tensor | None
     last_key: Tensor
     last_query: Tensor | None
 
@@ -54,16 +56,16 @@ class State:
 
         layers = []
         for layer in self.layers:
-            memory = Memory(*map(repeated, layer.memory))
-            queries = None if layer.last_query is None else repeated(layer.last_query)
+            scale, queries = layer.memory_scale, layer.last_query
             layers.append(
                 LayerState(
-                    memory,
+                    layer.memory.map(repeated),
                     repeated(layer.keys),
                     repeated(layer.values),
                     repeated(layer.memory_keys),
+                    None if scale is None else repeated(scale),
                     repeated(layer.last_key),
-                    queries,
+                    None if queries is None else repeated(queries),
                 )
             )
         return State(tuple(layers), repeated(self.position))
@@ -149,6 +151,7 @@ class CacheUpdate:
 def empty_memory(config: ModelConfig, like: Tensor) -> Memory:
     """An empty memory with the rows, dtype and device of `like` [B, ...]."""
     return Memory.empty(
+        "linear" if config.memory == "none" else config.memory,
         like.size(0),
         config.key_value_heads,
         config.head_dim,

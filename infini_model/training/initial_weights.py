@@ -100,9 +100,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     if config.training.objective == "causal" and model.bidirectional:
         raise ConfigError(f"training.objective: causal, but {name} is bidirectional")
     if config.training.objective == "block_diffusion" and model.memory == "none":
-        raise ConfigError(
-            f"model.memory: missing; {name} has none, and block_diffusion needs linear or delta"
-        )
+        raise ConfigError(f"model.memory: missing; {name} has none, and block_diffusion needs one")
     spec = config.data.tokenizer.spec
     is_read = spec == MODEL_SPEC or not config.model.ignore_tokenizer
     own = tokenizer_of(folder, name) if is_read else None

@@ -42,7 +42,7 @@ def model_section(subject: Subject) -> str:
     position, shape = subject.position, subject.model.config
     parameters = sum(p.numel() for p in model.parameters())
     own = sum(p.numel() for name, p in model.named_parameters() if name.endswith(MEMORY_PARAMETERS))
-    counts = f"{parameters:,}, including {own:,} memory gates and shifts"
+    counts = f"{parameters:,}, including {own:,} of the memory"
     if model.lora is not None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts += f"; {trained:,} are trained by LoRA, the others frozen"

@@ -40,12 +40,14 @@ class Measured(NamedTuple):
 
     Attributes:
         windows: Number of windows.
-        gates: sigmoid(gate), [layers, H].
+        memory: `model.memory`.
+        gates: sigmoid(gate), [layers, H]; of a residual memory the root mean square of its weight.
         shares: Mean share of the memory in the output, [layers, H].
         gains: How much the loss rises without a part of the memory, in nats per token.
     """
 
     windows: int
+    memory: str
     gates: Tensor
     shares: Tensor
     gains: dict[Part, Interval]
@@ -74,8 +76,8 @@ class Task(EvaluationTask):
             return TaskResult(section="No window has a second segment that could read the memory.")
         gain, shares = measured.gains[Part()], measured.shares.mean(1).tolist()
         advice = [
-            findings.never_read(shares),
-            findings.hurts(*gain),
+            findings.never_read(shares, measured.memory),
+            findings.hurts(*gain, measured.memory),
         ]
         metrics, intervals = {}, {}
         for layer, share in enumerate(shares):
@@ -147,9 +149,8 @@ def _measure(subject: Subject) -> Measured | None:
     if not read["positions"]:
         return None
     shares = torch.tensor(read["shares"], dtype=torch.float64) / read["positions"]
-    layers = subject.model.model.layers
-    gates = torch.stack([layer.get_parameter("self_attn.gate") for layer in layers])
-    parts = [Part(), *map(Part, range(len(layers))), *_largest(shares, _heads_to_try(subject))]
+    gates = torch.stack([each.read_strength() for each in subject.model.attentions])
+    parts = [Part(), *map(Part, range(len(gates))), *_largest(shares, _heads_to_try(subject))]
     without = []
     for part in parts:
         without.append(cells.measured(part.name, partial(_sums, subject, part)))
@@ -159,7 +160,8 @@ def _measure(subject: Subject) -> Measured | None:
     found = bootstrap(rises.T, counts, seed=subject.config.run.seed)
     return Measured(
         windows,
-        gates.detach().float().sigmoid().cpu(),
+        subject.model.config.memory,
+        gates.cpu(),
         shares,
         dict(zip(parts, found, strict=True)),
     )
@@ -205,7 +207,8 @@ def _panels(measured: Measured) -> dict[str, Tensor]:
     for part, found in measured.gains.items():
         if part.layer is not None and part.head is not None:
             gains[part.layer, part.head] = findings.effect(*found)
-    panels = {"gate": measured.gates, "share of the output": measured.shares}
+    weight = "weight" if measured.memory == "residual" else "gate"
+    panels = {weight: measured.gates, "share of the output": measured.shares}
     # Without single heads there is nothing to show.
     title = "rise of the loss without it, if any is certain"
     return panels if gains.isnan().all() else panels | {title: gains}
@@ -242,10 +245,11 @@ def _counts_most(name: str, rise: Interval) -> str:
 
 
 def _section(measured: Measured) -> str:
+    is_residual = measured.memory == "residual"
     header = (
         "Layer",
-        "Gate",
-        "Gates of its heads",
+        "Weight" if is_residual else "Gate",
+        "Of its heads",
         "Share of the output",
         "Loss without it (rise)",
     )
@@ -253,16 +257,22 @@ def _section(measured: Measured) -> str:
     for layer, (gates, shares) in enumerate(
         zip(measured.gates.tolist(), measured.shares.tolist(), strict=True)
     ):
-        between = f"{min(gates):.0%} to {max(gates):.0%}"
-        gate, share = sum(gates) / len(gates), sum(shares) / len(shares)
-        rows.append(
-            (str(layer), f"{gate:.1%}", between, f"{share:.1%}", str(measured.gains[Part(layer)]))
-        )
+        mean, places = sum(gates) / len(gates), ".2f" if is_residual else ".0%"
+        share = f"{sum(shares) / len(shares):.1%}"
+        between = f"{min(gates):{places}} to {max(gates):{places}}"
+        gain = str(measured.gains[Part(layer)])
+        rows.append((str(layer), f"{mean:{places}}", between, share, gain))
     rows.append(("all", "", "", "", str(measured.gains[Part()])))
     heads = [part for part in measured.gains if part.head is not None]
     notes = [
         f"On {measured.windows:,} windows, in nats per token with intervals of 95%. Layers and "
-        "heads are counted from 0. The gate is the weight of the memory in a head's output; the "
+        "heads are counted from 0. "
+        + (
+            "The weight is the root mean square of what multiplies the normed read of a head"
+            if is_residual
+            else "The gate is the weight of the memory in a head's output"
+        )
+        + "; the "
         "share of the output is the length of what comes from the memory over the lengths of both "
         "parts, at positions that have a memory to read. The loss without it is that of the same "
         "weights and windows with one part of the memory knocked out: it shows what the weights "

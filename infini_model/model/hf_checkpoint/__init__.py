@@ -1,8 +1,8 @@
 """Read and write folders of Llama and LLaDA: config.json and safetensors, whole or sharded.
 
 The settings of Infini-attention are stored in config.json under one key, `infini_attention`, which
-`transformers` preserves and ignores, and its parameters as the tensors `…self_attn.gate`,
-`…self_attn.memory_key_shift` and `…self_attn.memory_query_shift`. A bidirectional model, with a
+`transformers` preserves and ignores, and its parameters as tensors such as `…self_attn.gate`, named
+as in the model. A bidirectional model, with a
 memory or without, is stored as a LLaDA. Nothing is unpickled.
 """
 

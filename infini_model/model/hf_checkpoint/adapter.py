@@ -1,8 +1,8 @@
 """The folder of a LoRA adapter, in the format of `peft`, and the memory's parameters beside it.
 
 `adapter_config.json` and `adapter_model.safetensors` are what `peft` reads. `config.json` is the
-shape of the model, as in a folder of whole weights, and `memory.safetensors` holds gates and key
-shifts, for which `peft` has no place.
+shape of the model, as in a folder of whole weights, and `memory.safetensors` holds the memory's
+parameters, for which `peft` has no place.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from infini_model.config import ModelConfig
 from infini_model.model.hf_checkpoint.config import (
     ADAPTER_CONFIG,
     INDEX,
@@ -21,13 +22,10 @@ from infini_model.model.hf_checkpoint.config import (
     read_tensor_names,
 )
 from infini_model.model.hf_checkpoint.llada import llada_tensor
+from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 
-MEMORY_TENSORS = (
-    "self_attn.gate",
-    "self_attn.memory_key_shift",
-    "self_attn.memory_query_shift",
-)
+MEMORY_TENSORS = tuple(f"self_attn.{name}" for name in MEMORY_PARAMETERS)
 _OUTPUT = "lm_head.weight"
 # Tensors with a row for each token.
 _VOCABULARY = ("model.embed_tokens.weight", _OUTPUT)
@@ -161,13 +159,14 @@ def read_tensors(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
-    gate_start: float,
+    config: ModelConfig,
 ) -> dict[str, Tensor]:
     """All tensors that `shapes` names, converted to `dtypes` from any floating-point type.
 
-    A folder without any gate (or shift) is a plain Llama: gates start at `gate_start`, and shifts
-    at μ = 0, which is the paper's form. A warning is logged. Where the model has more tokens
-    than the folder, each of their rows is the mean of the folder's.
+    A folder without any gate (or shift) is a plain Llama: gates start at the `gate_start` of
+    `config`, and shifts at μ = 0, which is the paper's form; a residual memory starts as in a new
+    model, for it adds nothing at first. A warning is logged. Where the model has more tokens than
+    the folder, each of their rows is the mean of the folder's.
 
     Raises:
         CheckpointError: A file or tensor is missing, damaged, unexpected, quantised or of the wrong
@@ -184,10 +183,12 @@ def read_tensors(
         expected[stored].name: _with_rows(tensor, shapes[expected[stored].name][0])
         for stored, tensor in found.items()
     }
-    starts = dict(zip(MEMORY_TENSORS, (gate_start, 0.0, 0.0), strict=True))
+    shift = 0.5 if config.memory == "residual" else 0.0
+    starts = {"gate": config.gate_start, "memory_key_shift": shift, "memory_query_shift": shift}
     for kind in _absent_kinds(expected, found):
-        start = starts[kind]
-        log.warning("%s: no %s found; initialised to %g", folder, kind.partition(".")[2], start)
+        parameter = kind.partition(".")[2]
+        start = starts.get(parameter, 0.0)
+        log.warning("%s: no %s found; initialised to %g", folder, parameter, start)
         names = [name for name in shapes if name.endswith(kind)]
         tensors |= {name: torch.full(shapes[name], start, dtype=dtypes[name]) for name in names}
     return tensors

@@ -3,7 +3,8 @@
 A head's output is s · A_mem + (1 − s) · A_local with s = sigmoid(gate) (arXiv 2404.07143, equation
 10). The gate alone says little: the memory returns an average of many values, which may be short.
 So both parts are measured: each layer attends twice more to the same input, with its gates so far
-below and above zero that the result is A_local and A_mem themselves.
+below and above zero that the result is A_local and A_mem themselves. Of a residual memory they are
+the result with a weight of 0, and what the memory adds to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infini_model.model.inspection.knock_out import FAR, gates_at
+from infini_model.model.inspection.knock_out import FAR, closed, read_weights_at
 from infini_model.model.kernels.numerics import memory_dtype
 from infini_model.model.layers import Attention
 from infini_model.model.llama import InfiniLlama
@@ -31,10 +32,11 @@ class MemoryUse(NamedTuple):
     """Sums over the windows of a batch, all float64; those of several batches can be added.
 
     Attributes:
-        shares: [layers, H], over positions, of |s · A_mem| / (|s · A_mem| + |(1 − s) · A_local|).
+        shares: [layers, H], over positions, of the length of the memory's part over the sum of
+            that and of the other's: |s · A_mem| / (|s · A_mem| + |(1 − s) · A_local|).
         positions: [], number of these positions: those with a target and a memory to read.
-        norms: [layers, 2], over windows, the norms of the memory and of its normaliser after the
-            window, each a mean over the heads.
+        norms: [layers, 2], over windows, the norms of the memory and of its normaliser (NaN if it
+            has none) after the window, each a mean over the heads.
         windows: [], number of these windows: those with a target.
     """
 
@@ -70,22 +72,28 @@ class Watch:
         *_, reset, streams = arguments
         readable = _has_memory(self._targets, attention.config.segment_length, reset)
         chosen = (self._targets & readable).unsqueeze(2)
-        local, after = _attended(attention, arguments, -FAR)
-        read, _ = _attended(attention, arguments, FAR)
+        is_residual = attention.config.memory == "residual"
+        local, after = _attended(attention, arguments, closed(attention.config.memory))
+        read, _ = _attended(attention, arguments, None if is_residual else FAR)
         # Of several streams the last is the one that predicts.
-        exact, share = memory_dtype(read.dtype), attention.gate.sigmoid()
-        memory_part, local_part = (
-            weight * x.chunk(streams)[-1].to(exact).norm(dim=-1)
-            for weight, x in ((share, read), (1.0 - share, local))
-        )
+        exact = memory_dtype(read.dtype)
+        local, read = (x.chunk(streams)[-1].to(exact) for x in (local, read))
+        if is_residual:
+            memory_part, local_part = (read - local).norm(dim=-1), local.norm(dim=-1)
+        else:
+            share = attention.gate.sigmoid()
+            memory_part, local_part = share * read.norm(dim=-1), (1.0 - share) * local.norm(dim=-1)
         ratio = memory_part / (memory_part + local_part).clamp(min=torch.finfo(exact).tiny)
         windows = self._targets.any(1)
-        norms = [after.memory.kv.flatten(2).norm(dim=2), after.memory.norm.norm(dim=2)]
+        held = after.memory.kv.flatten(2).norm(dim=2)
+        total = torch.full_like(held, torch.nan)
+        if after.memory.norm is not None:
+            total = after.memory.norm.norm(dim=2)
         self._layers.append(
             MemoryUse(
                 torch.where(chosen, ratio, 0.0).double().sum((0, 1)),
                 chosen.sum().double(),
-                torch.stack([x.mean(1).double() @ windows.double() for x in norms]),
+                torch.stack([x.mean(1).double() @ windows.double() for x in (held, total)]),
                 windows.sum().double(),
             )
         )
@@ -114,8 +122,7 @@ def watched(model: InfiniLlama, targets: Tensor) -> Iterator[Watch]:
     if model.config.memory == "none":
         raise ConfigError("model.memory: none, so there is no memory to measure")
     watch = Watch(targets)
-    attentions = [layer.get_submodule("self_attn") for layer in model.model.layers]
-    handles = [attention.register_forward_hook(watch.note) for attention in attentions]
+    handles = [each.register_forward_hook(watch.note) for each in model.attentions]
     try:
         yield watch
     finally:
@@ -123,12 +130,15 @@ def watched(model: InfiniLlama, targets: Tensor) -> Iterator[Watch]:
             handle.remove()
 
 
-def _attended(attention: Attention, arguments: Arguments, gate: float) -> tuple[Tensor, LayerState]:
-    """What the heads return at this gate, [B, T, H, D], and the state after it."""
+def _attended(
+    attention: Attention, arguments: Arguments, weight: float | None
+) -> tuple[Tensor, LayerState]:
+    """What the heads return at this weight, or their own, [B, T, H, D], and the state after it."""
     seen: list[Tensor] = []
     handle = attention.o_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
-        with gates_at([attention.gate], gate):
+        changed = [] if weight is None else [attention.read_weight]
+        with read_weights_at(changed, weight or 0.0):
             _, after = attention.forward(*arguments)  # not a call, which would be watched again
     finally:
         handle.remove()

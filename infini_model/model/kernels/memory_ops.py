@@ -9,57 +9,23 @@ kernel each, for heads up to 256 wide, or 128 in float32. σ = ELU + 1 and all s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infini_model.model.kernels.numerics import EMPTY_MASS, memory_dtype
+from infini_model.model.kernels.operators import operator
 from infini_model.model.kernels.tiling import (
     Chunk,
+    chunk_rows,
     for_each_chunk,
-    read_chunk,
     scratch,
     write_chunk,
 )
 
-if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef
 
-
-def _operator(kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Register the decorated function as an operator, with a kernel of `triton.launch` on CUDA.
-
-    What the kernels do not compute, the decorated function does on CUDA, too.
-    """
-
-    def define(definition: Callable[..., Any]) -> CustomOpDef:
-        name = f"infini_model::{definition.__name__.removeprefix('_')}"
-        operator = torch.library.custom_op(name, definition, mutates_args=())
-
-        @operator.register_kernel("cuda")
-        def _(*inputs: Tensor) -> Any:
-            if not _kernels_compute(inputs):
-                return definition(*inputs)
-            from infini_model.model.kernels.triton import launch
-
-            return getattr(launch, kernel)(*inputs)
-
-        return operator
-
-    return define
-
-
-def _kernels_compute(inputs: tuple[Tensor, ...]) -> bool:
-    """Whether the Triton kernels are precise enough, and their blocks fit a multiprocessor."""
-    dtypes, head_dim = {x.dtype for x in inputs}, inputs[0].size(-1)
-    if torch.float64 in dtypes:
-        return False
-    return head_dim <= (128 if dtypes == {torch.float32} else 256)
-
-
-@_operator("gated_read_forward")
+@operator("launch", "gated_read_forward")
 def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor) -> Tensor:
     """Read the memory and mix it with the local attention (arXiv 2404.07143, equations 7 and 10).
 
@@ -78,9 +44,9 @@ def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor)
     heads, out = norm.size(1), torch.empty_like(local)
 
     def read(chunk: Chunk) -> None:
-        features = _features(_rows(q, chunk, heads))
+        features = _features(chunk_rows(q, chunk, heads))
         weights = _read_weights(features, gate, norm, chunk)
-        local_rows = _rows(local, chunk, heads)
+        local_rows = chunk_rows(local, chunk, heads)
         mixed = scratch("mixed", norm, *local_rows.shape)
         torch.mul(local_rows, 1.0 - weights.share, out=mixed)
         mixed.baddbmm_(features.mul_(weights.weight), kv[chunk].flatten(0, 1))
@@ -90,7 +56,7 @@ def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor)
     return out
 
 
-@_operator("gated_read_backward")
+@operator("launch", "gated_read_backward")
 def _gated_read_backward(
     grad: Tensor, q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -99,9 +65,9 @@ def _gated_read_backward(
     dgate = norm.new_empty(q.size(0), heads, q.size(1) // heads)
 
     def differentiate(chunk: Chunk) -> None:
-        features = _features(_rows(q, chunk, heads))
+        features = _features(chunk_rows(q, chunk, heads))
         nonempty, mass, share, weight = _read_weights(features, gate, norm, chunk)
-        grad_rows, local_rows = (_rows(x, chunk, heads) for x in (grad, local))
+        grad_rows, local_rows = (chunk_rows(x, chunk, heads) for x in (grad, local))
         dfeatures = scratch("dfeatures", norm, *features.shape)
         torch.bmm(grad_rows, kv[chunk].flatten(0, 1).mT, out=dfeatures)
         dweight = torch.linalg.vecdot(features, dfeatures).unsqueeze(-1)
@@ -141,7 +107,7 @@ def _read_weights(features: Tensor, gate: Tensor, norm: Tensor, chunk: Chunk) ->
     return _ReadWeights(nonempty, mass, share, share / mass)
 
 
-@_operator("key_value_sums_forward")
+@operator("launch", "key_value_sums_forward")
 def key_value_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """What each segment writes (arXiv 2404.07143, equation 8): σ(K)ᵀV and Σσ(K).
 
@@ -157,27 +123,27 @@ def key_value_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     norm = torch.empty(kv.shape[:3], dtype=dtype, device=keys.device)
 
     def write(chunk: Chunk) -> None:
-        features = _features(_rows(keys, chunk, heads))
-        kv[chunk] = torch.bmm(features.mT, _rows(values, chunk, heads)).view_as(kv[chunk])
+        features = _features(chunk_rows(keys, chunk, heads))
+        kv[chunk] = torch.bmm(features.mT, chunk_rows(values, chunk, heads)).view_as(kv[chunk])
         norm[chunk] = features.sum(dim=1).view_as(norm[chunk])
 
     for_each_chunk(write, keys, heads, _features_size(keys, heads))
     return kv, norm
 
 
-@_operator("key_value_sums_backward")
+@operator("launch", "key_value_sums_backward")
 def _key_value_sums_backward(
     dkv: Tensor, dnorm: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     heads, dkeys, dvalues = keys.size(1), torch.empty_like(keys), torch.empty_like(values)
 
     def differentiate(chunk: Chunk) -> None:
-        features = _features(_rows(keys, chunk, heads))
+        features = _features(chunk_rows(keys, chunk, heads))
         chunk_dkv = dkv[chunk].flatten(0, 1)
         chunk_dnorm = dnorm[chunk].flatten(0, 1).unsqueeze(1)
         product = scratch("mixed", dkv, *features.shape)
         write_chunk(dvalues, chunk, heads, torch.bmm(features, chunk_dkv, out=product))
-        value_rows = _rows(values, chunk, heads)
+        value_rows = chunk_rows(values, chunk, heads)
         dfeatures = torch.baddbmm(chunk_dnorm, value_rows, chunk_dkv.mT, out=product)
         write_chunk(dkeys, chunk, heads, dfeatures.mul_(features.clamp_(max=1.0)))
 
@@ -188,11 +154,6 @@ def _key_value_sums_backward(
 def _features_size(x: Tensor, heads: int) -> int:
     """Bytes of the features of `x` [N, heads · G, L, D] for one head of one segment."""
     return math.prod(x.shape[1:]) // heads * memory_dtype(x.dtype).itemsize
-
-
-def _rows(x: Tensor, chunk: Chunk, heads: int) -> Tensor:
-    """A chunk of `x` [N, heads · G, L, D] in the memory's dtype, [M, G · L, D] for M memories."""
-    return read_chunk(x, chunk, heads).flatten(1, 2).to(memory_dtype(x.dtype))
 
 
 def _features(x: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ import torch
 # normaliser cannot overflow, nor can the gradient of that division.
 EMPTY_MASS = 1e-18
 
+# Epsilon of the RMSNorm of what is read from a residual memory.
+READ_EPSILON = 1e-6
+
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the memory for activations of `dtype`: float64 for float64, else float32."""

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from infini_model.model.kernels.numerics import memory_dtype
+
 # Size limit of an intermediate result, so that a few fit in a core's L2 cache.
 CHUNK_BYTES = 1 << 20
 
@@ -112,6 +114,11 @@ def scratch(name: str, like: Tensor, *shape: int) -> Tensor:
 def read_chunk(x: Tensor, chunk: Chunk, heads: int) -> Tensor:
     """A chunk of `x` [N, heads · G, L, D] as [n · h, G, L, D]; a view where possible."""
     return _by_heads(x, heads)[chunk].flatten(0, 1)
+
+
+def chunk_rows(x: Tensor, chunk: Chunk, heads: int) -> Tensor:
+    """A chunk of `x` [N, heads · G, L, D] in the memory's dtype, [M, G · L, D] for M memories."""
+    return read_chunk(x, chunk, heads).flatten(1, 2).to(memory_dtype(x.dtype))
 
 
 def write_chunk(out: Tensor, chunk: Chunk, heads: int, part: Tensor) -> None:

@@ -65,12 +65,17 @@ def flops_per_token(model: InfiniLlama, length: int) -> float:
       twice that, ignoring the mask; in a bidirectional model it is twice that.
     - Memory: a query reads D rows of D per head, 2W · D; a key-value pair is written at 2W_kv · D
       (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all segments but
-      one: the first reads nothing, and what the last writes is never read.
+      one: the first reads nothing, and what the last writes is never read. A residual memory has
+      features of 2D, so twice that.
     - Block diffusion has two streams, of which one writes and one has an output layer.
     """
     config = model.config
     lookup = None if config.tie_word_embeddings else model.model.embed_tokens.weight
-    products = sum(_product_flops(p) for p in model.parameters() if p.ndim > 1 and p is not lookup)
+    products = sum(
+        _product_flops(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and parameter is not lookup and not name.endswith("memory_weight")
+    )
     segment = min(config.segment_length, length)
     width = config.num_attention_heads * config.head_dim
     kv_width = config.key_value_heads * config.head_dim
@@ -78,7 +83,8 @@ def flops_per_token(model: InfiniLlama, length: int) -> float:
     local = 12 * width * seen
     older = 1 - segment / length if config.memory != "none" else 0.0
     streams = 2 if config.bidirectional and config.memory != "none" else 1
-    memory = 6 * config.head_dim * (streams * width + kv_width) * older
+    features = config.head_dim * (2 if config.memory == "residual" else 1)
+    memory = 6 * features * (streams * width + kv_width) * older
     layers = products - _product_flops(model.lm_head.weight)
     repeated = (streams - 1) * layers
     return products + repeated + config.num_hidden_layers * (streams * local + memory)

@@ -1,4 +1,4 @@
-"""Whether the memory is used: gates and their gradients, its share of the output, what it gains.
+"""Whether the memory is used: its gates or weights, its share of the output, what it gains.
 
 The probe reads a few windows of the validation sample with the memory and without it, so that the
 difference is of the same windows. It changes neither weights nor random numbers.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-
-from torch import Tensor
 
 from infini_model.config import Config
 from infini_model.model.inspection import findings
@@ -48,25 +46,31 @@ class MemoryReports(Callback):
                     self._warned |= dict(_findings(self._newest, self._config)).keys()
 
     def after_backward(self, step: Step) -> None:
-        """Keep the norms of the gates' gradients for `metrics`."""
+        """Keep the norms of the gradients of gates or weights for `metrics`."""
         self._gradients = {}
         if not step.logged or step.overflowed:
             return
-        for number, gate in enumerate(self._gates()):
-            if gate.grad is not None:
-                norm = gathered(gate.grad).norm().item()
-                self._gradients[f"memory/layer_{number}/gate_grad_norm"] = norm
+        if self._config.model.memory == "none":
+            return
+        kind = _weight_kind(self._config)
+        for number, attention in enumerate(self._parts.model.attentions):
+            if attention.read_weight.grad is not None:
+                norm = gathered(attention.read_weight.grad).norm().item()
+                self._gradients[f"memory/layer_{number}/{kind}_grad_norm"] = norm
 
     def metrics(self, step: Step, seconds: float) -> dict[str, float]:  # noqa: ARG002
-        """`memory/layer_N/gate_mean`, `gate_min`, `gate_max` and `gate_grad_norm`."""
+        """`memory/layer_N/gate_mean`, `gate_min`, `gate_max` and `gate_grad_norm`.
+
+        Of a residual memory they are called `weight_mean` and so on.
+        """
         if not step.logged:
             return {}
-        values = dict(self._gradients)
+        values, kind = dict(self._gradients), _weight_kind(self._config)
         for layer, gate in enumerate(self._parts.model.gate_statistics(gathered)):
             values |= {
-                f"memory/layer_{layer}/gate_mean": gate.mean,
-                f"memory/layer_{layer}/gate_min": gate.minimum,
-                f"memory/layer_{layer}/gate_max": gate.maximum,
+                f"memory/layer_{layer}/{kind}_mean": gate.mean,
+                f"memory/layer_{layer}/{kind}_min": gate.minimum,
+                f"memory/layer_{layer}/{kind}_max": gate.maximum,
             }
         self._newest |= values
         return values
@@ -97,11 +101,10 @@ class MemoryReports(Callback):
                 log.warning("At step %d: %s", self._newest["step"], sentence)
                 self._warned.add(kind)
 
-    def _gates(self) -> list[Tensor]:
-        if self._config.model.memory == "none":
-            return []
-        layers = self._parts.model.model.layers
-        return [layer.get_parameter("self_attn.gate") for layer in layers]
+
+def _weight_kind(config: Config) -> str:
+    """What the weight of the memory is called in metrics."""
+    return "weight" if config.model.memory == "residual" else "gate"
 
 
 def _one_segment(config: Config) -> bool:
@@ -131,18 +134,22 @@ def _findings(newest: Line, config: Config) -> Iterator[tuple[str, str]]:
     step, layers = int(newest["step"]), range(config.model.num_hidden_layers)
     if config.model.memory == "none" or step < config.training.warmup_steps + SETTLED_STEPS:
         return
-    ends = [f"memory/layer_{layer}/gate_{end}" for layer in layers for end in ("min", "max")]
+    memory, kind = config.model.memory, _weight_kind(config)
+    ends = [f"memory/layer_{layer}/{kind}_{end}" for layer in layers for end in ("min", "max")]
     shares = [f"memory/layer_{layer}/share" for layer in layers]
     found: dict[str, str | None] = {}
     if all(name in newest for name in ends):
-        gates = [_logit(newest[name]) for name in ends]
-        one_segment, start = _one_segment(config), config.model.gate_start
-        found["gates"] = findings.unmoved(gates, start, step, one_segment=one_segment)
+        began = config.model.gate_start
+        start, moved = "The memory's weights are still at 0", [newest[name] for name in ends]
+        if memory != "residual":
+            start = f"All gates are still at model.gate_start={began:g}"
+            moved = [_logit(share) - began for share in moved]
+        found["gates"] = findings.unmoved(moved, start, step, one_segment=_one_segment(config))
     if all(name in newest for name in shares):
-        found["shares"] = findings.never_read([newest[name] for name in shares])
+        found["shares"] = findings.never_read([newest[name] for name in shares], memory)
     if "memory/probe_gain_error" in newest:
         gain, error = newest["memory/probe_gain"], newest["memory/probe_gain_error"]
-        found["gain"] = findings.hurts(gain, gain - 2.0 * error, gain + 2.0 * error)
+        found["gain"] = findings.hurts(gain, gain - 2.0 * error, gain + 2.0 * error, memory)
     yield from ((kind, sentence) for kind, sentence in found.items() if sentence)
 
 

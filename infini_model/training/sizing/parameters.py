@@ -61,9 +61,12 @@ def layer_parameters(model: ModelConfig, lora: LoraConfig | None) -> Iterator[Pa
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield Parameters("attention", model.hidden_size, False, is_saved(name, lora))
     if model.memory != "none":
-        heads = model.num_attention_heads * (2 if model.memory_query_shift else 1)
-        shifts = model.key_value_heads if model.memory_key_shift else 0
-        yield Parameters("attention", heads + shifts, False, True)
+        heads, kv_heads = model.num_attention_heads, model.key_value_heads
+        own = heads
+        if model.memory == "residual":
+            own = heads * model.head_dim + kv_heads * model.hidden_size
+        own += heads * bool(model.memory_query_shift) + kv_heads * model.memory_key_shift
+        yield Parameters("attention", own, False, True)
 
 
 def root_parameters(model: ModelConfig, lora: LoraConfig | None) -> Iterator[Parameters]:

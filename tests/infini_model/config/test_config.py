@@ -152,12 +152,20 @@ DIFFUSION = {"training": {"objective": "block_diffusion"}}
         (DIFFUSION, 0.0),
         (DIFFUSION | {"model": {"gate_start": -1.0}}, -1.0),
         (DIFFUSION | {"model": WEIGHTS}, -2.0),
+        (DIFFUSION | {"model": {"memory": "residual"}}, -2.0),
     ],
 )
 def test_gates_start_open_where_only_the_memory_shows_what_came_before(
     given: dict[str, Any], gates: float
 ) -> None:
     assert load_config(overrides=[given]).model.gate_start == gates
+
+
+def test_a_residual_memory_has_no_gates_to_start() -> None:
+    config = load_config(overrides=["model.memory=residual"])
+    assert load_config(overrides=[config.model_dump(mode="json")]) == config
+    with pytest.raises(ConfigError, match=r"model: gate_start: memory=residual has no gates"):
+        load_config(overrides=["model.memory=residual", "model.gate_start=-1"])
 
 
 @pytest.mark.parametrize("output_dir", ["s3://bucket/team", "here", None])

@@ -121,7 +121,7 @@ def make_model(**overrides):
     return model
 
 
-@pytest.fixture(scope="module", params=["linear", "delta"])
+@pytest.fixture(scope="module", params=["linear", "residual"])
 def model(request):
     return make_model(memory=request.param)
 

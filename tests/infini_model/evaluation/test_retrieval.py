@@ -163,8 +163,8 @@ def whole(model: InfiniLlama, haystacks: Haystacks) -> Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"memory": "linear"}, {"memory": "delta", "memory_query_shift": True}, {"memory": "none"}],
-    ids=["linear", "delta", "none"],
+    [{"memory": "linear"}, {"memory": "residual", "memory_query_shift": True}, {"memory": "none"}],
+    ids=["linear", "residual", "none"],
 )
 def test_the_answers_are_those_of_whole_sequences(changes: dict[str, Any]) -> None:
     model = small_model(**changes)

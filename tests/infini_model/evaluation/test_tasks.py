@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_models import draw_memory_parameters
 from torch.nn import functional
 from trained_run import make_dataset, make_run, settings
 
@@ -198,17 +199,22 @@ def test_the_verdicts_follow_the_interval_as_it_is_shown(interval, begins, of_he
     assert "-0.0000" not in found
     nothing, part = torch.zeros(1, 1), heads.Part(0, 0)
     parts = dict.fromkeys((heads.Part(), heads.Part(0), part), interval)
-    measured = heads.Measured(5, nothing, nothing, parts)
+    measured = heads.Measured(5, "linear", nothing, nothing, parts)
     assert heads._summary(measured).startswith(of_heads)
     *_, drawn = heads._panels(measured).values()
     is_shown = "not used" not in begins
     assert drawn.item() == pytest.approx(interval.estimate if is_shown else 0.0)
-    assert (findings.hurts(*interval) is not None) == ("hurts" in begins)
+    assert (findings.hurts(*interval, "linear") is not None) == ("hurts" in begins)
 
 
-def test_rises_are_paired_differences_with_a_bootstrap_interval_over_windows(made, subject_of):
+@pytest.mark.parametrize("memory", ["linear", "residual"])
+def test_rises_are_paired_differences_with_a_bootstrap_interval_over_windows(
+    made, subject_of, memory
+):
     root, dataset, _ = made
-    subject = subject_of(**FEW_WINDOWS, **{"evaluation.heads.max_heads": None})
+    chosen = {"evaluation.heads.max_heads": None, "model.memory": memory}
+    subject = subject_of(**FEW_WINDOWS, **chosen)
+    draw_memory_parameters(subject.model)  # new weights of a residual memory are 0
     result, model = run("heads", subject), subject.model
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     windows = open_windows(dataset, "validation", settings(root).packing, 8)

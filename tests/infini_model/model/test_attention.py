@@ -21,7 +21,8 @@ from infini_model.model.rotary import rope_tables, rotate
 from infini_model.runtime.errors import ConfigError
 from infini_model.training.parallel.distributed import deterministic_algorithms
 
-BOTH = pytest.mark.parametrize("update", ["linear", "delta"])
+UPDATES = ["linear", "delta", "residual"]
+EACH = pytest.mark.parametrize("update", UPDATES)
 
 
 def draw(batch, heads, kv_heads, tokens, dim, seed=0, dtype=torch.float64):
@@ -33,6 +34,13 @@ def draw(batch, heads, kv_heads, tokens, dim, seed=0, dtype=torch.float64):
     q = normal(batch, heads, tokens, dim)
     k, v, keys = (normal(batch, kv_heads, tokens, dim) for _ in range(3))
     return q, k, v, normal(heads), keys, generator
+
+
+def weighed(update, q, gate):
+    """What an update takes in the place of `gate`."""
+    return (
+        gate[:, None] * torch.linspace(-1, 1, q.size(3)).to(gate) if update == "residual" else gate
+    )
 
 
 @st.composite
@@ -48,8 +56,8 @@ def cases(draw_one):
         4,
         seed=draw_one(st.integers(0, 1000)),
     )
-    memory = reset = rope = memory_keys = written = queries = None
-    rows = q.size(0)
+    memory = reset = rope = memory_keys = written = queries = scale = None
+    rows, update = q.size(0), draw_one(st.sampled_from(UPDATES))
     if draw_one(st.booleans()):
         rows = draw_one(st.sampled_from([1, rows]))
         memory_keys, written = (
@@ -62,22 +70,26 @@ def cases(draw_one):
     if draw_one(st.booleans()):
         held = functional.elu(torch.randn(rows, kv_heads, 7, 4, generator=generator).double())
         memory = Memory((held + 1).mT @ held, (held + 1).sum(2))
+        if update == "residual":
+            memory = Memory(torch.cat((memory.kv, -memory.kv.mT), 2), None)
+    if update == "residual" and draw_one(st.booleans()):
+        scale = torch.rand(rows, kv_heads, tokens, generator=generator).double()
     if draw_one(st.booleans()):
         shape = (rows, -(-tokens // length))
         reset = torch.rand(shape, generator=generator) < draw_one(st.sampled_from([0.2, 0.7]))
     if draw_one(st.booleans()):
         rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
-    update = draw_one(st.sampled_from(["linear", "delta"]))
     causal = draw_one(st.booleans())
     own = {"memory_keys": memory_keys, "memory_values": written, "memory_queries": queries}
-    return (q, k, v, gate), length, rope, memory, update, reset, own, causal
+    own["memory_scale"] = scale
+    return (q, k, v, weighed(update, q, gate)), length, rope, memory, update, reset, own, causal
 
 
 def outputs_and_gradients(function, case, dtype):
     """The results of `function` for a case, and the gradients of a loss over all of them."""
     tensors, length, rope, memory, update, reset, own, causal = case
     leaves = [x.to(dtype).requires_grad_() for x in tensors]
-    held = None if memory is None else Memory(*(x.to(dtype).requires_grad_() for x in memory))
+    held = None if memory is None else memory.map(lambda x: x.to(dtype).requires_grad_())
     own = {name: x.to(dtype).requires_grad_() for name, x in own.items() if x is not None}
     out, after = function(
         *leaves,
@@ -89,10 +101,10 @@ def outputs_and_gradients(function, case, dtype):
         causal=causal,
         **own,
     )
-    everything = [out, *after]
+    everything = [out, *after.parts]
     weights = [torch.linspace(-1, 1, x.numel()).to(dtype).view_as(x) for x in everything]
     loss = sum((x * w).sum() for x, w in zip(everything, weights, strict=True))
-    inputs = [*leaves, *(held or ()), *own.values()]
+    inputs = [*leaves, *(held.parts if held else ()), *own.values()]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
     return everything + [
         torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True)
@@ -133,12 +145,12 @@ def test_one_segment_is_local_attention_exactly():
     assert torch.equal(out, longer)
 
 
-@BOTH
+@EACH
 def test_tokens_after_a_reset_are_independent_of_those_before(update):
     q, k, v, gate, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
     k[:, :, :12] = float("inf")  # even non-finite values do not reach past the reset
     v[:, :, :12] = float("nan")
-    reset = torch.zeros(2, 6, dtype=torch.bool)
+    reset, gate = torch.zeros(2, 6, dtype=torch.bool), weighed(update, q, gate)
     reset[:, 3] = True
     out, memory = infini_attention(q, k, v, gate, segment_length=4, reset=reset, update=update)
     alone, memory_alone = infini_attention(
@@ -148,7 +160,22 @@ def test_tokens_after_a_reset_are_independent_of_those_before(update):
     torch.testing.assert_close(memory, memory_alone)
 
 
-@BOTH
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_residual_memory_that_is_empty_or_weighs_nothing_changes_no_bit(dtype):
+    q, k, v, gate, *_ = draw(1, 4, 2, 20, 8, dtype=dtype)
+    weight = weighed("residual", q, gate)
+    local = segmented_local_attention(q, k, v, segment_length=4)
+    out, _ = infini_attention(q, k, v, weight * 0, segment_length=4, update="residual")
+    assert torch.equal(out, local)
+    out, _ = infini_attention(q, k, v, weight, segment_length=4, update="residual")
+    assert torch.equal(out[:, :, :4], local[:, :, :4])
+    assert not torch.equal(out, local)
+    nothing = torch.zeros(1, 2, 20, dtype=torch.promote_types(dtype, torch.float32))
+    settings = {"segment_length": 4, "update": "residual", "memory_scale": nothing}
+    assert torch.equal(infini_attention(q, k, v, weight, **settings)[0], local)
+
+
+@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_finite_whatever_the_magnitude(dtype, update):
     # Both at 1e4 would make scores of 1e8, whose rounding alone is beyond any softmax in float32.
@@ -163,18 +190,19 @@ def test_finite_whatever_the_magnitude(dtype, update):
     ):
         q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=dtype)
         leaves = [(x + shift).requires_grad_() for x, shift in ((q, query), (k, key), (v, 0))]
+        gate = weighed(update, q, gate)
         out, memory = infini_attention(*leaves, gate, segment_length=4, update=update)
         assert out.dtype == dtype
-        assert {x.dtype for x in memory} == {torch.float32}
+        assert {x.dtype for x in memory.parts} == {torch.float32}
         gradients = torch.autograd.grad(out.float().sum(), leaves)
-        assert all(x.isfinite().all() for x in (out, *memory, *gradients)), (query, key)
+        assert all(x.isfinite().all() for x in (out, *memory.parts, *gradients)), (query, key)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(("dtype", "backend"), [(torch.bfloat16, "auto"), (torch.float32, "tiled")])
 def test_autocast_changes_no_bit(update, dtype, backend):
-    *leaves, _, _ = draw(1, 2, 1, 12, 4, dtype=dtype)
-    results = []
+    *leaves, gate, _, _ = draw(1, 2, 1, 12, 4, dtype=dtype)
+    leaves, results = [*leaves, weighed(update, leaves[0], gate)], []
     for enabled in (False, True):
         inputs = [x.clone().requires_grad_() for x in leaves]
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -182,7 +210,7 @@ def test_autocast_changes_no_bit(update, dtype, backend):
                 *inputs, segment_length=4, update=update, backend=backend
             )
         gradients = torch.autograd.grad(out.float().sum() + memory.kv.sum(), inputs)
-        results.append((out, *memory, *gradients))
+        results.append((out, *memory.parts, *gradients))
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
@@ -312,17 +340,18 @@ def test_grouped_heads_in_float32_compute_no_scores_of_all_pairs(gpu, backend, d
     assert torch.cuda.max_memory_allocated() - before < 8 * 4096 * 4096
 
 
-@BOTH
+@EACH
 def test_a_million_tokens_drift_less_than_a_thousandth(update):
     length, chunk, chunks = 64, 1 << 15, 32
     generator = torch.Generator().manual_seed(0)
-    gate, memory, exact = torch.zeros(1), None, None
+    gate, memory, exact = torch.ones(1), None, None
     for _ in range(chunks):
         q, k, v = (torch.randn(1, 1, chunk, 4, generator=generator) for _ in range(3))
+        weight = weighed(update, q, gate)
         out, memory = infini_attention(
-            q, k, v, gate, segment_length=length, memory=memory, update=update
+            q, k, v, weight, segment_length=length, memory=memory, update=update
         )
-        wide = (x.double() for x in (q, k, v, gate))
+        wide = (x.double() for x in (q, k, v, weight))
         expected, exact = infini_attention(
             *wide, segment_length=length, memory=exact, update=update
         )
@@ -332,7 +361,7 @@ def test_a_million_tokens_drift_less_than_a_thousandth(update):
 
 
 Q, K, V, GATE = draw(2, 4, 2, 6, 8, dtype=torch.float32)[:4]
-EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
+EMPTY = Memory.empty("linear", 2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -343,12 +372,23 @@ EMPTY = Memory.empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
         (TypeError, "v: expected dtype torch.float32, got torch.float16", {"v": V.half()}),
         (ValueError, r"memory_values: expected shape \[1, 2, 6, 8\]", {"memory_keys": K[:1]}),
         (ValueError, "segment_length: expected at least 1, got 0", {"segment_length": 0}),
-        (ValueError, "update: expected one of linear, delta, got 'none'", {"update": "none"}),
+        (
+            ValueError,
+            "update: expected one of linear, delta, residual, got 'none'",
+            {"update": "none"},
+        ),
         (
             TypeError,
             "memory.kv: expected dtype torch.float32, got torch.bfloat16",
-            {"memory": Memory(*(x.bfloat16() for x in EMPTY))},
+            {"memory": EMPTY.map(torch.Tensor.bfloat16)},
         ),
+        (ValueError, r"gate: expected shape \[4, 8\], got \[4\]", {"update": "residual"}),
+        (
+            ValueError,
+            "memory: does not belong to update 'residual'",
+            {"update": "residual", "gate": Q[0, :, 0], "memory": EMPTY},
+        ),
+        (ValueError, "memory_scale: not with update 'linear'", {"memory_scale": K[..., 0]}),
         (ConfigError, "attention_backend: got 'cudnn': on cpu it takes", {"backend": "cudnn"}),
         (ConfigError, "attention_backend: got 'best'", {"backend": "best"}),
         (

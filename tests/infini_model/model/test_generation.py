@@ -39,7 +39,8 @@ def greedy(model, prompt, count):
 
 
 @pytest.mark.parametrize(
-    ("memory", "shift"), [("linear", True), ("linear", False), ("delta", True), ("none", False)]
+    ("memory", "shift"),
+    [("linear", True), ("linear", False), ("delta", True), ("residual", True), ("none", False)],
 )
 def test_prompts_are_read_in_any_chunks(memory, shift):
     """One segment at a time, two, or all at once, then token by token; one prompt or several."""
@@ -119,7 +120,7 @@ def make_model(**changes):
     return InfiniLlama(tiny_config(**shape | changes))
 
 
-@pytest.fixture(params=["linear", "delta"])
+@pytest.fixture(params=["linear", "delta", "residual"])
 def block_model(request):
     """A model for block diffusion."""
     shape = {"segment_length": BLOCK, "memory": request.param, "memory_query_shift": True}

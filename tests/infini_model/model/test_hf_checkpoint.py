@@ -12,6 +12,7 @@ from tiny_models import draw_memory_parameters, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from infini_model.model.hf_checkpoint import TokenIds, describe_tokens, write_checkpoint
+from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError
 
@@ -209,6 +210,7 @@ def test_a_round_trip_through_transformers(tmp_path, changes, dropped):
     [
         {"memory": "linear"},
         {"memory": "delta", "memory_key_shift": False, "tie_word_embeddings": True},
+        {"memory": "residual"},
         {
             "memory": "delta",
             "memory_query_shift": True,
@@ -217,7 +219,7 @@ def test_a_round_trip_through_transformers(tmp_path, changes, dropped):
             "rope_scaling": {name: LLAMA3[name] for name in LLAMA3 if name != "rope_type"},
         },
     ],
-    ids=["linear", "delta", "bidirectional"],
+    ids=["linear", "delta", "residual", "bidirectional"],
 )
 def test_a_round_trip_with_memory(tmp_path, caplog, changes):
     model, folder = ours(segment_length=5, **changes), tmp_path / "model"
@@ -231,7 +233,23 @@ def test_a_round_trip_with_memory(tmp_path, caplog, changes):
     assert torch.equal(logits(again), logits(model))
     assert not caplog.records
     plain = InfiniLlama.from_pretrained(folder, memory="none")
-    assert not any(name.endswith("gate") for name, _ in plain.named_parameters())
+    assert not any(name.endswith(MEMORY_PARAMETERS) for name, _ in plain.named_parameters())
+
+
+def test_a_llama_that_gets_a_residual_memory_is_bit_for_bit_what_it_was_in_segments(
+    tmp_path, caplog
+):
+    theirs().save_pretrained(tmp_path)
+    with_memory, without = (
+        InfiniLlama.from_pretrained(tmp_path, segment_length=5, memory=memory)
+        for memory in ("residual", "none")
+    )
+    assert torch.equal(logits(with_memory), logits(without))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "no memory_weight found; initialised to 0",
+        "no memory_write_gate found; initialised to 0",
+        "no memory_key_shift found; initialised to 0.5",
+    ]
 
 
 @pytest.mark.parametrize("is_older", [False, True])

@@ -18,6 +18,7 @@ LENGTH, SEGMENTS = 4, 5
 CASES = [
     {"memory": "delta", "memory_query_shift": True},
     {"memory": "linear", "memory_key_shift": False, "num_key_value_heads": 4},
+    {"memory": "residual"},
 ]
 
 
@@ -46,21 +47,27 @@ def first_layer(model, tokens, reset):
     if config.memory_query_shift:
         queries = with_previous(q, attention.memory_query_shift, None, starts)
 
-    def at(gate):
+    def at(weight):
         return attention_by_segment(
             q,
             k,
             v,
-            torch.full((4,), gate).double(),
+            weight,
             segment_length=LENGTH,
             rope=(model.model.cos.double(), model.model.sin.double()),
             update=config.memory,
             reset=reset,
             memory_keys=keys,
             memory_queries=queries,
+            memory_scale=attention.write_scale(x),
         )
 
-    (local, memory), (read, _) = at(-1e4), at(1e4)
+    if config.memory == "residual":
+        weight = attention.memory_weight
+        (local, memory), (both, _) = at(weight * 0), at(weight)
+        return local, both - local, memory
+    gate = torch.ones(4).double() * 1e4
+    (local, memory), (read, _) = at(-gate), at(gate)
     share = attention.gate.sigmoid().view(-1, 1, 1)
     return (1 - share) * local, share * read, memory
 
@@ -85,8 +92,9 @@ def test_shares_and_norms_are_those_of_the_definition(changes):
     use = watch.use
     assert positions == use.positions > 5
     torch.testing.assert_close(use.mean_shares[0], (shares / positions).detach())
-    norms = [x.flatten(2).norm(dim=2).mean().detach() for x in memory]
-    torch.testing.assert_close(use.mean_norms[0], torch.stack(norms))
+    norms = [x.flatten(2).norm(dim=2).mean().item() for x in memory.parts]
+    expected = torch.tensor([*norms, torch.nan][:2]).double()
+    torch.testing.assert_close(use.mean_norms[0], expected, equal_nan=True)
     assert use.shares.shape == (2, 4)
 
 
@@ -107,7 +115,13 @@ def test_of_two_streams_the_noisy_one_counts():
 
 
 @pytest.mark.parametrize(
-    ("memory", "dtype"), [("linear", torch.float64), ("delta", torch.bfloat16)]
+    ("memory", "dtype"),
+    [
+        ("linear", torch.float64),
+        ("delta", torch.bfloat16),
+        ("residual", torch.float64),
+        ("residual", torch.bfloat16),
+    ],
 )
 def test_all_heads_knocked_out_is_a_memory_that_is_emptied_before_every_segment(memory, dtype):
     model, tokens = build(dtype, memory=memory), ids()
@@ -120,17 +134,18 @@ def test_all_heads_knocked_out_is_a_memory_that_is_emptied_before_every_segment(
     assert not torch.equal(read, emptied)
 
 
+@pytest.mark.parametrize("memory", ["linear", "residual"])
 @pytest.mark.parametrize(
     ("head", "changed"), [(2, [False, False, True, False]), (None, [True] * 4)]
 )
-def test_what_other_heads_and_layers_return_stays(head, changed):
-    model, tokens, seen = build(), ids(), []
-    first, second = (layer.self_attn for layer in model.model.layers)
-    before = second.gate.detach().clone()
+def test_what_other_heads_and_layers_return_stays(head, changed, memory):
+    model, tokens, seen = build(memory=memory), ids(), []
+    first, second = model.attentions
+    before = second.read_weight.detach().clone()
     first.o_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model(tokens)
     with knocked_out(model, layer=0, head=head):
-        assert torch.equal(second.gate, before)
+        assert torch.equal(second.read_weight, before)
         model(tokens)
     moved = (seen[0] != seen[1]).unflatten(2, (4, 4)).any(3)
     assert moved[:, 4:].all(1).all(0).tolist() == changed

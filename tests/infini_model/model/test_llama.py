@@ -14,7 +14,8 @@ from infini_model.model.generation.causal import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import ConfigError
 
-MEMORIES = pytest.mark.parametrize("memory", ["linear", "delta", "none"])
+WITH_MEMORY = pytest.mark.parametrize("memory", ["linear", "delta", "residual"])
+MEMORIES = pytest.mark.parametrize("memory", ["linear", "delta", "residual", "none"])
 
 
 def config(**changes):
@@ -42,12 +43,27 @@ def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
     assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
     assert model.get_parameter("model.layers.0.self_attn.memory_key_shift").tolist() == [0.5, 0.5]
     assert InfiniLlama(config(memory="none")).gate_statistics() == []
+    assert InfiniLlama(config(memory="residual")).gate_statistics() == [(0.0, 0.0, 0.0)] * 2
+
+
+def test_a_new_residual_memory_leaves_a_model_as_it_is_without_one():
+    model, tokens = InfiniLlama(config(memory="residual")), ids(2, 20)
+    bare = InfiniLlama(config(memory="none"))
+    bare.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(model(tokens).logits, bare(tokens).logits)
+    # It learns nevertheless: the weights first, then what depends on them.
+    model(tokens).logits.sum().backward()
+    attention = model.attentions[0]
+    assert attention.memory_weight.grad.abs().min() > 0
+    torch.nn.init.ones_(attention.memory_weight)
+    model(tokens).logits.sum().backward()
+    assert attention.memory_write_gate.grad.abs().min() > 0
 
 
 @given(
     st.integers(0, 100),
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    st.sampled_from(["linear", "delta", "none"]),
+    st.sampled_from(["linear", "delta", "residual", "none"]),
     st.booleans(),
     st.booleans(),
 )
@@ -106,12 +122,13 @@ def test_in_place_gives_the_same_results_without_copies(memory):
         assert torch.equal(*after)
 
 
-def test_a_state_holds_no_view_of_the_whole_sequence():
-    model, sizes = build(), []
+@MEMORIES
+def test_a_state_holds_no_view_of_the_whole_sequence(memory):
+    model, sizes = build(memory=memory), []
     for length in (7, 4 * 16 + 3):
         with torch.no_grad():
             layers = model(ids(2, length)).state.layers
-        tensors = [x for layer in layers for x in (*layer.memory, *vars(layer).values())]
+        tensors = [x for layer in layers for x in (*layer.memory.parts, *vars(layer).values())]
         sizes.append(sum(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x)))
     assert sizes[0] == sizes[1]
 
@@ -124,8 +141,9 @@ def test_without_memory_segments_are_independent(bidirectional):
         close(model(tokens).logits, torch.cat(apart, 1))
 
 
-def test_a_reset_forgets_all_preceding_tokens():
-    model = build()
+@WITH_MEMORY
+def test_a_reset_forgets_all_preceding_tokens(memory):
+    model = build(memory=memory)
     tokens = ids(2, 16)
     reset = torch.tensor([[False, False, True, False], [True, False, False, True]])
     with torch.no_grad():
@@ -188,7 +206,6 @@ def test_bad_input_is_named():
             call()
 
 
-WITH_MEMORY = pytest.mark.parametrize("memory", ["linear", "delta"])
 LENGTH, SEGMENTS = 4, 5
 
 

@@ -63,9 +63,10 @@ def by_autocast(model, prompt, new):
     [
         {"memory": "none"},
         {"memory": "delta", "tie_word_embeddings": True},
+        {"memory": "residual"},
         {"lora": LoraConfig(target_modules=("q_proj", "down_proj"))},
     ],
-    ids=["none", "delta, tied", "lora"],
+    ids=["none", "delta, tied", "residual", "lora"],
 )
 def test_weights_in_16_bits_are_cast_once_and_give_the_bits_of_autocast(changes):
     model, prompt = in_16_bits(**changes), torch.arange(10).view(1, -1)

@@ -282,8 +282,9 @@ def undesired():
             "model": {"memory": "delta"},
             "packing": {"mode": "aligned"},
         },
+        {"model": {"memory": "residual"}},
     ],
-    ids=["causal", "block diffusion"],
+    ids=["causal", "block diffusion", "residual"],
 )
 def test_no_operator_of_a_training_is_without_a_deterministic_form(
     sections, dataset, make_config, tmp_path

@@ -66,6 +66,7 @@ KINDS = {
             "model": {"memory": "delta"},
         },
     ),
+    "a residual memory": Kind("fsdp", {"model": {"memory": "residual"}}),
     "a Llama": Kind(None, {}, weights="llama"),
     "LoRA": Kind("fsdp", RECOMPUTED, weights="adapters"),
 }

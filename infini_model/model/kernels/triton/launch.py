@@ -46,8 +46,8 @@ def gated_read_forward(
     """
     q, local = row_contiguous(q), row_contiguous(local)
     out = torch.empty_like(local)
-    constants = kernel_constants(q, _shared_memory(q))
-    blocks_per_program, grid = _partition(q, norm.size(1), constants, multiprocessors)
+    constants = kernel_constants(q, shared_memory(q))
+    blocks_per_program, grid = partition(q, norm.size(1), constants, multiprocessors)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         read_forward[grid](
             *(with_strides(q), with_strides(local)),
@@ -86,8 +86,8 @@ def gated_read_backward(
     """
     grad, q, local = row_contiguous(grad), row_contiguous(q), row_contiguous(local)
     dq, dlocal = torch.empty_like(q), torch.empty_like(local)
-    constants = kernel_constants(q, _shared_memory(q))
-    blocks_per_program, grid = _partition(q, norm.size(1), constants, multiprocessors)
+    constants = kernel_constants(q, shared_memory(q))
+    blocks_per_program, grid = partition(q, norm.size(1), constants, multiprocessors)
     dgate = norm.new_empty(grid[2], *q.shape[:2], triton.cdiv(q.size(2), constants["ROWS"]))
     dkv, dnorm = (x.new_empty(grid[1], *x.shape) for x in (kv, norm))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
@@ -101,7 +101,7 @@ def gated_read_backward(
             num_warps=4 if constants["WIDTH"] <= 64 else 8,
         )
     dgate = dgate.sum(dim=(0, 1, 3)).to(gate.dtype)
-    return dq, dlocal, dgate, _sum_partials(dkv), _sum_partials(dnorm)
+    return dq, dlocal, dgate, sum_partials(dkv), sum_partials(dnorm)
 
 
 def key_value_sums_forward(
@@ -120,8 +120,8 @@ def key_value_sums_forward(
     """
     keys, values = row_contiguous(keys), row_contiguous(values)
     heads, head_dim = keys.size(1), keys.size(3)
-    constants = kernel_constants(keys, _shared_memory(keys))
-    blocks_per_program, grid = _partition(keys, heads, constants, multiprocessors)
+    constants = kernel_constants(keys, shared_memory(keys))
+    blocks_per_program, grid = partition(keys, heads, constants, multiprocessors)
     norm = keys.new_empty(grid[1], *keys.shape[:2], head_dim, dtype=torch.float32)
     kv = norm.new_empty(*norm.shape, head_dim)
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ def key_value_sums_forward(
             **constants,
             num_warps=8,
         )
-    return _sum_partials(kv), _sum_partials(norm)
+    return sum_partials(kv), sum_partials(norm)
 
 
 def key_value_sums_backward(
@@ -157,8 +157,8 @@ def key_value_sums_backward(
     """
     keys, values = row_contiguous(keys), row_contiguous(values)
     dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
-    constants = kernel_constants(keys, _shared_memory(keys))
-    blocks_per_program, grid = _partition(keys, keys.size(1), constants, multiprocessors)
+    constants = kernel_constants(keys, shared_memory(keys))
+    blocks_per_program, grid = partition(keys, keys.size(1), constants, multiprocessors)
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
         sums_backward[grid](
             *(dkv.contiguous(), dnorm.contiguous(), with_strides(keys), with_strides(values)),
@@ -170,7 +170,7 @@ def key_value_sums_backward(
     return dkeys, dvalues
 
 
-def _sum_partials(partial: Tensor) -> Tensor:
+def sum_partials(partial: Tensor) -> Tensor:
     """The total of the sums [P, ...] of P programs; no copy if P is 1."""
     return partial[0] if len(partial) == 1 else partial.sum(dim=0)
 
@@ -185,7 +185,7 @@ def with_strides(x: Tensor) -> tuple[Tensor | int, ...]:
     return (x, *x.stride()[:3])
 
 
-def _shared_memory(x: Tensor) -> int:
+def shared_memory(x: Tensor) -> int:
     """The bytes of shared memory that a block may have; in Triton's interpreter as on an H100."""
     if not x.is_cuda:
         return 227 << 10
@@ -220,7 +220,7 @@ def kernel_constants(x: Tensor, shared_memory: int) -> dict[str, Any]:
     }
 
 
-def _partition(
+def partition(
     x: Tensor, kv_heads: int, constants: dict[str, Any], multiprocessors: int
 ) -> tuple[int, tuple[int, int, int]]:
     """The number of blocks of rows of `x` per program, and the grid of programs.

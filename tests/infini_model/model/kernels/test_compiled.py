@@ -68,9 +68,10 @@ def score(model):
 
 
 @pytest.mark.cuda
-def test_they_compile_once_and_give_the_numbers_of_plain_layers(compiler):
+@pytest.mark.parametrize("memory", ["delta", "residual"])
+def test_they_compile_once_and_give_the_numbers_of_plain_layers(compiler, memory):
     """Layers recomputed in the backward pass take the same code, other passes the plain one."""
-    model = build(compiler, memory="delta")
+    model = build(compiler, memory=memory)
     expected = [step(model, seed=seed, starts=True) for seed in range(2)]
     logits, text = score(model)
     model.model.compile_layers()

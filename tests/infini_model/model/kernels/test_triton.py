@@ -26,9 +26,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from infini_model.model import key_shift  # noqa: E402, F401 - defines an operator
-from infini_model.model.kernels import memory_ops  # noqa: E402, F401 - defines two more
+from infini_model.model.kernels import memory_ops, residual_ops  # noqa: E402, F401 - so do they
 from infini_model.model.kernels.exclusive_scan import exclusive_scan  # noqa: E402
-from infini_model.model.kernels.triton import launch, read, scan, shift, write  # noqa: E402
+from infini_model.model.kernels.triton import launch, read, residual, scan, shift, write  # noqa: E402
 
 cuda = pytest.mark.cuda
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -38,11 +38,15 @@ ALL_DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 KERNELS = {
     "gated_read": (launch.gated_read_forward, launch.gated_read_backward),
     "key_value_sums": (launch.key_value_sums_forward, launch.key_value_sums_backward),
+    "residual_read": (residual.residual_read_forward, residual.residual_read_backward),
+    "residual_sums": (residual.residual_sums_forward, residual.residual_sums_backward),
     "shifted_keys": (shift.shifted_keys_forward, shift.shifted_keys_backward),
 }
 NAMES = {
     "gated_read": ("out", "dq", "dlocal", "dgate", "dkv", "dnorm"),
     "key_value_sums": ("kv", "norm", "dkeys", "dvalues"),
+    "residual_read": ("out", "dq", "dweight", "dkv"),
+    "residual_sums": ("kv", "dkeys", "dvalues", "dscale"),
     "shifted_keys": ("shifted", "dkeys", "dshare"),
 }
 EACH = pytest.mark.parametrize("name", KERNELS)
@@ -97,6 +101,12 @@ def draw(name, shape=SMALL, dtype=torch.float32):
         written = functional.elu(normal(n, kv_heads, 40, dim)) + 1
         memory = written.mT @ normal(n, kv_heads, 40, dim), written.sum(2)
         arguments, grads = (rows(), rows(), normal(heads), *memory), [rows()]
+    elif name == "residual_read":
+        kv = normal(n, kv_heads, 2 * dim, dim)
+        arguments, grads = (rows(), rows(), normal(heads, dim), kv), [rows()]
+    elif name == "residual_sums":
+        scale = torch.rand(n, heads, length, generator=generator)
+        arguments, grads = (rows(), rows(), scale), [normal(n, heads, 2 * dim, dim)]
     elif name == "key_value_sums":
         arguments = rows(), rows()
         grads = normal(n, heads, dim, dim), normal(n, heads, dim)
@@ -115,7 +125,12 @@ def run(name, arguments, grads, **options):
     """The results of the kernels, and the gradients of the arguments."""
     forward, backward = KERNELS[name]
     results = as_list(forward(*arguments, **options))
-    return results + as_list(backward(*grads, *arguments, **options))
+    return results + as_list(backward(*grads, *saved(name, arguments), **options))
+
+
+def saved(name, arguments):
+    """The arguments that the backward pass takes: the gradient of a sum needs no summand."""
+    return [x for i, x in enumerate(arguments) if (name, i) != ("residual_read", 1)]
 
 
 def on_cuda(name, arguments, grads):
@@ -123,14 +138,15 @@ def on_cuda(name, arguments, grads):
     operators = torch.ops.infini_model
     forward, backward = getattr(operators, name), getattr(operators, f"{name}_backward")
     results = as_list(forward.default.redispatch(CUDA, *arguments))
-    return results + as_list(backward.default.redispatch(CUDA, *grads, *arguments))
+    return results + as_list(backward.default.redispatch(CUDA, *grads, *saved(name, arguments)))
 
 
 def exact(name, arguments, grads):
     """The same in float64 on the CPU, where the definition of the attention vouches for it."""
     leaves = [x.cpu().double().requires_grad_() for x in arguments]
     results = as_list(getattr(torch.ops.infini_model, name)(*leaves))
-    gradients = torch.autograd.grad(results, leaves, [x.cpu().double() for x in grads])
+    weights = [x.cpu().double() for x in grads]
+    gradients = torch.autograd.grad(results, saved(name, leaves), weights)
     return [x.detach() for x in results] + list(gradients)
 
 
@@ -138,7 +154,9 @@ def assert_close(name, results, expected, tolerance):
     for part, result, should in zip(NAMES[name], results, expected, strict=True):
         assert result.shape == should.shape, part
         error = (result.cpu().double() - should).abs().max()
-        assert error <= tolerance * should.abs().max(), f"{part}: {error} of {should.abs().max()}"
+        # A number of dscale sums 2 D² products that were rounded, of either sign.
+        limit = tolerance * should.abs().max() * (2 if part == "dscale" else 1)
+        assert error <= limit, f"{part}: {error} of {should.abs().max()}"
 
 
 def assert_same_bits(results, expected):
@@ -163,7 +181,7 @@ def assert_same_bits(results, expected):
 def test_equals_float64_with_all_gradients(name, shape, dtype):
     arguments, grads = draw(name, shape, dtype)
     results = run(name, arguments, grads)
-    of_memory = {"kv", "norm", "dgate", "dkv", "dnorm"}
+    of_memory = {"kv", "norm", "dgate", "dkv", "dnorm", "dweight", "dscale"}
     expected = [torch.float32 if part in of_memory else dtype for part in NAMES[name]]
     assert [x.dtype for x in results] == expected
     assert_close(name, results, exact(name, arguments, grads), TOLERANCE[dtype])
@@ -200,6 +218,23 @@ def test_any_number_of_programs_and_twice_the_same_bits(name):
         results, again = (run(name, *case, multiprocessors=multiprocessors) for _ in range(2))
         assert_close(name, results, expected, 1e-5)
         assert_same_bits(again, results)
+
+
+@cuda
+def test_a_residual_memory_is_summed_by_any_number_of_programs():
+    (keys, values, scale), _ = draw("residual_sums", (1, 4, 4, 100, 16))
+    for factors in (scale, None):
+        weighed = torch.ones_like(scale) if factors is None else factors
+        expected = exact("residual_sums", (keys, values, weighed), [keys.new_zeros(1, 4, 32, 16)])
+        expected = expected[0].view(1, 2, 2, 32, 16).sum(2) if factors is None else expected[0]
+        for multiprocessors in (1, 3, 132):
+            heads = 2 if factors is None else 4  # of two heads each, as for the gradient of a read
+            arguments = (keys, values, factors, heads)
+            found, again = (
+                residual.feature_sums(*arguments, multiprocessors=multiprocessors) for _ in range(2)
+            )
+            assert (found.cpu().double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+            assert_same_bits([again], [found])
 
 
 LAYOUTS = {
@@ -239,6 +274,18 @@ def test_an_empty_memory_or_a_closed_gate_leaves_the_local_attention_unchanged(d
     for nothing in (dq[:, 2:], dgate[2:], dkv[:, 1:], dnorm[:, 1:]):
         assert not nothing.any()
     assert not torch.equal(out[:, 0], local[:, 0])
+
+
+@cuda
+@ALL_DTYPES
+def test_a_residual_memory_that_is_empty_or_weighs_nothing_changes_no_bit(dtype):
+    (q, local, weight, kv), grads = draw("residual_read", (1, 6, 3, 20, 16), dtype)
+    kv[:, 1], weight[0] = 0.0, 0.0
+    out, dq, _, _ = run("residual_read", (q, local, weight, kv), grads)
+    for unread in (0, 2, 3):
+        assert torch.equal(out[:, unread], local[:, unread])
+        assert not dq[:, unread].any()
+    assert not torch.equal(out[:, 1], local[:, 1])
 
 
 def underflow(arguments, grads):
@@ -355,8 +402,8 @@ def test_a_scan_takes_any_strides_and_lets_nothing_past_a_reset():
 # Programming Guide, table of technical specifications), in KiB.
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Arguments of the kernels: rows with their strides, and numbers of the memory.
-ROWS = {"grad", "q", "local", "out", "dq", "dlocal", "keys", "values", "dkeys", "dvalues"}
-STATES = {"gate", "kv", "norm", "dgate", "dkv", "dnorm"}
+ROWS = {"grad", "q", "local", "out", "dq", "dlocal", "keys", "values", "dkeys", "dvalues", "x"}
+STATES = {"gate", "kv", "norm", "dgate", "dkv", "dnorm", "weight", "dweight", "scale", "dscale"}
 # For each capability the kernels, dtypes and widths of a head that leave least room.
 PRODUCTS = [
     (75, write.sums_backward, "fp16", 256),
@@ -370,6 +417,10 @@ PRODUCTS = [
     (120, write.sums_backward, "bf16", 128),
     (120, write.sums_backward, "bf16", 256),
     (120, write.sums_backward, "fp32", 128),
+    (75, residual.read_backward, "bf16", 256),
+    (86, residual.sums_forward, "bf16", 256),
+    (90, residual.sums_forward, "bf16", 128),
+    (120, residual.sums_backward, "fp32", 128),
 ]
 
 
@@ -377,12 +428,19 @@ def shared_bytes(capability, kernel, dtype, dim):
     """What a block takes of the shared memory, for contiguous rows that are aligned to 16 bytes."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     row = torch.empty(1, 1, 1, dim, dtype=dtypes[dtype])
-    constants = launch.kernel_constants(row, SHARED[capability] << 10)
+    by_tiles = kernel in (residual.read_forward, residual.read_backward, residual.sums_backward)
+    chosen = residual.row_constants if by_tiles else launch.kernel_constants
+    constants = chosen(row, SHARED[capability] << 10)
     del constants["enable_fp_fusion"]
+    if kernel is residual.sums_forward:
+        constants["SCALED"] = True
     types, aligned = dict.fromkeys(kernel.arg_names, "i32"), []
     for at, name in enumerate(kernel.arg_names):
         if name in ROWS:
             types[name] = (f"*{dtype}", "i32", "i32", "i32")
+            aligned += [(at, i) for i in range(4)]
+        elif name == "dread":
+            types[name] = ("*bf16" if dtype == "bf16" else "*fp32", "i32", "i32", "i32")
             aligned += [(at, i) for i in range(4)]
         elif name in STATES:
             types[name] = "*fp32"

@@ -40,8 +40,10 @@ def test_matrix_flops_match_those_executed(
 
 
 def test_memory_flops_count_all_segments_but_one() -> None:
-    with_memory = InfiniLlama(CONFIG)
-    without = InfiniLlama(CONFIG.model_copy(update={"memory": "none"}))
+    with_memory, sharp, without = (
+        InfiniLlama(CONFIG.model_copy(update={"memory": memory}))
+        for memory in ("linear", "residual", "none")
+    )
     head_dim = CONFIG.hidden_size // 4
     # Four heads read, two are written; a multiplication and an addition; times 3 with backward.
     a_token = 3 * 2 * head_dim * head_dim * (4 + 2) * CONFIG.num_hidden_layers
@@ -49,6 +51,11 @@ def test_memory_flops_count_all_segments_but_one() -> None:
         length = segments * LENGTH
         more = flops_per_token(with_memory, length) - flops_per_token(without, length)
         assert more * length == pytest.approx(a_token * (segments - 1) * LENGTH)
+        # Features of twice the width, and two write gates.
+        more = flops_per_token(sharp, length) - flops_per_token(without, length)
+        gates = 3 * 2 * 2 * CONFIG.hidden_size * CONFIG.num_hidden_layers
+        expected = 2 * a_token * (segments - 1) * LENGTH + gates * length
+        assert more * length == pytest.approx(expected)
 
 
 def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:

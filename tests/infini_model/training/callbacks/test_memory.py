@@ -57,6 +57,19 @@ def test_the_metrics_of_the_memory_are_recorded_and_change_no_bit(
     assert weights(recorded) == weights(alone)
 
 
+def test_of_a_residual_memory_the_weights_are_recorded(dataset, make_config, tmp_path):
+    config = make_config(model=make_config().model.model_dump() | RESIDUAL)
+    train(config, dataset, tmp_path)
+    without_norm = {name for name in AT_VALIDATION if not name.endswith("normaliser_norm")}
+    of_weights = {name.replace("gate", "weight") for name in AT_LOG_LINES}
+    found = [of_memory(line) for line in read_metrics(tmp_path) if of_memory(line)]
+    assert all(each in (without_norm, of_weights) for each in found)
+    assert curve(tmp_path, "memory/layer_1/share")[12] > 0
+    for layer in range(2):
+        gate = curve(tmp_path, f"memory/layer_{layer}/weight_mean")
+        assert 0 < gate[2] < gate[12]
+
+
 def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_config, tmp_path):
     config = make_config()
     train(config, dataset, tmp_path)
@@ -90,6 +103,7 @@ def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_confi
 
 
 STUCK = {"gate_learning_rate": 1e-9, "gate_start": -1.0}
+RESIDUAL = {"memory": "residual"}
 
 
 @pytest.fixture
@@ -138,3 +152,9 @@ def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
     assert "All gates are still at model.gate_start=-1 after 12 steps." in warning
     assert warned(**STUCK) == []  # resumed: it was said
     assert len(curve(tmp_path / "run", "memory/probe_gain")) == 3
+
+
+def test_weights_of_a_residual_memory_that_do_not_move_are_warned_of(warned):
+    warnings = warned(gate_learning_rate=1e-9, **RESIDUAL)
+    assert "The memory's weights are still at 0 after 12 steps. Raise" in warnings[0]
+    assert "never read the memory" in warnings[1]

@@ -45,13 +45,14 @@ TINY = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "v
     [
         ({"num_key_value_heads": 2, "head_dim": 10, "num_hidden_layers": 3}, None),
         ({"tie_word_embeddings": True, "memory_query_shift": True}, None),
+        ({"memory": "residual", "num_key_value_heads": 2, "head_dim": 10}, None),
         ({"memory": "delta", "memory_key_shift": False}, {"r": 3}),
         (
             {"memory": "none", "tie_word_embeddings": True},
             {"r": 5, "target_modules": ["down_proj"], "modules_to_save": ["norm", "embed_tokens"]},
         ),
     ],
-    ids=["grouped heads", "tied", "LoRA", "LoRA and whole modules"],
+    ids=["grouped heads", "tied", "residual", "LoRA", "LoRA and whole modules"],
 )
 def test_weights_and_moments_are_those_of_the_model(
     model: dict[str, Any], lora: dict[str, Any] | None
@@ -94,6 +95,7 @@ RECOMPUTED: dict[str, Any] = {"launch": {"gradient_checkpointing": True}}
 MEASURED: dict[str, tuple[dict[str, Any], int]] = {
     "causal": ({}, 1),
     "recomputed": (RECOMPUTED, 1),
+    "residual": ({"model": {"memory": "residual"}}, 1),
     "vocabulary": ({"model": {"vocab_size": 20_000}}, 1),
     "blocks": ({"training": {"objective": "block_diffusion"}}, 1),
     "LoRA": ({"training": {"lora": {"target_modules": ["q_proj", "down_proj"]}}}, 1),

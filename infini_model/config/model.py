@@ -129,9 +129,9 @@ class ModelConfig(Section):
     memory: Literal["linear", "delta", "residual", "none"] = Field(
         "linear",
         description="Compressive memory: linear adds new values, delta first removes the values "
-        "stored under the same keys; residual adds them under sharper features, and what it reads "
-        "to the attention, weighed from 0 on; none turns the memory off, so that no segment sees "
-        "an earlier one.",
+        "stored under the same keys; residual adds new values under sharper features, and what it "
+        "reads to the attention, by a weight that starts at 0; none turns the memory off, so that "
+        "no segment sees an earlier one.",
     )
     memory_key_shift: bool = Field(
         True,

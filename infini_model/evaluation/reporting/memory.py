@@ -48,8 +48,10 @@ def advice(subject: Subject, *, is_used: bool) -> list[str]:
         if not subject.model.config.memory_key_shift:
             steps.append("`model.memory_key_shift=true`")
         if subject.model.config.memory != "residual":
-            steps.append("`model.memory=residual`")
-        steps.append("a memory that learns fast (`training.gate_learning_rate`), and more steps")
+            steps.append(
+                "gates that learn (`training.gate_learning_rate`) from `model.gate_start=-2`"
+            )
+        steps.append("more steps")
         found.append(f"What makes a memory learn, see docs/recipe.md: {'; '.join(steps)}.")
     if config.training.objective == "causal":
         found.append(

@@ -58,12 +58,12 @@ def hurts(gain: float, low: float, high: float, memory: str) -> str | None:
     )
 
 
-def unmoved(weights: Sequence[float], start: str, steps: int, *, one_segment: bool) -> str | None:
-    """Of what weighs the memory, as differences from its start, after `steps` steps.
+def unmoved(changes: Sequence[float], still: str, steps: int, *, one_segment: bool) -> str | None:
+    """Of gates or weights that changed so much in `steps` steps.
 
-    `start` says what it is and where it began, `one_segment` is of the windows.
+    `still` begins the sentence that says where they are, `one_segment` is of the windows.
     """
-    if any(abs(weight) >= UNMOVED for weight in weights):
+    if any(abs(change) >= UNMOVED for change in changes):
         return None
     remedy = "Raise training.gate_learning_rate."
     if one_segment:
@@ -71,4 +71,4 @@ def unmoved(weights: Sequence[float], start: str, steps: int, *, one_segment: bo
             "A window of one segment has no memory to read: make packing.context_length several "
             "times model.segment_length."
         )
-    return f"{start} after {steps:,} steps. {remedy}"
+    return f"{still} after {steps:,} steps. {remedy}"

@@ -140,11 +140,11 @@ def _findings(newest: Line, config: Config) -> Iterator[tuple[str, str]]:
     found: dict[str, str | None] = {}
     if all(name in newest for name in ends):
         began = config.model.gate_start
-        start, moved = "The memory's weights are still at 0", [newest[name] for name in ends]
+        still, changes = "The memory's weights are still at 0", [newest[name] for name in ends]
         if memory != "residual":
-            start = f"All gates are still at model.gate_start={began:g}"
-            moved = [_logit(share) - began for share in moved]
-        found["gates"] = findings.unmoved(moved, start, step, one_segment=_one_segment(config))
+            still = f"All gates are still at model.gate_start={began:g}"
+            changes = [_logit(share) - began for share in changes]
+        found["gates"] = findings.unmoved(changes, still, step, one_segment=_one_segment(config))
     if all(name in newest for name in shares):
         found["shares"] = findings.never_read([newest[name] for name in shares], memory)
     if "memory/probe_gain_error" in newest:

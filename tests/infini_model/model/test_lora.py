@@ -5,14 +5,17 @@ import json
 import pytest
 import torch
 from llamas import BESIDE, write_llama
+from tiny_models import draw_memory_parameters
 from torch.utils.flop_counter import FlopCounterMode
 
 from infini_model.config import LoraConfig
 from infini_model.model.generation.causal import generate
+from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError
 from infini_model.training.callbacks.flops import flops_per_token
 
+MEMORIES = pytest.mark.parametrize("memory", ["linear", "residual"])
 EVERYTHING = LoraConfig(
     r=3,
     target_modules=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -37,17 +40,18 @@ def adapted(llama, lora, **changes):
     return model
 
 
+@MEMORIES
 @pytest.mark.parametrize("lora", [LoraConfig(), EVERYTHING])
-def test_new_adapters_change_nothing_and_frozen_matrices_take_16_bits(llama, lora):
+def test_new_adapters_change_nothing_and_frozen_matrices_take_16_bits(llama, lora, memory):
     tokens = torch.randint(260, (2, 40))
-    plain = InfiniLlama.from_pretrained(llama, **BESIDE)
-    model = InfiniLlama.from_pretrained(llama, lora=lora, **BESIDE)
+    plain = InfiniLlama.from_pretrained(llama, **BESIDE | {"memory": memory})
+    model = InfiniLlama.from_pretrained(llama, lora=lora, **BESIDE | {"memory": memory})
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
     model(tokens, labels=tokens).loss.backward()
     plain(tokens, labels=tokens).loss.backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     for name, parameter in model.named_parameters():
-        is_memory = name.endswith(("self_attn.gate", "memory_key_shift"))
+        is_memory = name.endswith(MEMORY_PARAMETERS)
         is_saved = lora is EVERYTHING and ("norm" in name or "embed_tokens" in name)
         assert parameter.requires_grad == ("lora_" in name or is_memory or is_saved)
         assert (parameter.grad is not None) == parameter.requires_grad
@@ -83,9 +87,11 @@ def test_whole_tensors_are_the_merged_model(llama, tmp_path):
     assert (ours - theirs).abs().mean() < 0.02 * (ours - unadapted).abs().mean()
 
 
-def test_generation_is_that_of_the_whole_sequence(llama):
+@MEMORIES
+def test_generation_is_that_of_the_whole_sequence(llama, memory):
     """Caches and memories are as wide as the activations, not as the frozen weights."""
-    model = adapted(llama, LoraConfig()).eval()
+    model = adapted(llama, LoraConfig(), memory=memory).eval()
+    draw_memory_parameters(model)
     prompt = torch.randint(260, (1, 37))
     (new,) = generate(model, prompt.tolist(), max_new_tokens=20, temperature=0)
     sequence = torch.cat((prompt, torch.tensor([new])), dim=1)

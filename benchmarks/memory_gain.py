@@ -1,25 +1,30 @@
 """What the memory is worth on text: the loss of long documents against controls without one.
 
-Each trial trains a small model on Python's standard library, whole modules as documents in windows
-of 64 segments of 32 tokens, and differs in its memory alone. The first control has none: it sees
-one segment at a time. The second has none either, but segments so much longer that it takes about
-as many FLOPs. A seed's trainings start from the same weights and read the same text.
+Each run trains a small model on whole documents, in windows of 32 segments of 32 tokens, and
+differs from the others in its form of attention alone (`benchmarks.memory_forms`). The controls are
+`none`, which sees one segment at a time; `window`, which sees as many tokens as make a state as
+large as the memory's; and `plain`, which sees the whole window. What counts is the loss of held-out
+documents beyond their first 8 segments, where only a memory or a window tells what came before.
 
-What counts is the loss of held-out documents beyond their first 8 segments, where only a memory can
-tell what came before. Every trial scores the same documents; intervals of 95% are over them.
-Knocked out is the same trained model with its memory emptied before every segment. A training is a
-process with one thread, as many at once as there are cores. With --folder the runs are kept, and
-the same command goes on where it was interrupted. Exits with status 1 if the default of this
-project does worse than the control.
+The text is the standard library, each module a document; or, with --text, a file that is cut at
+blank lines into documents of 27 kB. --times 4 trains on four times the tokens.
+
+A run takes 7 to 10 minutes on a core at --times 1, and there are as many at once as there are
+cores. Each one that is finished is a line of --results, and is not run again; one that was
+interrupted goes on from its checkpoint in --folder. --show prints what the results hold, and trains
+nothing. Intervals of 95% are over documents, of losses that are averaged over the seeds. Exits with
+status 1 if a residual memory does worse than none.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,77 +32,84 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.report import Cell, publish, run, spread
+from benchmarks.memory_forms import FORMS
+from benchmarks.memory_trial import NEAR
+from benchmarks.report import Cell, Ratio, environment, publish, run, spread
 from flows.presets import configure
 from infini_model.config import Config, dump_config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
-from infini_model.evaluation.long_documents import LongDocuments, find_long_documents, measure
 from infini_model.evaluation.statistics import Interval, bootstrap
-from infini_model.evaluation.subject import Subject
-from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.cores import available_cores
-from infini_model.runtime.metrics_file import read_validation_losses
-from infini_model.training.callbacks.flops import flops_per_token
+from infini_model.runtime.storage import content_key
 
-NEAR = 8
+STEPS = 1200
+BLOCK_BYTES = 27_000
 SETTINGS: dict[str, Any] = {
     "data": {
-        "name": "memory-gain",
         "tokenizer": {"spec": "train", "vocab_size": 2048},
-        "splits": {"train": 0.85, "validation": 0.05, "test": 0.1},
+        "splits": {"train": 0.88, "validation": 0.02, "test": 0.1},
     },
-    "packing": {"mode": "aligned", "context_length": 2048},
+    "packing": {"mode": "aligned", "context_length": 1024},
     "model": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
         "segment_length": 32,
         "tie_word_embeddings": True,
         "initializer_range": 0.05,
     },
-    "training": {"batch_size": 1, "learning_rate": 3e-3, "gate_learning_rate": 3e-2},
+    "training": {
+        "batch_size": 2,
+        "warmup_steps": 60,
+        "learning_rate": 3e-3,
+        "gate_learning_rate": 3e-2,
+    },
     "tracking": {"mlflow": False, "tensorboard": False},
-    "evaluation": {"max_windows": 96, "loss_by_position": {"max_documents": 256}},
+    "logging": {"eval_steps": 1_000_000},
+    "evaluation": {"loss_by_position": {"max_documents": 128}},
 }
-CONTROL, LONGER, DEFAULT = "no memory", "no memory, longer segments", "linear"
-TRIALS: dict[str, dict[str, Any]] = {
-    CONTROL: {"memory": "none"},
-    LONGER: {"memory": "none"},
-    DEFAULT: {},
-    "delta": {"memory": "delta"},
-    "gates at 0": {"gate_start": 0.0},
-    "no key shift": {"memory_key_shift": False},
-}
-USUAL = (CONTROL, LONGER, DEFAULT, "delta")
+BASE, CONTROL, MEMORY = "none", "window", "residual"
+USUAL = (BASE, CONTROL, "linear", MEMORY)
 
 
-class Trained(NamedTuple):
-    """A trained model, and its losses on the tokens beyond the first segments of the documents.
+class Trial(NamedTuple):
+    """What is trained: `times` multiplies the steps."""
 
-    Attributes:
-        validation: Loss over the windows of the validation split, in nats per token.
-        losses: Summed loss of each document in nats, float64 [documents].
-        knocked_out: The same with the memory emptied before every segment; None without a memory.
-        counts: Tokens of each document, float64 [documents].
-        seconds: How long the training took.
-    """
+    corpus: str
+    times: int
+    form: str
+    seed: int
 
-    validation: float
-    losses: np.ndarray
-    knocked_out: np.ndarray | None
-    counts: np.ndarray
-    seconds: float
 
-    @property
-    def loss(self) -> float:
-        """The mean loss in nats per token."""
-        return float(self.losses.sum() / self.counts.sum())
+class Runs:
+    """The finished runs of a file, whose settings and data have the same key."""
 
-    def gain_over(self, others: np.ndarray) -> Interval:
-        """How much lower the loss per token is than that of `others` on the same documents."""
-        return bootstrap((others - self.losses)[:, None], self.counts[:, None])[0]
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def add(self, trial: Trial, key: str, result: dict[str, Any]) -> None:
+        """Append a finished run."""
+        line = {**trial._asdict(), "key": key, **result}
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            self._lines.append(line)
+
+    def of(self, key: str) -> dict[Trial, dict[str, Any]]:
+        """The results of the runs with this key."""
+        return {
+            Trial(*(line[name] for name in Trial._fields)): line
+            for line in self._lines
+            if line["key"] == key
+        }
+
+    def keys(self) -> list[str]:
+        """The keys, in the order of their first runs."""
+        return list(dict.fromkeys(line["key"] for line in self._lines))
 
 
 def parse() -> argparse.Namespace:
@@ -107,148 +119,202 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(USUAL), metavar="NAME")
+    parser.add_argument("--times", type=int, default=1, help=f"multiplies {STEPS:,} steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=2000, help="steps per training")
-    parser.add_argument("--only", nargs="+", choices=TRIALS, default=list(USUAL), metavar="NAME")
-    parser.add_argument("--folder", type=Path, help="where the runs are kept; else temporary")
+    parser.add_argument("--text", type=Path, help="a text to train on, in place of code")
+    parser.add_argument("--steps", type=int, default=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--show", action="store_true", help="print the results, train nothing")
     parser.add_argument(
-        "overrides", nargs="*", help="overrides of every trial, as model.hidden_size=256"
+        "--results", type=Path, default=Path(__file__).parent / "results" / "memory_gain.jsonl"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("outputs", "memory-gain"))
+    parser.add_argument(
+        "overrides", nargs="*", help="settings of every run, as model.num_hidden_layers=4"
     )
     return parser.parse_args()
 
 
-def settings(folder: Path, trial: str, seed: int, options: argparse.Namespace) -> Config:
-    """The quickstart with `SETTINGS`, validated at its end alone."""
-    steps = options.steps
-    config = configure(
+def settings(options: argparse.Namespace, trial: Trial) -> Config:
+    """The quickstart with `SETTINGS` and those of the form."""
+    steps = trial.times * options.steps
+    source: dict[str, Any] = {"data": {"name": trial.corpus}}
+    if options.text is not None:
+        source["data"]["source"] = {"paths": [str(_blocks(options.text, options.folder))]}
+    return configure(
         ["quickstart"],
         overrides=[
             SETTINGS,
-            {"run": {"output_dir": str(folder), "seed": seed}},
-            {"training": {"max_steps": steps}},
-            {"logging": {"eval_steps": steps}, "checkpoint": {"save_steps": steps}},
-            {"model": TRIALS[DEFAULT if trial == LONGER else trial]},
+            source,
+            {"run": {"output_dir": str(options.folder), "seed": trial.seed}},
+            {"training": {"max_steps": steps}, "checkpoint": {"save_steps": options.steps}},
+            {"model": FORMS[trial.form].model},
             *options.overrides,
         ],
     )
-    return _lengthened(config) if trial == LONGER else config
 
 
-def _lengthened(config: Config) -> Config:
-    """`config` without a memory, in segments so much longer that the FLOPs are most alike.
+def _blocks(text: Path, folder: Path) -> Path:
+    """Cut a text at blank lines into files of at least `BLOCK_BYTES`; returns their pattern."""
+    blocks = folder / f"{text.stem}-blocks"
+    if not blocks.exists():
+        blocks.mkdir(parents=True)
+        paragraphs: list[str] = []
+        numbers = itertools.count()
+        for paragraph in text.read_text(encoding="utf-8").split("\n\n"):
+            paragraphs.append(paragraph)
+            if sum(map(len, paragraphs)) >= BLOCK_BYTES:
+                path = blocks / f"{next(numbers):05d}.txt"
+                path.write_text("\n\n".join(paragraphs), encoding="utf-8")
+                paragraphs = []
+    return blocks.resolve() / "*.txt"
 
-    They are at most as long as the text that is not scored, and end where the scored text starts.
-    """
-    length = config.model.segment_length
-    candidates = [
-        config.model_copy(update={"model": config.model.model_copy(update=shape)})
-        for shape in (
-            {"memory": "none", "segment_length": length * times}
-            for times in (2, 4, NEAR)
-            if config.packing.context_length % (length * times) == 0
+
+def perform(options: argparse.Namespace, runs: Runs) -> str:
+    """Train and score what is missing; returns the key of the results."""
+    corpus = "code" if options.text is None else options.text.stem
+    chosen = dict.fromkeys([BASE, *options.forms])
+    # Runs to be compared are next to each other, so that an interruption leaves whole seeds.
+    trials = [Trial(corpus, options.times, form, seed) for seed in options.seeds for form in chosen]
+    config = settings(options, Trial(corpus, 1, BASE, 0))
+    manifest = build_dataset(download(config.data, options.folder), config.data, options.folder)
+    dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
+    compared = config.model_dump(mode="json", include={"model", "packing", "training"})
+    scored = config.evaluation.loss_by_position.model_dump(mode="json")
+    key = content_key({"dataset": manifest.key, "near": NEAR, "scored": scored, **compared})[:12]
+    done = runs.of(key)
+
+    def train(trial: Trial) -> None:
+        began, name = time.monotonic(), "-".join(map(str, trial)).replace(" ", "-")
+        run_dir = options.folder / f"{name}-{key}"
+        file = run_dir.with_suffix(".yaml")
+        file.write_text(dump_config(settings(options, trial)), encoding="utf-8")
+        where = [f"--config={file}", f"--dataset={dataset}", f"--run-dir={run_dir}"]
+        ended = run(["-m", "benchmarks.memory_trial", trial.form, *where], threads=1)
+        about = environment()
+        runs.add(
+            trial,
+            key,
+            {
+                **json.loads(ended.last_line),
+                "steps": trial.times * options.steps,
+                "seconds": round(time.monotonic() - began),
+                "cpu": about["machine"]["cpu"],
+                "torch": about["versions"]["torch"],
+                "commit": about["commit"],
+            },
         )
-    ]
-    return min(candidates, key=lambda candidate: abs(_flops(candidate) - _flops(config)))
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(available_cores()) as pool:
+        list(pool.map(train, [trial for trial in trials if trial not in done]))
+    return key
 
 
-def _flops(config: Config) -> float:
-    """FLOPs of a training step per token; the vocabulary makes no difference between trials."""
-    with torch.device("meta"):
-        model = InfiniLlama(config.model.model_copy(update={"vocab_size": 1}))
-    return flops_per_token(model, config.packing.context_length)
+class Losses(NamedTuple):
+    """Losses of a form, beyond the first segments, averaged over the seeds it has in common."""
+
+    sums: np.ndarray
+    counts: np.ndarray
+
+    def gain_over(self, other: Losses) -> Interval:
+        """How much lower the loss per token is, on the same documents."""
+        return bootstrap((other.sums - self.sums)[:, None], self.counts[:, None])[0]
 
 
-def train(
-    folder: Path, dataset: Path, trial: str, seed: int, options: argparse.Namespace
-) -> Trained:
-    """Train a model, and score the documents."""
-    config, began = settings(folder, trial, seed, options), time.monotonic()
-    run_dir = folder / f"{trial}-{seed}"
-    file = folder / f"{trial}-{seed}.yaml"
-    file.write_text(dump_config(config), encoding="utf-8")
-    where = ["--config", str(file), "--dataset", str(dataset), "--run-dir", str(run_dir)]
-    run(["-m", "infini_model.training", *where], threads=1)
-    seconds = time.monotonic() - began
-    print(f"{trial}, seed {seed}: {seconds:.0f} s", file=sys.stderr)
-    # A control with longer segments has fewer of them.
-    segment = settings(folder, CONTROL, seed, options).model.segment_length
-    near = NEAR * segment // config.model.segment_length
-    return score(Subject(run_dir, dataset, config), near, seconds)
-
-
-def score(subject: Subject, near: int, seconds: float) -> Trained:
-    """The losses of a model beyond the `near` first segments of the documents."""
-    documents = find_long_documents(subject)
-    if not isinstance(documents, LongDocuments):
-        raise SystemExit(f"no documents to score: the longest has {documents:,} tokens")
-    measured = measure(subject, documents)
-    far = np.s_[:, near:]
-    knocked_out = measured.losses.get("knocked_out")
-    return Trained(
-        read_validation_losses(subject.run_dir)[subject.position.step],
-        measured.losses["fresh"][far].sum(1),
-        None if knocked_out is None else knocked_out[far].sum(1),
-        measured.counts[far].sum(1),
-        seconds,
+def losses(results: Iterable[dict[str, Any]], kind: str = "fresh") -> Losses | None:
+    """The losses of several seeds; None if the model has no memory to knock out."""
+    by_document = [each["documents"] for each in results]
+    if kind not in by_document[0]:
+        return None
+    return Losses(
+        np.mean([each[kind] for each in by_document], axis=0), np.array(by_document[0]["counts"])
     )
 
 
-def train_all(folder: Path, options: argparse.Namespace) -> dict[str, list[Trained]]:
-    """All trainings, by trial in the order of the seeds."""
-    config = settings(folder, CONTROL, 0, options)
-    manifest = build_dataset(download(config.data, folder), config.data, folder)
-    dataset = (folder / "datasets" / manifest.folder_name).resolve()
-    with ThreadPoolExecutor(available_cores()) as pool:
-        jobs = {
-            trial: [
-                pool.submit(train, folder, dataset, trial, seed, options) for seed in options.seeds
-            ]
-            for trial in options.only
+def tabulate(
+    done: dict[Trial, dict[str, Any]], width: int
+) -> Iterator[tuple[dict[str, Cell], Ratio | None]]:
+    """A row for each form of each corpus and length, and its ratio to none by seed."""
+    groups = dict.fromkeys((trial.corpus, trial.times, trial.form) for trial in done)
+    for corpus, times, form in sorted(groups, key=lambda each: (each[0], each[1])):
+        ours = {t.seed: done[t] for t in done if t[:3] == (corpus, times, form)}
+
+        def paired(other: str) -> tuple[list[Any], list[Any]]:
+            """The results of this form and of another with the same seeds."""
+            theirs = {seed: done.get(Trial(corpus, times, other, seed)) for seed in ours}  # noqa: B023
+            both = [(ours[seed], each) for seed, each in theirs.items() if each is not None]  # noqa: B023
+            return [a for a, _ in both], [b for _, b in both]
+
+        def gain(other: str) -> str | None:
+            if form == other or not (pair := paired(other))[0]:  # noqa: B023
+                return None
+            a, b = map(losses, pair)
+            return None if a is None or b is None else str(a.gain_over(b))
+
+        of_all, out = losses(ours.values()), losses(ours.values(), "knocked_out")
+        assert of_all is not None
+        by_seed = [losses([each]) for each in ours.values()]
+        about = FORMS[form]
+        numbers = about.state(width)
+        row: dict[str, Cell] = {
+            "": f"{corpus}, {times}×, {form}",
+            "seeds": ", ".join(map(str, ours)),
+            "loss": ", ".join(f"{x.sums.sum() / x.counts.sum():.3f}" for x in by_seed if x),
+            f"gain over {BASE}": gain(BASE),
+            f"gain over {CONTROL}": gain(CONTROL),
+            "gain over knocked out": None if out is None else str(of_all.gain_over(out)),
+            "first segment": f"{_first(ours.values()):.3f}",
+            "state": f"{numbers:,}",
+            "KiB": f"{numbers * (2 if about.is_window else 4) / 1024:.0f}",
+            "documents": len(of_all.counts),
         }
-    return {trial: [job.result() for job in made] for trial, made in jobs.items()}
+        ratios = None
+        if form != BASE and (pair := paired(BASE))[0]:
+            ratios = spread([_mean(a) / _mean(b) for a, b in zip(*pair, strict=True)])
+        yield row, ratios
 
 
-def tabulate(results: Mapping[str, list[Trained]], seeds: list[int]) -> list[dict[str, Cell]]:
-    """A row for each training."""
-    rows: list[dict[str, Cell]] = []
-    for trial, trained in results.items():
-        for seed, ours, control in zip(seeds, trained, results[CONTROL], strict=True):
-            out = ours.knocked_out
-            rows.append(
-                {
-                    "": f"{trial}, seed {seed}",
-                    "validation loss": f"{ours.validation:.4f}",
-                    "loss": f"{ours.loss:.4f}",
-                    "gain over no memory": str(ours.gain_over(control.losses)),
-                    "gain over itself knocked out": None
-                    if out is None
-                    else str(ours.gain_over(out)),
-                    "documents": len(ours.losses),
-                    "seconds": round(ours.seconds),
-                }
-            )
-    return rows
+def _mean(result: dict[str, Any]) -> float:
+    by_document = result["documents"]
+    return float(sum(by_document["fresh"]) / sum(by_document["counts"]))
+
+
+def _first(results: Iterable[dict[str, Any]]) -> float:
+    """The loss of the first segments, where no form has anything older to see."""
+    segments = [each["segments"] for each in results]
+    return float(np.mean([each["fresh"][0] / each["counts"][0] for each in segments]))
+
+
+def show(runs: Runs, keys: Sequence[str], width: int) -> bool:
+    """Print the results; returns whether every residual memory does better than none."""
+    done = {(key, trial): result for key in keys for trial, result in runs.of(key).items()}
+    if not done:
+        raise SystemExit("no results")
+    rows, ratios = [], {}
+    for key in keys:
+        for row, ratio in tabulate(runs.of(key), width):
+            rows.append(row)
+            if ratio is not None:
+                ratios[str(row[""])] = ratio
+    limits = {name: 1.0 for name in ratios if name.endswith(f"×, {MEMORY}")}
+    heading = (
+        f"Loss in nats per token beyond the first {NEAR} segments, and as a ratio of that without "
+        "a memory; state in numbers of a head and in KiB, where a window's are of 16 bits"
+    )
+    publish("memory_gain", heading, rows, ratios, limits=limits)
+    return all(ratios[name].median <= limit for name, limit in limits.items())
 
 
 def main() -> None:
     """Run the trials and print the results."""
     options = parse()
+    options.folder = options.folder.resolve()
     torch.set_num_threads(1)
-    options.only = list(dict.fromkeys([CONTROL, *options.only]))
-    with tempfile.TemporaryDirectory() as name:
-        results = train_all((options.folder or Path(name)).resolve(), options)
-    ratios = {
-        trial: spread([a.loss / b.loss for a, b in zip(trained, results[CONTROL], strict=True)])
-        for trial, trained in results.items()
-        if trial != CONTROL
-    }
-    heading = (
-        f"Loss in nats per token beyond the first {NEAR} segments after {options.steps} steps, "
-        "and as a ratio of the loss without memory"
-    )
-    limits = {DEFAULT: 1.0} if DEFAULT in ratios else {}
-    publish("memory_gain", heading, tabulate(results, options.seeds), ratios, limits=limits)
-    if any(ratios[trial].median > limit for trial, limit in limits.items()):
+    runs = Runs(options.results)
+    keys = runs.keys() if options.show else [perform(options, runs)]
+    width = settings(options, Trial("code", 1, BASE, 0)).model.head_dim
+    if not show(runs, keys, width):
         raise SystemExit(1)
 
 

@@ -1,0 +1,67 @@
+"""One run of `benchmarks.memory_gain`, in a process of its own: train a form, then score it.
+
+Prints the losses of held-out documents as the last line, as JSON. A run folder that holds part of
+the training is continued from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.memory_forms import FORMS
+from infini_model.config import load_config
+from infini_model.evaluation.long_documents import LongDocuments, find_long_documents, measure
+from infini_model.evaluation.subject import Subject
+from infini_model.training.__main__ import main as train
+
+# Beyond these first segments of a document only a memory, or a window, tells what came before.
+NEAR = 8
+
+
+def score(subject: Subject) -> dict[str, Any]:
+    """Sums of losses in nats, and counts of targets, by document and by segment.
+
+    By document they are of what lies beyond the first `NEAR` segments.
+    """
+    documents = find_long_documents(subject)
+    if not isinstance(documents, LongDocuments):
+        raise SystemExit(f"no documents to score: the longest has {documents:,} tokens")
+    measured = measure(subject, documents)
+    kinds = {"counts": measured.counts, **measured.losses}
+    kinds.pop("carried", None)
+    return {
+        "documents": {name: _rounded(sums[:, NEAR:].sum(1)) for name, sums in kinds.items()},
+        "segments": {name: _rounded(sums.sum(0)) for name, sums in kinds.items()},
+    }
+
+
+def _rounded(sums: np.ndarray) -> list[float]:
+    return [round(float(each), 2) for each in sums]
+
+
+def main() -> None:
+    """Train and score."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_trial", description=__doc__)
+    parser.add_argument("form", choices=FORMS)
+    for name in ("config", "dataset", "run-dir"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    options = parser.parse_args()
+    where = [
+        f"--config={options.config}",
+        f"--dataset={options.dataset}",
+        f"--run-dir={options.run_dir}",
+    ]
+    with FORMS[options.form].applied():
+        if status := train(where):
+            raise SystemExit(status)
+        config = load_config(file=options.config)
+        print(json.dumps(score(Subject(options.run_dir, options.dataset, config))))
+
+
+if __name__ == "__main__":
+    main()

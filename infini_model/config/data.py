@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pydantic import (
     PositiveInt,
     Tag,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
@@ -295,8 +297,29 @@ class PackingConfig(Section):
     context_length: PositiveInt = Field(
         512, description="Tokens in one window; a multiple of model.segment_length."
     )
+    context_schedule: dict[Fraction, PositiveInt] | None = Field(
+        None,
+        description="Segments of a training window from a fraction of the steps on, such as {0: 2, "
+        "0.25: 8, 0.5: 32}: a memory learns sooner from short windows, and to last from long ones. "
+        "Each divides the next, and the last makes packing.context_length. A step has as many "
+        "tokens throughout. null (default) has windows of context_length from the start.",
+    )
     remainder: Literal["drop", "pad"] = Field(
         "drop",
         description="What to do with the tokens after a document's last full window (mode=document "
         "only): drop them, or pad them to a full window.",
     )
+
+    @field_validator("context_schedule", mode="after")
+    @classmethod
+    def _is_in_order(cls, schedule: dict[float, int] | None) -> dict[float, int] | None:
+        if schedule is None:
+            return None
+        fractions = sorted(schedule)
+        if not fractions or fractions[0] != 0.0 or fractions[-1] == 1.0:
+            raise ValueError("the first fraction must be 0, and all below 1")
+        ordered = {fraction: schedule[fraction] for fraction in fractions}
+        for shorter, longer in itertools.pairwise(ordered.values()):
+            if longer % shorter:
+                raise ValueError(f"{longer} segments are not a multiple of the {shorter} before")
+        return ordered

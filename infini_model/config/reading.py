@@ -77,7 +77,8 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """Copy of `base` with the leaves of `change` applied.
 
     A source of another kind replaces the one in `base`, since its keys differ. Setting one of
-    `epochs` and `max_steps` removes the other; setting `initial_weights` removes the shape.
+    `epochs` and `max_steps` removes the other; setting `initial_weights` removes the shape. A
+    schedule replaces the one in `base`.
     """
     if change.get("kind", source_kind(base)) != source_kind(base):
         return dict(change)
@@ -89,7 +90,7 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
         for name in ModelConfig.model_fields.keys() - BESIDE_INITIAL_WEIGHTS:
             merged.pop(name, None)
     for key, value in change.items():
-        below = merged.get(key)
+        below = None if key == "context_schedule" else merged.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(below, value)
         else:

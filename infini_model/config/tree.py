@@ -281,6 +281,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _windows_grow_to_the_context(self) -> Self:
+        schedule = self.packing.context_schedule
+        if schedule is None:
+            return self
+        if self.training.objective == "masked_diffusion":
+            raise ValueError("packing.context_schedule: masked_diffusion has no segments")
+        longest = [*schedule.values()][-1] * self.model.segment_length
+        if longest != self.packing.context_length:
+            raise ValueError(
+                f"packing.context_schedule: ends with windows of {longest} tokens, not of "
+                f"packing.context_length {self.packing.context_length}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _model_fits_the_objective(self) -> Self:
         model, length = self.model, self.packing.context_length
         if self.training.objective == "causal":

@@ -64,6 +64,17 @@ def _memory(parts: Parts) -> MemoryEstimate:
     return estimate_memory(config, parts.world.size, device)
 
 
+def _schedule(parts: Parts) -> list[str]:
+    """Where windows grow, if they do."""
+    schedule, phases = parts.config.packing.context_schedule, parts.loader.phases
+    if schedule is None:
+        return []
+    begins = [phase.first // parts.division.global_batch for phase in phases]
+    pairs = zip(schedule.values(), begins, strict=True)
+    steps = ", ".join(f"{segments} from step {first}" for segments, first in pairs)
+    return [f"Segments of a window: {steps}"]
+
+
 def _lines(parts: Parts) -> list[str]:
     config, division, start = parts.config, parts.division, parts.start
     total, trained = config.training.total_steps, len(parts.windows["train"])
@@ -78,6 +89,7 @@ def _lines(parts: Parts) -> list[str]:
         f"Batch size per process: {division.micro_batch}",
         f"Gradient accumulation: {division.accumulation}",
         f"Total batch size: {division.global_batch} windows, {parts.step_tokens:,} tokens per step",
+        *_schedule(parts),
         f"Model parameters: {_parameters(parts)}",
         f"Memory per process, estimated: {_memory(parts)}",
         f"Vocabulary size: {config.model.vocab_size}",

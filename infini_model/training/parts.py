@@ -10,6 +10,7 @@ import torch
 
 from infini_model.config import Config, LoraConfig
 from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.phases import make_phases
 from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.manifest import Manifest, read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
@@ -130,8 +131,16 @@ def build_parts(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     module, optimizer = _model_and_optimizer(config, start, weights, world)
     replica = Replica(module, config, world)
     replica.load_scaler(start.scaler)
+    phases = make_phases(
+        windows["train"],
+        config.packing,
+        config.model.segment_length,
+        total_steps=config.training.total_steps,
+        global_batch=division.global_batch,
+    )
     loader = Loader(
         windows["train"],
+        phases=phases,
         batch_size=division.micro_batch,
         gradient_accumulation_steps=division.accumulation,
         rank=world.rank,

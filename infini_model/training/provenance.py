@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.data.loading.loader import Loader
-from infini_model.data.loading.windows import Batch
+from infini_model.data.loading.windows import Batch, Windows
 from infini_model.data.manifest import Split, read_manifest
 from infini_model.data.shards.stream import Span
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
@@ -100,12 +100,15 @@ class Attribution:
         Scoring runs the model, so under FSDP all ranks must call this together.
         """
         losses = [self._losses(batch) for batch in batches]
-        numbers = self._loader.numbers(self._loader.consumed - self._loader.global_batch)
+        consumed = self._loader.consumed - self._loader.global_batch
+        numbers, windows = self._loader.numbers(consumed), self._loader.windows_at(consumed)
         shards = read_manifest(self._dataset_dir).splits[SPLIT].shards
         files = [f"{SPLIT}/{shard.file}" for shard in shards]
         tokenizer = self._tokenizer()
         reads = [
-            WindowRead(number, micro_batch, row, loss, self._passages(number, files, tokenizer))
+            WindowRead(
+                number, micro_batch, row, loss, self._passages(windows, number, files, tokenizer)
+            )
             for micro_batch, share in enumerate(numbers.tolist())
             for row, (number, loss) in enumerate(zip(share, losses[micro_batch], strict=True))
         ]
@@ -125,9 +128,9 @@ class Attribution:
             return None
 
     def _passages(
-        self, window: int, files: Sequence[str], tokenizer: Tokenizer | None
+        self, windows: Windows, window: int, files: Sequence[str], tokenizer: Tokenizer | None
     ) -> list[Passage]:
-        stream = self._loader.windows.stream
+        stream = windows.stream
 
         def passage(span: Span) -> Passage:
             return Passage(
@@ -139,7 +142,7 @@ class Attribution:
                 text="" if tokenizer is None else tokenizer.decode(stream.tokens_of(span)),
             )
 
-        return [passage(span) for span in self._loader.windows.spans(window)]
+        return [passage(span) for span in windows.spans(window)]
 
 
 def describe_windows(reads: Sequence[WindowRead]) -> list[str]:

@@ -4,14 +4,18 @@ The order is endless: position p is window π(p mod n) of epoch p // n, where π
 keyed by (seed, epoch). A global batch is the next batch_size × accumulation × processes positions,
 and each process takes its share. So the loader's state is two integers, resuming is O(1), and any
 number of processes sees the same global batches.
+
+Where windows grow (`infini_model.data.loading.phases`), each phase counts positions of its own, and
+its permutations are keyed by (seed, phase, epoch). Where it begins is known beforehand, so the same
+two integers say which phase it is and how many of its windows are consumed.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
@@ -19,6 +23,7 @@ import numpy as np
 import torch
 
 from infini_model.data.loading.permutation import permute
+from infini_model.data.loading.phases import Phase
 from infini_model.data.loading.read_ahead import ReadAhead, Request
 from infini_model.data.loading.windows import Batch, Windows
 from infini_model.runtime.errors import DataError
@@ -27,16 +32,19 @@ from infini_model.runtime.errors import DataError
 POSITIONS_AT_ONCE = 1024
 # Small batches are gathered together to amortize the cost of handing them over between threads.
 TOKENS_AT_ONCE = 1 << 17
+# A training has fewer epochs.
+EPOCHS_OF_A_PHASE = 1 << 32
 
 
 class Loader:
     """An endless iterator: `next()` returns this rank's micro-batches of the next global batch.
 
     `consumed` counts the windows, over all ranks, in the batches returned so far: with it and the
-    seed another loader resumes from there. `wait_seconds` is how long the last `next()` waited. A
-    thread prefetches batches while the caller works; on CUDA it copies them to the device on a
-    separate stream. Windows that are in a store are read further ahead, by more threads. `close()`
-    stops all of them.
+    seed another loader resumes from there. With `phases`, whose last is of `windows`, shorter
+    windows count by their tokens. `wait_seconds` is how long the last `next()` waited. A thread
+    prefetches batches while the caller works; on CUDA it copies them to the device on a separate
+    stream. Windows that are in a store are read further ahead, by more threads. `close()` stops all
+    of them.
 
     Raises `DataError` if the split has fewer windows than one global batch; `next()` raises what
     `Windows.gather` does.
@@ -54,8 +62,10 @@ class Loader:
         consumed: int = 0,
         device: torch.device | str = "cpu",
         tokens_at_once: int = TOKENS_AT_ONCE,
+        phases: Sequence[Phase] = (),
     ) -> None:
         self.windows = windows
+        self.phases = phases or [Phase(windows)]
         self.consumed = consumed
         self.wait_seconds = 0.0
         self.global_batch = batch_size * gradient_accumulation_steps * world_size
@@ -66,8 +76,8 @@ class Loader:
                 f"{window_tokens} tokens, a global batch needs {self.global_batch}"
             )
         self._seed = seed
-        rank_tokens = self.global_batch // world_size * window_tokens
-        self._steps_at_once = max(1, tokens_at_once // rank_tokens)
+        self._rank_tokens = self.global_batch // world_size * window_tokens
+        self._steps_at_once = max(1, tokens_at_once // self._rank_tokens)
         self._share = np.arange(self.global_batch).reshape(world_size, -1, batch_size)[rank]
         self._cached_numbers = consumed, self._numbers_from(consumed)
         self._device = torch.device(device)
@@ -100,10 +110,14 @@ class Loader:
         self.consumed += self.global_batch
         return batches
 
+    def windows_at(self, consumed: int) -> Windows:
+        """The windows that the global batch after `consumed` windows is of."""
+        return self.phases[self._phase_at(consumed)].windows
+
     def numbers(self, consumed: int) -> np.ndarray:
         """The windows of this rank in the global batch after `consumed` windows.
 
-        [micro-batches, batch_size] int64.
+        [micro-batches, windows of one] int64.
         """
         first, cached = self._cached_numbers
         step, rest = divmod(consumed - first, self.global_batch)
@@ -115,22 +129,43 @@ class Loader:
         return numbers
 
     def _numbers_from(self, consumed: int) -> np.ndarray:
-        """`numbers` of this global batch and the following ones, [steps, …]."""
-        steps = max(1, POSITIONS_AT_ONCE // self._share.size)
-        starts = consumed + self.global_batch * np.arange(steps)
-        positions = np.add.outer(starts, self._share)
-        count, flat = len(self.windows), positions.reshape(-1)
-        order = permute(flat % count, count, self._seed, flat // count)
-        return order.reshape(positions.shape)
+        """`numbers` of this global batch and the following ones of its phase, [steps, …]."""
+        positions = self._positions(consumed, max(1, POSITIONS_AT_ONCE // self._share.size))
+        index = self._phase_at(consumed)
+        count, flat = len(self.phases[index].windows), positions.reshape(-1)
+        epochs = index * EPOCHS_OF_A_PHASE + flat // count
+        return permute(flat % count, count, self._seed, epochs).reshape(positions.shape)
+
+    def _phase_at(self, consumed: int) -> int:
+        """The number of the phase of the global batch after `consumed` windows."""
+        return bisect_right(self.phases, consumed, key=lambda phase: phase.first) - 1
+
+    def _positions(self, consumed: int, most: int) -> np.ndarray:
+        """This rank's positions in its phase of up to `most` global batches after `consumed`.
+
+        [steps, micro-batches, windows of one] int64; the steps end with the phase.
+        """
+        index = self._phase_at(consumed)
+        phase, steps = self.phases[index], most
+        if index + 1 < len(self.phases):
+            left = self.phases[index + 1].first - consumed
+            steps = min(most, max(1, left // self.global_batch))
+        share = self._share[..., None] * phase.parts + np.arange(phase.parts)
+        starts = (consumed - phase.first + self.global_batch * np.arange(steps)) * phase.parts
+        positions: np.ndarray = np.add.outer(starts, share.reshape(len(share), -1))
+        return positions
 
     def _requests(self) -> Iterator[Request]:
         """The windows of the next few global batches, and those of the next few, and so on."""
-        steps = self.global_batch * np.arange(self._steps_at_once)
-        for first in itertools.count(self.consumed, self._steps_at_once * self.global_batch):
-            starts = first + steps
-            numbers = np.stack([self.numbers(start) for start in starts.tolist()])
-            keys = np.add.outer(starts, self._share)
-            yield Request(numbers.reshape(-1), keys.reshape(-1))
+        consumed = self.consumed
+        while True:
+            phase = self.phases[self._phase_at(consumed)]
+            positions = self._positions(consumed, self._steps_at_once)
+            end = consumed + len(positions) * self.global_batch
+            numbers = [self.numbers(each) for each in range(consumed, end, self.global_batch)]
+            keys = phase.first_key + positions
+            yield Request(phase.windows, np.concatenate(numbers).reshape(-1), keys.reshape(-1))
+            consumed = end
 
     def _gather(self) -> list[list[Batch]]:
         """The micro-batches of the next few global batches."""
@@ -141,7 +176,8 @@ class Loader:
                 together = together.pinned().to(self._device, non_blocking=True)
             self._stream.synchronize()
         micro_batches = len(self._share)
-        batches = together.chunk(self._steps_at_once * micro_batches)
+        tokens = together.tokens[..., 1:].numel()
+        batches = together.chunk(tokens // self._rank_tokens * micro_batches)
         places = range(0, len(batches), micro_batches)
         return [batches[first : first + micro_batches] for first in places]
 

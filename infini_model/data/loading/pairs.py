@@ -59,3 +59,7 @@ def check_pair_packing(config: PackingConfig, place: object) -> None:
             f"packing.mode: {place} has prompts and answers, which need packing.mode=document and "
             "packing.remainder=pad"
         )
+    if config.context_schedule is not None:
+        raise ConfigError(
+            f"packing.context_schedule: {place} has prompts and answers, which need whole windows"
+        )

@@ -23,8 +23,9 @@ BYTES_AHEAD = 32 << 20
 
 
 class Request(NamedTuple):
-    """A batch to be: the arguments of `Windows.gather`."""
+    """A batch to be: the arguments of `gather` of these windows."""
 
+    windows: Windows
     numbers: np.ndarray
     keys: np.ndarray | None = None
 
@@ -32,14 +33,14 @@ class Request(NamedTuple):
 class ReadAhead:
     """An iterator over the batches that `requests` ask for, in their order.
 
-    If the windows are in a store, the next request at least is under way while a batch is used, and
-    as many more as `WINDOWS_AHEAD` and `BYTES_AHEAD` allow. `close()` ends the threads.
+    If their stream is in a store, the next request at least is under way while a batch is used, and
+    as many more as `WINDOWS_AHEAD` and `BYTES_AHEAD` allow, of `windows`, the longest of this
+    stream. `close()` ends the threads.
 
     `next()` raises what `Windows.gather` does; after that the rest is of no use.
     """
 
     def __init__(self, windows: Windows, requests: Iterable[Request]) -> None:
-        self._windows = windows
         self._requests = iter(requests)
         self._pool = make_pool()
         self._begun: deque[tuple[int, Callable[[], Batch]]] = deque()
@@ -57,7 +58,7 @@ class ReadAhead:
             request = next(self._requests, None)
             if request is None:
                 break
-            batch = self._windows.begin(request.numbers, request.keys, self._pool)
+            batch = request.windows.begin(request.numbers, request.keys, self._pool)
             self._begun.append((len(request.numbers), batch))
             self._waiting += len(request.numbers)
         if not self._begun:

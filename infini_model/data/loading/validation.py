@@ -45,7 +45,8 @@ def validation_batches(
     steps = [numbers[start : start + together] for start in range(0, len(numbers), together)]
     shares = [step[rank * batch_size : (rank + 1) * batch_size] for step in steps]
     requests = [
-        Request(mine if len(mine) else step[:1]) for step, mine in zip(steps, shares, strict=True)
+        Request(windows, mine if len(mine) else step[:1])
+        for step, mine in zip(steps, shares, strict=True)
     ]
     with ReadAhead(windows, requests) as batches:
         for mine, batch in zip(shares, batches, strict=True):

@@ -44,6 +44,8 @@ def _compiled(method: Callable[..., Any], deterministic: bool) -> Callable[..., 
     # It would cut the regions at the borders of DDP's buckets. Layers are small enough: gradients
     # of one are reduced while those of the next are computed.
     torch._dynamo.config.optimize_ddp = False
+    # `packing.context_schedule` may have more lengths than the default of 8.
+    torch._dynamo.config.recompile_limit = 64
     # Otherwise kernels are chosen by their measured speed, and with them the order of sums.
     options: dict[str, Any] | None = {"deterministic": True} if deterministic else None
     return torch.compile(method, fullgraph=True, dynamic=False, options=options)

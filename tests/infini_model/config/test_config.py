@@ -74,6 +74,9 @@ def test_overrides_beat_the_file_and_the_later_one_wins(tmp_path: Path) -> None:
     file.write_text("training: {max_steps: 2, batch_size: 4}")
     config = load_config(file, ["training.max_steps=3", "training.max_steps=4"])
     assert (config.training.max_steps, config.training.batch_size) == (4, 4)
+    # A schedule is one value, of which nothing stays.
+    schedules = [{"packing": {"context_schedule": {0: 1, at: 4}}} for at in (0.5, 0.75)]
+    assert load_config(file, schedules).packing.context_schedule == {0.0: 1, 0.75: 4}
     # To YAML 1.1 a number without a point is text.
     assert load_config(overrides=["training.learning_rate=1e-5"]).training.learning_rate == 1e-5
 
@@ -224,6 +227,11 @@ REFUSED = {
     "data.ray_cpus=1.5": "data.ray_cpus: got 1.5: takes a fraction of 1 or a whole number",
     "data.ray_address=ray://head:1": "data.ray_address: got 'ray://head:1': takes auto or",
     "packing.context_length=100": "packing.context_length 100 is not a multiple of",
+    "packing.context_schedule={0.5: 4}": "packing.context_schedule: the first fraction must be 0",
+    "packing.context_schedule={0: 3, 0.5: 4}": (
+        "packing.context_schedule: 4 segments are not a multiple of the 3 before"
+    ),
+    "packing.context_schedule={0: 1, 0.5: 2}": "packing.context_schedule: ends with windows of",
     "model.num_attention_heads=3": "model: hidden_size 128 is not a multiple of",
     "model.head_dim=5": "model: head_dim must be even for the rotary embedding, not 5",
     "model.rope_scaling.factor=8": "model.rope_scaling.low_freq_factor: missing",

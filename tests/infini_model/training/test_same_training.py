@@ -66,7 +66,14 @@ KINDS = {
             "model": {"memory": "delta"},
         },
     ),
-    "a residual memory": Kind("fsdp", {"model": {"memory": "residual"}}),
+    "a residual memory, growing windows": Kind(
+        "fsdp",
+        {
+            "model": {"memory": "residual"},
+            # It resumes within the second phase.
+            "packing": {"context_schedule": {0: 1, 0.5: 2, 0.75: 4}},
+        },
+    ),
     "a Llama": Kind(None, {}, weights="llama"),
     "LoRA": Kind("fsdp", RECOMPUTED, weights="adapters"),
 }

@@ -114,8 +114,11 @@ REWRITES = {"16 segments": Need("≥", 95), OVER_LINEAR: Need(">", 0)}
 RECALLS_MASKED = {"64 segments": Need("≥", 95), KNOCKED_OUT: Need("≤", 10)}
 BLOCKS = {"vocab_size": MASK + 1, "mask_token_id": MASK, "bidirectional": True}
 BLOCKS_SHIFTED = BLOCKS | {"memory_query_shift": True}
+# It has no gates to start.
+RESIDUAL = {"memory": "residual", "gate_start": ModelConfig().gate_start}
 TRIALS = {
     "linear": Trial(needs=REMEMBERS),
+    "residual": Trial(RESIDUAL, needs=REMEMBERS | {"64 segments": Need("≥", 98)}),
     "no-key-shift": Trial({"memory_key_shift": False}, control=True),
     "gates-frozen": Trial(gates_learn=False, control=True),
     "fixed-length": Trial(shortest=8, longest=8, control=True),
@@ -128,6 +131,7 @@ TRIALS = {
     "block-diffusion-no-memory": Trial(BLOCKS_SHIFTED | {"memory": "none"}, control=True),
     # At least two segments to write in and one to ask in.
     "rewritten-linear": Trial(writings=2, shortest=3),
+    "rewritten-residual": Trial(RESIDUAL, writings=2, shortest=3),
     "rewritten-delta": Trial({"memory": "delta"}, writings=2, shortest=3, needs=REWRITES),
 }
 

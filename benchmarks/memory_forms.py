@@ -78,11 +78,9 @@ def window(tokens: int | None, own: int = 32) -> Form:
         if state is not None or streams != 1:
             raise NotImplementedError("a window control trains and scores whole sequences")
         q, k, v = self.project(x)
-        count = x.size(1)
-        whole = _rope(count, self.head_dim, self.config.rope_theta)
-        mask = _visible(count, self.config.segment_length, reset, tokens)
-        out = functional.scaled_dot_product_attention(
-            rotate(q, whole), rotate(k, whole), v, attn_mask=mask, enable_gqa=True
+        whole = _rope(x.size(1), self.head_dim, self.config.rope_theta)
+        out = window_attention(
+            rotate(q, whole), rotate(k, whole), v, tokens, self.config.segment_length, reset
         )
         after = self._state_after(q, k, v, k, None, empty_memory(self.config, k), rope)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
@@ -96,18 +94,55 @@ def _rope(tokens: int, width: int, theta: float) -> Rope:
     return rope_tables(tokens, width, theta)
 
 
-def _visible(count: int, length: int, reset: Tensor | None, tokens: int | None) -> Tensor:
-    """What each of `count` tokens sees, bool [B or 1, 1, count, count]."""
-    positions = torch.arange(count)
-    begins = torch.zeros(1, -(-count // length), dtype=torch.bool) if reset is None else reset
-    begins = torch.cat((torch.ones_like(begins[:, :1]), begins[:, 1:]), 1)
-    documents = begins.cumsum(1).repeat_interleave(length, 1)[:, :count]
-    is_first = begins.repeat_interleave(length, 1)[:, :count] & (positions % length < SINKS)
-    ages = positions[:, None] - positions
-    seen = (documents[:, :, None] == documents[:, None, :]) & (ages >= 0)
-    if tokens is not None:
-        seen &= (ages < tokens - SINKS) | is_first[:, None, :]
-    return seen[:, None]
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, tokens: int | None, length: int, reset: Tensor | None
+) -> Tensor:
+    """Attention of each token to the nearest of its document, and to the document's first `SINKS`.
+
+    A segment of queries meets the keys of the segments that its window reaches into, and the sinks.
+
+    Args:
+        q: Rotated queries [B, H, T, D], whole segments of `length`.
+        k: Rotated keys [B, H_kv, T, D].
+        v: Values, of the shape of `k`.
+        tokens: How many each token sees, itself and the sinks among them; None is all.
+        length: Tokens of a segment.
+        reset: As in `infini_attention`.
+    """
+    rows, count = len(q), q.size(2) // length
+    numbers = torch.arange(count)
+    begins = (numbers == 0).expand(rows, count) if reset is None else reset | (numbers == 0)
+    documents = begins.cumsum(1)
+    if tokens is None:
+        of_tokens = documents.repeat_interleave(length, 1)
+        mask = (of_tokens[:, :, None] == of_tokens[:, None]).tril()[:, None]
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    reach = tokens - SINKS
+    back = min(count, -(-(reach - 1) // length))
+    # Where the document of each segment begins.
+    starts = torch.where(begins, numbers * length, 0).cummax(1).values
+
+    def met(x: Tensor) -> Tensor:
+        """The keys or values that each segment meets, [B · segments, H_kv, K, D]."""
+        near = functional.pad(x, (0, 0, back * length, 0)).unfold(2, (back + 1) * length, length)
+        places = (starts[..., None] + torch.arange(SINKS)).flatten(1)[:, None, :, None]
+        sinks = x.gather(2, places.expand(-1, x.size(1), -1, x.size(3)))
+        sinks = sinks.unflatten(2, (count, SINKS))
+        return torch.cat((near.transpose(3, 4), sinks), 3).transpose(1, 2).flatten(0, 1)
+
+    ages = torch.arange(length)[:, None] + back * length - torch.arange((back + 1) * length)
+    of_keys = functional.pad(documents, (back, 0)).unfold(1, back + 1, 1)
+    is_own = (of_keys == documents[..., None]).repeat_interleave(length, 2)[:, :, None]
+    is_near = is_own & (ages >= 0) & (ages < reach)
+    sink_ages = torch.arange(count * length).view(count, length, 1) - (
+        starts[..., None, None] + torch.arange(SINKS)
+    )
+    mask = torch.cat((is_near, sink_ages >= reach), 3).flatten(0, 1)[:, None]
+    queries = q.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1)
+    out = functional.scaled_dot_product_attention(
+        queries, met(k), met(v), attn_mask=mask, enable_gqa=True
+    )
+    return out.unflatten(0, (rows, count)).transpose(1, 2).flatten(2, 3)
 
 
 def variant(features: Features, *, decays: bool = False, shift: bool = True, **parts: Any) -> Form:

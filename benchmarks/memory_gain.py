@@ -20,27 +20,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from benchmarks.finished_runs import FinishedRuns
 from benchmarks.memory_forms import FORMS
-from benchmarks.memory_trial import NEAR
-from benchmarks.report import Cell, Ratio, environment, publish, run, spread
+from benchmarks.memory_trial import NEAR, folder_name, train_and_score
+from benchmarks.report import Cell, Ratio, publish, spread
 from flows.presets import configure
-from infini_model.config import Config, dump_config
+from infini_model.config import Config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.evaluation.statistics import Interval, bootstrap
-from infini_model.runtime.cores import available_cores
 from infini_model.runtime.storage import content_key
 
 STEPS = 1200
@@ -82,34 +77,6 @@ class Trial(NamedTuple):
     times: int
     form: str
     seed: int
-
-
-class Runs:
-    """The finished runs of a file, whose settings and data have the same key."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
-
-    def add(self, trial: Trial, key: str, result: dict[str, Any]) -> None:
-        """Append a finished run."""
-        line = {**trial._asdict(), "key": key, **result}
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            self._lines.append(line)
-
-    def of(self, key: str) -> dict[Trial, dict[str, Any]]:
-        """The results of the runs with this key."""
-        return {
-            Trial(*(line[name] for name in Trial._fields)): line
-            for line in self._lines
-            if line["key"] == key
-        }
-
-    def keys(self) -> list[str]:
-        """The keys, in the order of their first runs."""
-        return list(dict.fromkeys(line["key"] for line in self._lines))
 
 
 def parse() -> argparse.Namespace:
@@ -170,7 +137,7 @@ def _blocks(text: Path, folder: Path) -> Path:
     return blocks.resolve() / "*.txt"
 
 
-def perform(options: argparse.Namespace, runs: Runs) -> str:
+def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     """Train and score what is missing; returns the key of the results."""
     corpus = "code" if options.text is None else options.text.stem
     chosen = dict.fromkeys([BASE, *options.forms])
@@ -182,32 +149,12 @@ def perform(options: argparse.Namespace, runs: Runs) -> str:
     compared = config.model_dump(mode="json", include={"model", "packing", "training"})
     scored = config.evaluation.loss_by_position.model_dump(mode="json")
     key = content_key({"dataset": manifest.key, "near": NEAR, "scored": scored, **compared})[:12]
-    done = runs.of(key)
 
-    def train(trial: Trial) -> None:
-        began, name = time.monotonic(), "-".join(map(str, trial)).replace(" ", "-")
-        run_dir = options.folder / f"{name}-{key}"
-        file = run_dir.with_suffix(".yaml")
-        file.write_text(dump_config(settings(options, trial)), encoding="utf-8")
-        where = [f"--config={file}", f"--dataset={dataset}", f"--run-dir={run_dir}"]
-        ended = run(["-m", "benchmarks.memory_trial", trial.form, *where], threads=1)
-        about = environment()
-        runs.add(
-            trial,
-            key,
-            {
-                **json.loads(ended.last_line),
-                "steps": trial.times * options.steps,
-                "seconds": round(time.monotonic() - began),
-                "cpu": about["machine"]["cpu"],
-                "torch": about["versions"]["torch"],
-                "commit": about["commit"],
-            },
-        )
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    def perform_one(trial: Trial) -> dict[str, Any]:
+        run_dir = options.folder / folder_name(trial, key)
+        return train_and_score(trial.form, settings(options, trial), dataset, run_dir)
 
-    with ThreadPoolExecutor(available_cores()) as pool:
-        list(pool.map(train, [trial for trial in trials if trial not in done]))
+    runs.complete(key, trials, perform_one)
     return key
 
 
@@ -286,7 +233,7 @@ def _first(results: Iterable[dict[str, Any]]) -> float:
     return float(np.mean([each["fresh"][0] / each["counts"][0] for each in segments]))
 
 
-def show(runs: Runs, keys: Sequence[str], width: int) -> bool:
+def show(runs: FinishedRuns[Trial], keys: Sequence[str], width: int) -> bool:
     """Print the results; returns whether every residual memory does better than none."""
     done = {(key, trial): result for key in keys for trial, result in runs.of(key).items()}
     if not done:
@@ -311,7 +258,7 @@ def main() -> None:
     options = parse()
     options.folder = options.folder.resolve()
     torch.set_num_threads(1)
-    runs = Runs(options.results)
+    runs = FinishedRuns(options.results, Trial)
     keys = runs.keys() if options.show else [perform(options, runs)]
     width = settings(options, Trial("code", 1, BASE, 0)).model.head_dim
     if not show(runs, keys, width):

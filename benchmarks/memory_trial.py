@@ -1,26 +1,54 @@
-"""One run of `benchmarks.memory_gain`, in a process of its own: train a form, then score it.
+"""One run of `benchmarks.memory_gain` or `benchmarks.uptrain`: train a form, then score it.
 
-Prints the losses of held-out documents as the last line, as JSON. A run folder that holds part of
-the training is continued from its newest checkpoint.
+In a process of its own, which prints the losses of held-out documents as its last line, as JSON. A
+run folder that holds part of the training is continued from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.memory_forms import FORMS
-from infini_model.config import load_config
+from benchmarks.report import environment, run
+from infini_model.config import Config, dump_config, load_config
 from infini_model.evaluation.long_documents import LongDocuments, find_long_documents, measure
 from infini_model.evaluation.subject import Subject
 from infini_model.training.__main__ import main as train
 
 # Beyond these first segments of a document only a memory, or a window, tells what came before.
 NEAR = 8
+
+
+def train_and_score(form: str, config: Config, dataset: Path, run_dir: Path) -> dict[str, Any]:
+    """Start such a process, and wait for its result."""
+    began, file = time.monotonic(), run_dir.with_suffix(".yaml")
+    file.write_text(dump_config(config), encoding="utf-8")
+    where = [f"--config={file}", f"--run-dir={run_dir}"]
+    if config.model.initial_weights is not None:
+        run(["-m", "infini_model", "weights", *where])
+    ended = run(["-m", "benchmarks.memory_trial", form, f"--dataset={dataset}", *where], threads=1)
+    seconds, about = time.monotonic() - began, environment()
+    print(f"{run_dir.name}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    return {
+        **json.loads(ended.last_line),
+        "seconds": round(seconds),
+        "cpu": about["machine"]["cpu"],
+        "torch": about["versions"]["torch"],
+        "commit": about["commit"],
+    }
+
+
+def folder_name(trial: tuple[Any, ...], key: str) -> str:
+    """The name of a trial's run folder."""
+    return re.sub(r"[^\w.]+", "-", "-".join(map(str, (*trial, key))))
 
 
 def score(subject: Subject) -> dict[str, Any]:

@@ -276,6 +276,8 @@ FORMS: dict[str, Form] = {
     "window": window(96),
     "window of equal bytes": window(160),
     "plain": window(None),
+    "temperature 0.125": variant(softmaxes(0.125)),
+    "temperature 0.25": variant(softmaxes(0.25)),
     "temperature 0.5": variant(softmaxes(0.5)),
     "temperature 2": variant(softmaxes(2.0)),
     "squared ReLU": variant(squared_relus),

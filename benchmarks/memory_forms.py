@@ -196,11 +196,11 @@ def variant(features: Features, *, decays: bool = False, shift: bool = True, **p
     return Form(settings, {"infini_attention": attention, **parts})
 
 
-def softmaxes(temperature: float = 1.0) -> Features:
-    """[softmax(x / t), softmax(−x / t)], as in the model but for the temperature t."""
+def softmaxes(sharpness: float = 1.0) -> Features:
+    """[softmax(c x), softmax(−c x)]; in the model c is `SHARPNESS`."""
 
     def features(x: Tensor) -> Tensor:
-        x = x / temperature
+        x = sharpness * x
         return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
 
     return features
@@ -276,10 +276,10 @@ FORMS: dict[str, Form] = {
     "window": window(96),
     "window of equal bytes": window(160),
     "plain": window(None),
-    "temperature 0.125": variant(softmaxes(0.125)),
-    "temperature 0.25": variant(softmaxes(0.25)),
-    "temperature 0.5": variant(softmaxes(0.5)),
-    "temperature 2": variant(softmaxes(2.0)),
+    "sharpness 0.5": variant(softmaxes(0.5)),
+    "sharpness 1": variant(softmaxes()),
+    "sharpness 4": variant(softmaxes(4.0)),
+    "sharpness 8": variant(softmaxes(8.0)),
     "squared ReLU": variant(squared_relus),
     "write gate from 0.1": variant(softmaxes(), **gate_with(-2.2)),
     "write gate from 0.9": variant(softmaxes(), **gate_with(2.2)),

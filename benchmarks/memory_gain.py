@@ -29,14 +29,13 @@ import torch
 
 from benchmarks.finished_runs import FinishedRuns
 from benchmarks.memory_forms import FORMS
-from benchmarks.memory_trial import NEAR, folder_name, train_and_score
+from benchmarks.memory_trial import NEAR, common_key, folder_name, train_and_score
 from benchmarks.report import Cell, Ratio, publish, spread
 from flows.presets import configure
 from infini_model.config import Config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.evaluation.statistics import Interval, bootstrap
-from infini_model.runtime.storage import content_key
 
 STEPS = 1200
 BLOCK_BYTES = 27_000
@@ -146,9 +145,7 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     config = settings(options, Trial(corpus, 1, BASE, 0))
     manifest = build_dataset(download(config.data, options.folder), config.data, options.folder)
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
-    compared = config.model_dump(mode="json", include={"model", "packing", "training"})
-    scored = config.evaluation.loss_by_position.model_dump(mode="json")
-    key = content_key({"dataset": manifest.key, "near": NEAR, "scored": scored, **compared})[:12]
+    key = common_key(config, manifest.key)
 
     def perform_one(trial: Trial) -> dict[str, Any]:
         run_dir = options.folder / folder_name(trial, key)
@@ -211,7 +208,7 @@ def tabulate(
             f"gain over {BASE}": gain(BASE),
             f"gain over {CONTROL}": gain(CONTROL),
             "gain over knocked out": None if out is None else str(of_all.gain_over(out)),
-            "first segment": f"{_first(ours.values()):.3f}",
+            "first segment": f"{first_segment(ours.values()):.3f}",
             "state": f"{numbers:,}",
             "KiB": f"{numbers * (2 if about.is_window else 4) / 1024:.0f}",
             "documents": len(of_all.counts),
@@ -227,7 +224,7 @@ def _mean(result: dict[str, Any]) -> float:
     return float(sum(by_document["fresh"]) / sum(by_document["counts"]))
 
 
-def _first(results: Iterable[dict[str, Any]]) -> float:
+def first_segment(results: Iterable[dict[str, Any]]) -> float:
     """The loss of the first segments, where no form has anything older to see."""
     segments = [each["segments"] for each in results]
     return float(np.mean([each["fresh"][0] / each["counts"][0] for each in segments]))

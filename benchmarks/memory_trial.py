@@ -21,6 +21,7 @@ from benchmarks.report import environment, run
 from infini_model.config import Config, dump_config, load_config
 from infini_model.evaluation.long_documents import LongDocuments, find_long_documents, measure
 from infini_model.evaluation.subject import Subject
+from infini_model.runtime.storage import content_key
 from infini_model.training.__main__ import main as train
 
 # Beyond these first segments of a document only a memory, or a window, tells what came before.
@@ -29,7 +30,7 @@ NEAR = 8
 
 def train_and_score(form: str, config: Config, dataset: Path, run_dir: Path) -> dict[str, Any]:
     """Start such a process, and wait for its result."""
-    began, file = time.monotonic(), run_dir.with_suffix(".yaml")
+    began, file = time.monotonic(), run_dir.parent / f"{run_dir.name}.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     where = [f"--config={file}", f"--run-dir={run_dir}"]
     if config.model.initial_weights is not None:
@@ -44,6 +45,15 @@ def train_and_score(form: str, config: Config, dataset: Path, run_dir: Path) -> 
         "torch": about["versions"]["torch"],
         "commit": about["commit"],
     }
+
+
+def common_key(config: Config, dataset: str) -> str:
+    """What compared runs have in common; settings that are added later do not change it."""
+    scored = config.evaluation.loss_by_position.model_dump(mode="json")
+    settings = config.model_dump(
+        mode="json", include={"model", "packing", "training"}, exclude_defaults=True
+    )
+    return content_key({"dataset": dataset, "near": NEAR, "scored": scored, **settings})[:12]
 
 
 def folder_name(trial: tuple[Any, ...], key: str) -> str:

@@ -24,21 +24,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from benchmarks.finished_runs import FinishedRuns
 from benchmarks.memory_forms import FORMS
-from benchmarks.memory_gain import SETTINGS, losses
-from benchmarks.memory_trial import NEAR, folder_name, train_and_score
-from benchmarks.report import Cell, publish, run
+from benchmarks.memory_gain import SETTINGS, first_segment, losses
+from benchmarks.memory_trial import NEAR, common_key, folder_name, train_and_score
+from benchmarks.report import Cell, Ratio, publish, run, spread
 from flows.presets import configure
 from infini_model.config import Config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.evaluation.statistics import bootstrap
 from infini_model.runtime.runs import MODEL
-from infini_model.runtime.storage import content_key
 
 UNCUT, CUT = "uncut", "cut"
 # Of the steps of a recipe that begins with the memory alone.
@@ -120,8 +118,7 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     config = pretrain(options)
     manifest = build_dataset(download(config.data, options.folder), config.data, options.folder)
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
-    compared = config.model_dump(mode="json", include={"model", "packing", "training"})
-    key = content_key({"dataset": manifest.key, "near": NEAR, **compared})[:12]
+    key = common_key(config, manifest.key)
     whole, cut = (options.folder / f"{name}-{key}" for name in (UNCUT, CUT))
     steps = options.pretraining_steps
     runs.complete(
@@ -144,7 +141,7 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
         form = {"segment_length": 32, **FORMS[recipe.form].model}
         if recipe.transfers:
             first = round(TRANSFER * trial.steps)
-            begin, left = run_dir.with_suffix(".memory"), trial.steps - first
+            begin, left = options.folder / f"{run_dir.name}-memory", trial.steps - first
             arguments = [whole / MODEL, dataset, begin, first, trial.seed]
             run(["-m", "benchmarks.attention_transfer", *map(str, arguments)], threads=1)
         tuned = settings(
@@ -165,8 +162,13 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     return key
 
 
-def tabulate(done: dict[Trial, dict[str, Any]]) -> Iterator[dict[str, Cell]]:
-    """A row for the model as it is, one for it cut, and one for each recipe and its steps."""
+def tabulate(
+    done: dict[Trial, dict[str, Any]],
+) -> Iterator[tuple[dict[str, Cell], Ratio | None]]:
+    """A row for the model as it is, one for it cut, and one for each recipe and its steps.
+
+    With the ratios of a recipe's losses to that of the cut model.
+    """
     ends = {name: losses([r]) for t, r in done.items() for name in (UNCUT, CUT) if t.recipe == name}
     uncut, cut = ends[UNCUT], ends[CUT]
     assert uncut is not None
@@ -179,20 +181,18 @@ def tabulate(done: dict[Trial, dict[str, Any]]) -> Iterator[dict[str, Cell]]:
         assert ours is not None
         back = bootstrap((cut.sums - ours.sums)[:, None], cost[:, None])[0]
         by_seed = [losses([each]) for each in of_seeds.values()]
-        yield {
+        means = [x.sums.sum() / x.counts.sum() for x in by_seed if x]
+        row: dict[str, Cell] = {
             "": recipe if recipe in ends else f"{recipe}, {steps:,} steps",
             "seeds": ", ".join(map(str, of_seeds)),
-            "loss": ", ".join(f"{x.sums.sum() / x.counts.sum():.3f}" for x in by_seed if x),
+            "loss": ", ".join(f"{mean:.3f}" for mean in means),
             "of the cost comes back": None
             if recipe in ends
             else f"{back.estimate:.0%} ({back.low:.0%} to {back.high:.0%})",
-            "first segment": f"{_first(of_seeds.values()):.3f}",
+            "first segment": f"{first_segment(of_seeds.values()):.3f}",
         }
-
-
-def _first(results: Any) -> float:
-    segments = [each["segments"] for each in results]
-    return float(np.mean([each["fresh"][0] / each["counts"][0] for each in segments]))
+        of_cut = cut.sums.sum() / cut.counts.sum()
+        yield row, None if recipe in ends else spread([mean / of_cut for mean in means])
 
 
 def main() -> None:
@@ -201,9 +201,10 @@ def main() -> None:
     options.folder = options.folder.resolve()
     torch.set_num_threads(1)
     runs = FinishedRuns(options.results, Trial)
-    rows = list(tabulate(runs.of(perform(options, runs))))
+    found = list(tabulate(runs.of(perform(options, runs))))
+    ratios = {str(row[""]): ratio for row, ratio in found if ratio is not None}
     heading = f"Loss in nats per token beyond the first {NEAR} of 16 segments of 32 tokens"
-    publish("uptrain", heading, rows, {})
+    publish("uptrain", heading, [row for row, _ in found], ratios)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ older from a memory (M, z) of constant size. With σ = ELU + 1, a segment of Q, 
 
 or writes by a bounded form of the delta rule (eq. 9). Where the memory is empty, out = A_local.
 
-The residual rule has sharper features φ(x) = [softmax(x), softmax(−x)], of width 2 D (Hedgehog,
+The residual rule has sharper features φ(x) = [softmax(c x), softmax(−c x)], of width 2 D (Hedgehog,
 arXiv 2402.04347), no normaliser, and adds what it reads, normed and with a learned weight w:
 
     out     = A_local + w ⊙ RMSNorm(φ(Q) S)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infini_model.model.kernels.numerics import READ_EPSILON
+from infini_model.model.kernels.numerics import READ_EPSILON, SHARPNESS
 from infini_model.model.memory import Memory, Update
 from infini_model.model.rotary import Rope, rotate
 
@@ -87,6 +87,7 @@ def attention_by_segment(
 
 def _two_softmaxes(x: Tensor) -> Tensor:
     """The features of a residual memory, [..., 2 D] of x [..., D]."""
+    x = SHARPNESS * x
     return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
 
 

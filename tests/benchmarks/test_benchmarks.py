@@ -15,20 +15,25 @@ import pytest
 from benchmarks import gpu, passkey, recall
 from benchmarks.report import Ratio, publish, run, speed_ratio
 
+KEPT = "--results {folder}/results.jsonl --folder {folder}"
+SMALL = (
+    "packing.context_length=320 model.num_hidden_layers=1 evaluation.max_windows=2 "
+    "data.splits.train=0.5 data.splits.validation=0.5 data.splits.test=0 "
+    "\"data.source.paths=['{{stdlib}}/json/*.py']\""
+)
 # Those of `make gpu` are in its rehearsal, below; `orchestration` would start servers.
 TINY = {
     "incremental": "--files 3 --megabytes 0.2 --small-files 10 --turns 1",
     "loader": "--megabytes 1 --seconds 0.01 --turns 1",
     "memory_estimate": "--only activations",
-    "memory_gain": "--seeds 0 --only 'no key shift' --steps 2 packing.context_length=160 "
-    "model.segment_length=16 model.num_hidden_layers=1 evaluation.max_windows=2 "
-    "data.splits.train=0.5 data.splits.validation=0.5 data.splits.test=0 "
-    "\"data.source.paths=['{stdlib}/json/*.py']\"",
+    "memory_gain": f"--forms window decay --seeds 0 --steps 2 {KEPT} {SMALL}",
     "objectives": "--turns 1",
     "passkey": "--steps 2 --trials 1 --seeds 5",
     "recall": "--steps 2 --batches 1 --seeds 5 --only linear",
     "scale": "--largest 10000 --turns 1",
     "tokenize": "--megabytes 0.3 --vocab-size 300 --turns 1",
+    "uptrain": "--only 'residual, transfer, LoRA' --pretraining-steps 2 --steps 8 --seeds 0 "
+    f"{KEPT} {SMALL}",
     "utilization": "--length 64 --segments 32 --hidden-size 32 --turns 1",
 }
 # They bind their process to one core, or change its environment.
@@ -44,12 +49,16 @@ def last_line(printed: str) -> dict[str, Any]:
 @pytest.mark.story
 @pytest.mark.parametrize("name", TINY)
 def test_it_ends_with_a_line_of_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
 ) -> None:
+    options = shlex.split(TINY[name].format(folder=tmp_path))
     if name in APART:
-        printed = run(["-m", f"benchmarks.{name}", *shlex.split(TINY[name])], threads=1).printed
+        printed = run(["-m", f"benchmarks.{name}", *options], threads=1).printed
     else:
-        monkeypatch.setattr(sys, "argv", [name, *shlex.split(TINY[name])])
+        monkeypatch.setattr(sys, "argv", [name, *options])
         main = importlib.import_module(f"benchmarks.{name}").main
         if name in LEARNING:
             with pytest.raises(SystemExit, match=r"^1$"):

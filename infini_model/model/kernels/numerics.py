@@ -9,6 +9,10 @@ import torch
 # normaliser cannot overflow, nor can the gradient of that division.
 EMPTY_MASS = 1e-18
 
+# What the features of a residual memory multiply keys and queries by, before the softmax: found by
+# `benchmarks.memory_gain`.
+SHARPNESS = 2.0
+
 # Epsilon of the RMSNorm of what is read from a residual memory.
 READ_EPSILON = 1e-6
 

@@ -1,7 +1,7 @@
 """The operators of the residual memory: read it onto local attention, and sum what is written.
 
-The features of a row x of width D are φ(x) = [softmax(x), softmax(−x)], of width 2 D (Hedgehog,
-arXiv 2402.04347). Each is bounded by 1 and together they sum to 2, so nothing needs a normaliser.
+The features of a row x of width D are φ(x) = [softmax(c x), softmax(−c x)], of width 2 D (Hedgehog,
+arXiv 2402.04347), where c is `SHARPNESS`. Each is bounded by 1 and together they sum to 2, so nothing needs a normaliser.
 The operators are made as those of `infini_model.model.kernels.memory_ops` are.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infini_model.model.kernels.numerics import READ_EPSILON, memory_dtype
+from infini_model.model.kernels.numerics import READ_EPSILON, SHARPNESS, memory_dtype
 from infini_model.model.kernels.operators import operator
 from infini_model.model.kernels.tiling import (
     Chunk,
@@ -135,8 +135,8 @@ def _features(x: Tensor) -> Tensor:
     """φ of x [M, R, D], [M, R, 2 D] in scratch memory."""
     rows, width = x.shape[:2], x.size(2)
     both = scratch("both", x, *rows, 2, width)
-    both[:, :, 0].copy_(x)
-    torch.neg(x, out=both[:, :, 1])
+    both[:, :, 0].copy_(x).mul_(SHARPNESS)
+    torch.neg(both[:, :, 0], out=both[:, :, 1])
     features = torch.softmax(both, -1, out=scratch("features", x, *rows, 2, width))
     return features.flatten(2)
 
@@ -146,7 +146,7 @@ def _through_features(features: Tensor, grad: Tensor) -> Tensor:
     product = grad.mul_(features).view(*grad.shape[:2], 2, -1)
     total = product.sum(-1, keepdim=True)
     product.addcmul_(features.view_as(product), total, value=-1.0)
-    dx: Tensor = product[:, :, 0].sub_(product[:, :, 1])
+    dx: Tensor = product[:, :, 0].sub_(product[:, :, 1]).mul_(SHARPNESS)
     return dx
 
 

@@ -1,10 +1,10 @@
 """The kernels of the residual memory, and their launch: `infini_model.model.kernels.residual_ops`.
 
-For a row x with features a = softmax(x) and b = softmax(−x), and the two halves of a memory S:
+For a row x with features a = softmax(c x) and b = softmax(−c x), and the two halves of a memory S:
 
     r = a S₁ + b S₂              y = r / rms(r)                 out = local + w ⊙ y
     dr = (w ⊙ d − y mean(w ⊙ d ⊙ y)) / rms(r)                   dw = Σ d ⊙ y
-    dx = a ⊙ (dr S₁ᵀ − dr·(a S₁)) − b ⊙ (dr S₂ᵀ − dr·(b S₂))    dS₁ = Σ aᵀ dr, dS₂ = Σ bᵀ dr
+    dx = c (a ⊙ (dr S₁ᵀ − dr·(a S₁)) − b ⊙ (dr S₂ᵀ − dr·(b S₂)))    dS₁ = Σ aᵀ dr, dS₂ = Σ bᵀ dr
 
 The last is what writes a memory, too: S₁ = Σ β aᵀ v. So three kernels do: one that reads, one that
 writes, and one that goes back through what was read or written. The last two keep no more of a
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infini_model.model.kernels.numerics import READ_EPSILON
+from infini_model.model.kernels.numerics import READ_EPSILON, SHARPNESS
 from infini_model.model.kernels.triton.addressing import (
     load_memory,
     load_rows,
@@ -40,7 +40,7 @@ from infini_model.model.kernels.triton.launch import (
 )
 
 _MINUS_INFINITY = tl.constexpr(-math.inf)
-_EPSILON = tl.constexpr(READ_EPSILON)
+_EPSILON, _SHARPNESS = tl.constexpr(READ_EPSILON), tl.constexpr(SHARPNESS)
 # Numbers of a memory that a program multiplies by at once.
 _TILE = 4096
 
@@ -143,7 +143,7 @@ def _statistics(
     """What makes features of rows: largest and smallest number, and the inverses of both sums."""
     columns = tl.arange(0, WIDTH)
     within = (columns < HEAD_DIM)[None, :]
-    x = load_rows(rows, at, columns, HEAD_DIM, ROWS).to(tl.float32)
+    x = load_rows(rows, at, columns, HEAD_DIM, ROWS).to(tl.float32) * _SHARPNESS
     largest = tl.max(tl.where(within, x, _MINUS_INFINITY), axis=1)[:, None]
     smallest = tl.min(tl.where(within, x, -_MINUS_INFINITY), axis=1)[:, None]
     a = tl.sum(tl.where(within, tl.exp(x - largest), 0.0), axis=1)[:, None]
@@ -163,7 +163,7 @@ def _features(
     """Some columns of both features, [ROWS, columns] float32; 0 beyond the head dimension."""
     largest, smallest, per_a, per_b = statistics
     within = (columns < HEAD_DIM)[None, :]
-    x = load_rows(rows, at, columns, HEAD_DIM, ROWS).to(tl.float32)
+    x = load_rows(rows, at, columns, HEAD_DIM, ROWS).to(tl.float32) * _SHARPNESS
     a = tl.where(within, tl.exp(x - largest) * per_a, 0.0)
     return a, tl.where(within, tl.exp(smallest - x) * per_b, 0.0)
 
@@ -225,7 +225,7 @@ def _store_through_features(
         s = load_memory(kv, 2 * memory + 1, columns, values, HEAD_DIM).to(OPERAND)
         db = tl.dot(d.to(OPERAND), tl.trans(s), input_precision=PRECISION)
         dx = a * (da - of_a) - b * (db - of_b)
-        store_rows(drows, at, columns, dx, HEAD_DIM, ROWS)
+        store_rows(drows, at, columns, _SHARPNESS * dx, HEAD_DIM, ROWS)
 
 
 @triton.jit
@@ -335,7 +335,7 @@ def sums_forward(
     within = (all_columns < HEAD_DIM)[None, :]
     for block in tl.range(first, last, num_stages=2):
         at = locate(block, memory, kv_heads, group, length, ROWS)
-        rows = load_rows(x, at, all_columns, HEAD_DIM, ROWS).to(tl.float32)
+        rows = load_rows(x, at, all_columns, HEAD_DIM, ROWS).to(tl.float32) * _SHARPNESS
         rows = tl.where(within, tl.where(half == 0, rows, -rows), _MINUS_INFINITY)
         f = tl.exp(rows - tl.max(rows, axis=1)[:, None])
         factor = 1 / tl.sum(f, axis=1)

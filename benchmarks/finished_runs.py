@@ -40,7 +40,10 @@ class FinishedRuns(Generic[Trial]):
     def complete(
         self, key: str, trials: Iterable[Trial], perform: Callable[[Trial], dict[str, Any]]
     ) -> None:
-        """Perform the trials that are not in the file, as many at once as there are cores."""
+        """Perform the trials that are not in the file, as many at once as there are cores.
+
+        If one fails, the others are performed all the same.
+        """
 
         def finish(trial: Trial) -> None:
             line = {**trial._asdict(), "key": key, **perform(trial)}
@@ -50,4 +53,6 @@ class FinishedRuns(Generic[Trial]):
 
         done = self.of(key)
         with ThreadPoolExecutor(available_cores()) as pool:
-            list(pool.map(finish, [trial for trial in trials if trial not in done]))
+            jobs = [pool.submit(finish, trial) for trial in trials if trial not in done]
+        for job in jobs:
+            job.result()

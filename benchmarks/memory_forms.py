@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from infini_model.model import layers
 from infini_model.model.attention import segmented_local_attention
-from infini_model.model.kernels.numerics import READ_EPSILON
+from infini_model.model.kernels.numerics import READ_EPSILON, SHARPNESS
 from infini_model.model.layers import Attention
 from infini_model.model.memory import Memory
 from infini_model.model.rotary import Rope, rope_tables, rotate
@@ -148,7 +148,7 @@ def window_attention(
 def variant(features: Features, *, decays: bool = False, shift: bool = True, **parts: Any) -> Form:
     """A residual memory with other features and `parts` of `Attention`.
 
-    One that decays has a second set of write gates, for how much of the memory a token keeps.
+    One that decays has a second set of write scales, the logarithms of what each token keeps.
     """
 
     def attention(
@@ -182,9 +182,7 @@ def variant(features: Features, *, decays: bool = False, shift: bool = True, **p
             if start + segment_length <= q.size(2):
                 scale, kept = memory_scale[:, :heads, segment], 1.0
                 if decays:
-                    fading = -functional.softplus(
-                        memory_scale[:, heads:, segment].logit() + DECAY_START
-                    )
+                    fading = memory_scale[:, heads:, segment]
                     total = fading.sum(-1, keepdim=True)
                     scale = scale * (total - fading.cumsum(-1)).exp()
                     kept = total.exp().unsqueeze(-1)
@@ -196,8 +194,8 @@ def variant(features: Features, *, decays: bool = False, shift: bool = True, **p
     return Form(settings, {"infini_attention": attention, **parts})
 
 
-def softmaxes(sharpness: float = 1.0) -> Features:
-    """[softmax(c x), softmax(−c x)]; in the model c is `SHARPNESS`."""
+def softmaxes(sharpness: float = SHARPNESS) -> Features:
+    """[softmax(c x), softmax(−c x)], c being the sharpness."""
 
     def features(x: Tensor) -> Tensor:
         x = sharpness * x
@@ -213,11 +211,9 @@ def squared_relus(x: Tensor) -> Tensor:
 
 def gate_with(bias: float) -> dict[str, Any]:
     """β = sigmoid(W x + bias)."""
-    own = Attention.write_scale
 
-    def write_scale(self: Attention, x: Tensor) -> Tensor | None:
-        scale = own(self, x)
-        return None if scale is None else (scale.logit() + bias).sigmoid()
+    def write_scale(self: Attention, x: Tensor) -> Tensor:
+        return (functional.linear(x, self.memory_write_gate) + bias).sigmoid().transpose(1, 2)
 
     return {"write_scale": write_scale}
 
@@ -264,9 +260,18 @@ def taps(count: int) -> dict[str, Any]:
     return {"__init__": _built_with(change), "shift_keys": shift_keys}
 
 
-def _two_gates(attention: Attention) -> None:
-    gates = attention.memory_write_gate.detach()
-    attention.memory_write_gate = nn.Parameter(gates.repeat(2, 1))
+def decay() -> dict[str, Any]:
+    """What each token keeps of the memory is learned from it (arXiv 2412.06464)."""
+
+    def change(attention: Attention) -> None:
+        gates = attention.memory_write_gate.detach()
+        attention.memory_write_gate = nn.Parameter(gates.repeat(2, 1))
+
+    def write_scale(self: Attention, x: Tensor) -> Tensor:
+        written, fading = functional.linear(x, self.memory_write_gate).transpose(1, 2).chunk(2, 1)
+        return torch.cat((written.sigmoid(), -functional.softplus(fading + DECAY_START)), 1)
+
+    return {"__init__": _built_with(change), "write_scale": write_scale}
 
 
 FORMS: dict[str, Form] = {
@@ -277,14 +282,16 @@ FORMS: dict[str, Form] = {
     "window of equal bytes": window(160),
     "plain": window(None),
     "sharpness 0.5": variant(softmaxes(0.5)),
-    "sharpness 1": variant(softmaxes()),
+    "sharpness 1": variant(softmaxes(1.0)),
+    "sharpness 2": variant(softmaxes(2.0)),
     "sharpness 4": variant(softmaxes(4.0)),
     "sharpness 8": variant(softmaxes(8.0)),
     "squared ReLU": variant(squared_relus),
     "write gate from 0.1": variant(softmaxes(), **gate_with(-2.2)),
     "write gate from 0.9": variant(softmaxes(), **gate_with(2.2)),
     "no write gate": variant(softmaxes(), write_scale=open_gate),
-    "decay": variant(softmaxes(), decays=True, __init__=_built_with(_two_gates)),
-    "no key shift": variant(softmaxes(), shift=False),
+    "decay": variant(softmaxes(), decays=True, **decay()),
     "four taps": variant(softmaxes(), **taps(4)),
+    "four taps, sharpness 1": variant(softmaxes(1.0), **taps(4)),
+    "no key shift, sharpness 1": variant(softmaxes(1.0), shift=False),
 }

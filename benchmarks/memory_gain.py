@@ -35,6 +35,7 @@ from flows.presets import configure
 from infini_model.config import Config
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
+from infini_model.evaluation.reporting.plots import plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
 
 STEPS = 1200
@@ -91,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a text to train on, in place of code")
     parser.add_argument("--steps", type=int, default=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--show", action="store_true", help="print the results, train nothing")
+    parser.add_argument("--plot", type=Path, help="draw the losses by position, as PNG")
     parser.add_argument(
         "--results", type=Path, default=Path(__file__).parent / "results" / "memory_gain.jsonl"
     )
@@ -230,6 +232,21 @@ def first_segment(results: Iterable[dict[str, Any]]) -> float:
     return float(np.mean([each["fresh"][0] / each["counts"][0] for each in segments]))
 
 
+def plot(done: dict[Trial, dict[str, Any]], options: argparse.Namespace) -> None:
+    """Draw the losses of a memory and of both controls by segment, averaged over the seeds."""
+    curves = {}
+    for form in (BASE, CONTROL, MEMORY):
+        segments = [
+            result["segments"]
+            for trial, result in done.items()
+            if trial[1:3] == (options.times, form)
+        ]
+        means = np.mean([np.divide(each["fresh"], each["counts"]) for each in segments], axis=0)
+        curves[form] = ([*range(1, len(means) + 1)], means.tolist())
+    position = f"segment of the document ({SETTINGS['model']['segment_length']} tokens each)"
+    plot_by_position(curves, {}, position, options.plot)
+
+
 def show(runs: FinishedRuns[Trial], keys: Sequence[str], width: int) -> bool:
     """Print the results; returns whether every residual memory does better than none."""
     done = {(key, trial): result for key in keys for trial, result in runs.of(key).items()}
@@ -257,6 +274,8 @@ def main() -> None:
     torch.set_num_threads(1)
     runs = FinishedRuns(options.results, Trial)
     keys = runs.keys() if options.show else [perform(options, runs)]
+    if options.plot is not None:
+        plot(runs.of(keys[-1]), options)
     width = settings(options, Trial("code", 1, BASE, 0)).model.head_dim
     if not show(runs, keys, width):
         raise SystemExit(1)

@@ -225,7 +225,7 @@ def _store_through_features(
         s = load_memory(kv, 2 * memory + 1, columns, values, HEAD_DIM).to(OPERAND)
         db = tl.dot(d.to(OPERAND), tl.trans(s), input_precision=PRECISION)
         dx = a * (da - of_a) - b * (db - of_b)
-        store_rows(drows, at, columns, _SHARPNESS * dx, HEAD_DIM, ROWS)
+        store_rows(drows, at, columns, dx * _SHARPNESS, HEAD_DIM, ROWS)
 
 
 @triton.jit

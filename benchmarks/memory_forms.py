@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -260,8 +261,11 @@ def taps(count: int) -> dict[str, Any]:
     return {"__init__": _built_with(change), "shift_keys": shift_keys}
 
 
-def decay() -> dict[str, Any]:
-    """What each token keeps of the memory is learned from it (arXiv 2412.06464)."""
+def decay(start: float = DECAY_START, bias: float = 0.0) -> dict[str, Any]:
+    """What each token keeps of the memory is learned from it (arXiv 2412.06464).
+
+    `start` is what softplus makes the initial decay of; `bias` is that of `gate_with`.
+    """
 
     def change(attention: Attention) -> None:
         gates = attention.memory_write_gate.detach()
@@ -269,7 +273,8 @@ def decay() -> dict[str, Any]:
 
     def write_scale(self: Attention, x: Tensor) -> Tensor:
         written, fading = functional.linear(x, self.memory_write_gate).transpose(1, 2).chunk(2, 1)
-        return torch.cat((written.sigmoid(), -functional.softplus(fading + DECAY_START)), 1)
+        scale, fading = (written + bias).sigmoid(), -functional.softplus(fading + start)
+        return torch.cat((scale, fading), 1)
 
     return {"__init__": _built_with(change), "write_scale": write_scale}
 
@@ -291,6 +296,9 @@ FORMS: dict[str, Form] = {
     "write gate from 0.9": variant(softmaxes(), **gate_with(2.2)),
     "no write gate": variant(softmaxes(), write_scale=open_gate),
     "decay": variant(softmaxes(), decays=True, **decay()),
+    "decay from 0.7%": variant(softmaxes(), decays=True, **decay(-5.0)),
+    "decay, write gate from 0.9": variant(softmaxes(), decays=True, **decay(bias=2.2)),
+    "decay, no write gate": variant(softmaxes(), decays=True, **decay(bias=math.inf)),
     "four taps": variant(softmaxes(), **taps(4)),
     "four taps, sharpness 1": variant(softmaxes(1.0), **taps(4)),
     "no key shift, sharpness 1": variant(softmaxes(1.0), shift=False),

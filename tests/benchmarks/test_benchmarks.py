@@ -17,7 +17,7 @@ from benchmarks.report import Ratio, publish, run, speed_ratio
 
 KEPT = "--results {folder}/results.jsonl --folder {folder}"
 SMALL = (
-    "packing.context_length=320 model.num_hidden_layers=1 evaluation.max_windows=2 "
+    "packing.context_length=320 evaluation.max_windows=2 "
     "data.splits.train=0.5 data.splits.validation=0.5 data.splits.test=0 "
     "\"data.source.paths=['{{stdlib}}/json/*.py']\""
 )

@@ -1,8 +1,9 @@
 """The operators of the residual memory: read it onto local attention, and sum what is written.
 
 The features of a row x of width D are φ(x) = [softmax(c x), softmax(−c x)], of width 2 D (Hedgehog,
-arXiv 2402.04347), where c is `SHARPNESS`. Each is bounded by 1 and together they sum to 2, so nothing needs a normaliser.
-The operators are made as those of `infini_model.model.kernels.memory_ops` are.
+arXiv 2402.04347), where c is `SHARPNESS`. Each is bounded by 1 and together they sum to 2, so
+nothing needs a normaliser. The operators are made as those of
+`infini_model.model.kernels.memory_ops` are.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ documents beyond their first 8 segments, where only a memory or a window tells w
 The text is the standard library, each module a document; or, with --text, a file that is cut at
 blank lines into documents of 27 kB. --times 4 trains on four times the tokens.
 
-A run takes 7 to 10 minutes on a core at --times 1, and there are as many at once as there are
+A run takes 4 to 6 minutes on a free core at --times 1, and there are as many at once as there are
 cores. Each one that is finished is a line of --results, and is not run again; one that was
 interrupted goes on from its checkpoint in --folder. --show prints what the results hold, and trains
 nothing. Intervals of 95% are over documents, of losses that are averaged over the seeds. Exits with
@@ -158,10 +158,18 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
 
 
 class Losses(NamedTuple):
-    """Losses of a form, beyond the first segments, averaged over the seeds it has in common."""
+    """Losses of a form by document, beyond the first segments, averaged over seeds.
+
+    `sums` in nats and `counts` of targets, float64 [documents].
+    """
 
     sums: np.ndarray
     counts: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        """The loss in nats per token."""
+        return float(self.sums.sum() / self.counts.sum())
 
     def gain_over(self, other: Losses) -> Interval:
         """How much lower the loss per token is, on the same documents."""
@@ -206,7 +214,7 @@ def tabulate(
         row: dict[str, Cell] = {
             "": f"{corpus}, {times}×, {form}",
             "seeds": ", ".join(map(str, ours)),
-            "loss": ", ".join(f"{x.sums.sum() / x.counts.sum():.3f}" for x in by_seed if x),
+            "loss": ", ".join(f"{each.mean:.3f}" for each in by_seed if each),
             f"gain over {BASE}": gain(BASE),
             f"gain over {CONTROL}": gain(CONTROL),
             "gain over knocked out": None if out is None else str(of_all.gain_over(out)),
@@ -217,13 +225,9 @@ def tabulate(
         }
         ratios = None
         if form != BASE and (pair := paired(BASE))[0]:
-            ratios = spread([_mean(a) / _mean(b) for a, b in zip(*pair, strict=True)])
+            means = [[each.mean for x in side if (each := losses([x]))] for side in pair]
+            ratios = spread([a / b for a, b in zip(*means, strict=True)])
         yield row, ratios
-
-
-def _mean(result: dict[str, Any]) -> float:
-    by_document = result["documents"]
-    return float(sum(by_document["fresh"]) / sum(by_document["counts"]))
 
 
 def first_segment(results: Iterable[dict[str, Any]]) -> float:
@@ -249,9 +253,8 @@ def plot(done: dict[Trial, dict[str, Any]], options: argparse.Namespace) -> None
 
 def show(runs: FinishedRuns[Trial], keys: Sequence[str], width: int) -> bool:
     """Print the results; returns whether every residual memory does better than none."""
-    done = {(key, trial): result for key in keys for trial, result in runs.of(key).items()}
-    if not done:
-        raise SystemExit("no results")
+    if not keys:
+        raise SystemExit("no finished runs")
     rows, ratios = [], {}
     for key in keys:
         for row, ratio in tabulate(runs.of(key), width):

@@ -181,7 +181,7 @@ def tabulate(
         assert ours is not None
         back = bootstrap((cut.sums - ours.sums)[:, None], cost[:, None])[0]
         by_seed = [losses([each]) for each in of_seeds.values()]
-        means = [x.sums.sum() / x.counts.sum() for x in by_seed if x]
+        means = [each.mean for each in by_seed if each]
         row: dict[str, Cell] = {
             "": recipe if recipe in ends else f"{recipe}, {steps:,} steps",
             "seeds": ", ".join(map(str, of_seeds)),
@@ -191,8 +191,7 @@ def tabulate(
             else f"{back.estimate:.0%} ({back.low:.0%} to {back.high:.0%})",
             "first segment": f"{first_segment(of_seeds.values()):.3f}",
         }
-        of_cut = cut.sums.sum() / cut.counts.sum()
-        yield row, None if recipe in ends else spread([mean / of_cut for mean in means])
+        yield row, None if recipe in ends else spread([mean / cut.mean for mean in means])
 
 
 def main() -> None:

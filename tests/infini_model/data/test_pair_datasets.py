@@ -133,10 +133,16 @@ def test_a_window_is_a_pair_from_its_start_cut_or_padded(dataset, length):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"mode": "packed"}, {"mode": "aligned"}, {"mode": "document", "remainder": "drop"}]
+    "fields",
+    [
+        {"mode": "packed"},
+        {"mode": "aligned"},
+        {"mode": "document", "remainder": "drop"},
+        {"mode": "document", "remainder": "pad", "context_schedule": {0: 1, 0.5: 2}},
+    ],
 )
 def test_other_packing_is_refused_in_one_line(dataset, fields):
-    with pytest.raises(ConfigError, match=r"packing\.mode: .* has prompts and answers, which need"):
+    with pytest.raises(ConfigError, match=r"packing\.\w+: .* has prompts and answers, which need"):
         open_windows(dataset, "train", packing(64, **fields), 16)
 
 

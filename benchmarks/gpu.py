@@ -36,8 +36,10 @@ RESULTS = "## Results\n"
 # A broken GPU context spoils the tests of one file at most.
 TESTS = ROOT / "tests" / "infini_model"
 PART_SECONDS, TOTAL_SECONDS = 300.0, 1200.0
+# Processes that share the tests of a file: most of the time is Triton's compiler, on one core.
+WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 # What the tests need beside the library.
-NEEDED = ("pytest", "pytest_timeout", "hypothesis", "triton")
+NEEDED = ("pytest", "pytest_timeout", "xdist", "hypothesis", "triton")
 REHEARSAL = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 # Options of `python -m benchmarks.NAME` on a GPU, and in a rehearsal.
 BENCHMARKS = {
@@ -113,8 +115,8 @@ def parts(*, rehearse: bool) -> Iterator[Part]:
     for path in sorted(TESTS.rglob("test_*.py")):
         if re.search("mark.cuda|each_device", path.read_text(encoding="utf-8")):
             file = path.relative_to(ROOT).as_posix()
-            pytest = (sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", "--tb=short", file)
-            yield Part(file, pytest)
+            pytest = (sys.executable, "-m", "pytest", "-n", f"{WORKERS}", "-m", "cuda")
+            yield Part(file, (*pytest, "-rfE", "--tb=short", file))
     for name, options in BENCHMARKS.items():
         module = (sys.executable, "-m", f"benchmarks.{name}")
         yield Part(f"benchmarks/{name}.py", (*module, *options[rehearse].split()))

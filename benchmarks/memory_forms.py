@@ -1,39 +1,29 @@
 """The forms of attention that `benchmarks.memory_gain` compares.
 
 Some are settings of the model. The others are no settings, and stand here alone: while `applied`, a
-form replaces parts of `infini_model.model.layers`, so that the project's own training and scoring
-run with it. The windows are controls without a memory, and see older tokens themselves. The
-variants of the residual memory are computed plainly, segment by segment.
+form replaces parts of `Attention`, so that the project's own training and scoring run with it. The
+windows are controls without a memory, and see older tokens themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from infini_model.model import layers
-from infini_model.model.attention import segmented_local_attention
-from infini_model.model.kernels.numerics import READ_EPSILON, SHARPNESS
 from infini_model.model.layers import Attention
-from infini_model.model.memory import Memory
 from infini_model.model.rotary import Rope, rope_tables, rotate
 from infini_model.model.state import LayerState, empty_memory
 
 # First tokens of a document that a window always sees (StreamingLLM, arXiv 2309.17453).
 SINKS = 4
-# At first a token lets 0.1% fade of what the memory holds: the features of softplus at −7.
-DECAY_START = -7.0
-
-Features = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,7 @@ class Form:
 
     Attributes:
         model: Settings of the model.
-        replacements: By name, parts of `Attention`, or `infini_attention` itself.
+        replacements: Parts of `Attention` by name.
         state: Numbers that a head keeps of what is older than its segment, from the head's width.
         is_window: Whether these are keys and values, which inference may keep in 16 bits.
     """
@@ -57,8 +47,7 @@ class Form:
         """A context in which models that are built and run have this form."""
         with contextlib.ExitStack() as stack:
             for name, part in self.replacements.items():
-                where = layers if name == "infini_attention" else Attention
-                stack.enter_context(mock.patch.object(where, name, part))
+                stack.enter_context(mock.patch.object(Attention, name, part))
             yield
 
 
@@ -144,137 +133,19 @@ def window_attention(
     return out.unflatten(0, (rows, count)).transpose(1, 2).flatten(2, 3)
 
 
-def variant(features: Features, *, decays: bool = False, shift: bool = True, **parts: Any) -> Form:
-    """A residual memory with other features and `parts` of `Attention`.
+def gate_at(index: int, value: float) -> Form:
+    """A residual memory that has `value` in place of gate `index` of `Attention.memory_gates`."""
+    compute = Attention.memory_gates
 
-    One that decays has a second set of write scales, the logarithms of what each token keeps.
-    """
+    def memory_gates(self: Attention, x: Tensor) -> Tensor | None:
+        gates = compute(self, x)
+        if gates is None:
+            return None
+        both = list(gates.unbind(-1))
+        both[index] = torch.full_like(both[index], value)
+        return torch.stack(both, dim=-1)
 
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        weight: Tensor,
-        *,
-        segment_length: int,
-        reset: Tensor | None,
-        memory: Memory | None,
-        memory_keys: Tensor,
-        memory_values: Tensor,
-        memory_queries: Tensor,
-        memory_scale: Tensor,
-        update: str,  # noqa: ARG001
-        **local_options: Any,
-    ) -> tuple[Tensor, Memory]:
-        local = segmented_local_attention(q, k, v, segment_length=segment_length, **local_options)
-        heads, width = k.shape[1::2]
-        held = q.new_zeros(len(q), heads, 2 * width, width) if memory is None else memory.kv
-        out = []
-        for number, start in enumerate(range(0, q.size(2), segment_length)):
-            segment = slice(start, start + segment_length)
-            if reset is not None:
-                held = held.masked_fill(reset[:, number].view(-1, 1, 1, 1), 0.0)
-            states = held.repeat_interleave(q.size(1) // heads, 1)
-            read = features(memory_queries[:, :, segment]) @ states
-            normed = read * (read.square().mean(-1, keepdim=True) + READ_EPSILON).rsqrt()
-            out.append(local[:, :, segment] + weight.unsqueeze(1) * normed)
-            if start + segment_length <= q.size(2):
-                scale, kept = memory_scale[:, :heads, segment], 1.0
-                if decays:
-                    fading = memory_scale[:, heads:, segment]
-                    total = fading.sum(-1, keepdim=True)
-                    scale = scale * (total - fading.cumsum(-1)).exp()
-                    kept = total.exp().unsqueeze(-1)
-                written = scale.unsqueeze(-1) * features(memory_keys[:, :, segment])
-                held = kept * held + written.mT @ memory_values[:, :, segment]
-        return torch.cat(out, 2), Memory(held, None)
-
-    settings = {"memory": "residual", "memory_key_shift": shift}
-    return Form(settings, {"infini_attention": attention, **parts})
-
-
-def softmaxes(sharpness: float = SHARPNESS) -> Features:
-    """[softmax(c x), softmax(−c x)], c being the sharpness."""
-
-    def features(x: Tensor) -> Tensor:
-        x = sharpness * x
-        return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
-
-    return features
-
-
-def squared_relus(x: Tensor) -> Tensor:
-    """[ReLU(x), ReLU(−x)]², without a softmax."""
-    return torch.cat((x.relu(), (-x).relu()), -1).square()
-
-
-def gate_with(bias: float) -> dict[str, Any]:
-    """β = sigmoid(W x + bias)."""
-
-    def write_scale(self: Attention, x: Tensor) -> Tensor:
-        return (functional.linear(x, self.memory_write_gate) + bias).sigmoid().transpose(1, 2)
-
-    return {"write_scale": write_scale}
-
-
-def open_gate(self: Attention, x: Tensor) -> Tensor:
-    """β = 1."""
-    return x.new_ones(len(x), self.config.key_value_heads, x.size(1))
-
-
-def _built_with(change: Callable[[Attention], None]) -> Callable[..., None]:
-    """An `__init__` of `Attention` that ends with `change`."""
-    build = Attention.__init__
-
-    def init(self: Attention, *arguments: Any) -> None:
-        build(self, *arguments)
-        change(self)
-
-    return init
-
-
-def taps(count: int) -> dict[str, Any]:
-    """Memory keys that are learned sums of those of the last `count` tokens of a document."""
-
-    def change(attention: Attention) -> None:
-        shares = torch.zeros(attention.config.key_value_heads, count)
-        shares[:, :2] = 0.5
-        attention.memory_key_shift = nn.Parameter(shares)
-
-    def shift_keys(
-        self: Attention,
-        k: Tensor,
-        previous: Tensor | None,  # noqa: ARG001
-        starts: Tensor | None,
-    ) -> Tensor:
-        total, alive = torch.zeros_like(k), k.new_ones(len(k), 1, k.size(2), 1)
-        for age, share in enumerate(self.memory_key_shift.unbind(1)):
-            moved = functional.pad(k, (0, 0, age, 0))[:, :, : k.size(2)]
-            total = total + share.view(-1, 1, 1) * moved * alive
-            if starts is not None:
-                begun = functional.pad(starts, (age, 0))[:, : k.size(2)]
-                alive = alive * ~begun[:, None, :, None]
-        return total
-
-    return {"__init__": _built_with(change), "shift_keys": shift_keys}
-
-
-def decay(start: float = DECAY_START, bias: float = 0.0) -> dict[str, Any]:
-    """What each token keeps of the memory is learned from it (arXiv 2412.06464).
-
-    `start` is what softplus makes the initial decay of; `bias` is that of `gate_with`.
-    """
-
-    def change(attention: Attention) -> None:
-        gates = attention.memory_write_gate.detach()
-        attention.memory_write_gate = nn.Parameter(gates.repeat(2, 1))
-
-    def write_scale(self: Attention, x: Tensor) -> Tensor:
-        written, fading = functional.linear(x, self.memory_write_gate).transpose(1, 2).chunk(2, 1)
-        scale, fading = (written + bias).sigmoid(), -functional.softplus(fading + start)
-        return torch.cat((scale, fading), 1)
-
-    return {"__init__": _built_with(change), "write_scale": write_scale}
+    return Form({"memory": "residual"}, {"memory_gates": memory_gates})
 
 
 FORMS: dict[str, Form] = {
@@ -284,20 +155,6 @@ FORMS: dict[str, Form] = {
     "window": window(96),
     "window of equal bytes": window(160),
     "plain": window(None),
-    "sharpness 0.5": variant(softmaxes(0.5)),
-    "sharpness 1": variant(softmaxes(1.0)),
-    "sharpness 2": variant(softmaxes(2.0)),
-    "sharpness 4": variant(softmaxes(4.0)),
-    "sharpness 8": variant(softmaxes(8.0)),
-    "squared ReLU": variant(squared_relus),
-    "write gate from 0.1": variant(softmaxes(), **gate_with(-2.2)),
-    "write gate from 0.9": variant(softmaxes(), **gate_with(2.2)),
-    "no write gate": variant(softmaxes(), write_scale=open_gate),
-    "decay": variant(softmaxes(), decays=True, **decay()),
-    "decay from 0.7%": variant(softmaxes(), decays=True, **decay(-5.0)),
-    "decay, write gate from 0.9": variant(softmaxes(), decays=True, **decay(bias=2.2)),
-    "decay, no write gate": variant(softmaxes(), decays=True, **decay(bias=math.inf)),
-    "four taps": variant(softmaxes(), **taps(4)),
-    "four taps, sharpness 1": variant(softmaxes(1.0), **taps(4)),
-    "no key shift, sharpness 1": variant(softmaxes(1.0), shift=False),
+    "no write gate": gate_at(0, 1.0),
+    "no forget gate": gate_at(1, 0.0),
 }

@@ -14,7 +14,10 @@ The residual rule has sharper features φ(x) = [softmax(c x), softmax(−c x)], 
 arXiv 2402.04347), no normaliser, and adds what it reads, normed and with a learned weight w:
 
     out     = A_local + w ⊙ RMSNorm(φ(Q) S)
-    S       ← S + φ(K)ᵀ (β ⊙ V)                             β, of each token: what is worth keeping
+    S       ← e^g S + β φ(k)ᵀ v                             for each token of the segment
+
+Two gates of each token say what is worth keeping: β, how much of its value it writes, and g ≤ 0, by
+which it lets what is older fade (Gated DeltaNet, arXiv 2412.06464).
 
 With w = 0, too, out = A_local exactly: so a pretrained Llama begins as the Llama that it was, cut
 into segments.
@@ -68,7 +71,7 @@ def infini_attention(
     memory_keys: Tensor | None = None,
     memory_values: Tensor | None = None,
     memory_queries: Tensor | None = None,
-    memory_scale: Tensor | None = None,
+    memory_gates: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Memory]:
     """Infini-attention over all segments at once (arXiv 2404.07143, equations 2 to 10).
@@ -102,8 +105,9 @@ def infini_attention(
             defaults to `k`.
         memory_values: The values written, of the shape of `memory_keys`; defaults to `v`.
         memory_queries: Queries that read the memory, of the shape of `q`; defaults to `q`.
-        memory_scale: β of the residual rule, [B_m, H_kv, T] in the memory's dtype: the factors of
-            what each token writes; defaults to 1.
+        memory_gates: β and g of the residual rule, [B_m, H_kv, T, 2] in the memory's dtype: the
+            factor of what each token writes, and the logarithm of the factor by which it multiplies
+            what is older, at most 0; defaults to β = 1 and g = 0.
         causal: Whether a position sees only what precedes it in its segment, not all of the
             segment. The memory is of earlier segments in both cases.
 
@@ -122,7 +126,7 @@ def infini_attention(
     _check_qkv(q, k, v, segment_length)
     _check_rope(rope, segment_length, q)
     _check_memory(q, k, gate, segment_length, memory, update, reset, keys, written, reading)
-    _check_scale(memory_scale, keys, update)
+    _check_gates(memory_gates, keys, update)
     rows, tokens = keys.size(0), q.size(2)
     length = min(segment_length, tokens)
     full = tokens // segment_length
@@ -136,11 +140,9 @@ def infini_attention(
         # One column per segment that reads, and one for the memory returned. A trailing partial
         # segment reads the memory that is returned, so they share a column.
         reset = functional.pad(reset, (0, full + 1 - reset.size(1)))
-    scale = None
-    if memory_scale is not None:
-        scale = _segments(memory_scale.unsqueeze(-1), length)[:, :full].squeeze(-1)
+    gates = None if memory_gates is None else _segments(memory_gates, length)[:, :full]
     before, after = memory_states(
-        _segments(keys, length)[:, :full], written[:, :full], memory, reset, update, scale
+        _segments(keys, length)[:, :full], written[:, :full], memory, reset, update, gates
     )
     if full < queries.size(1):
         before = before.map(lambda x, last: torch.cat((x, last.unsqueeze(1)), 1), after)
@@ -322,10 +324,10 @@ def _check_memory(
         _expect_dtype("reset", reset, torch.bool)
 
 
-def _check_scale(scale: Tensor | None, keys: Tensor, update: Update) -> None:
-    if scale is None:
+def _check_gates(gates: Tensor | None, keys: Tensor, update: Update) -> None:
+    if gates is None:
         return
     if update != "residual":
-        raise ValueError(f"memory_scale: not with update {update!r}")
-    _expect("memory_scale", scale, tuple(keys.shape[:3]), keys)
-    _expect_dtype("memory_scale", scale, memory_dtype(keys.dtype))
+        raise ValueError(f"memory_gates: not with update {update!r}")
+    _expect("memory_gates", gates, (*keys.shape[:3], 2), keys)
+    _expect_dtype("memory_gates", gates, memory_dtype(keys.dtype))

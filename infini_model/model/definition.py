@@ -1,8 +1,8 @@
 """The definition of Infini-attention ("Leave No Context Behind", arXiv 2404.07143) as a plain loop.
 
 Beside the paper's rules stands the residual memory: features made of two softmaxes (Hedgehog, arXiv
-2402.04347), written with a gate of each token and without a normaliser; what is read is normed,
-weighed, and added to the local attention.
+2402.04347), written without a normaliser and with two gates of each token, one for what it adds and
+one for what is older; what is read is normed, weighed, and added to the local attention.
 
 `infini_model.model.attention.infini_attention` computes the same for all segments at once; tests
 compare its results and all gradients with this one, which is not used for training.
@@ -35,7 +35,7 @@ def attention_by_segment(
     memory_keys: Tensor | None = None,
     memory_values: Tensor | None = None,
     memory_queries: Tensor | None = None,
-    memory_scale: Tensor | None = None,
+    memory_gates: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Memory]:
     """`infini_attention`, segment by segment: same arguments and result, all of one dtype."""
@@ -43,7 +43,8 @@ def attention_by_segment(
     keys = k if memory_keys is None else memory_keys
     values = v if memory_values is None else memory_values
     queries = q if memory_queries is None else memory_queries
-    scale = keys.new_ones(keys.shape[:3]) if memory_scale is None else memory_scale
+    if memory_gates is None:
+        memory_gates = keys.new_tensor((1.0, 0.0)).expand(*keys.shape[:3], 2)
     streams = len(q) // len(keys)
     if memory is None:
         memory = Memory.empty(
@@ -65,8 +66,14 @@ def attention_by_segment(
             read = read / (read.square().mean(-1, keepdim=True) + READ_EPSILON).sqrt()
             out.append(local + gate.unsqueeze(1) * read)
             if is_full:
-                features = scale[:, :, segment].unsqueeze(-1) * _two_softmaxes(writing)
-                kv = kv + features.mT @ value
+                for features, row, gates in zip(
+                    _two_softmaxes(writing).unbind(2),
+                    value.unbind(2),
+                    memory_gates[:, :, segment].unbind(2),
+                    strict=True,
+                ):
+                    scale, fading = gates[..., None, None].unbind(2)
+                    kv = fading.exp() * kv + scale * features.unsqueeze(-1) * row.unsqueeze(-2)
             continue
         sigma_q = functional.elu(reading) + 1
         total = norm.repeat_interleave(group, 1).repeat(streams, 1, 1)

@@ -17,7 +17,7 @@ from infini_model.model.attention import (
 )
 from infini_model.model.kernels.compiled import region
 from infini_model.model.kernels.local_attention import local_attention
-from infini_model.model.kernels.numerics import memory_dtype
+from infini_model.model.kernels.numerics import FORGET_START, WRITE_START, memory_dtype
 from infini_model.model.key_shift import streams_with_previous, with_previous
 from infini_model.model.memory import Memory, update_memory
 from infini_model.model.precision import as_operand, product_input
@@ -29,6 +29,7 @@ MEMORY_PARAMETERS = (
     "gate",
     "memory_weight",
     "memory_write_gate",
+    "memory_forget_gate",
     "memory_key_shift",
     "memory_query_shift",
 )
@@ -51,8 +52,9 @@ class Attention(nn.Module):
             self.memory_weight = nn.Parameter(
                 torch.zeros(config.num_attention_heads, self.head_dim)
             )
-            write_gate = torch.zeros(config.key_value_heads, config.hidden_size)
-            self.memory_write_gate = nn.Parameter(write_gate)
+            gates = torch.zeros(config.key_value_heads, config.hidden_size)
+            self.memory_write_gate = nn.Parameter(gates)
+            self.memory_forget_gate = nn.Parameter(gates.clone())
         elif config.memory != "none":
             gates = torch.full((config.num_attention_heads,), config.gate_start)
             self.gate = nn.Parameter(gates)
@@ -102,12 +104,19 @@ class Attention(nn.Module):
             starts = torch.zeros(shape, dtype=torch.bool, device=q.device)
         return streams_with_previous(q, self.memory_query_shift, starts, self.config.segment_length)
 
-    def write_scale(self, x: Tensor) -> Tensor | None:
-        """β = sigmoid(W x), [B, H_kv, T] for `x` [B, T, hidden]; None but for a residual memory."""
+    def memory_gates(self, x: Tensor) -> Tensor | None:
+        """β = sigmoid(W x + 2.2) and g = −softplus(W' x − 7) of `x` [B, T, hidden].
+
+        Returns:
+            [B, H_kv, T, 2], float32 (float64 for float64); None but for a residual memory.
+        """
         if self.config.memory != "residual":
             return None
-        product = functional.linear(x, as_operand(self.memory_write_gate, x))
-        return product.to(memory_dtype(x.dtype)).sigmoid().transpose(1, 2)
+        weights = torch.cat((self.memory_write_gate, self.memory_forget_gate))
+        product = functional.linear(x, as_operand(weights, x)).to(memory_dtype(x.dtype))
+        writing, forgetting = product.transpose(1, 2).chunk(2, dim=1)
+        scale = (writing + WRITE_START).sigmoid()
+        return torch.stack((scale, -functional.softplus(forgetting + FORGET_START)), dim=-1)
 
     def forward(
         self,
@@ -133,7 +142,7 @@ class Attention(nn.Module):
             starts = functional.pad(reset.unsqueeze(-1), (0, length - 1)).flatten(1)[:, : k.size(2)]
         memory_keys = self.shift_keys(keys, None if state is None else state.last_key, starts)
         memory = None if state is None else state.memory
-        scale = self.write_scale(written)
+        gates = self.memory_gates(written)
         if config.memory == "none":
             out = segmented_local_attention(
                 q,
@@ -161,10 +170,10 @@ class Attention(nn.Module):
                 memory_keys=memory_keys,
                 memory_values=values,
                 memory_queries=self.shift_queries(q, last_query, starts, streams),
-                memory_scale=scale,
+                memory_gates=gates,
                 causal=not config.bidirectional,
             )
-        after = self._state_after(clean, keys, values, memory_keys, scale, memory, rope)
+        after = self._state_after(clean, keys, values, memory_keys, gates, memory, rope)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     def _state_after(
@@ -173,7 +182,7 @@ class Attention(nn.Module):
         k: Tensor,
         v: Tensor,
         memory_keys: Tensor,
-        scale: Tensor | None,
+        gates: Tensor | None,
         memory: Memory,
         rope: Rope,
     ) -> LayerState:
@@ -191,7 +200,7 @@ class Attention(nn.Module):
             rotate(open_keys, (cos, sin)),
             open_values,
             open_memory_keys,
-            None if scale is None else scale[:, :, full:, None].clone(),
+            None if gates is None else gates[:, :, full:].clone(),
             k[:, :, -1].clone(),
             q[:, :, -1].clone() if config.memory_query_shift else None,
         )
@@ -210,9 +219,9 @@ class Attention(nn.Module):
         keys = update.write(state.keys, rotate(k, (cos, sin)), length)
         values = update.write(state.values, v, length)
         open_memory_keys = update.write(state.memory_keys, memory_keys, length)
-        scale, open_scale = self.write_scale(x), state.memory_scale
-        if scale is not None and open_scale is not None:
-            open_scale = update.write(open_scale, scale.unsqueeze(-1), length)
+        gates, open_gates = self.memory_gates(x), state.memory_gates
+        if gates is not None and open_gates is not None:
+            open_gates = update.write(open_gates, gates, length)
         used = update.mask.size(-1)
         out = local_attention(
             rotate(q, (cos, sin)),
@@ -229,9 +238,9 @@ class Attention(nn.Module):
                 memory_queries = self.shift_queries(q, before, None)
                 last_query = update.newest(q, before)
             out = read_memory(memory_queries, out, self.read_weight, memory)
-            memory = self._write_full_segments(memory, open_memory_keys, values, open_scale, update)
+            memory = self._write_full_segments(memory, open_memory_keys, values, open_gates, update)
         last_key = update.newest(k, previous)
-        after = LayerState(memory, keys, values, open_memory_keys, open_scale, last_key, last_query)
+        after = LayerState(memory, keys, values, open_memory_keys, open_gates, last_key, last_query)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     def _write_full_segments(
@@ -239,7 +248,7 @@ class Attention(nn.Module):
         memory: Memory,
         keys: Tensor,
         values: Tensor,
-        scale: Tensor | None,
+        gates: Tensor | None,
         update: CacheUpdate,
     ) -> Memory:
         """The memory after the segments that `update` completes; other rows keep theirs."""
@@ -247,8 +256,8 @@ class Attention(nn.Module):
             return memory
         length, completes = self.config.segment_length, update.completes
         keys, values = (x[:, :, :length] for x in (keys, values))
-        scale = None if scale is None else scale[:, :, :length, 0]
-        updated = update_memory(memory, keys, values, self.config.memory, scale)
+        gates = None if gates is None else gates[:, :, :length]
+        updated = update_memory(memory, keys, values, self.config.memory, gates)
 
         def chosen(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(completes.view(-1, *[1] * (old.dim() - 1)), new, old)

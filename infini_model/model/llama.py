@@ -1,8 +1,8 @@
 """Infini-Llama: a Llama whose attention carries a compressive memory.
 
 Parameters are named as in Hugging Face's Llama; each attention adds `gate`, or for the residual
-memory `memory_weight` and `memory_write_gate`, and with the key shift `memory_key_shift`, with the
-query shift `memory_query_shift`. On a single segment the model is
+memory `memory_weight`, `memory_write_gate` and `memory_forget_gate`, and with the key shift
+`memory_key_shift`, with the query shift `memory_query_shift`. On a single segment the model is
 exactly Llama. With `bidirectional` each position sees its whole segment: without a memory it is
 LLaDA (arXiv 2502.09992), with one it is a model of block diffusion (arXiv 2503.09573) whose past is
 the memory.
@@ -263,13 +263,13 @@ class InfiniLlama(nn.Module):
         for _ in range(config.num_hidden_layers):
             keys, values, memory_keys = (weight.new_zeros(shape) for _ in range(3))
             memory = empty_memory(config, keys)
-            scale = last_query = None
+            gates = last_query = None
             if config.memory == "residual":
-                scale = memory.kv.new_zeros(*shape[:-1], 1)
+                gates = memory.kv.new_zeros(*shape[:-1], 2)
             if config.memory_query_shift:
                 last_query = weight.new_zeros(batch, config.num_attention_heads, config.head_dim)
             layers.append(
-                LayerState(memory, keys, values, memory_keys, scale, keys[:, :, 0], last_query)
+                LayerState(memory, keys, values, memory_keys, gates, keys[:, :, 0], last_query)
             )
         return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
 

@@ -8,7 +8,9 @@ applies an affine map to the memory. The maps depend only on the normaliser, whi
 so all of them are known at once and can be composed in parallel.
 
 The `residual` rule is the linear one with other features, of twice the width, and no normaliser;
-see `infini_model.model.kernels.residual_ops`.
+see `infini_model.model.kernels.residual_ops`. Each token may also let the memory fade (Gated
+DeltaNet, arXiv 2412.06464): by a product over its segment, so that the memory before a segment is
+still a sum over the earlier ones, each multiplied by what the later ones keep.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Memory(NamedTuple):
 
     Attributes:
         kv: M = Σσ(k)ᵀv over all written tokens, [B, H_kv, D, D], float32 (float64 for float64); of
-            the residual rule S = Σβφ(k)ᵀv, [B, H_kv, 2 D, D].
+            the residual rule S = Σβφ(k)ᵀv, which fades, [B, H_kv, 2 D, D].
         norm: z = Σσ(k), the normaliser, [B, H_kv, D], of the same dtype; None of the residual rule.
     """
 
@@ -85,7 +87,7 @@ def memory_states(
     first: Memory,
     reset: Tensor | None,
     update: Update,
-    scale: Tensor | None = None,
+    gates: Tensor | None = None,
 ) -> tuple[Memory, Memory]:
     """The memory before each segment, and that after the last.
 
@@ -95,17 +97,22 @@ def memory_states(
         first: The memory before segment 0.
         reset: [B, N + 1] bool, true where the memory is emptied before it is read; None is never.
         update: How a segment is written.
-        scale: β of the residual rule, [B, N, H_kv, L]; None is 1.
+        gates: `memory_gates` of `infini_attention`, by segment, [B, N, H_kv, L, 2].
 
     Returns:
         The memory before each segment, with a dimension of N after the first, and after the last.
     """
     rows, pairs = keys.shape[:2], (keys.flatten(0, 1), values.flatten(0, 1))
     if update == "residual":
-        if scale is None:
-            scale = keys.new_ones(keys.shape[:-1], dtype=first.kv.dtype)
+        if gates is None:
+            scale, kept = keys.new_ones(keys.shape[:-1], dtype=first.kv.dtype), None
+        else:
+            scale, fading = gates.unbind(-1)
+            # Of what a token writes, that is left which the later ones of its segment keep.
+            from_here = fading.flip(-1).cumsum(-1).flip(-1)
+            scale, kept = scale * (from_here - fading).exp(), from_here[..., 0].exp()
         sums = residual_sums(*pairs, scale.flatten(0, 1))
-        kv, last_kv = exclusive_scan(sums.unflatten(0, rows), first.kv, reset)
+        kv, last_kv = exclusive_scan(sums.unflatten(0, rows), first.kv, reset, kept)
         return Memory(kv, None), Memory(last_kv, None)
     added_kv, added_norm = (x.unflatten(0, rows) for x in key_value_sums(*pairs))
     norm, last_norm = exclusive_scan(added_norm, first.norm, reset)
@@ -122,11 +129,11 @@ def memory_states(
 
 
 def update_memory(
-    memory: Memory, keys: Tensor, values: Tensor, update: Update, scale: Tensor | None
+    memory: Memory, keys: Tensor, values: Tensor, update: Update, gates: Tensor | None
 ) -> Memory:
     """The memory after one more segment of keys and values [B, H_kv, L, D]."""
-    scale = None if scale is None else scale.unsqueeze(1)
-    _, after = memory_states(keys.unsqueeze(1), values.unsqueeze(1), memory, None, update, scale)
+    gates = None if gates is None else gates.unsqueeze(1)
+    _, after = memory_states(keys.unsqueeze(1), values.unsqueeze(1), memory, None, update, gates)
     return after
 
 

@@ -22,7 +22,7 @@ class LayerState:
             where the last slot takes padding; slots after a row's last token are masked.
         values: Its values, of the same shape.
         memory_keys: The keys under which these values will be written, of the same shape.
-        memory_scale: β of each token, [B, H_kv, n, 1]; None in a model without that.
+        memory_gates: β and g of each token, [B, H_kv, n, 2]; None in a model without them.
         last_key: Key of the last token before the key shift, [B, H_kv, D].
         last_query: Its query before the query shift, [B, H, D]; None in a model without that shift.
     """
@@ -31,7 +31,7 @@ class LayerState:
     keys: Tensor
     values: Tensor
     memory_keys: Tensor
-    memory_scale: Tensor | None
+    memory_gates: Tensor | None
     last_key: Tensor
     last_query: Tensor | None
 
@@ -56,14 +56,14 @@ class State:
 
         layers = []
         for layer in self.layers:
-            scale, queries = layer.memory_scale, layer.last_query
+            gates, queries = layer.memory_gates, layer.last_query
             layers.append(
                 LayerState(
                     layer.memory.map(repeated),
                     repeated(layer.keys),
                     repeated(layer.values),
                     repeated(layer.memory_keys),
-                    None if scale is None else repeated(scale),
+                    None if gates is None else repeated(gates),
                     repeated(layer.last_key),
                     None if queries is None else repeated(queries),
                 )

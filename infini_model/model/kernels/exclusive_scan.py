@@ -1,4 +1,4 @@
-"""Running sums over the segments: what the memory holds before each of them.
+"""Running sums over the segments, which may decay: what the memory holds before each of them.
 
 One custom operator, opaque to `torch.compile`, whose gradient is the same scan in the other
 direction. On CUDA it is one Triton kernel. Each sum is read once and each state written once, and
@@ -15,7 +15,12 @@ from torch import Tensor
 
 @torch.library.custom_op("infini_model::exclusive_scan", mutates_args=())
 def exclusive_scan(
-    added: Tensor, first: Tensor, reset: Tensor | None, *, from_last: bool = False
+    added: Tensor,
+    first: Tensor,
+    reset: Tensor | None,
+    kept: Tensor | None = None,
+    *,
+    from_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Exclusive prefix sums that start again, from zero, where `reset` is true.
 
@@ -26,6 +31,8 @@ def exclusive_scan(
         first: The state before all of them, [B, ...], of the dtype of `added`.
         reset: [B, N + 1] bool, true where the state before a segment, or after the last, is
             emptied; None is never.
+        kept: The factors by which each segment multiplies the state before it adds to it, [B, N,
+            H], where H is the third dimension of `added`; None is 1.
         from_last: Whether the first to be added is the last segment. Then `first` is the state
             after the last, and each state that after a segment.
 
@@ -42,7 +49,11 @@ def exclusive_scan(
     slots[0].copy_(first)
     for at, border in enumerate(borders):
         if at:
-            torch.add(slots[at - 1], added[:, segments[at - 1]], out=slots[at])
+            segment, state = segments[at - 1], slots[at - 1]
+            if kept is not None:
+                factors = kept[:, segment].view(*kept[:, segment].shape, *[1] * (first.dim() - 2))
+                state = torch.mul(state, factors, out=slots[at])
+            torch.add(state, added[:, segment], out=slots[at])
         if reset is not None:
             emptied = reset[:, border].view(-1, *[1] * (first.dim() - 1))
             slots[at].masked_fill_(emptied, 0.0)
@@ -51,11 +62,16 @@ def exclusive_scan(
 
 @exclusive_scan.register_kernel("cuda")
 def _(
-    added: Tensor, first: Tensor, reset: Tensor | None, *, from_last: bool = False
+    added: Tensor,
+    first: Tensor,
+    reset: Tensor | None,
+    kept: Tensor | None = None,
+    *,
+    from_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     from infini_model.model.kernels.triton import scan
 
-    return scan.exclusive_scan(added, first, reset, from_last=from_last)
+    return scan.exclusive_scan(added, first, reset, kept, from_last=from_last)
 
 
 @exclusive_scan.register_fake
@@ -63,21 +79,32 @@ def _(
     added: Tensor,
     first: Tensor,
     reset: Tensor | None,  # noqa: ARG001
+    kept: Tensor | None = None,  # noqa: ARG001
     *,
     from_last: bool = False,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(added), torch.empty_like(first)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: object) -> None:  # noqa: ARG001
-    ctx.save_for_backward(inputs[2])
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, Tensor]
+) -> None:
+    _, _, reset, kept = inputs
+    ctx.save_for_backward(reset, kept, None if kept is None else output[0])
     ctx.from_last = keyword_only_inputs["from_last"]
 
 
-def _gradients(ctx: Any, states: Tensor, end: Tensor) -> tuple[Tensor | None, ...]:
-    (reset,) = ctx.saved_tensors
-    dadded, dfirst = exclusive_scan(states, end, reset, from_last=not ctx.from_last)
-    return dadded, dfirst, None
+def _gradients(ctx: Any, dstates: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+    reset, kept, states = ctx.saved_tensors
+    dadded, dfirst = exclusive_scan(dstates, dend, reset, kept, from_last=not ctx.from_last)
+    dkept = None
+    if kept is not None:
+        dkept = torch.linalg.vecdot(dadded.flatten(3), states.flatten(3))
+        if reset is not None:
+            # What is emptied may have been infinite.
+            beyond = reset[:, :-1] if ctx.from_last else reset[:, 1:]
+            dkept = dkept.masked_fill(beyond.unsqueeze(-1), 0.0)
+    return dadded, dfirst, None, dkept
 
 
 exclusive_scan.register_autograd(_gradients, setup_context=_save)

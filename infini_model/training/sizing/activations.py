@@ -136,8 +136,8 @@ def _memory(model: ModelConfig, work: Workload) -> int:
     segments = math.ceil(work.tokens / model.segment_length)
     heads, width = model.key_value_heads, model.head_dim
     if model.memory == "residual":
-        scales = work.windows * work.tokens * heads * FLOAT
-        return segments * work.windows * heads * 2 * width * width * FLOAT + 2 * scales
+        gates = work.windows * work.tokens * heads * FLOAT
+        return segments * work.windows * heads * 2 * width * width * FLOAT + 6 * gates
     states = work.windows * heads * (width + 1) * width * FLOAT
     if model.memory == "linear":
         return segments * states

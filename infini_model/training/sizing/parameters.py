@@ -64,7 +64,7 @@ def layer_parameters(model: ModelConfig, lora: LoraConfig | None) -> Iterator[Pa
         heads, kv_heads = model.num_attention_heads, model.key_value_heads
         own = heads
         if model.memory == "residual":
-            own = heads * model.head_dim + kv_heads * model.hidden_size
+            own = heads * model.head_dim + 2 * kv_heads * model.hidden_size
         own += heads * bool(model.memory_query_shift) + kv_heads * model.memory_key_shift
         yield Parameters("attention", own, False, True)
 

@@ -56,7 +56,7 @@ def cases(draw_one):
         4,
         seed=draw_one(st.integers(0, 1000)),
     )
-    memory = reset = rope = memory_keys = written = queries = scale = None
+    memory = reset = rope = memory_keys = written = queries = gates = None
     rows, update = q.size(0), draw_one(st.sampled_from(UPDATES))
     if draw_one(st.booleans()):
         rows = draw_one(st.sampled_from([1, rows]))
@@ -73,7 +73,8 @@ def cases(draw_one):
         if update == "residual":
             memory = Memory(torch.cat((memory.kv, -memory.kv.mT), 2), None)
     if update == "residual" and draw_one(st.booleans()):
-        scale = torch.rand(rows, kv_heads, tokens, generator=generator).double()
+        gates = torch.rand(rows, kv_heads, tokens, 2, generator=generator).double()
+        gates[..., 1].log_()
     if draw_one(st.booleans()):
         shape = (rows, -(-tokens // length))
         reset = torch.rand(shape, generator=generator) < draw_one(st.sampled_from([0.2, 0.7]))
@@ -81,7 +82,7 @@ def cases(draw_one):
         rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
     causal = draw_one(st.booleans())
     own = {"memory_keys": memory_keys, "memory_values": written, "memory_queries": queries}
-    own["memory_scale"] = scale
+    own["memory_gates"] = gates
     return (q, k, v, weighed(update, q, gate)), length, rope, memory, update, reset, own, causal
 
 
@@ -170,8 +171,8 @@ def test_a_residual_memory_that_is_empty_or_weighs_nothing_changes_no_bit(dtype)
     out, _ = infini_attention(q, k, v, weight, segment_length=4, update="residual")
     assert torch.equal(out[:, :, :4], local[:, :, :4])
     assert not torch.equal(out, local)
-    nothing = torch.zeros(1, 2, 20, dtype=torch.promote_types(dtype, torch.float32))
-    settings = {"segment_length": 4, "update": "residual", "memory_scale": nothing}
+    nothing = torch.zeros(1, 2, 20, 2, dtype=torch.promote_types(dtype, torch.float32))
+    settings = {"segment_length": 4, "update": "residual", "memory_gates": nothing}
     assert torch.equal(infini_attention(q, k, v, weight, **settings)[0], local)
 
 
@@ -388,7 +389,7 @@ EMPTY = Memory.empty("linear", 2, 2, 8, dtype=torch.float32, device=torch.device
             "memory: does not belong to update 'residual'",
             {"update": "residual", "gate": Q[0, :, 0], "memory": EMPTY},
         ),
-        (ValueError, "memory_scale: not with update 'linear'", {"memory_scale": K[..., 0]}),
+        (ValueError, "memory_gates: not with update 'linear'", {"memory_gates": K[..., :2]}),
         (ConfigError, "attention_backend: got 'cudnn': on cpu it takes", {"backend": "cudnn"}),
         (ConfigError, "attention_backend: got 'best'", {"backend": "best"}),
         (

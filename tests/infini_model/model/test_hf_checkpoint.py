@@ -248,6 +248,7 @@ def test_a_llama_that_gets_a_residual_memory_is_bit_for_bit_what_it_was_in_segme
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "no memory_weight found; initialised to 0",
         "no memory_write_gate found; initialised to 0",
+        "no memory_forget_gate found; initialised to 0",
         "no memory_key_shift found; initialised to 0.5",
     ]
 

@@ -59,7 +59,7 @@ def first_layer(model, tokens, reset):
             reset=reset,
             memory_keys=keys,
             memory_queries=queries,
-            memory_scale=attention.write_scale(x),
+            memory_gates=attention.memory_gates(x),
         )
 
     if config.memory == "residual":

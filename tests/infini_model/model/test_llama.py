@@ -58,6 +58,7 @@ def test_a_new_residual_memory_leaves_a_model_as_it_is_without_one():
     torch.nn.init.ones_(attention.memory_weight)
     model(tokens).logits.sum().backward()
     assert attention.memory_write_gate.grad.abs().min() > 0
+    assert attention.memory_forget_gate.grad.abs().min() > 0
 
 
 @given(

@@ -16,20 +16,27 @@ BLOCK = 512
 
 
 def exclusive_scan(
-    added: Tensor, first: Tensor, reset: Tensor | None, *, from_last: bool = False
+    added: Tensor,
+    first: Tensor,
+    reset: Tensor | None,
+    kept: Tensor | None = None,
+    *,
+    from_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `infini_model.model.kernels.exclusive_scan`, for any floating-point dtype."""
     added, first = added.contiguous(), first.contiguous()
+    reset, kept = (None if x is None else x.contiguous() for x in (reset, kept))
     states, end = torch.empty_like(added), torch.empty_like(first)
     rows, size = len(first), first[:1].numel()
     with torch.cuda.device_of(added):  # type: ignore[no-untyped-call]
         scan[triton.cdiv(size, BLOCK), rows](
-            *(added, first, None if reset is None else reset.contiguous(), states, end),
-            *(added.size(1), size),
+            *(added, first, reset, kept, states, end),
+            *(added.size(1), size, added.size(2)),
             FROM_LAST=from_last,
             BLOCK=BLOCK,
             num_warps=4,
-            enable_fp_fusion=True,
+            # The product is rounded before the sum, as on a CPU.
+            enable_fp_fusion=False,
         )
     return states, end
 
@@ -39,10 +46,12 @@ def scan(
     added: tl.tensor,
     first: tl.tensor,
     reset: tl.tensor | None,
+    kept: tl.tensor | None,
     states: tl.tensor,
     end: tl.tensor,
     segments: tl.tensor,
     size: tl.tensor,
+    heads: tl.tensor,
     FROM_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -51,6 +60,7 @@ def scan(
     row = tl.program_id(1).to(tl.int64)
     elements = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = elements < size
+    head = elements // (size // heads)
     state = tl.load(first + row * size + elements, within, other=0.0)
     border = row * (segments + 1)
     if reset is not None:
@@ -60,6 +70,8 @@ def scan(
         segment = segments - 1 - step if FROM_LAST else step
         at = (row * segments + segment) * size + elements
         tl.store(states + at, state, within)
+        if kept is not None:
+            state *= tl.load(kept + (row * segments + segment) * heads + head, within, other=0.0)
         state += tl.load(added + at, within, other=0.0)
         if reset is not None:
             # A select, not a product with 0: what precedes a reset may be infinite.

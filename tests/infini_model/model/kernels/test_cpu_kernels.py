@@ -118,6 +118,7 @@ def test_the_operators_pass_opcheck(threads):
     added = torch.rand(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     first = torch.rand(2, 2, 2, dtype=torch.float64, requires_grad=True)
     reset = torch.tensor([[False, True, False, False], [False, False, False, True]])
+    kept = torch.rand(2, 3, 2, dtype=torch.float64, requires_grad=True)
     for operator, arguments in (
         (tiled_attention.tiled_attention, (q, k, v)),
         (tiled_attention.tiled_attention, (q, k, v, *rope)),
@@ -125,5 +126,25 @@ def test_the_operators_pass_opcheck(threads):
         (key_value_sums, (k, v)),
         (gated_read, (q, q.detach() + 1, gate, kv, norm)),
         (exclusive_scan, (added, first, reset)),
+        (exclusive_scan, (added, first, reset, kept)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("from_last", [False, True])
+def test_the_gradients_of_a_scan_that_decays(from_last):
+    added, first = torch.randn(2, 4, 2, 3).double(), torch.randn(2, 2, 3).double()
+    reset, kept = torch.rand(2, 5) < 0.3, torch.rand(2, 4, 2).double()
+    inputs = [x.requires_grad_() for x in (added, first, kept)]
+
+    def scan(added, first, kept):
+        return exclusive_scan(added, first, reset, kept, from_last=from_last)
+
+    assert torch.autograd.gradcheck(scan, inputs)
+    # Nothing gets past a reset, in this direction or in the other.
+    reset[:], reset[:, 2] = False, True
+    added.detach()[:, slice(2, None) if from_last else slice(2)] = torch.nan
+    states, end = scan(*inputs)
+    after = states[:, :2] if from_last else states[:, 2:]
+    gradients = torch.autograd.grad(after.sum() + end.sum(), [first, kept])
+    assert all(x.isfinite().all() for x in (after, end, *gradients))

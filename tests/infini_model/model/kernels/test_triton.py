@@ -5,6 +5,7 @@ What a GPU would get is compiled in a process of its own, since Triton reads tha
 is imported: run as a program, this file prints it.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -359,12 +360,14 @@ def test_zero_segments():
 
 
 def draw_scan(rows, segments, *shape, dtype=torch.float32):
-    """Sums, a first state and resets."""
+    """Sums, a first state, resets and what is kept."""
     generator = torch.Generator().manual_seed(segments)
     added = torch.randn(rows, segments, *shape, generator=generator, dtype=torch.float64)
     first = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
     reset = torch.rand(rows, segments + 1, generator=generator) < 0.3
-    return added.to(DEVICE, dtype), first.to(DEVICE, dtype), reset.to(DEVICE)
+    kept = torch.rand(rows, segments, shape[0], generator=generator, dtype=torch.float64)
+    added, first, kept = (x.to(DEVICE, dtype) for x in (added, first, kept))
+    return added, first, reset.to(DEVICE), kept
 
 
 @cuda
@@ -375,25 +378,28 @@ def draw_scan(rows, segments, *shape, dtype=torch.float32):
     [(2, 5, (3, 16, 16)), (1, 1, (2, 24)), (3, 9, (1, 7)), (2, 0, (2, 8)), (0, 3, (2, 8))],
 )
 def test_a_scan_gives_the_bits_of_the_cpu(rows, segments, shape, dtype, from_last):
-    added, first, resets = draw_scan(rows, segments, *shape, dtype=dtype)
+    added, first, resets, factors = draw_scan(rows, segments, *shape, dtype=dtype)
     operator = torch.ops.infini_model.exclusive_scan.default
-    for reset in (resets, None):
-        found = scan.exclusive_scan(added, first, reset, from_last=from_last)
-        on_cpu = (x if x is None else x.cpu() for x in (added, first, reset))
+    for reset, kept in itertools.product((resets, None), (factors, None)):
+        inputs = (added, first, reset, kept)
+        found = scan.exclusive_scan(*inputs, from_last=from_last)
+        on_cpu = (x if x is None else x.cpu() for x in inputs)
         assert_same_bits(found, exclusive_scan(*on_cpu, from_last=from_last))
-        registered = operator.redispatch(CUDA, added, first, reset, from_last=from_last)
+        registered = operator.redispatch(CUDA, *inputs, from_last=from_last)
         assert_same_bits(registered, found)
 
 
 @cuda
 def test_a_scan_takes_any_strides_and_lets_nothing_past_a_reset():
-    added, first, reset = draw_scan(2, 6, 3, 16, 16)
-    expected = scan.exclusive_scan(added, first, reset)
+    added, first, reset, kept = draw_scan(2, 6, 3, 16, 16)
+    expected = scan.exclusive_scan(added, first, reset, kept)
     for layout in LAYOUTS.values():
-        assert_same_bits(scan.exclusive_scan(*map(layout, (added, first)), reset), expected)
-    assert_same_bits(scan.exclusive_scan(added, first, reset.T.contiguous().T), expected)
+        inputs = (*map(layout, (added, first)), reset, kept)
+        assert_same_bits(scan.exclusive_scan(*inputs), expected)
+    transposed = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (reset, kept))
+    assert_same_bits(scan.exclusive_scan(added, first, *transposed), expected)
     added[:, :3], reset[:, 3] = torch.nan, True
-    states, end = scan.exclusive_scan(added, first * torch.inf, reset)
+    states, end = scan.exclusive_scan(added, first * torch.inf, reset, kept)
     assert states[:, 3:].isfinite().all()
     assert end.isfinite().all()
 

@@ -71,6 +71,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, default=16 if CUDA else 1)
     parser.add_argument("--hidden-size", type=int, default=2048 if CUDA else 256)
+    parser.add_argument("--memory", choices=("linear", "delta", "residual"), default="linear")
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=CUDA)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--turns", type=int, default=7)
@@ -170,7 +171,8 @@ def compare(
     segment: int, peak: float, options: argparse.Namespace
 ) -> tuple[list[dict[str, Cell]], dict[str, Ratio], Ratio]:
     """The rows of one segment length, its ratios of step times, and the MFU with memory."""
-    memory, local = (Training(model_of(options, segment, rule)) for rule in ("linear", "none"))
+    rules = (options.memory, "none")
+    memory, local = (Training(model_of(options, segment, rule)) for rule in rules)
     packed = Shape(options.rows, options.length, options.checkpointing, options.compiled)
     # The last time with the moments and gradients of both.
     for training in (memory, local, memory):

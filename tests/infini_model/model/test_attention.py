@@ -334,7 +334,8 @@ def test_a_kernel_that_does_not_suit_the_gpu_or_the_setting_is_refused(install):
 def test_grouped_heads_in_float32_compute_no_scores_of_all_pairs(gpu, backend, dtype):
     if gpu.type == "cpu":
         pytest.skip("counts what a GPU allocates")
-    q, k, v, *_ = (x.to(gpu) for x in draw(1, 8, 2, 4096, 64, dtype=dtype or torch.bfloat16))
+    drawn = draw(1, 8, 2, 4096, 64, dtype=dtype or torch.bfloat16)
+    q, k, v = (x.to(gpu) for x in drawn[:3])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     local_attention(q, k, v, backend=backend)

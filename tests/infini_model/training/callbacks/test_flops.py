@@ -51,9 +51,9 @@ def test_memory_flops_count_all_segments_but_one() -> None:
         length = segments * LENGTH
         more = flops_per_token(with_memory, length) - flops_per_token(without, length)
         assert more * length == pytest.approx(a_token * (segments - 1) * LENGTH)
-        # Features of twice the width, and two write gates.
+        # Features of twice the width, and two gates for each of two heads.
         more = flops_per_token(sharp, length) - flops_per_token(without, length)
-        gates = 3 * 2 * 2 * CONFIG.hidden_size * CONFIG.num_hidden_layers
+        gates = 3 * 2 * 2 * 2 * CONFIG.hidden_size * CONFIG.num_hidden_layers
         expected = 2 * a_token * (segments - 1) * LENGTH + gates * length
         assert more * length == pytest.approx(expected)
 

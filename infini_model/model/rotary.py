@@ -60,7 +60,7 @@ class _Rotation(torch.autograd.Function):
         out = wide * cos
         out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
         out[..., half:].addcmul_(wide[..., :half], sin[..., half:])
-        # A cast to the same dtype would return its input, for which PyTorch 2.11 compiles a gradient
+        # A cast to the same dtype returns its input, and for that PyTorch 2.11 compiles a gradient
         # of 0.
         return out if out.dtype == x.dtype else out.to(x.dtype)
 

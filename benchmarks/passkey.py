@@ -97,7 +97,7 @@ def answers(model: InfiniLlama, haystacks: Haystacks) -> Tensor:
     return logits
 
 
-def train(seed: int, steps: int) -> InfiniLlama:
+def train(seed: int, steps: int, memory: str) -> InfiniLlama:
     """Train a model on the answers only; deterministic."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -109,9 +109,10 @@ def train(seed: int, steps: int) -> InfiniLlama:
             num_hidden_layers=2,
             num_attention_heads=4,
             segment_length=SEGMENT,
+            memory=memory,
             # As in benchmarks.recall.
             initializer_range=WIDTH**-0.5,
-            gate_start=0.0,
+            **({} if memory == "residual" else {"gate_start": 0.0}),
         )
     )
     config = training_config(steps)
@@ -141,10 +142,10 @@ def examine(model: InfiniLlama, segments: int, trials: int) -> list[float]:
     return shares
 
 
-def run(seed: int, steps: int, trials: int) -> Outcome:
+def run(seed: int, steps: int, memory: str, trials: int) -> Outcome:
     """Train and examine one model."""
     began = time.process_time()
-    model = train(seed, steps)
+    model = train(seed, steps, memory)
     trained = time.process_time()
     right = {segments: examine(model, segments, trials) for segments in ASKED}
     knocked_out = float(np.mean(examine(without_memory(model), ASKED[0], trials)))
@@ -181,6 +182,7 @@ def by_depth(outcomes: Mapping[int, Outcome]) -> np.ndarray:
 def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.passkey", description=__doc__)
+    parser.add_argument("--memory", choices=("linear", "delta", "residual"), default="linear")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS, help="steps per training")
     parser.add_argument("--trials", type=int, default=40, help="answers per cell and seed")
@@ -193,7 +195,7 @@ def main() -> None:
     """Run the trainings and print the results."""
     options = parse()
     torch.set_num_threads(1)  # as in the trainings, so that the reported setting is theirs
-    jobs = {seed: (seed, options.steps, options.trials) for seed in options.seeds}
+    jobs = {seed: (seed, options.steps, options.memory, options.trials) for seed in options.seeds}
     outcomes = in_processes(run, jobs, options.processes)
     rows = tabulate(outcomes)
     grid = by_depth(outcomes)
@@ -217,8 +219,8 @@ def main() -> None:
     ]
     heading = (
         f"Pass keys of {DIGITS} digits found, in percent: segments of {SEGMENT} tokens, trained on "
-        f"at most {LENGTHS.longest} segments in {options.steps} steps, {options.trials} answers "
-        "per depth and seed; the depths are means over the seeds"
+        f"at most {LENGTHS.longest} segments in {options.steps} steps, memory {options.memory}, "
+        f"{options.trials} answers per depth and seed; the depths are means over the seeds"
     )
     publish("passkey", heading, rows, {})
     if any("missed" in str(cell) for row in rows for cell in row.values()):

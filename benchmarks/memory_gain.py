@@ -7,7 +7,7 @@ large as the memory's; and `plain`, which sees the whole window. What counts is 
 documents beyond their first 8 segments, where only a memory or a window tells what came before.
 
 The text is the standard library, each module a document; or, with --text, a file that is cut at
-blank lines into documents of 27 kB. --times 4 trains on four times the tokens.
+blank lines into documents of 4 kB. --times 4 trains on four times the tokens.
 
 A run takes 4 to 6 minutes on a free core at --times 1, and there are as many at once as there are
 cores. Each one that is finished is a line of --results, and is not run again; one that was
@@ -39,7 +39,7 @@ from infini_model.evaluation.reporting.plots import plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
 
 STEPS = 1200
-BLOCK_BYTES = 27_000
+BLOCK_BYTES = 4_000
 SETTINGS: dict[str, Any] = {
     "data": {
         "tokenizer": {"spec": "train", "vocab_size": 2048},

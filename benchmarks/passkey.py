@@ -182,7 +182,7 @@ def by_depth(outcomes: Mapping[int, Outcome]) -> np.ndarray:
 def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.passkey", description=__doc__)
-    parser.add_argument("--memory", choices=("linear", "delta", "residual"), default="linear")
+    parser.add_argument("--memory", choices=("linear", "delta", "residual"), default="residual")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS, help="steps per training")
     parser.add_argument("--trials", type=int, default=40, help="answers per cell and seed")

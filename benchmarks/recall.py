@@ -52,6 +52,7 @@ SHAPE: dict[str, Any] = {
     # default makes the initial keys small, with nearly equal features, and it takes longer until
     # the memory can tell them apart.
     "initializer_range": 0.125,
+    "memory": "linear",
     # The task has nothing but the memory to learn, and then this is sooner than the default of -2.
     "gate_start": 0.0,
 }

@@ -69,7 +69,7 @@ def settings(folder: Path, options: argparse.Namespace) -> Config:
         [PRESET],
         overrides=[
             {"run": {"output_dir": str(folder)}},
-            {"model": {"vocab_size": 256}},
+            {"model": {"vocab_size": 2048}},
             {"data": {"source": {"paths": ["{stdlib}/*.py"]}}},
             {"training": {"max_steps": steps}},
             {"logging": {"eval_steps": steps + 1}, "evaluation": {"max_windows": 8}},

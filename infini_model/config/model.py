@@ -127,11 +127,11 @@ class ModelConfig(Section):
         "is that of initial_weights, or packing.context_length.",
     )
     memory: Literal["linear", "delta", "residual", "none"] = Field(
-        "linear",
-        description="Compressive memory: linear adds new values, delta first removes the values "
-        "stored under the same keys; residual adds new values under sharper features, and what it "
-        "reads to the attention, by a weight that starts at 0; none turns the memory off, so that "
-        "no segment sees an earlier one.",
+        "residual",
+        description="Compressive memory: residual adds new values under sharp features, and what "
+        "it reads to the attention, by a weight that starts at 0; linear is that of the paper, and "
+        "delta first removes the values stored under the same keys; none turns the memory off, so "
+        "that no segment sees an earlier one.",
     )
     memory_key_shift: bool = Field(
         True,

@@ -215,8 +215,8 @@ class Config(Section):
     def _objectives_have_defaults_of_their_own(cls, values: Any) -> Any:
         """Those of the model: masked diffusion sees whole windows, without a memory.
 
-        Block diffusion has nothing but the memory to see what lies before a segment, so its gates
-        start open, unless the weights are those of a model without one.
+        Block diffusion has nothing but the memory to see what lies before a segment, so gates start
+        open, unless the weights are those of a model without one.
         """
         if not isinstance(values, Mapping):
             return values
@@ -232,7 +232,8 @@ class Config(Section):
                 default = PackingConfig.model_fields["context_length"].default
                 shape["segment_length"] = packing.get("context_length", default)
         elif training.get("objective") == "block_diffusion" and is_new:
-            shape = {"gate_start": 0.0} if model.get("memory") != "residual" else {}
+            has_gates = model.get("memory") in ("linear", "delta")
+            shape = {"gate_start": 0.0} if has_gates else {}
         return {**values, "model": shape | dict(model)} if shape else values
 
     @model_validator(mode="after")

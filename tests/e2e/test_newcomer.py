@@ -43,7 +43,7 @@ class Newcomer:
         run_dir = self.output / "runs" / name
         assert f"Report: {run_dir}/report.md" in printed
         report = (run_dir / "report.md").read_text(encoding="utf-8")
-        assert "trained for 200 steps" in report
+        assert "trained for 500 steps" in report
         pictures = report.count("](plots/")
         assert pictures > 0
         assert (run_dir / "report.html").read_text(encoding="utf-8").count("<img ") == pictures

@@ -154,11 +154,10 @@ def test_a_training_survives_servers_worker_and_infini_serve_itself_to_the_same_
     assert nightly["schedule"]["cron"] == NIGHTLY
     api(serving.url, f"{schedules}/{nightly['id']}", "PATCH", schedule=EDITED)
 
-    # The rate of `undisturbed`, which has no preset.
-    rate, rarely = {"learning_rate": 1e-3}, {"save_steps": 10 * STEPS}
-    tree = pipeline(serving.output, training=rate, checkpoint=rarely)
-    training = serving.create("pipeline", advanced=tree)
-    run_dir = serving.output / "runs" / "quickstart-1"
+    # What this preset has beside the settings of `undisturbed` decides no weights.
+    tree = pipeline(serving.output, checkpoint={"save_steps": 10 * STEPS}, logging={"debug": False})
+    training = serving.create("pipeline", preset="debug", advanced=tree)
+    run_dir = serving.output / "runs" / "debug-1"
     (trainer,) = halt.wait()
     owner = owner_of(run_dir)
     assert owner is not None
@@ -216,6 +215,6 @@ def test_a_training_survives_servers_worker_and_infini_serve_itself_to_the_same_
     assert serving.state(training)["name"] == "Crashed"
     serving.retry(training)
     serving.wait_for_state(training, "Completed")
-    assert [path.name for path in run_dir.parent.glob("quickstart-*")] == [run_dir.name]
+    assert [path.name for path in run_dir.parent.glob("debug-*")] == [run_dir.name]
     assert repeatable(run_dir) == repeatable(undisturbed.run_dir)
     serving.stop()

@@ -250,7 +250,7 @@ def test_a_prompt_from_stdin_is_continued_in_the_precision_asked_for(tmp_path: P
         return tokenizer.decode(ids + new).removeprefix(TEXT).rstrip("\ufffd")
 
     rounded = continued("bf16")
-    assert len(rounded) > 20
+    assert len(rounded) > 10
     assert rounded != continued("fp32")
     command = ("generate", "--checkpoint", tmp_path, *OPTIONS, "--prompt-file", "-")
     assert done(*command, "training.precision=bf16", stdin=TEXT).stdout == rounded + "\n"

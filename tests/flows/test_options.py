@@ -118,17 +118,17 @@ def test_the_data_dir_is_one_dataset_or_the_datasets_below_it(tmp_path: Path) ->
 
 
 BYTES = "the bytes tokenizer runs on the CPU"
-TRAINED = "data.tokenizer.spec=train"
+OF_BYTES = "data.tokenizer.spec=bytes"
 UNUSED = "infini serve does not use it"
 
 
 @pytest.mark.parametrize(
     ("command", "arguments", "expected"),
     [
-        ("preprocess", f"--gpu-device cuda:0 {TRAINED}", {}),
+        ("preprocess", "--gpu-device cuda:0", {}),
         ("train", "--use-gpu-dataloader", {"--use-gpu-dataloader": "training reads finished "}),
-        ("preprocess", "--gpu 0", {"--gpu": BYTES}),
-        ("run", "--gpu-device cuda:0", {"--gpu-device": BYTES}),
+        ("preprocess", f"--gpu 0 {OF_BYTES}", {"--gpu": BYTES}),
+        ("run", f"--gpu-device cuda:0 {OF_BYTES}", {"--gpu-device": BYTES}),
         ("train", "--gpus 0,1 --gpu 5", {"--gpus": "--gpu chooses the devices"}),
         ("preprocess", "--max-steps 3", {"--max-steps": "infini preprocess does not use it"}),
         ("doctor", "--batch-size 3 --gpus cpu --distributed", {"--distributed": "--gpus chooses"}),

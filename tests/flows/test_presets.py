@@ -86,7 +86,7 @@ def test_later_presets_lie_over_earlier_ones_and_a_remedy_alone_over_the_default
     config = configure(["quickstart", "arxiv"])
     assert config.data.source == configure(["arxiv"]).data.source  # of another kind
     assert config.training.max_steps == 300
-    assert config.training.learning_rate == 2e-3  # the quickstart's; arxiv names none
+    assert config.training.learning_rate == 3e-3  # the quickstart's; arxiv names none
     assert config.run.preset == "quickstart+arxiv"
     assert configure(["stable"]) == configure(["quickstart", "stable"])
     file = tmp_path / "recorded.yaml"
@@ -146,15 +146,15 @@ def swept(*texts: str, overrides: tuple[str, ...] = ()) -> list[Config]:
 
 
 def test_a_sweep_runs_all_combinations_and_the_first_key_varies_slowest() -> None:
-    runs = swept("model.memory=linear,none", "run.seed=0,1", overrides=("training.max_steps=7",))
+    runs = swept("model.memory=residual,none", "run.seed=0,1", overrides=("training.max_steps=7",))
     assert [(run.model.memory, run.run.seed, run.run.name) for run in runs] == [
-        ("linear", 0, "debug-memory-linear-seed-0"),
-        ("linear", 1, "debug-memory-linear-seed-1"),
+        ("residual", 0, "debug-memory-residual-seed-0"),
+        ("residual", 1, "debug-memory-residual-seed-1"),
         ("none", 0, "debug-memory-none-seed-0"),
         ("none", 1, "debug-memory-none-seed-1"),
     ]
     alone = configure(["debug"], overrides=["training.max_steps=7", "run.seed=1"])
-    named = alone.run.model_copy(update={"name": "debug-memory-linear-seed-1"})
+    named = alone.run.model_copy(update={"name": "debug-memory-residual-seed-1"})
     assert runs[1] == alone.model_copy(update={"run": named})
     assert [run.training.max_steps for run in swept("training.epochs=1,2")] == [None, None]
 

@@ -152,10 +152,10 @@ DIFFUSION = {"training": {"objective": "block_diffusion"}}
     ("given", "gates"),
     [
         ({}, -2.0),
-        (DIFFUSION, 0.0),
-        (DIFFUSION | {"model": {"gate_start": -1.0}}, -1.0),
-        (DIFFUSION | {"model": WEIGHTS}, -2.0),
-        (DIFFUSION | {"model": {"memory": "residual"}}, -2.0),
+        (DIFFUSION, -2.0),
+        (DIFFUSION | {"model": {"memory": "linear"}}, 0.0),
+        (DIFFUSION | {"model": {"memory": "delta", "gate_start": -1.0}}, -1.0),
+        (DIFFUSION | {"model": WEIGHTS | {"memory": "linear"}}, -2.0),
     ],
 )
 def test_gates_start_open_where_only_the_memory_shows_what_came_before(

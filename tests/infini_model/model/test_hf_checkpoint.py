@@ -157,7 +157,7 @@ def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard, dtype):
     theirs(tie_word_embeddings=tie).to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
     llama = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert (tmp_path / "model.safetensors.index.json").exists() is (shard != "5GB")
-    model = InfiniLlama.from_pretrained(tmp_path)
+    model = InfiniLlama.from_pretrained(tmp_path, memory="linear")
     assert_close(model, llama)
     assert [record.message for record in caplog.records] == [
         f"{tmp_path}: no gate found; initialised to -2",
@@ -366,7 +366,7 @@ def test_a_config_that_does_not_fit_is_named(tmp_path, write, changes, message):
     ("write", "name", "tensor", "message"),
     [
         (write_llama, "model.norm.weight", None, "is missing"),
-        (write_llama, "model.layers.1.self_attn.gate", None, "is missing"),
+        (write_llama, "model.layers.1.self_attn.memory_weight", None, "is missing"),
         (write_llama, "extra", torch.zeros(1), "unexpected tensor"),
         (write_llama, "model.norm.weight", torch.zeros(31), r"expected shape \[32\], got \[31\]"),
         (

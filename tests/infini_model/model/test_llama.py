@@ -39,7 +39,7 @@ def close(ours, theirs, tolerance=1e-10):
 
 
 def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
-    model = InfiniLlama(config(gate_start=0.0))
+    model = InfiniLlama(config(memory="linear", gate_start=0.0))
     assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
     assert model.get_parameter("model.layers.0.self_attn.memory_key_shift").tolist() == [0.5, 0.5]
     assert InfiniLlama(config(memory="none")).gate_statistics() == []

@@ -77,7 +77,7 @@ def test_a_held_run_and_one_of_other_settings_or_data_are_left_alone(tmp_path: P
     ("change", "decides"),
     [
         ("training.learning_rate=1e-4", True),
-        ("model.gate_start=-1", True),
+        ("model.memory=linear", True),
         ("model.head_dim=64", True),  # otherwise derived, and not written down
         ("packing.context_length=256", True),
         ("run.seed=3", True),

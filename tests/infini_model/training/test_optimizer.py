@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.config import ModelConfig, TrainingConfig
+from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
 from infini_model.training.optimizer import learning_rate_share, make_optimizer, set_learning_rate
 
@@ -19,8 +20,9 @@ def test_every_parameter_has_one_rate_and_only_matrices_decay():
     names = {id(p): name for name, p in model.named_parameters()}
     grouped = {g["name"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
     assert sorted(itertools.chain(*grouped.values())) == sorted(names.values())
-    assert all(name.endswith(("gate", "memory_key_shift")) for name in grouped["gates"])
-    assert len(grouped["gates"]) == 4
+    assert all(name.endswith(MEMORY_PARAMETERS) for name in grouped["gates"])
+    # The weight, both gates and the key shift of two layers.
+    assert len(grouped["gates"]) == 8
     assert "lm_head.weight" in grouped["decay"]
     assert "model.layers.0.mlp.gate_proj.weight" in grouped["decay"]
     assert "model.embed_tokens.weight" in grouped["no decay"]

@@ -21,12 +21,12 @@ from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.loop import train
 from infini_model.training.validation import PROBE_WINDOWS
 
-BY_LAYER = ["share", "kv_norm", "normaliser_norm"]
+BY_LAYER = ["share", "kv_norm"]
 AT_VALIDATION = {f"memory/layer_{layer}/{name}" for layer in range(2) for name in BY_LAYER}
 AT_VALIDATION |= {"memory/probe_loss", "memory/probe_loss_without_memory"}
 AT_VALIDATION |= {"memory/probe_gain", "memory/probe_gain_error"}
-OF_GATES = ["gate_mean", "gate_min", "gate_max", "gate_grad_norm"]
-AT_LOG_LINES = {f"memory/layer_{layer}/{name}" for layer in range(2) for name in OF_GATES}
+OF_WEIGHTS = ["weight_mean", "weight_min", "weight_max", "weight_grad_norm"]
+AT_LOG_LINES = {f"memory/layer_{layer}/{name}" for layer in range(2) for name in OF_WEIGHTS}
 BLOCKS = {"objective": "block_diffusion"}
 
 
@@ -44,10 +44,12 @@ def test_the_metrics_of_the_memory_are_recorded_and_change_no_bit(
     steps = [line for line in read_metrics(recorded) if "train/loss" in line]
     assert [line["step"] for line in validations] == [0, 5, 10, 12]
     assert all(of_memory(line) == AT_VALIDATION for line in validations)
-    with_gates = [line for line in steps if of_memory(line) == AT_LOG_LINES]
-    assert [line["step"] for line in with_gates] == [2, 4, 6, 8, 10, 12]
-    assert all(0 < line["memory/layer_1/share"] < 1 for line in validations)
-    assert all(line["memory/layer_1/gate_grad_norm"] > 0 for line in with_gates)
+    with_weights = [line for line in steps if of_memory(line) == AT_LOG_LINES]
+    assert [line["step"] for line in with_weights] == [2, 4, 6, 8, 10, 12]
+    # Its weights are 0 at first.
+    shares = [line["memory/layer_1/share"] for line in validations]
+    assert shares[0] == 0 < min(shares[1:]) < max(shares) < 1
+    assert all(line["memory/layer_1/weight_grad_norm"] > 0 for line in with_weights)
     # It holds nothing that says how large it is, but that it is not empty.
     assert all(line["memory/layer_0/kv_norm"] > 0 for line in validations)
 
@@ -57,17 +59,17 @@ def test_the_metrics_of_the_memory_are_recorded_and_change_no_bit(
     assert weights(recorded) == weights(alone)
 
 
-def test_of_a_residual_memory_the_weights_are_recorded(dataset, make_config, tmp_path):
-    config = make_config(model=make_config().model.model_dump() | RESIDUAL)
+def test_of_a_linear_memory_the_gates_and_the_normaliser_are_recorded(
+    dataset, make_config, tmp_path
+):
+    config = make_config(model=make_config().model.model_dump() | LINEAR)
     train(config, dataset, tmp_path)
-    without_norm = {name for name in AT_VALIDATION if not name.endswith("normaliser_norm")}
-    of_weights = {name.replace("gate", "weight") for name in AT_LOG_LINES}
+    norms = {f"memory/layer_{layer}/normaliser_norm" for layer in range(2)}
+    of_gates = {name.replace("weight", "gate") for name in AT_LOG_LINES}
     found = [of_memory(line) for line in read_metrics(tmp_path) if of_memory(line)]
-    assert all(each in (without_norm, of_weights) for each in found)
-    assert curve(tmp_path, "memory/layer_1/share")[12] > 0
-    for layer in range(2):
-        gate = curve(tmp_path, f"memory/layer_{layer}/weight_mean")
-        assert 0 < gate[2] < gate[12]
+    assert all(each in (AT_VALIDATION | norms, of_gates) for each in found)
+    assert 0 < curve(tmp_path, "memory/layer_1/share")[12] < 1
+    assert all(gate > 0 for gate in curve(tmp_path, "memory/layer_1/gate_grad_norm").values())
 
 
 def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_config, tmp_path):
@@ -102,8 +104,8 @@ def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_confi
         assert curve(tmp_path, name)[12] == pytest.approx(float(value), rel=1e-3, abs=1e-5)
 
 
-STUCK = {"gate_learning_rate": 1e-9, "gate_start": -1.0}
-RESIDUAL = {"memory": "residual"}
+LINEAR = {"memory": "linear"}
+STUCK = {"gate_learning_rate": 1e-9}
 
 
 @pytest.fixture
@@ -137,7 +139,10 @@ def warned(dataset, make_config, tmp_path, caplog, monkeypatch):
         ({}, None),
         (STUCK | {"settled": 100}, None),
         ({"context_length": 16}, "make packing.context_length several times mod"),
-        ({"gate_start": -12.0}, "At step 12: Layers 0 and 1 of 2 (counted from 0) never read"),
+        (
+            LINEAR | {"gate_start": -12.0},
+            "At step 12: Layers 0 and 1 of 2 (counted from 0) never read",
+        ),
     ],
     ids=["fine", "young", "one segment", "never read"],
 )
@@ -148,13 +153,14 @@ def test_a_memory_that_is_of_no_use_is_warned_of(warned, settings, warning):
 
 
 def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
-    (warning,) = warned(StopAfter(14), **STUCK)
+    settings = STUCK | LINEAR | {"gate_start": -1.0}
+    (warning,) = warned(StopAfter(14), **settings)
     assert "All gates are still at model.gate_start=-1 after 12 steps." in warning
-    assert warned(**STUCK) == []  # resumed: it was said
+    assert warned(**settings) == []  # resumed: it was said
     assert len(curve(tmp_path / "run", "memory/probe_gain")) == 3
 
 
 def test_weights_of_a_residual_memory_that_do_not_move_are_warned_of(warned):
-    warnings = warned(gate_learning_rate=1e-9, **RESIDUAL)
+    warnings = warned(**STUCK)
     assert "The memory's weights are still at 0 after 12 steps. Raise" in warnings[0]
     assert "never read the memory" in warnings[1]

@@ -198,9 +198,8 @@ def test_a_shape_that_only_weights_or_a_tokenizer_know_is_not_guessed() -> None:
         config = configure([preset], overrides=["data.tokenizer.spec=team/tokenizer"])
         with pytest.raises(UnknownShapeError, match=f"not known before the {name}"):
             known_shape(config)
-    assert known("quickstart").model.vocab_size == 256
-    trained = known("quickstart", "data.tokenizer.spec=train", "data.tokenizer.vocab_size=5000")
-    assert trained.model.vocab_size == 5000
+    assert known("shakespeare").model.vocab_size == 256
+    assert known("quickstart", "data.tokenizer.vocab_size=5000").model.vocab_size == 5000
     assert known("diffusion-quickstart").model.vocab_size == 257
 
 

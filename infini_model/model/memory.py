@@ -144,8 +144,8 @@ def _sums_of_later(x: Tensor) -> Tensor:
     """
     length = x.size(-1)
     width = math.isqrt(length - 1) + 1
-    blocks = functional.pad(x, (0, -length % width)).unflatten(-1, (-1, width))
-    count = blocks.size(-2)
+    count = math.ceil(length / width)
+    blocks = functional.pad(x, (0, -length % width)).reshape(*x.shape[:-1], count, width)
     with torch.autocast(x.device.type, enabled=False):
         inside = blocks @ x.new_ones(width, width).tril(-1)
         beyond = blocks.sum(-1) @ x.new_ones(count, count).tril(-1)

@@ -278,7 +278,7 @@ def main() -> None:
     runs = FinishedRuns(options.results, Trial)
     keys = runs.keys() if options.show else [perform(options, runs)]
     if options.plot is not None:
-        plot(runs.of(keys[-1]), options)
+        plot(runs.of(keys[0]), options)
     width = settings(options, Trial("code", 1, BASE, 0)).model.head_dim
     if not show(runs, keys, width):
         raise SystemExit(1)

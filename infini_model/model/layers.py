@@ -105,7 +105,7 @@ class Attention(nn.Module):
         return streams_with_previous(q, self.memory_query_shift, starts, self.config.segment_length)
 
     def memory_gates(self, x: Tensor) -> Tensor | None:
-        """β = sigmoid(W x + 2.2) and g = −softplus(W' x − 7) of `x` [B, T, hidden].
+        """β = sigmoid(W x + 2.2) and g = −softplus(W' x − 9) of `x` [B, T, hidden].
 
         Returns:
             [B, H_kv, T, 2], float32 (float64 for float64); None but for a residual memory.

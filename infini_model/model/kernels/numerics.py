@@ -13,9 +13,9 @@ EMPTY_MASS = 1e-18
 # `benchmarks.memory_gain`.
 SHARPNESS = 2.0
 
-# Where the gates of a residual memory start, before sigmoid and softplus: a token writes nine tenths
-# of its value, and lets a ten-thousandth fade of what the memory holds. From a thousandth on, text is
-# learned as well, and pass keys at four times the trained length are lost (`benchmarks.passkey`).
+# Where the gates of a residual memory start, before sigmoid and softplus: a token writes 90% of its
+# value, and lets 0.01% fade of what the memory holds. With 0.1%, text is learned as well, and pass
+# keys are lost at four times the trained length (`benchmarks.passkey`).
 WRITE_START, FORGET_START = 2.2, -9.0
 
 # Epsilon of the RMSNorm of what is read from a residual memory.

@@ -30,7 +30,7 @@ def test_the_products_and_their_gradients_are_those_of_a_cast_each(monkeypatch):
     (ours, gradients), (theirs, expected) = results
     assert torch.equal(ours, theirs)
     for one, other in zip(gradients, expected, strict=True):
-        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
+        assert (one - other).abs().max() <= 4e-2 * other.abs().max()
 
 
 def in_16_bits(lora=None, **changes):

@@ -192,7 +192,9 @@ class Serving(Server):
 
 
 @contextmanager
-def launcher(folder: Path, env: Environment) -> Iterator[Callable[[], Serving]]:
+def launcher(
+    folder: Path, env: Environment, program: Callable[..., list[str]] = infini
+) -> Iterator[Callable[[], Serving]]:
     """Starts `infini serve`, and waits until it is ready, each time on the same ports.
 
     The output folder is `output` in `folder`. What is left of all at the end is killed.
@@ -202,7 +204,7 @@ def launcher(folder: Path, env: Environment) -> Iterator[Callable[[], Serving]]:
     started: list[Running] = []
 
     def launch() -> Serving:
-        command = infini("serve", "--output-dir", output, *options)
+        command = program("serve", "--output-dir", output, *options)
         started.append(Running(command, folder / f"serve-{len(started)}.log", env))
         started[-1].wait_for("Ready: ")
         serving = Serving(f"http://{HOST}:{ports[0]}/api", started[-1], output)

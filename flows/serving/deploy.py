@@ -150,7 +150,7 @@ def _apply_work_pool(client: SyncPrefectClient) -> None:
 
 def _read_definitions() -> list[dict[str, Any]]:
     """The deployments of prefect.yaml, each with the file's pull steps."""
-    text = (PROJECT / "prefect.yaml").read_text(encoding="utf-8")
+    text = (PROJECT / "deployments" / "prefect.yaml").read_text(encoding="utf-8")
     # Prefect's own command would insert the shell's current folder.
     tree = yaml.safe_load(text.replace("{{ $PWD }}", str(PROJECT)))
     return [{"pull": tree["pull"], **definition} for definition in tree["deployments"]]

@@ -79,7 +79,8 @@ def write_flow(project: Path, name: str, parameters: str) -> None:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with two small flows, in place of this one."""
     (tmp_path / "flows").mkdir()
-    (tmp_path / "prefect.yaml").write_text(PREFECT_YAML)
+    (tmp_path / "deployments").mkdir()
+    (tmp_path / "deployments" / "prefect.yaml").write_text(PREFECT_YAML)
     write_flow(tmp_path, "train", "preset: str = 'debug', dataset: str = '', steps: int = 1")
     write_flow(tmp_path, "preprocess", "preset: str = 'debug'")
     monkeypatch.setattr(module, "PROJECT", tmp_path)
@@ -147,7 +148,7 @@ def test_edits_stay_while_the_code_moves_on_and_reset_undoes_them(
     # Of another size: Python tells a new file from the compiled one by the second and the size.
     write_flow(project, "train", "preset: str = 'debug', steps: int = 1, rate: float = 0.125")
     moved = PREFECT_YAML.replace("Trains.", "Trains a model.").replace("quickstart", "arxiv")
-    (project / "prefect.yaml").write_text(moved)
+    (project / "deployments" / "prefect.yaml").write_text(moved)
     deploy(deployed)
     train = read(client, "train")
     assert train.description == "Trains a model."

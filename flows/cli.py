@@ -374,6 +374,18 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 @app.command()
+def settings(
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", help="A section or key (default: all).")
+    ] = "",
+) -> None:
+    """List the settings: values, default, and what each decides."""
+    from infini_model.config.reference import reference
+
+    typer.echo(reference(prefix))
+
+
+@app.command()
 @configured
 def doctor(config: Config) -> None:
     """Check this machine and suggest fixes.

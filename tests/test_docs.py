@@ -19,6 +19,8 @@ from flows.cli import app
 from flows.options import read
 from flows.presets import preset_names
 from infini_model.config import Config, load_config
+from infini_model.config.explaining import all_keys
+from infini_model.config.reference import reference
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,6 +135,12 @@ def test_relative_links_resolve(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in _anchors(target), link
+
+
+def test_the_reference_is_that_of_the_settings() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == reference() + "\n", "infini settings > docs/settings.md"
+    assert set(re.findall(r"^- `([\w.]+)`", page, re.MULTILINE)) >= set(all_keys())
 
 
 def test_the_readme_lists_every_preset() -> None:

@@ -77,12 +77,13 @@ Template = Annotated[
     ),
 ]
 TEMPLATE = "{role}:\n{content}\n\n"
+KIND = "files (default), or hub, a dataset on the Hugging Face Hub, which has a repository."
 
 
 class FilesSource(Section):
     """Text files. Local files are read in place, remote files are downloaded first."""
 
-    kind: Literal["files"] = "files"
+    kind: Literal["files"] = Field("files", description=KIND)
     paths: list[str] = Field(
         default=["{stdlib}/**/*.py"],
         min_length=1,
@@ -113,7 +114,7 @@ class FilesSource(Section):
 class HubSource(Section):
     """Dataset on the Hugging Face Hub, streamed to local files."""
 
-    kind: Literal["hub"] = "hub"
+    kind: Literal["hub"] = Field("hub", description=KIND)
     repository: str = Field(description="Name on the Hub, such as ccdv/arxiv-summarization.")
     configuration: str | None = Field(
         None, description="Configuration (subset) of the dataset; null uses its default one."

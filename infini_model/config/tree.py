@@ -381,3 +381,10 @@ _IDENTITY = {
     for name, field in Config.model_fields.items()
     if (fields := _deciding_fields(cast("type[Section]", field.annotation)))
 }
+
+
+def identity_keys() -> frozenset[str]:
+    """The keys that decide the weights, those of nested sections with their own."""
+    return frozenset(
+        f"{section}.{name}" for section, fields in _IDENTITY.items() for name in fields
+    )

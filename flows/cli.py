@@ -329,21 +329,28 @@ def deploy(
     typer.echo("Deployed.")
 
 
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="Run, checkpoint or Hugging Face folder (default: the newest run)."),
+]
+
+
 @app.command()
 @configured
 def generate(
     config: Config,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue (default: asks for one on a terminal).")
+    ] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(help="File with the text to continue, or - for stdin; it is not repeated."),
     ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Run, checkpoint or Hugging Face folder (default: the newest run)."),
-    ] = None,
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Continue a prompt of any length, printing text as it comes."""
+    if prompt is None and prompt_file is None and sys.stdin.isatty():
+        prompt = typer.prompt("Prompt")
     text = _read_prompt(prompt, prompt_file)
     folder = checkpoint or latest_run(config)
 
@@ -354,6 +361,27 @@ def generate(
     for piece in pieces:
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+@app.command()
+@configured
+def chat(config: Config, checkpoint: Checkpoint = None) -> None:
+    """Talk to a model that was trained on conversations.
+
+    It remembers all turns at the same cost. Ctrl-D ends the talk.
+    """
+    from infini_model.evaluation.chat import begin_conversation
+
+    talk = begin_conversation(config, checkpoint or latest_run(config))
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            typer.echo()
+            return
+        for piece in talk.reply(text):
+            typer.echo(piece, nl=False)
+        typer.echo()
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -382,7 +410,10 @@ def settings(
     """List the settings: values, default, and what each decides."""
     from infini_model.config.reference import reference
 
-    typer.echo(reference(prefix))
+    try:
+        typer.echo(reference(prefix))
+    except LookupError as error:
+        raise UserError(str(error)) from error
 
 
 @app.command()

@@ -132,7 +132,7 @@ def sampling(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
 ) -> None:
-    """Hold the signature of `generate`'s additional options; never called."""
+    """Hold the signature of `generate`'s and `chat`'s additional options; never called."""
 
 
 def comparing(
@@ -170,11 +170,13 @@ def sharing(
 # What a command takes besides the options that all commands share, or instead of them.
 OWN: dict[str, Callable[..., None]] = {
     "generate": sampling,
+    "chat": sampling,
     "compare": comparing,
     "preprocess": sharing,
 }
 _TRAIN = ("run", "train", "compare")
-_MODEL = (*_TRAIN, "evaluate", "generate")
+_WRITE = ("generate", "chat")
+_MODEL = (*_TRAIN, "evaluate", *_WRITE)
 _FLOWS = (*_TRAIN, "preprocess", "evaluate")
 # `doctor` estimates the memory of a training.
 _ESTIMATED = (*_TRAIN, "doctor")
@@ -194,10 +196,10 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "max_steps": _TRAIN,
     "tasks": ("run", "evaluate"),
     "force": _TRAIN,
-    "debug": (*_FLOWS, "generate", "doctor"),
+    "debug": (*_FLOWS, *_WRITE, "doctor"),
     "epochs": _TRAIN,
     "learning_rate": _TRAIN,
-    "fp16": (*_ESTIMATED, "generate"),
+    "fp16": (*_ESTIMATED, *_WRITE),
     "nproc_per_node": _ESTIMATED,
 }
 # Of a `typer.Typer`: an option may be written with underscores, as in the guides.

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from infini_model.config.tree import Config, identity_keys
-from infini_model.runtime.errors import ConfigError
 
 HEADING = """# Settings
 
@@ -27,7 +26,7 @@ Schema = dict[str, Any]
 def reference(prefix: str = "") -> str:
     """The settings at and below `prefix`, all of them by default, with their sections.
 
-    Raises `ConfigError` if there are none.
+    Raises `LookupError` if there are none.
     """
     schema = Config.model_json_schema()
     definitions: dict[str, Schema] = schema["$defs"]
@@ -43,7 +42,7 @@ def reference(prefix: str = "") -> str:
             about = definitions[_names(section)[0]]["description"]
             lines += [f"## {name}\n", f"{about.splitlines()[0]}\n", *listed, ""]
     if not lines:
-        raise ConfigError(f"{prefix}: no such setting or section")
+        raise LookupError(f"{prefix}: no such setting or section")
     return "\n".join(lines).rstrip()
 
 

@@ -35,24 +35,25 @@ def _model_dir(checkpoint: Path) -> Path:
     return checkpoint / MODEL if (checkpoint / MODEL).is_dir() else checkpoint
 
 
+def run_of(model_dir: Path) -> Path | None:
+    """The folder of the run that a model folder is part of."""
+    parents = model_dir.resolve().parents
+    return next((folder for folder in parents if (folder / "run.json").is_file()), None)
+
+
 def _tokenizer_of(model_dir: Path) -> Tokenizer:
     """The tokenizer beside the model, or the one of its run's dataset."""
     if (own := tokenizer_of(model_dir, str(model_dir))) is not None:
         return own
-    for folder in model_dir.resolve().parents:
-        if (folder / "run.json").is_file():
-            return load_dataset_tokenizer(dataset_of(folder))
+    if (run_dir := run_of(model_dir)) is not None:
+        return load_dataset_tokenizer(dataset_of(run_dir))
     raise CheckpointError(f"{model_dir}: has no tokenizer.json and is not part of a run")
 
 
-def continue_text(config: Config, checkpoint: Path, prompt: str) -> Iterator[str]:
-    """Load a model and stream its continuation of `prompt`, in constant memory.
+def load_checkpoint(config: Config, checkpoint: Path) -> tuple[Path, InfiniLlama, Tokenizer]:
+    """The model folder, the model and the tokenizer of a run, a checkpoint or a model folder.
 
-    `checkpoint` is a run folder, a checkpoint or a Hugging Face folder.
-    `config.evaluation.sample` sets the number of tokens and the sampling.
-
-    Raises `CheckpointError` if there is no model or no tokenizer, `DeviceError` as `load_model`
-    does, `UserError` for an empty prompt if no beginning-of-text token begins it.
+    Raises `CheckpointError` if there is no model or no tokenizer, `DeviceError` as `load_model`.
     """
     model_dir = _model_dir(checkpoint)
     tokenizer = _tokenizer_of(model_dir)
@@ -63,6 +64,18 @@ def continue_text(config: Config, checkpoint: Path, prompt: str) -> Iterator[str
         attention_backend=config.launch.attention_backend,
         operands=resolve_precision(config.training.precision, device),
     )
+    return model_dir, model, tokenizer
+
+
+def continue_text(config: Config, checkpoint: Path, prompt: str) -> Iterator[str]:
+    """Load a model and stream its continuation of `prompt`, in constant memory.
+
+    `config.evaluation.sample` sets the number of tokens and the sampling.
+
+    Raises what `load_checkpoint` does, and `UserError` for an empty prompt if no beginning-of-text
+    token begins it.
+    """
+    _, model, tokenizer = load_checkpoint(config, checkpoint)
     settings = config.evaluation.sample
     return continue_prompt(
         model,

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from infini_model.config import Config, ModelConfig, load_config
+from infini_model.config import Config, FilesSource, ModelConfig, SampleConfig, load_config
 from infini_model.data.manifest import Manifest
 from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.data.tokenizers.bpe import train_tokenizer
-from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
+from infini_model.evaluation.chat import Conversation
 from infini_model.model.generation.causal import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS
@@ -31,6 +32,7 @@ from infini_model.training.loop import train
 
 PROMPT = "a stone  under <|end_of_text|> the river"
 GIVEN = "given.json"
+TEMPLATE = "<{role}>{content}"
 Trained = tuple[Manifest, Path]
 
 
@@ -64,7 +66,8 @@ def make_run(
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A run of a model without memory, whose tokenizer puts a token in front of every text."""
     root = tmp_path_factory.mktemp("trained")
-    return make_run(root, root / "output", str(write_tokenizer(root)), "none")
+    template = f"data.source.template={TEMPLATE!r}"
+    return make_run(root, root / "output", str(write_tokenizer(root)), "none", template)
 
 
 def write_tokenizer(folder: Path) -> Path:
@@ -140,6 +143,25 @@ def test_infini_generate_opens_an_export_with_its_tokenizer(
     for checkpoint in (folder, run_dir, run_dir / "model", run_dir / "checkpoints" / "step-2"):
         said = done("generate", "--checkpoint", checkpoint, *given).stdout
         assert said == plain.rstrip("\ufffd") + "\n"
+
+
+def test_infini_chat_has_the_form_of_the_runs_conversations(
+    trained: Trained, tmp_path: Path
+) -> None:
+    _, run_dir = trained
+    folder = tmp_path / "exported"
+    done("export", run_dir, "--to", folder)
+    sampling = SampleConfig(max_new_tokens=9, temperature=0.0)
+    given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0")
+    for checkpoint, template in ((run_dir, TEMPLATE), (folder, FilesSource().template)):
+        tokenizer = tokenizer_of(folder, "here")
+        assert tokenizer is not None
+        talk = Conversation(InfiniLlama.from_pretrained(folder), tokenizer, template, sampling)
+        turns = ["the stone", "a river"]
+        expected = "".join(f"> {''.join(talk.reply(turn))}\n" for turn in turns)
+        stdin = "".join(f"{turn}\n" for turn in turns)
+        said = done("chat", "--checkpoint", checkpoint, *given, stdin=stdin).stdout
+        assert said == f"{expected}> \n"
 
 
 def test_an_export_is_written_over_another_but_not_over_other_files(

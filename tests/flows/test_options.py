@@ -16,7 +16,17 @@ from infini_model.config import Config, load_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import point_latest
 
-COMMANDS = ("run", "preprocess", "train", "evaluate", "compare", "generate", "serve", "doctor")
+COMMANDS = (
+    "run",
+    "preprocess",
+    "train",
+    "evaluate",
+    "compare",
+    "generate",
+    "chat",
+    "serve",
+    "doctor",
+)
 TRAINING = ("run", "train", "evaluate", "doctor")
 
 
@@ -75,9 +85,9 @@ NODES = "launch.num_nodes=2 launch.rdzv_endpoint=host:29500 run.name=shared"
         (["run", "preprocess"], "--data-dir there", "run.data_dir=there"),
         (["train", "evaluate"], "-d there", "data.folder=there"),
         (["run", "evaluate"], "--tasks 'sample, loss'", "evaluation.tasks=[sample,loss]"),
-        (["generate"], "--max-new-tokens 9", "evaluation.sample.max_new_tokens=9"),
-        (["generate"], "--temperature 0.25", "evaluation.sample.temperature=0.25"),
-        (["generate"], "--top-k 3", "evaluation.sample.top_k=3"),
+        (["generate", "chat"], "--max-new-tokens 9", "evaluation.sample.max_new_tokens=9"),
+        (["generate", "chat"], "--temperature 0.25", "evaluation.sample.temperature=0.25"),
+        (["generate", "chat"], "--top-k 3", "evaluation.sample.top_k=3"),
         (["generate"], "--top-p 0.5", "evaluation.sample.top_p=0.5"),
         (["generate"], "--seed 7", "run.seed=7"),
         (["run"], "--skip-preprocessing -d one", "data.folder=one"),

@@ -34,6 +34,7 @@ from infini_model.training.sizing.fitting import (
     check_memory,
     remedy,
 )
+from infini_model.training.sizing.parameters import layer_parameters, root_parameters
 from infini_model.training.sizing.shape import UnknownShapeError, known_shape
 
 CPU = torch.device("cpu")
@@ -128,6 +129,17 @@ def known(preset: str, *overrides: str) -> Config:
 def applied(config: Config, words: str) -> Config:
     """The settings that a remedy names, as a user types them."""
     return load_config(overrides=[config.model_dump(mode="json"), *words.split()])
+
+
+def test_one_gpu_takes_what_its_first_lines_say_and_fits_a_gpu_of_24_gigabytes() -> None:
+    config = known("one-gpu")
+    assert round(estimate_memory(config, 1, "cuda").total / GIB) == 17
+    # Some of the 24 GiB are the CUDA context's.
+    need = check_memory(config, Machine("cuda", 1, 1, True, 23 * GIB, 64 * GIB))
+    assert not need.exceeds(Machine("cuda", 1, 1, True, 23 * GIB, 16 * GIB), MARGIN)
+    assert sum(p.size for p in root_parameters(config.model, None)) + 12 * sum(
+        p.size for p in layer_parameters(config.model, None)
+    ) == pytest.approx(124e6, rel=0.01)
 
 
 def test_production_fits_the_machine_that_its_first_line_names_and_not_a_single_gpu() -> None:

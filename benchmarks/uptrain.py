@@ -1,9 +1,9 @@
 """What cutting a pretrained Llama into segments costs, and how much of it a memory brings back.
 
 A small Llama is trained with plain attention over windows of 16 segments on the standard library,
-and exported. Its weights are scored as they are, and cut into segments of 32 tokens without a
-memory. Between these two losses beyond the 8th segment lies what cutting costs. Then it is trained
-further, cut, by several recipes:
+and exported. Its weights are scored as they are, cut into segments of 32 tokens without a memory,
+and with a sliding window. Between the first two losses beyond the 8th segment lies what cutting
+costs. Then it is trained further by several recipes:
 
 - all weights, without a memory: what further training alone brings back;
 - all weights, or LoRA alone, with a sliding window whose state is as large as the memory's;
@@ -38,7 +38,9 @@ from infini_model.data.sources.download import download
 from infini_model.evaluation.statistics import bootstrap
 from infini_model.runtime.runs import MODEL
 
-UNCUT, CUT = "uncut", "cut"
+# Scored as trained with plain attention, without training in the forms that others begin from.
+UNCUT, CUT, NARROWED = "uncut", "cut", "window, untrained"
+UNTRAINED = {CUT: "none", NARROWED: "window"}
 # Of the steps of a recipe that begins with the memory alone.
 TRANSFER = 0.25
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -119,7 +121,7 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     manifest = build_dataset(download(config.data, options.folder), config.data, options.folder)
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
     key = common_key(config, manifest.key)
-    whole, cut = (options.folder / f"{name}-{key}" for name in (UNCUT, CUT))
+    whole = options.folder / f"{UNCUT}-{key}"
     steps = options.pretraining_steps
     runs.complete(
         key,
@@ -127,12 +129,13 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
         lambda trial: train_and_score("plain", config, dataset, whole),  # noqa: ARG005
     )
 
-    def score_cut(trial: Trial) -> dict[str, Any]:  # noqa: ARG001
+    def score(trial: Trial) -> dict[str, Any]:
         # Scores are kept in the run folder, and do not say of which form they are.
-        shutil.copytree(whole, cut, ignore=lambda *_: ["evaluation"], dirs_exist_ok=True)
-        return train_and_score("none", config, dataset, cut)
+        copy = options.folder / folder_name(trial, key)
+        shutil.copytree(whole, copy, ignore=lambda *_: ["evaluation"], dirs_exist_ok=True)
+        return train_and_score(UNTRAINED[trial.recipe], config, dataset, copy)
 
-    runs.complete(key, [Trial(CUT, steps, 0)], score_cut)
+    runs.complete(key, [Trial(name, steps, 0) for name in UNTRAINED], score)
 
     def follow(trial: Trial) -> dict[str, Any]:
         recipe = RECIPES[trial.recipe]
@@ -169,7 +172,7 @@ def tabulate(
 
     With the ratios of a recipe's losses to that of the cut model.
     """
-    ends = {name: losses([r]) for t, r in done.items() for name in (UNCUT, CUT) if t.recipe == name}
+    ends = {t.recipe: losses([r]) for t, r in done.items() if t.recipe in (UNCUT, *UNTRAINED)}
     uncut, cut = ends[UNCUT], ends[CUT]
     assert uncut is not None
     assert cut is not None
@@ -187,7 +190,7 @@ def tabulate(
             "seeds": ", ".join(map(str, of_seeds)),
             "loss": ", ".join(f"{mean:.3f}" for mean in means),
             "of the cost comes back": None
-            if recipe in ends
+            if recipe in (UNCUT, CUT)
             else f"{back.estimate:.0%} ({back.low:.0%} to {back.high:.0%})",
             "first segment": f"{first_segment(of_seeds.values()):.3f}",
         }

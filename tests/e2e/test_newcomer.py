@@ -108,7 +108,7 @@ def readme_commands(tmp_path: Path) -> list[str]:
 
 def test_the_commands_of_the_readme_run(newcomer: Newcomer, tmp_path: Path) -> None:
     commands = readme_commands(tmp_path)
-    assert len(commands) == 10
+    assert len(commands) == 12
     for command in commands:
         done = run(infini(*shlex.split(command)[1:]), newcomer.env, cwd=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

@@ -368,7 +368,7 @@ def generate(
 def chat(config: Config, checkpoint: Checkpoint = None) -> None:
     """Talk to a model that was trained on conversations.
 
-    It remembers all turns at the same cost. Ctrl-D ends the talk.
+    Its memory holds all turns, at a cost that does not grow. Ctrl-D ends the talk.
     """
     from infini_model.evaluation.chat import begin_conversation
 

@@ -25,7 +25,8 @@ USER = "user"
 class Conversation:
     """Turns of a user and a model, in the form that conversations had in its training.
 
-    The state is that of all turns so far, exact in the open segment and compressed before it.
+    The state is that of all turns so far, exact in the open segment and compressed before it; a
+    model without a memory knows the open segment alone.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Conversation:
         head, _, tail = self._template.replace(ROLE, USER).partition(CONTENT)
         answer_head, _, answer_tail = self._template.replace(ROLE, ASSISTANT).partition(CONTENT)
         turn = f"{self._after_answer}{head}{text}{tail}{answer_head}"
-        if self._after_answer:
+        if self._state.position.any():
             ids: list[int] = self._tokenizer.encode_batch([turn]).ids.tolist()
         else:
             ids = prompt_ids(self._tokenizer, turn)

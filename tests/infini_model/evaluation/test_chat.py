@@ -12,7 +12,8 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 
 BYTES = ByteTokenizer()
-TEMPLATE = "<{role}>{content}</>"
+BEGINS = ByteTokenizer()
+BEGINS.bos_token_id = 0
 SAMPLING = SampleConfig(max_new_tokens=7, temperature=0.0)
 
 
@@ -26,16 +27,18 @@ def model_that_writes_letters() -> InfiniLlama:
     return model
 
 
-def test_an_answer_is_the_continuation_of_all_turns() -> None:
+@pytest.mark.parametrize("tokenizer", [BYTES, BEGINS], ids=["plain", "beginning of text"])
+@pytest.mark.parametrize("end", ["</>", ""])
+def test_an_answer_is_the_continuation_of_all_turns(tokenizer: ByteTokenizer, end: str) -> None:
     model = model_that_writes_letters()
-    talk = Conversation(model, BYTES, TEMPLATE, SAMPLING)
+    talk = Conversation(model, tokenizer, "<{role}>{content}" + end, SAMPLING)
     text, answers = "", set()
     for said in ("one", "a longer turn, of several segments" * 3, "two"):
-        text += f"<user>{said}</><assistant>"
+        text += f"<user>{said}{end}<assistant>"
         answer = "".join(talk.reply(said))
         settings = SAMPLING.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p"})
-        assert answer == "".join(continue_prompt(model, BYTES, text, seed=0, **settings))
-        text += f"{answer}</>"
+        assert answer == "".join(continue_prompt(model, tokenizer, text, seed=0, **settings))
+        text += f"{answer}{end}"
         answers.add(answer)
     assert len(answers) == 3
 
@@ -43,4 +46,4 @@ def test_an_answer_is_the_continuation_of_all_turns() -> None:
 def test_a_diffusion_model_is_refused_in_one_line() -> None:
     model = InfiniLlama(tiny_config(bidirectional=True, mask_token_id=0))
     with pytest.raises(UserError, match="chat needs a causal model"):
-        Conversation(model, BYTES, TEMPLATE, SAMPLING)
+        Conversation(model, BYTES, "{role}{content}", SAMPLING)

@@ -116,7 +116,8 @@ def _check_endpoint(root: str, environment: dict[str, str]) -> None:
 @functools.lru_cache(maxsize=16)
 def _make_client(root: str, retry_seconds: float, environment: tuple[tuple[str, str], ...]) -> Any:
     try:
-        from obstore.store import from_url
+        # All of it: while another thread imports it, its module `store` is there before the rest.
+        import obstore
     except ImportError as error:
         raise UserError(f"{root}: needs obstore: pip install obstore") from error
     prefix = VARIABLES[root.partition("://")[0]]
@@ -129,7 +130,7 @@ def _make_client(root: str, retry_seconds: float, environment: tuple[tuple[str, 
         "retry_timeout": timedelta(seconds=retry_seconds),
         "backoff": {"max_backoff": timedelta(seconds=LONGEST_PAUSE)},
     }
-    return from_url(root, client_options=options, retry_config=retries)
+    return obstore.store.from_url(root, client_options=options, retry_config=retries)
 
 
 def persist(address: str, patience: float, request: Callable[[], T]) -> T:

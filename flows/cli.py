@@ -375,10 +375,13 @@ def chat(config: Config, checkpoint: Checkpoint = None) -> None:
     talk = begin_conversation(config, checkpoint or latest_run(config))
     while True:
         try:
-            text = input("> ")
+            # As in `_read_prompt`, what is typed need not be UTF-8.
+            text = os.fsencode(input("> ")).decode("utf-8")
         except EOFError:
             typer.echo()
             return
+        except UnicodeDecodeError as error:
+            raise UserError("stdin: is not UTF-8 text") from error
         for piece in talk.reply(text):
             typer.echo(piece, nl=False)
         typer.echo()

@@ -89,7 +89,7 @@ def done(*arguments: object, stdin: str | None = None) -> Result:
     return result
 
 
-def attempted(*arguments: object, stdin: str | None = None) -> Result:
+def attempted(*arguments: object, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
 
 
@@ -162,6 +162,8 @@ def test_infini_chat_has_the_form_of_the_runs_conversations(
         stdin = "".join(f"{turn}\n" for turn in turns)
         said = done("chat", "--checkpoint", checkpoint, *given, stdin=stdin).stdout
         assert said == f"{expected}> \n"
+    refused = attempted("chat", "--checkpoint", folder, *given, stdin=b"\xff\n")
+    assert str(refused.exception) == "stdin: is not UTF-8 text"
 
 
 def test_an_export_is_written_over_another_but_not_over_other_files(

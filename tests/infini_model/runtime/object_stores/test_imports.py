@@ -8,7 +8,7 @@ PROGRAM = """
 import sys, threading, traceback
 from infini_model.runtime.object_stores.requests import _make_client
 
-got = []
+got, threads = [], []
 
 def second():
     _make_client("s3://bucket", 0.0, ())
@@ -21,6 +21,7 @@ def trace(frame, event, _):
         sys.settrace(None)
         frame.f_trace = None
         thread = threading.Thread(target=second)
+        threads.append(thread)
         thread.start()
         # Until it is done, or waits for this import.
         while thread.is_alive():
@@ -32,9 +33,8 @@ def trace(frame, event, _):
 
 sys.settrace(trace)
 import obstore
-while not got:
-    pass
-sys.exit(not got[0])
+threads[0].join()
+sys.exit(got != [True])
 """
 
 

@@ -305,6 +305,13 @@ def read(given: Mapping[str, Any], command: str) -> Config:
     typed = [*changes, *(parse_override(text) for text in words)]
     check_typed(typed)
     config = configure(presets, given["config"], typed)
+    is_open = given["preset"] is None and given["config"] is None and not given["debug"]
+    if is_open and command in ("run", "preprocess") and _is_own_text(config, typed):
+        from flows.own_text import configure_own_text
+
+        config, lines = configure_own_text(typed, config)
+        for line in lines:
+            typer.echo(f"note: {line}", err=True)
     named = config.data.model_fields_set & {"source", "folder"}
     if command in ("run", "preprocess") and not (named or given["skip_preprocessing"]):
         raise ConfigError(
@@ -316,6 +323,13 @@ def read(given: Mapping[str, Any], command: str) -> Config:
         )
         config = config.model_copy(update={"data": data})
     return config
+
+
+def _is_own_text(config: Config, typed: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether documents were typed that this machine reads and trains on from random weights."""
+    named = any("source" in tree.get("data", {}) for tree in typed)
+    is_new = config.data.folder is None and config.model.initial_weights is None
+    return named and is_new and not config.deployments
 
 
 def _comparison(words: list[str], *, sweep: bool) -> tuple[list[str], dict[str, Any]]:

@@ -95,7 +95,13 @@ def test_a_command_parses_and_its_settings_load(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    name, given = _parse(arguments)
+    for folder in ("texts", "chats"):  # What is at /texts for a reader is in a folder of the test.
+        (tmp_path / folder).mkdir()
+        for kind in ("txt", "jsonl"):
+            (tmp_path / folder / f"0.{kind}").write_text("{}")
+    name, given = _parse(
+        [re.sub(r"/(?=(texts|chats)/)", f"{tmp_path}/", each) for each in arguments]
+    )
     if "overrides" not in given:
         words = [word for word in given.get("arguments") or () if "=" in word]
         load_config(overrides=words)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Discriminator,
     Field,
     NonNegativeInt,
@@ -77,14 +78,21 @@ Template = Annotated[
     ),
 ]
 TEMPLATE = "{role}:\n{content}\n\n"
-KIND = "files (default), or hub, a dataset on the Hugging Face Hub, which has a repository."
+KIND = (
+    "files, or hub, a dataset on the Hugging Face Hub; by default the kind that has the given keys."
+)
+
+
+def _listed(value: Any) -> Any:
+    """A single glob as a list of one."""
+    return [value] if isinstance(value, str) else value
 
 
 class FilesSource(Section):
     """Text files. Local files are read in place, remote files are downloaded first."""
 
     kind: Literal["files"] = Field("files", description=KIND)
-    paths: list[str] = Field(
+    paths: Annotated[list[str], BeforeValidator(_listed)] = Field(
         default=["{stdlib}/**/*.py"],
         min_length=1,
         description="Globs or URLs (http, https, s3 and whatever else fsspec supports); {stdlib} "
@@ -139,7 +147,7 @@ class HubSource(Section):
 def source_kind(value: Any) -> Any:
     """Kind of source that `value`, a `Source` or a mapping, describes; None if it has none."""
     if isinstance(value, Mapping):
-        return value.get("kind", "files")
+        return value.get("kind", "hub" if "repository" in value else "files")
     return getattr(value, "kind", None)
 
 

@@ -80,7 +80,8 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     `epochs` and `max_steps` removes the other; setting `initial_weights` removes the shape. A
     schedule replaces the one in `base`.
     """
-    if change.get("kind", source_kind(base)) != source_kind(base):
+    of_one_kind = change.keys() & {"kind", "paths", "repository"}
+    if of_one_kind and source_kind(change) != source_kind(base):
         return dict(change)
     merged = dict(base)
     for given, other in (("epochs", "max_steps"), ("max_steps", "epochs")):

@@ -143,6 +143,11 @@ class RunConfig(Section):
         "the same settings or numbers a new one after the preset.",
     )
     preset: str | None = Field(None, description="Preset the settings are based on.")
+    chosen_for: str | None = Field(
+        None,
+        description="Key of the typed settings for which infini run chose the preset; infini run "
+        "sets it, so that the same command resumes.",
+    )
     output_dir: SplitFolder = Field(
         Path("outputs"),
         description="Folder for datasets/, runs/ and the tracking records; the default is outputs, "

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infini_model.config import ModelConfig, dump_config, load_config, validate
+from infini_model.config.data import FilesSource, HubSource
 from infini_model.config.explaining import all_keys
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS
 from infini_model.config.names import NAMES
@@ -79,6 +80,13 @@ def test_overrides_beat_the_file_and_the_later_one_wins(tmp_path: Path) -> None:
     assert load_config(file, schedules).packing.context_schedule == {0.0: 1, 0.75: 4}
     # To YAML 1.1 a number without a point is text.
     assert load_config(overrides=["training.learning_rate=1e-5"]).training.learning_rate == 1e-5
+
+
+def test_the_keys_of_a_source_say_its_kind() -> None:
+    hub = ["data.source.repository=ag_news", "data.source.limit=5"]
+    assert load_config(overrides=hub).data.source == HubSource(repository="ag_news", limit=5)
+    files = load_config(overrides=[*hub, "data.source.paths=texts/*.txt"])
+    assert files.data.source == FilesSource(paths=["texts/*.txt"])
 
 
 def test_a_source_of_another_kind_replaces_the_previous_one() -> None:

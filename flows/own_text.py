@@ -1,0 +1,140 @@
+"""What `infini run` trains on a user's documents when neither a preset nor a file is named.
+
+The choice depends on how much text there is and on whether there is a GPU. It is recorded in
+`config.yaml`, with a key of what was typed: as long as a run of the same command is interrupted,
+the command keeps that run's choice and so resumes it, even if documents were added meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.presets import DEFAULT_PRESET, configure
+from infini_model.config import Config, merge
+from infini_model.config.data import FilesSource
+from infini_model.data.sources.download import list_files
+from infini_model.runtime.errors import ConfigError, DataError
+from infini_model.runtime.runs import is_finished, read_run_config
+from infini_model.runtime.storage import content_key
+from infini_model.training.launch.devices import choose_gpus
+
+ON_A_GPU = "one-gpu"
+MEGABYTE = 1_000_000
+# From so many bytes of text on: the vocabulary of the BPE that is trained on it.
+SMALL_VOCABULARIES = {0: 512, MEGABYTE // 4: 1024, MEGABYTE: 2048, 30 * MEGABYTE: 4096}
+LARGE_VOCABULARIES = {0: 8192, 10 * MEGABYTE: 16384, 100 * MEGABYTE: 32768}
+# Tokens of a step of the default preset, and of a micro-batch of the one for a GPU.
+SMALL_STEP, LARGE_STEP = 2 * 1024, 8 * 4096
+# What is assumed of documents that are not files of this machine.
+UNKNOWN_SIZE = 100 * MEGABYTE
+# The formats of which each file is one document, and how few leave a split empty.
+WHOLE = frozenset({".txt", ".md", ".rst", ".py"})
+FEW_DOCUMENTS = 20
+# What is chosen beside the preset.
+CHOSEN: dict[str, Any] = {
+    "data": {"tokenizer": {"spec", "vocab_size"}, "splits": True},
+    "model": {"vocab_size"},
+    "training": {"max_steps", "warmup_steps", "gradient_accumulation_steps"},
+}
+
+
+def configure_own_text(
+    typed: Sequence[Mapping[str, Any]], config: Config
+) -> tuple[Config, list[str]]:
+    """The settings for own documents, and lines that say what was chosen and how to choose.
+
+    `config` is what `typed` means over the default preset. Raises `DeviceError` for a GPU that does
+    not exist, `DataError` if a pattern matches no file, `ConfigError` as `configure` does.
+    """
+    key = _key(typed)
+    if (run := _interrupted(config.run.runs_dir, key)) is not None:
+        preset, change = str(run.run.preset), run.model_dump(mode="json", include=CHOSEN)
+        lines = [f"--preset {preset}, as chosen for the interrupted run {run.run.name}"]
+    else:
+        preset, change, lines = _choose(config)
+    chosen = configure([preset], None, [change, {"run": {"chosen_for": key}}, *typed])
+    training, tokenizer = chosen.training, chosen.data.tokenizer
+    length = f"{training.max_steps:,} steps" if training.max_steps else f"{training.epochs} epochs"
+    spec = f"a BPE of {tokenizer.vocab_size:,}" if tokenizer.spec == "train" else tokenizer.spec
+    lines[0] += f", {length}, tokenizer: {spec}; --preset NAME and settings choose otherwise"
+    return chosen, lines
+
+
+def _key(typed: Sequence[Mapping[str, Any]]) -> str:
+    """A key of the typed settings that a run cannot be resumed without."""
+    tree = functools.reduce(merge, typed, dict[str, Any]())
+    decisive = {"data", "packing", "model", "training"}
+    return content_key({name: tree[name] for name in decisive & tree.keys()})[:12]
+
+
+def _interrupted(runs_dir: Path, key: str) -> Config | None:
+    """The settings of the newest run of this key that is not finished."""
+    found = (path for path in runs_dir.glob("*/config.yaml") if not path.parent.is_symlink())
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            run = read_run_config(path.parent)
+        except (ConfigError, DataError):
+            continue
+        if run.run.chosen_for == key and not is_finished(path.parent):
+            return run
+    return None
+
+
+def _choose(config: Config) -> tuple[str, dict[str, Any], list[str]]:
+    """A preset, what is laid over it, and the beginning of the lines that say so."""
+    source = config.data.source
+    files = _files(source)
+    size = sum(path.stat().st_size for path in files) if files else UNKNOWN_SIZE
+    text = f"{size / MEGABYTE:,.1f} MB of text" if files else "text of unknown size"
+    if choose_gpus(config.launch.gpus):
+        preset, change, machine = ON_A_GPU, _large(size), "a GPU"
+    else:
+        preset, change, machine = DEFAULT_PRESET, _small(size), "no GPU"
+    lines = [f"{text}, {machine}: --preset {preset}"]
+    is_whole = files and not getattr(source, "separator", None)
+    if is_whole and len(files) < FEW_DOCUMENTS and all(path.suffix in WHOLE for path in files):
+        lines.append(
+            f"each file is one document, and {len(files)} may leave a split empty: "
+            r"""'data.source.separator="\n\n"' makes a document of each paragraph"""
+        )
+    return preset, change, lines
+
+
+def _files(source: Any) -> list[Path]:
+    """The documents that are files of this machine, if all are."""
+    if not isinstance(source, FilesSource) or any("://" in path for path in source.paths):
+        return []
+    return [Path(path) for path in list_files(source, Path())]
+
+
+def _small(size: int) -> dict[str, Any]:
+    """Minutes on two cores: ten epochs, at about three bytes a token."""
+    return _settings(_at(SMALL_VOCABULARIES, size), 10 * size // (3 * SMALL_STEP), 1000)
+
+
+def _large(size: int) -> dict[str, Any]:
+    """Four epochs (arXiv 2305.16264), at about four bytes a token; larger steps for more text."""
+    steps = size // LARGE_STEP
+    accumulation = max(each for each in (1, 2, 4, 8, 16) if each == 1 or steps // each >= 1000)
+    change = _settings(_at(LARGE_VOCABULARIES, size), steps // accumulation, 5000)
+    change["training"]["gradient_accumulation_steps"] = accumulation
+    change["model"] = {"vocab_size": None}
+    if size < 1000 * MEGABYTE:
+        change["data"]["splits"] = {"train": 0.9, "validation": 0.05, "test": 0.05}
+    return change
+
+
+def _settings(vocabulary: int, steps: int, most: int) -> dict[str, Any]:
+    steps = min(max(steps, 200), most)
+    return {
+        "data": {"tokenizer": {"spec": "train", "vocab_size": vocabulary}},
+        "training": {"max_steps": steps, "warmup_steps": steps // 20},
+    }
+
+
+def _at(by_size: Mapping[int, int], size: int) -> int:
+    """The value of the largest key that `size` reaches."""
+    return by_size[max(key for key in by_size if key <= size)]

@@ -2,7 +2,7 @@
 
 The choice depends on how much text there is and on whether there is a GPU. It is recorded in
 `config.yaml`, with a key of what was typed: as long as a run of the same command is interrupted,
-the command keeps that run's choice and so resumes it, even if documents were added meanwhile.
+the command keeps that run's choice and so resumes it, even where there are other GPUs by then.
 """
 
 from __future__ import annotations

@@ -99,15 +99,17 @@ def test_a_pattern_without_files_is_an_error_at_once(texts: Path) -> None:
         chosen()
 
 
-def test_an_interrupted_run_keeps_its_choice(texts: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_choice(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(texts, 20, 1_000)
     first, _ = chosen()
     run_dir = begin(first, tmp_path / "outputs" / "runs")
-    write(texts, 20, 100_000)
+    monkeypatch.setattr(own_text, "choose_gpus", lambda gpus: [gpus])
     again, (line,) = chosen("launch.processes=2")  # which does not decide what is trained
     assert again.identity == first.identity
     assert "as chosen for the interrupted run quickstart-1, 200 steps" in line
     # The run of another command, or one that is finished, decides nothing.
-    assert chosen("run.seed=1", "training.batch_size=4")[0].training.max_steps == 1000
+    assert chosen("training.batch_size=4")[0].run.preset == "one-gpu"
     record_evaluation(run_dir, 200, "key", {})
-    assert chosen()[0].training.max_steps == 1000
+    assert chosen()[0].run.preset == "one-gpu"

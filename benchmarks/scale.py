@@ -10,7 +10,8 @@ No text is read and no shard is written: the source is a listing of invented obj
 which this program serves, lists shards that do not exist. Their records are what it would have
 answered. All else is the program's own code. CPU seconds do not grow with the other load of the
 machine. The ratio is the CPU time of a partition among the most to that among the fewest, which
-stays near 1 where the cost is linear. `docs/scale.md` says what comes first at 10 TB of text.
+stays near 1 where the cost is linear. `docs/measurements.md` says what comes first at
+10 TB of text.
 """
 
 from __future__ import annotations

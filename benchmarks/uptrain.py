@@ -7,9 +7,7 @@ costs. Then it is trained further by several recipes:
 
 - all weights, without a memory: what further training alone brings back;
 - all weights, or LoRA alone, with a sliding window whose state is as large as the memory's;
-- all weights, or LoRA alone, with a residual memory;
-- first the memory alone, so that each layer's attention gives what that of the uncut model gives
-  for the same input (LoLCATs, arXiv 2410.10254), then LoRA: a quarter of the steps and the rest.
+- all weights, or LoRA alone, with a residual memory.
 
 The adapters are of all linear layers, and the memory's own parameters are always trained. Each
 finished run is a line of --results, and is not run again. Intervals of 95% are over documents, of
@@ -30,7 +28,7 @@ from benchmarks.finished_runs import FinishedRuns
 from benchmarks.memory_forms import FORMS
 from benchmarks.memory_gain import SETTINGS, first_segment, losses
 from benchmarks.memory_trial import NEAR, common_key, folder_name, train_and_score
-from benchmarks.report import Cell, Ratio, publish, run, spread
+from benchmarks.report import Cell, Ratio, publish, spread
 from flows.presets import configure
 from infini_model.config import Config
 from infini_model.data.shards.dataset import build_dataset
@@ -41,8 +39,6 @@ from infini_model.runtime.runs import MODEL
 # Scored as trained with plain attention, without training in the forms that others begin from.
 UNCUT, CUT, NARROWED = "uncut", "cut", "window, untrained"
 UNTRAINED = {CUT: "none", NARROWED: "window"}
-# Of the steps of a recipe that begins with the memory alone.
-TRANSFER = 0.25
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WINDOWS: dict[str, Any] = {
     "packing": {"context_length": 512},
@@ -56,11 +52,10 @@ LORA: dict[str, Any] = {
 
 
 class Recipe(NamedTuple):
-    """A form of attention, the settings of the training, and whether the memory learns alone."""
+    """A form of attention, and the settings of the training."""
 
     form: str
     settings: dict[str, Any]
-    transfers: bool = False
 
 
 RECIPES = {
@@ -69,7 +64,6 @@ RECIPES = {
     "window, LoRA": Recipe("window", LORA),
     "residual, all weights": Recipe("residual", FULL),
     "residual, LoRA": Recipe("residual", LORA),
-    "residual, transfer, LoRA": Recipe("residual", LORA, transfers=True),
 }
 
 
@@ -122,10 +116,10 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
     key = common_key(config, manifest.key)
     whole = options.folder / f"{UNCUT}-{key}"
-    steps = options.pretraining_steps
+    pretrained = options.pretraining_steps
     runs.complete(
         key,
-        [Trial(UNCUT, steps, 0)],
+        [Trial(UNCUT, pretrained, 0)],
         lambda trial: train_and_score("plain", config, dataset, whole),  # noqa: ARG005
     )
 
@@ -135,22 +129,17 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
         shutil.copytree(whole, copy, ignore=lambda *_: ["evaluation"], dirs_exist_ok=True)
         return train_and_score(UNTRAINED[trial.recipe], config, dataset, copy)
 
-    runs.complete(key, [Trial(name, steps, 0) for name in UNTRAINED], score)
+    runs.complete(key, [Trial(name, pretrained, 0) for name in UNTRAINED], score)
 
     def follow(trial: Trial) -> dict[str, Any]:
         recipe = RECIPES[trial.recipe]
         run_dir = options.folder / folder_name(trial, key)
-        begin, left = whole / MODEL, trial.steps
         form = {"segment_length": 32, **FORMS[recipe.form].model}
-        if recipe.transfers:
-            first = round(TRANSFER * trial.steps)
-            begin, left = options.folder / f"{run_dir.name}-memory", trial.steps - first
-            arguments = [whole / MODEL, dataset, begin, first, trial.seed]
-            run(["-m", "benchmarks.attention_transfer", *map(str, arguments)], threads=1)
+        steps = {"max_steps": trial.steps, "warmup_steps": 20}
         tuned = settings(
             options,
-            {"model": {"initial_weights": str(begin), **form}},
-            {"run": {"seed": trial.seed}, "training": {"max_steps": left, "warmup_steps": 20}},
+            {"model": {"initial_weights": str(whole / MODEL), **form}},
+            {"run": {"seed": trial.seed}, "training": steps},
             recipe.settings,
         )
         return train_and_score(recipe.form, tuned, dataset, run_dir)

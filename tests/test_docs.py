@@ -245,7 +245,7 @@ def test_a_command_of_the_pages_succeeds(line: str, reader: Reader) -> None:
 
 @pytest.mark.story
 def test_the_stages_run_without_prefect(reader: Reader) -> None:
-    (block,) = [each for each in _blocks(ROOT / "docs" / "training.md", "sh") if "torchrun" in each]
+    (block,) = [each for each in _blocks(ROOT / "docs" / "train.md", "sh") if "torchrun" in each]
     for number, line in enumerate(block.splitlines()):
         # The second training is a new one, too; it is what is evaluated.
         run_dir = f"outputs/runs/direct-{min(number, 2)}"
@@ -264,7 +264,7 @@ def debug(reader: Reader) -> Path:
 
 @pytest.mark.story
 def test_a_step_that_failed_can_be_repeated(reader: Reader, debug: Path) -> None:
-    (line,) = [each for each in _blocks(ROOT / "docs" / "numbers.md", "sh") if "DATASET" in each]
+    (line,) = [each for each in _blocks(ROOT / "docs" / "train.md", "sh") if "step-12" in each]
     here = {"<run>": str(debug.parents[1]), "step-12": debug.name, "DATASET": str(reader.dataset)}
     for word, replacement in here.items():
         line = line.replace(word, replacement)

@@ -14,8 +14,8 @@ from infini_model.config.tree import Config, identity_keys
 HEADING = """# Settings
 
 Every setting with the values it takes, its default and what it decides. Those with a star decide
-the weights: a run cannot be resumed with another value. [Configure a run](configuration.md) says
-where they are set.
+the weights: a run cannot be resumed with another value. [Presets, files and
+overrides](train.md#presets-files-and-overrides) says where they are set.
 """
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"string": "text", "boolean": "true or false"}

@@ -32,8 +32,7 @@ TINY = {
     "recall": "--steps 2 --batches 1 --seeds 5 --only linear",
     "scale": "--largest 10000 --turns 1",
     "tokenize": "--megabytes 0.3 --vocab-size 300 --turns 1",
-    "uptrain": "--only 'residual, transfer, LoRA' --pretraining-steps 2 --steps 8 --seeds 0 "
-    f"{KEPT} {SMALL}",
+    "uptrain": f"--only 'residual, LoRA' --pretraining-steps 2 --steps 8 --seeds 0 {KEPT} {SMALL}",
     "utilization": "--length 64 --segments 32 --hidden-size 32 --turns 1",
 }
 # They bind their process to one core, or change its environment.

@@ -52,7 +52,7 @@ def advice(subject: Subject, *, is_used: bool) -> list[str]:
                 "gates that learn (`training.gate_learning_rate`) from `model.gate_start=-2`"
             )
         steps.append("more steps")
-        found.append(f"What makes a memory learn, see docs/recipe.md: {'; '.join(steps)}.")
+        found.append(f"What makes a memory learn, see docs/memory.md: {'; '.join(steps)}.")
     if config.training.objective == "causal":
         found.append(
             "Knocking the memory out shows what these weights rely on, not what a memory is worth: "

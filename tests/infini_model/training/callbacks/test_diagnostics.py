@@ -29,7 +29,7 @@ from infini_model.training.loop import train
 
 # A byte that only one document contains.
 POISON = "@"
-NUMBERS = Path(__file__).parents[4] / "docs" / "numbers.md"
+TRAIN = Path(__file__).parents[4] / "docs" / "train.md"
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,10 @@ def test_a_spike_is_reported_once_with_its_windows(poisoned, make_config, tmp_pa
 
 
 def test_the_documented_metrics_are_recorded(dataset, make_config, tmp_path):
-    found = re.findall(r"^\| (`.+?`) \|.*\| (.+) \|$", NUMBERS.read_text(), re.MULTILINE)
+    (table,) = re.findall(
+        r"^\| name \| meaning.*?\n\n", TRAIN.read_text(), re.MULTILINE | re.DOTALL
+    )
+    found = re.findall(r"^\| (`.+?`) \|.*\| (.+) \|$", table, re.MULTILINE)
     rows = [(name, when) for names, when in found for name in re.findall(r"`(.+?)`", names)]
     elsewhere = ("on GPUs", "such a step")
     here = {name.replace("N", "1") for name, when in rows if not any(e in when for e in elsewhere)}

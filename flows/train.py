@@ -132,7 +132,9 @@ def _train(
         # All other flows go on to evaluate it.
         is_end = flow_run.get_flow_name() == train.name
         advice = f"; infini resume {run_dir.name} evaluates it, and another run.name or run.seed"
-        log.info("Run %s is already trained%s", run_dir, f"{advice} trains anew" if is_end else "")
+        log.info(
+            "Run %s is already trained%s", run_dir, f"{advice} starts a new run" if is_end else ""
+        )
     else:
         log.info("Training in %s", run_dir)
     if weights is not None:

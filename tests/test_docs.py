@@ -143,6 +143,14 @@ def test_relative_links_resolve(page: Path) -> None:
         assert not anchor or anchor in _anchors(target), link
 
 
+def test_the_pages_stay_few_and_short() -> None:
+    lines = {page.name: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
+    assert lines.pop("README.md") <= 150
+    del lines["settings.md"]
+    assert len(lines) <= 14
+    assert sum(lines.values()) <= 2100, lines
+
+
 def test_the_reference_is_that_of_the_settings() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert page == reference() + "\n", "infini settings > docs/settings.md"

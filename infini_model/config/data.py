@@ -239,7 +239,7 @@ class DataConfig(Section):
     engine: Literal["local", "ray"] = Field(
         "local",
         description="Where partitions are made: local is threads of this machine, ray the nodes of "
-        "a Ray cluster, one task a partition.",
+        "a Ray cluster, one task per partition.",
     )
     ray_address: RayAddress = Field(
         "auto",
@@ -258,7 +258,7 @@ class DataConfig(Section):
     share: Annotated[str, AfterValidator(_check_share)] | None = Field(
         None,
         description="Part of the partitions to make, as I/N: the I-th of N shares, each made by a "
-        "command of its own; whichever is done last puts the dataset together. null (default) is "
+        "command of its own; the last one to finish assembles the dataset. null (default) is "
         "all of them.",
     )
     workers: NonNegativeInt = Field(

@@ -117,7 +117,7 @@ class TrainingConfig(Section):
     )
     learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate of AdamW.")
     gate_learning_rate: PositiveFloat = Field(
-        1e-2, description="Peak learning rate of the memory gates and shifts."
+        1e-2, description="Peak learning rate of the memory's weights, gates and shifts."
     )
     min_learning_rate_ratio: Fraction = Field(
         0.1, description="Final learning rate of the cosine schedule, as a fraction of the peak."
@@ -175,8 +175,8 @@ class LaunchConfig(Section):
     launcher: Literal["local", "ray"] = Field(
         "local",
         description="Where the processes are started: local is this machine, ray the nodes of a "
-        "Ray cluster. With ray a node that is lost costs the steps since the last checkpoint; the "
-        "training goes on with the nodes that there are.",
+        "Ray cluster. With ray, losing a node costs the steps since the last checkpoint; the "
+        "training continues on the remaining nodes.",
     )
     nodes: Nodes | None = Field(
         None,

@@ -84,8 +84,8 @@ class FlowStageConfig(StageConfig):
 
     deployment: Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)?$")] | None = Field(
         None,
-        description="Deployment of the stage's flow, NAME or FLOW/NAME, as whose flow run the "
-        "pipeline and a sweep run the stage, in its work pool; null (default) runs it in place.",
+        description="Deployment of the stage's flow, NAME or FLOW/NAME: the pipeline and a sweep "
+        "run the stage as a flow run of it, in its work pool; null (default) runs it in place.",
     )
 
 

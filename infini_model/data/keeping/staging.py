@@ -204,7 +204,7 @@ def _copy_one(shard: Shard, store: ObjectStore, cache: Path) -> None:
 def _withdrawn(store: ObjectStore, shard: Shard, error: StoreError) -> DataError:
     """The error to raise after the record of a shard's partition has been deleted."""
     withdraw(store, shard)
-    return DataError(f"{error}; run the preprocess stage again, which makes its partition anew")
+    return DataError(f"{error}; run the preprocess stage again, which rebuilds its partition")
 
 
 def _link(folder: Path, manifest: Manifest, cache: Path) -> None:

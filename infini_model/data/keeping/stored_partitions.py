@@ -79,7 +79,7 @@ class StoredPartitions:
                 if fault is None:
                     records[key] = record
                 else:
-                    log.warning("%s; making its partition again", fault)
+                    log.warning("%s; rebuilding its partition", fault)
         return records
 
     def _read(self, key: str) -> PartitionRecord | None:
@@ -93,7 +93,7 @@ class StoredPartitions:
         except StoreError:
             raise
         except DataError as error:
-            log.warning("%s; making the partition again", error)
+            log.warning("%s; rebuilding the partition", error)
             return None
 
     def faults(self, shards: Iterator[Shard], sizes: dict[str, int]) -> Iterator[str]:

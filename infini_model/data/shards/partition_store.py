@@ -88,7 +88,7 @@ class LocalPartitions:
             try:
                 records[key] = read_record(path, PartitionRecord)
             except DataError as error:
-                log.warning("%s; making the partition again", error)
+                log.warning("%s; rebuilding the partition", error)
         files = [
             (shard.path, shard)
             for record in records.values()
@@ -98,7 +98,7 @@ class LocalPartitions:
         faults = find_faults(self.folder, files, self._remembered, every=every)
         for (_, shard), fault in zip(files, faults, strict=True):
             if fault is not None:
-                log.warning("%s; making its partition again", fault)
+                log.warning("%s; rebuilding its partition", fault)
                 records.pop(shard.path.partition("/")[0], None)
         self._remembered.save()
         return records

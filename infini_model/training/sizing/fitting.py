@@ -108,7 +108,7 @@ def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = Fals
     if need.exceeds(machine) and not config.launch.force:
         raise ConfigError(
             f"{shortage(need, machine)}; {remedy(config, machine, is_pretrained=is_pretrained)}; "
-            "launch.force=true runs it all the same"
+            "launch.force=true runs it anyway"
         )
     return need
 

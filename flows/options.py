@@ -160,7 +160,7 @@ def sharing(
         typer.Option(
             metavar="I/N",
             help="Make the I-th of N shares of the partitions, on one of N machines or jobs; the "
-            "last one puts the dataset together.",
+            "last one assembles the dataset.",
         ),
     ] = None,
 ) -> None:

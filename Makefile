@@ -13,7 +13,7 @@ WORKERS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of Pythons, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run test stories check packages lint serve bench gpu clean lock
+.PHONY: help install run test stories check packages lint serve bench gpu pictures clean lock
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
@@ -23,6 +23,7 @@ help:
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
 	@echo "make bench    run the benchmarks, or some of them: make bench BENCHMARKS=loader"
 	@echo "make gpu      test and measure on this machine's GPU, with its own Python; REHEARSE=1 needs none"
+	@echo "make pictures draw the pictures of docs/images anew, by a training that is killed and retried"
 	@echo "make install  make $(VENV) from requirements.lock (the others do it by themselves)"
 	@echo "make clean    remove $(VENV) and caches; outputs/ stays"
 	@echo "Options go into ARGS: make run ARGS='--preset debug training.max_steps=20'"
@@ -59,7 +60,7 @@ check: lint $(TRITON) packages
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(WORKERS) --durations=40 -rsx $(ARGS)
 
 packages:
-	@dpkg --status $(PACKAGES) >/dev/null 2>&1 || { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(PACKAGES); } || { echo "make stories needs: sudo apt-get install $(PACKAGES)" >&2; exit 1; }
+	@dpkg --status $(PACKAGES) >/dev/null 2>&1 || { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(PACKAGES); } || { echo "needed: sudo apt-get install $(PACKAGES)" >&2; exit 1; }
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -76,6 +77,12 @@ bench: install
 # Installs nothing: a GPU machine may have no network, and its own torch.
 gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(if $(REHEARSE),--rehearse) $(ARGS)
+
+# Not passkey.png, which takes half an hour: docs/recipe.md has its command. The diagrams are SVG.
+pictures: PACKAGES := chromium
+pictures: install packages
+	PYTHONPATH=.:tests $(BIN)/python tests/browser/screenshots.py
+	$(BIN)/python -m benchmarks.memory_gain --show --plot docs/images/memory.png
 
 # Write requirements.lock anew from an environment that satisfies the requirements files.
 lock:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 from commands import (
+    PATIENCE,
     WHOLE,
     Environment,
     Running,
@@ -83,11 +84,12 @@ class Server:
             lines += [line["message"] for line in page]
         return lines
 
-    def wait_for_log(self, flow_run: str, text: str) -> None:
+    def wait_for_log(self, flow_run: str, text: str, seconds: float = PATIENCE) -> None:
         """Wait until a flow run has logged `text`."""
         eventually(
             lambda: any(text in line for line in self.log_of(flow_run)),
             lambda: f"{text!r} in {self.log_of(flow_run)[-30:]}",
+            seconds,
         )
 
     def artifacts(self, flow_run: str) -> dict[str, Any]:

@@ -10,43 +10,33 @@ from pathlib import Path
 
 import pytest
 from commands import PATIENCE, Environment, api, eventually, tiny, write_texts
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from serving import ENGINE, TRAINER, Serving, launcher
 from stopping import Halt, is_pending
-from ui import Prefect
+from ui import Prefect, chromium, new_page
 
 from flows.serving.reconcile import WORKER_MESSAGE
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.run_status import saved_step
 
 pytestmark = pytest.mark.story
-PATIENCE_MS = PATIENCE * 1000
 
 
 # Not session-scoped: Playwright's event loop would interfere with other tests in this process.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium."""
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium",
-            args=["--disable-gpu", "--no-sandbox"],
-            timeout=PATIENCE_MS,
-        )
-        yield chromium
-        chromium.close()
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture
 def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     """A page of a first-time visitor; a final screenshot is kept."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(PATIENCE_MS)
-    expect.set_options(timeout=PATIENCE_MS)
-    opened = context.new_page()
+    opened = new_page(browser, 1280, 900)
     yield opened
     opened.screenshot(path=tmp_path / "end.png")
-    context.close()
+    opened.context.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from commands import WHOLE, eventually
-from playwright.sync_api import Error, Locator, Page, expect
+from commands import PATIENCE, WHOLE, eventually
+from playwright.sync_api import Browser, Error, Locator, Page, expect, sync_playwright
 
 # How long to wait for what a click leads to before clicking again.
 REDRAWN_MS = 10_000
+PATIENCE_MS = PATIENCE * 1000
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Debian's Chromium."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium",
+            args=["--disable-gpu", "--no-sandbox"],
+            timeout=PATIENCE_MS,
+        )
+        yield browser
+        browser.close()
+
+
+def new_page(browser: Browser, width: int, height: int) -> Page:
+    """A page of a first-time visitor, in a context of its own."""
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, locale="en-US", timezone_id="UTC"
+    )
+    context.set_default_timeout(PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
+    return context.new_page()
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ bench: install
 gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(if $(REHEARSE),--rehearse) $(ARGS)
 
-# Not passkey.png, which takes half an hour: docs/recipe.md has its command. The diagrams are SVG.
+# Not passkey.png, which takes a long benchmark: docs/recipe.md has its command. The SVGs are hand-written.
 pictures: PACKAGES := chromium
 pictures: install packages
 	PYTHONPATH=.:tests $(BIN)/python tests/browser/screenshots.py

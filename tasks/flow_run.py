@@ -23,11 +23,13 @@ from infini_model.runtime.holders import Owner
 from tasks.artifacts import harmless
 
 LEVEL = re.compile(r"\bGPU\d+:([A-Z]+) \| ")
-# What the form fills in as Run Name, such as theta12-orionis or beta-lyrae-void: a Greek letter and
-# one or two names.
+# What the forms of Prefect's two UIs fill in as Run Name: theta12-orionis or beta-lyrae-void, a
+# Greek letter and one or two names; Tasty-Zebu, a word of a short list and an animal.
 FORM_NAME = re.compile(
     r"(alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|omicron|pi|rho|"
     r"sigma|tau|upsilon|phi|chi|psi|omega)\d*-[a-z]+(-[a-z]+){0,2}"
+    r"|(Awesome|Rustic|Small|Gorgeous|Fantastic|Sleek|Intelligent|Unbranded|Refined|Licensed|Generic|"
+    r"Practical|Ergonomic|Handcrafted|Tasty|Handmade|Incredible)-[A-Z][a-z ]{0,5}"
 )
 # Of these Prefect's server makes the names that nobody gave, such as bronze-puma.
 LISTS: dict[str, Any] = dict(data.config)

@@ -371,7 +371,9 @@ def test_what_came_out_of_a_training_is_told_in_short(tmp_path: Path) -> None:
     assert outcome(run_dir) == "run debug-1 · 1,200 steps · validation loss 2.729"
 
 
-@pytest.mark.parametrize("name", ["bronze-puma", "theta12-orionis", "beta-canum-venaticorum-void"])
+@pytest.mark.parametrize(
+    "name", ["bronze-puma", "theta12-orionis", "beta-canum-venaticorum-void", "Tasty-Zebu"]
+)
 def test_names_that_nobody_typed_are_known(name: str) -> None:
     assert _is_generated(name)
     assert not _is_generated(f"{name} 2")

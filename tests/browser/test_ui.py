@@ -124,6 +124,8 @@ def test_a_training_from_the_form_is_retried_and_resumed_to_its_report_and_its_p
     prefect.expect_state("Completed")
     state = serving.state(flow_run)
     assert state["name"] == "Completed"
+    # Not by the name that the form filled in.
+    assert serving.read(flow_run)["name"] == "pipeline trained"
     told = rf"validation loss \d\.\d+ · report {re.escape(str(run_dir))}/report\.md"
     assert re.fullmatch(told, state["message"])
     assert [path.name for path in run_dir.parent.glob("trained*")] == ["trained"]

@@ -88,7 +88,7 @@ def _choose(config: Config) -> tuple[str, dict[str, Any], list[str]]:
     source = config.data.source
     files = _files(source)
     size = sum(path.stat().st_size for path in files) if files else UNKNOWN_SIZE
-    text = f"{size / MEGABYTE:,.1f} MB of text" if files else "text of unknown size"
+    text = f"{_in_megabytes(size)} of text" if files else "text of unknown size"
     if choose_gpus(config.launch.gpus):
         preset, change, machine = ON_A_GPU, _large(size), "a GPU"
     else:
@@ -108,6 +108,10 @@ def _files(source: Any) -> list[Path]:
     if not isinstance(source, FilesSource) or any("://" in path for path in source.paths):
         return []
     return [Path(path) for path in list_files(source, Path())]
+
+
+def _in_megabytes(size: int) -> str:
+    return f"{size / MEGABYTE:,.1f} MB" if size >= MEGABYTE // 10 else f"{size / 1000:,.1f} kB"
 
 
 def _small(size: int) -> dict[str, Any]:

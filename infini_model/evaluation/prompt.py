@@ -30,7 +30,10 @@ def _model_dir(checkpoint: Path) -> Path:
     if (checkpoint / CHECKPOINTS).is_dir():
         newest = newest_checkpoint(checkpoint)
         if newest is None:
-            raise CheckpointError(f"{checkpoint / CHECKPOINTS}: no checkpoint found")
+            raise CheckpointError(
+                f"{checkpoint / CHECKPOINTS}: no checkpoint found; "
+                "infini runs lists the runs, --checkpoint names one"
+            )
         return newest / MODEL
     return checkpoint / MODEL if (checkpoint / MODEL).is_dir() else checkpoint
 

@@ -80,6 +80,15 @@ def test_what_a_preset_leaves_to_the_user_is_asked_for_in_one_line(presets: list
     assert template(name).model == model.model_copy(update={"initial_weights": LEFT_OPEN})
 
 
+def test_uptrain_gives_a_memory_to_weights_of_a_run_that_had_none(tmp_path: Path) -> None:
+    plain = tmp_path / "model"
+    plain.mkdir()
+    (plain / "config.json").write_text('{"model_type": "infini_llama", "memory": "none"}')
+    model = configure(["uptrain"], overrides=[f"model.initial_weights={plain}"]).model
+    assert model.memory == "residual"
+    assert "memory" in model.model_fields_set
+
+
 def test_later_presets_lie_over_earlier_ones_and_a_remedy_alone_over_the_default(
     tmp_path: Path,
 ) -> None:

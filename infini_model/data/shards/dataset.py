@@ -160,6 +160,9 @@ def build_dataset(
             )
             datasets.write(manifest, wanted.tokenizer)
         make_newest(datasets, name, previous)
+    if skipped := manifest.corpus.skipped:
+        documents = "1 document is" if skipped == 1 else f"{skipped:,} documents are"
+        log.info("dataset %s: %s left out, as %s", name, documents, _skipped(wanted))
     for split in SPLITS:
         if not manifest.splits[split].documents and getattr(config.splits, split):
             log.warning(
@@ -247,13 +250,18 @@ def _no_documents(
     addresses = [part.file.address for part in listing.ranges]
     first = addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
     skipped = sum(record.skipped for record in records)
+    return f"{first}: no documents left: {skipped} of {skipped} are {_skipped(wanted)}"
+
+
+def _skipped(wanted: RequestedDataset) -> str:
+    """Which documents are skipped."""
     reading = wanted.recipe.reading
     why = "empty" if reading.template is None else "without a prompt or an answer"
     if reading.min_characters:
         why += f" or under data.source.min_characters {reading.min_characters}"
     if reading.errors == "skip":
         why += " or not UTF-8"
-    return f"{first}: no documents left: {skipped} of {skipped} are {why}"
+    return why
 
 
 def _progress_counter(total: int, progress: Progress | None) -> Advance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -220,6 +221,12 @@ def _summary(measured: Measured) -> str:
     layers = {part.layer: found for part, found in measured.gains.items() if part.head is None}
     del layers[None]
     layer, most = max(layers.items(), key=lambda each: _certain_first(each[1]))
+    if not math.isfinite(gain.high - gain.low):
+        return (
+            "Whether the weights gain by their memory cannot be told from so few windows: without "
+            f"it the loss changes by {gain.estimate:z.4f} nats per token. More documents or larger "
+            "`data.splits`, give more."
+        )
     if not effect:
         return (
             "Whether the weights gain by their memory is uncertain: without it the loss changes by "

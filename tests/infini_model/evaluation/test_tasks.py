@@ -4,6 +4,7 @@ Long documents with the memory emptied at their start, carried over, and knocked
 layers and heads knocked out; speed by length.
 """
 
+import math
 import mmap
 from pathlib import Path
 
@@ -205,6 +206,14 @@ def test_the_verdicts_follow_the_interval_as_it_is_shown(interval, begins, of_he
     is_shown = "not used" not in begins
     assert drawn.item() == pytest.approx(interval.estimate if is_shown else 0.0)
     assert (findings.hurts(*interval, "linear") is not None) == ("hurts" in begins)
+
+
+def test_a_single_window_is_too_few_for_a_verdict():
+    interval = Interval(0.05, -math.inf, math.inf)
+    nothing = torch.zeros(1, 1)
+    parts = dict.fromkeys((heads.Part(), heads.Part(0)), interval)
+    said = heads._summary(heads.Measured(1, "residual", nothing, nothing, parts))
+    assert "cannot be told from so few windows: without it the loss changes by 0.0500 nats" in said
 
 
 @pytest.mark.parametrize("memory", ["linear", "residual"])

@@ -14,7 +14,7 @@ from corpora import build, files_config, make_texts, shard_bytes, write_files, w
 from templates import BOS, with_bos
 from tokenizers import Tokenizer as Reference
 
-from infini_model.config import SplitsConfig
+from infini_model.config import DataConfig, FilesSource, SplitsConfig
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
 from infini_model.data.shards import partitions, writing
 from infini_model.data.shards.dataset import build_dataset
@@ -291,6 +291,15 @@ def test_a_split_without_documents_is_told_with_what_gives_it_some(tmp_path, cap
     (empty,) = [each for each in ("train", "validation") if not manifest.splits[each].documents]
     (told,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert told.endswith(f"a larger data.splits.{empty}, give it some")
+
+
+def test_documents_that_are_left_out_are_counted_in_the_log(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for number, content in enumerate([b"caf\xe9", b"", b"text", b"more text"]):
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    source = FilesSource(paths=[str(tmp_path / "*.txt")], errors="skip")
+    build(DataConfig(source=source), tmp_path)
+    assert "2 documents are left out, as empty or not UTF-8" in caplog.text
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train"])

@@ -1,0 +1,155 @@
+"""docs/first-model.md: every command of it is run in an empty folder, and prints what it shows.
+
+A `console` block holds commands, after `$ `, and what they print: `…` stands for any part of a
+line and, alone, for any lines; numbers and keys are those of the reader's own run. A command that
+prints an `error:` at last ends with status 2; at `^C` it is interrupted. `sh` blocks show nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from commands import WHOLE, Environment, eventually
+
+pytestmark = pytest.mark.story
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "first-model.md"
+BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ (.*\n(?:> .*\n)*)", re.MULTILINE)
+# What a reader trains for minutes is trained for some steps. The run `plain` takes over those of
+# the first one, from its config.yaml.
+SHORTER = {
+    "paths='texts/*.txt'\n": "paths='texts/*.txt' training.max_steps=30\n",
+    "training.max_steps=100": "training.max_steps=3 training.warmup_steps=1",
+}
+INTERRUPT = "^C\n"
+
+
+class Step(NamedTuple):
+    """A command, and what the page shows of its output; None where it shows none."""
+
+    command: str
+    shown: str | None
+
+
+def steps() -> Iterator[Step]:
+    """The commands of the page, in order."""
+    for language, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+        if language == "sh":
+            yield Step(text, None)
+            continue
+        _, *parts = COMMAND.split(text)
+        for command, shown in zip(parts[::2], parts[1::2], strict=True):
+            yield Step(command.replace("\n> ", "\n"), shown)
+
+
+def masked(text: str) -> str:
+    """Without numbers and keys, which differ from run to run, and the widths of columns."""
+    text = re.sub(r"\b[0-9a-f]{6,}\b", "#", text)
+    text = re.sub(r"-?\d+(?:[.,:/-]\d+)*(?:e[+-]\d+)?", "#", text)
+    return re.sub(r" {3,}", "  ", text)
+
+
+def pattern(shown: str) -> str:
+    """A regular expression for what the page shows."""
+    lines = [
+        "(?:.*\n)*?" if line == "…" else ".*".join(map(re.escape, line.split("…"))) + "\n"
+        for line in masked(shown).splitlines()
+    ]
+    return "".join(lines)
+
+
+def shortened(command: str) -> str:
+    """The command, with what makes its training shorter."""
+    for words, replacement in SHORTER.items():
+        command = command.replace(words, replacement)
+    return command
+
+
+class Terminal:
+    """Where a stranger types what the page says."""
+
+    def __init__(self, folder: Path, env: Environment) -> None:
+        self.folder = folder
+        self.env = env
+
+    def type(self, step: Step) -> None:
+        """Type a command, and compare what it prints and its status with what is shown."""
+        log = self.folder.parent / "terminal.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                ["bash", "-ec", shortened(step.command)],
+                cwd=self.folder,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        before, interrupt, _ = (step.shown or "").partition(INTERRUPT)
+        try:
+            if interrupt:
+                self._wait_for(before, log, process)
+                os.killpg(process.pid, signal.SIGINT)
+            status = process.wait(WHOLE)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        printed = log.read_text(encoding="utf-8")
+        fails = re.search(r"^error: .*\n\Z", step.shown or "", re.MULTILINE)
+        assert status == (130 if interrupt else 2 if fails else 0), f"{step.command}{printed}"
+        assert "Traceback" not in printed, printed
+        if step.shown is not None:
+            shown = step.shown.replace(INTERRUPT, "")
+            assert re.fullmatch(pattern(shown), masked(printed)), f"{step.command}{printed}"
+
+    def _wait_for(self, shown: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+        def is_printed() -> bool:
+            printed = log.read_text(encoding="utf-8")
+            assert process.poll() is None, printed
+            return re.match(pattern(shown), masked(printed)) is not None
+
+        eventually(is_printed, lambda: f"{shown}in\n{log.read_text(encoding='utf-8')}")
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, session_environment: Environment) -> Terminal:
+    """An empty folder, and the `infini` of this installation on the path."""
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    env = {
+        **session_environment,
+        "HOME": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}:{session_environment['PATH']}",
+    }
+    return Terminal(folder, env)
+
+
+def test_every_command_of_the_page_does_what_it_says(terminal: Terminal) -> None:
+    typed = list(steps())
+    assert len(typed) > 15
+    for step in typed:
+        terminal.type(step)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "matches"),
+    [
+        ("step 4: 0.5 of texts-d7feb0\n", "step 12: -1.5e-04 of texts-40d44e\n", True),
+        ("a         1,000\n", "a  40\n", True),
+        ("a … c\n", "a b c\n", True),
+        ("a … c\n", "a b\nc\n", False),
+        ("a\n…\nc\n", "a\nb\nb\nc\n", True),
+        ("a\nc\n", "a\nb\nc\n", False),
+        ("error: no such run\n", "error: no such runs\n", False),
+    ],
+)
+def test_what_is_shown_is_compared(shown: str, printed: str, *, matches: bool) -> None:
+    assert bool(re.fullmatch(pattern(shown), masked(printed))) is matches

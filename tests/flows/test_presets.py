@@ -18,6 +18,7 @@ from infini_model.config import Config, dump_config, load_config
 from infini_model.config.reading import LEFT_OPEN
 from infini_model.runtime.errors import ConfigError
 
+PRESETS = Path(__file__).resolve().parents[2] / "deployments" / "presets"
 WHOLE = sorted(set(preset_names()) - set(remedy_names()))
 # They begin from weights that the user names.
 PRETRAINED = ("fine-tune", "uptrain")
@@ -78,6 +79,13 @@ def test_what_a_preset_leaves_to_the_user_is_asked_for_in_one_line(presets: list
     model = configure(presets, overrides=[WEIGHTS]).model
     assert model.initial_weights == "team/llama"
     assert template(name).model == model.model_copy(update={"initial_weights": LEFT_OPEN})
+
+
+@pytest.mark.parametrize("preset", WHOLE)
+def test_the_first_line_of_a_preset_says_what_it_costs(preset: str) -> None:
+    first = (PRESETS / f"{preset}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    assert re.search(r"\b(minutes?|hours?|days)\b.*\b(GB|GiB)\b.*\bdisk\b", first)
+    assert re.search(r"\((measured|estimated)\)", first)
 
 
 def test_uptrain_gives_a_memory_to_weights_of_a_run_that_had_none(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.recall import Trial, in_processes, lengths_at, training_config, without_memory
+from benchmarks.recall_training import OPTIMIZATION, SEGMENT, SHAPE, processes, without_memory
 from benchmarks.report import Cell, publish
-from infini_model.config import ModelConfig
+from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.evaluation.retrieval.asking import ask
 from infini_model.evaluation.retrieval.filler import RANDOM, random_sentences
 from infini_model.evaluation.retrieval.haystack import Haystacks, build, draw_key, pass_key
@@ -36,8 +36,8 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.cores import available_cores
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 
-SEGMENT, DIGITS = 32, 5
-LENGTHS = Trial(shortest=2, longest=32)
+DIGITS = 5
+SHORTEST, LONGEST = 2, 32
 # Segments at which it is asked, and those of them at which every cell must reach the target.
 ASKED, JUDGED = (32, 128, 512), (32, 128)
 TARGET = 95.0
@@ -47,7 +47,6 @@ STEPS = 3000
 SEGMENTS_PER_STEP, SEQUENCES = 128, 8
 # Not used in training; every model gets the same questions.
 EXAMINATION = 1 << 20
-WIDTH = 64
 
 PIECE = re.compile(r"\d\d?|\w+|[^\w\s]")
 TEXT = " ".join([*RANDOM, " The pass key is. Remember it. What is the pass key?"])
@@ -101,25 +100,14 @@ def train(seed: int, steps: int, memory: str) -> InfiniLlama:
     """Train a model on the answers only; deterministic."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    model = InfiniLlama(
-        ModelConfig(
-            vocab_size=len(WORDS),
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            segment_length=SEGMENT,
-            memory=memory,
-            # As in benchmarks.recall.
-            initializer_range=WIDTH**-0.5,
-            **({} if memory == "residual" else {"gate_start": 0.0}),
-        )
-    )
-    config = training_config(steps)
+    start = {} if memory == "residual" else {"gate_start": 0.0}
+    model = InfiniLlama(ModelConfig(vocab_size=len(WORDS), memory=memory, **start, **SHAPE))
+    config = TrainingConfig(max_steps=steps, **OPTIMIZATION)
     optimizer = make_optimizer(model, config)
     for step in range(1, steps + 1):
         # The second half has sequences of all lengths: they teach to keep fillers out.
-        segments = int(rng.choice(lengths_at(LENGTHS, min(2 * step, steps), steps)))
+        growth = (LONGEST / SHORTEST) ** min(2 * step / steps, 1.0)
+        segments = int(rng.integers(SHORTEST, round(SHORTEST * growth) + 1))
         rows = max(SEQUENCES, SEGMENTS_PER_STEP // segments)
         # The ends, 0 and 100%, are as frequent as any step of 5%.
         haystacks = draw(rng, segments, rng.uniform(-5, 105, rows).clip(0, 100).tolist())
@@ -195,8 +183,10 @@ def main() -> None:
     """Run the trainings and print the results."""
     options = parse()
     torch.set_num_threads(1)  # as in the trainings, so that the reported setting is theirs
-    jobs = {seed: (seed, options.steps, options.memory, options.trials) for seed in options.seeds}
-    outcomes = in_processes(run, jobs, options.processes)
+    shared = (options.steps, options.memory, options.trials)
+    with processes(options.processes) as pool:
+        running = {seed: pool.submit(run, seed, *shared) for seed in options.seeds}
+        outcomes = {seed: future.result() for seed, future in running.items()}
     rows = tabulate(outcomes)
     grid = by_depth(outcomes)
     if options.heat_map is not None:
@@ -206,7 +196,7 @@ def main() -> None:
             DEPTHS,
             options.heat_map,
             title="Pass keys found",
-            trained=sum(segments <= LENGTHS.longest for segments in ASKED),
+            trained=sum(segments <= LONGEST for segments in ASKED),
         )
     rows += [
         dict.fromkeys(rows[0], None)
@@ -219,7 +209,7 @@ def main() -> None:
     ]
     heading = (
         f"Pass keys of {DIGITS} digits found, in percent: segments of {SEGMENT} tokens, trained on "
-        f"at most {LENGTHS.longest} segments in {options.steps} steps, memory {options.memory}, "
+        f"at most {LONGEST} segments in {options.steps} steps, memory {options.memory}, "
         f"{options.trials} answers per depth and seed; the depths are means over the seeds"
     )
     publish("passkey", heading, rows, {})

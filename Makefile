@@ -23,7 +23,7 @@ help:
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
 	@echo "make bench    run the benchmarks, or some of them: make bench BENCHMARKS=loader"
 	@echo "make gpu      test and measure on this machine's GPU, with its own Python; REHEARSE=1 needs none"
-	@echo "make pictures draw the pictures of docs/images anew, by a training that is killed and retried"
+	@echo "make pictures redraw the pictures of docs/images, by a training that is killed and retried"
 	@echo "make install  make $(VENV) from requirements.lock (the others do it by themselves)"
 	@echo "make clean    remove $(VENV) and caches; outputs/ stays"
 	@echo "Options go into ARGS: make run ARGS='--preset debug training.max_steps=20'"
@@ -78,7 +78,7 @@ bench: install
 gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(if $(REHEARSE),--rehearse) $(ARGS)
 
-# Not passkey.png, which takes a long benchmark: docs/recipe.md has its command. The SVGs are hand-written.
+# Not passkey.png, which takes a long benchmark: docs/memory.md has its command. The SVGs are hand-written.
 pictures: PACKAGES := chromium
 pictures: install packages
 	PYTHONPATH=.:tests $(BIN)/python tests/browser/screenshots.py

@@ -2,7 +2,8 @@
 
 A `console` block holds commands, after `$ `, and what they print: `…` stands for any part of a
 line and, alone, for any lines; numbers and keys are those of the reader's own run. A command that
-prints an `error:` at last ends with status 2; at `^C` it is interrupted. `sh` blocks show nothing.
+prints an `error:` at last ends with status 2; at `^C` it is interrupted, while its training halts
+at the step shown. `sh` blocks show nothing.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from commands import WHOLE, Environment, eventually
+from commands import PATIENCE, WHOLE, Environment, eventually
+from stopping import Halt, is_pending
 
 pytestmark = pytest.mark.story
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "first-model.md"
 BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*\n(?:> .*\n)*)", re.MULTILINE)
 # What a reader trains for minutes is trained for some steps. The run `plain` takes over those of
-# the first one, from its config.yaml.
+# the first one, from its config.yaml, and the time for which it may halt.
 SHORTER = {
-    "paths='texts/*.txt'\n": "paths='texts/*.txt' training.max_steps=30\n",
+    "paths='texts/*.txt'\n": "paths='texts/*.txt' training.max_steps=30 "
+    f"launch.hang_timeout_seconds={PATIENCE}\n",
     "training.max_steps=100": "training.max_steps=3 training.warmup_steps=1",
 }
-INTERRUPT = "^C\n"
+INTERRUPT, INTERRUPTED_AT = "^C\n", 10
 
 
 class Step(NamedTuple):
@@ -79,25 +82,25 @@ class Terminal:
     def __init__(self, folder: Path, env: Environment) -> None:
         self.folder = folder
         self.env = env
+        self.halt = Halt(folder.parent / "halt", INTERRUPTED_AT)
 
     def type(self, step: Step) -> None:
         """Type a command, and compare what it prints and its status with what is shown."""
         log = self.folder.parent / "terminal.log"
+        before, interrupt, _ = (step.shown or "").partition(INTERRUPT)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 ["bash", "-ec", shortened(step.command)],
                 cwd=self.folder,
-                env=self.env,
+                env=self.env | (self.halt.environment if interrupt else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        before, interrupt, _ = (step.shown or "").partition(INTERRUPT)
         try:
             if interrupt:
-                self._wait_for(before, log, process)
-                os.killpg(process.pid, signal.SIGINT)
+                self._interrupt(before, log, process)
             status = process.wait(WHOLE)
         finally:
             if process.poll() is None:
@@ -110,13 +113,17 @@ class Terminal:
             shown = step.shown.replace(INTERRUPT, "")
             assert re.fullmatch(pattern(shown), masked(printed)), f"{step.command}{printed}"
 
-    def _wait_for(self, shown: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    def _interrupt(self, shown: str, log: Path, process: subprocess.Popen[bytes]) -> None:
         def is_printed() -> bool:
             printed = log.read_text(encoding="utf-8")
             assert process.poll() is None, printed
             return re.match(pattern(shown), masked(printed)) is not None
 
         eventually(is_printed, lambda: f"{shown}in\n{log.read_text(encoding='utf-8')}")
+        (trainer,) = self.halt.wait()
+        os.killpg(process.pid, signal.SIGINT)
+        eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
+        self.halt.resume()
 
 
 @pytest.fixture

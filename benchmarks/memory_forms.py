@@ -66,7 +66,7 @@ def window(tokens: int | None, own: int = 32) -> Form:
         streams: int = 1,  # noqa: ARG001
     ) -> tuple[Tensor, LayerState]:
         q, k, v = self.project(x)
-        whole = _rope(x.size(1), self.head_dim, self.config.rope_theta)
+        whole = _rope(x.size(1), self.head_dim, self.config.rope_theta, x.device)
         out = window_attention(
             rotate(q, whole), rotate(k, whole), v, tokens, self.config.segment_length, reset
         )
@@ -78,8 +78,9 @@ def window(tokens: int | None, own: int = 32) -> Form:
 
 
 @functools.cache
-def _rope(tokens: int, width: int, theta: float) -> Rope:
-    return rope_tables(tokens, width, theta)
+def _rope(tokens: int, width: int, theta: float, device: torch.device) -> Rope:
+    cos, sin = rope_tables(tokens, width, theta)
+    return cos.to(device), sin.to(device)
 
 
 def window_attention(
@@ -98,7 +99,8 @@ def window_attention(
         reset: As in `infini_attention`.
     """
     rows, count = len(q), q.size(2) // length
-    numbers = torch.arange(count)
+    arange = functools.partial(torch.arange, device=q.device)
+    numbers = arange(count)
     begins = (numbers == 0).expand(rows, count) if reset is None else reset | (numbers == 0)
     documents = begins.cumsum(1)
     if tokens is None:
@@ -113,17 +115,17 @@ def window_attention(
     def met(x: Tensor) -> Tensor:
         """The keys or values that each segment meets, [B · segments, H_kv, K, D]."""
         near = functional.pad(x, (0, 0, back * length, 0)).unfold(2, (back + 1) * length, length)
-        places = (starts[..., None] + torch.arange(SINKS)).flatten(1)[:, None, :, None]
+        places = (starts[..., None] + arange(SINKS)).flatten(1)[:, None, :, None]
         sinks = x.gather(2, places.expand(-1, x.size(1), -1, x.size(3)))
         sinks = sinks.unflatten(2, (count, SINKS))
         return torch.cat((near.transpose(3, 4), sinks), 3).transpose(1, 2).flatten(0, 1)
 
-    ages = torch.arange(length)[:, None] + back * length - torch.arange((back + 1) * length)
+    ages = arange(length)[:, None] + back * length - arange((back + 1) * length)
     of_keys = functional.pad(documents, (back, 0)).unfold(1, back + 1, 1)
     is_own = (of_keys == documents[..., None]).repeat_interleave(length, 2)[:, :, None]
     is_near = is_own & (ages >= 0) & (ages < reach)
-    sink_ages = torch.arange(count * length).view(count, length, 1) - (
-        starts[..., None, None] + torch.arange(SINKS)
+    sink_ages = arange(count * length).view(count, length, 1) - (
+        starts[..., None, None] + arange(SINKS)
     )
     mask = torch.cat((is_near, sink_ages >= reach), 3).flatten(0, 1)[:, None]
     queries = q.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1)

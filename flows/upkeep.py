@@ -10,10 +10,7 @@ from typing import NamedTuple
 
 import typer
 
-from infini_model.cleaning.clean import clean as remove_unneeded
-from infini_model.cleaning.clean import find_unneeded
-from infini_model.cleaning.removal import Amount, measure
-from infini_model.cleaning.unneeded import Kind, Scope
+from infini_model.cleaning import Scope, find_garbage, remove_garbage, usage
 from infini_model.config import Config
 from infini_model.config.places import is_url
 from infini_model.data.keeping.named import dataset_folder
@@ -120,42 +117,29 @@ def clean(config: Config, keep: int, *, dry_run: bool) -> None:
     """
     run = config.run
     scope = Scope(run.output_dir.resolve(), run.datasets_dir.resolve(), keep)
-    found = find_unneeded(scope)
+    found = find_garbage(scope)
     if run.datasets_store is not None:
         typer.echo(f"note: only the copies on this machine are cleaned, not {run.datasets_store}")
     if not found.items:
         _say(found.notes)
         typer.echo(f"{scope.output_dir}: nothing to remove")
         return
-    _print_table(measure(found.items))
     for kind, path in found.items:
-        if kind in (Kind.DATASET, Kind.CHECKPOINT):
+        if kind in ("dataset", "checkpoint"):
             typer.echo(path)
+    counts = ", ".join(counted(count, kind) for kind, count in found.counts.items())
+    typer.echo(f"To remove: {counts}: {in_units(usage(path for _, path in found.items))}")
     if dry_run:
         _say(found.notes)
         typer.echo("Nothing was removed (--dry-run)")
         return
-    cleaned = remove_unneeded(scope, found)
-    _say([*cleaned.notes, *cleaned.failures])
-    typer.echo(f"Freed {in_units(cleaned.bytes)}")
-    if cleaned.failures:
-        raise UserError(f"{counted(len(cleaned.failures), 'file')} or folders could not be removed")
+    removed = remove_garbage(scope, found)
+    _say([*removed.notes, *removed.failures])
+    typer.echo(f"Freed {in_units(removed.bytes)}")
+    if removed.failures:
+        raise UserError(f"{counted(len(removed.failures), 'file')} or folders could not be removed")
 
 
 def _say(lines: list[str]) -> None:
     for line in lines:
         typer.echo(line, err=True)
-
-
-def _print_table(amounts: dict[Kind, Amount]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_footer=True)
-    size = in_units(sum(amount.bytes for amount in amounts.values()))
-    table.add_column("To remove", footer="in all")
-    table.add_column("Count", justify="right")
-    table.add_column("Size", footer=size, justify="right")
-    for kind, amount in amounts.items():
-        table.add_row(f"{kind}s", f"{amount.count:,}", in_units(amount.bytes))
-    Console().print(table)

@@ -85,18 +85,17 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.cleaning.clean import clean, find_unneeded
-    from infini_model.cleaning.unneeded import Scope
+    from infini_model.cleaning import Scope, find_garbage, remove_garbage
 
     run, keep = config.run, config.data.keep
     if keep is None:
         raise UserError("data.keep: is null, so nothing is to be removed")
     scope = Scope(run.output_dir.resolve(), run.datasets_dir.resolve(), keep, config.data.name)
-    cleaned = clean(scope, find_unneeded(scope))
+    removed = remove_garbage(scope, find_garbage(scope))
     return {
-        "bytes": cleaned.bytes,
-        "counts": dict(cleaned.counts),
-        "problems": [*cleaned.notes, *cleaned.failures],
+        "bytes": removed.bytes,
+        "counts": removed.counts,
+        "problems": [*removed.notes, *removed.failures],
     }
 
 

@@ -1,0 +1,474 @@
+"""Find what nothing in an output folder refers to any more, and remove it.
+
+Every folder that is cleaned is a `Place`: what it holds, by name, and which names are referred to.
+Runs and the last datasets of each name refer to datasets; these, and builds that are under way or
+were noted within a week, to partitions, tokenizers, listings and downloads.
+
+What goes is renamed to a temporary name in moments, under the locks of those who might begin to use
+it, and only then deleted. So nobody ever sees half a dataset, and builds, downloads and other
+cleanings at the same time do no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import stat
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infini_model.data.builds import build_file, build_lock, read_builds, removals
+from infini_model.data.keeping.holds import cache_lock, held_partitions
+from infini_model.data.manifest import read_record
+from infini_model.data.sources.download import raw_files_lock
+from infini_model.data.tokenizers.load import load_saved
+from infini_model.data.tokenizers.shelf import PinnedTokenizer
+from infini_model.runtime import storage
+from infini_model.runtime.errors import CheckpointError, DataError, UserError
+from infini_model.runtime.remembered import KEEP_SECONDS
+from infini_model.runtime.runs import LOCK, dataset_of, is_finished, is_started, noted_runs
+from infini_model.runtime.storage import MANIFEST, TEMPORARY, is_locked
+from infini_model.training.checkpoints.folders import (
+    checkpoints_dir,
+    listed,
+    superseded,
+    verify_checkpoint,
+)
+
+# A training may be about to start on a dataset that was used this recently.
+RECENT_SECONDS = 3600.0
+# Others may be about to refer to what is younger, but for what a dataset had that is removed.
+DAY_SECONDS = 86_400.0
+# What an interrupted build or download has finished is kept for this long, to go on from there.
+UNFINISHED_SECONDS = 7 * DAY_SECONDS
+# NAME-KEY; any other folder is not ours.
+DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{16}")
+BLOCK_BYTES = 512
+
+
+class Item(NamedTuple):
+    """A file or a folder that can be removed; `kind` is a noun in the singular."""
+
+    kind: str
+    path: Path
+
+
+@dataclass
+class Garbage:
+    """What can be removed, or was.
+
+    Attributes:
+        items: Files and folders.
+        notes: One line for each thing that had to be left alone.
+        bytes: What the removed took on the disk.
+        failures: One line for each thing that could not be removed.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many things there are of each kind."""
+        return dict(Counter(kind for kind, _ in self.items))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where to look, and what to keep.
+
+    Attributes:
+        output_dir: Folder of the downloads and the runs.
+        datasets_dir: Folder of the datasets.
+        keep: Datasets of each name to keep, those used last, besides those that are referred to.
+        only: Remove only datasets of this name, no checkpoints and no pictures; None is everything.
+        now: Seconds since the epoch, by which ages are judged.
+    """
+
+    output_dir: Path
+    datasets_dir: Path
+    keep: int = 2
+    only: str | None = None
+    now: float = field(default_factory=time.time)
+
+    def is_older(self, path: Path, seconds: float) -> bool:
+        """Whether all of a file or folder was written longer ago; False if it is gone."""
+        try:
+            return all(self.now - each.lstat().st_mtime > seconds for each in _tree(path))
+        except FileNotFoundError:
+            return False
+
+
+class Place(NamedTuple):
+    """A folder of which each file or folder is referred to by its name.
+
+    Attributes:
+        kind: What it holds.
+        folder: Its path.
+        referred: Names that are referred to.
+        freed: Names that were referred to only by what is removed too. They go whatever their age.
+        age: Seconds after which others go that nobody refers to.
+    """
+
+    kind: str
+    folder: Path
+    referred: Collection[str]
+    freed: Collection[str] = ()
+    age: float = DAY_SECONDS
+
+    def unreferenced(self, scope: Scope) -> Iterator[Path]:
+        """What can be removed of it: nobody refers to it, and nobody has locked it."""
+        for path in visible(self.folder):
+            name = path.name
+            if name in self.referred or is_locked(self.folder / ".locks" / name):
+                continue
+            is_old = name in self.freed or scope.is_older(path, self.age)
+            if is_old and not (self.kind == "lock" and is_locked(path)):
+                yield path
+
+    def leftovers(self, scope: Scope) -> Iterator[Path]:
+        """Temporary names whose writers are dead: their lock is free, or they are a day old."""
+        for path in sorted(self.folder.glob(f"{TEMPORARY}*")):
+            lock = self.folder / ".locks" / path.name.removeprefix(TEMPORARY).rpartition("-")[0]
+            if not is_locked(lock) and (lock.is_file() or scope.is_older(path, DAY_SECONDS)):
+                yield path
+
+
+def find_garbage(scope: Scope) -> Garbage:
+    """All that a cleaning would remove. Changes nothing."""
+    found = _find_data(scope)
+    for run_dir in _run_folders(scope.output_dir) if scope.only is None else ():
+        if not any(map(is_locked, _run_locks(run_dir))):
+            checkpoints = _find_checkpoints(run_dir)
+            found.items += checkpoints.items
+            found.notes += checkpoints.notes
+    return found
+
+
+def remove_garbage(scope: Scope, found: Garbage) -> Garbage:
+    """Remove what was found, unless somebody has come to need it since.
+
+    Raises `UserError` if a lock cannot be taken because its folder cannot be written.
+    """
+    removed = Garbage(notes=list(found.notes))
+    if scope.datasets_dir.is_dir() and found.items:
+        _retire_data(scope, {*found.items}, removed)
+    _retire_checkpoints(scope, {*found.items}, removed)
+    removed.bytes = usage(path for _, path in removed.items)
+
+    def fail(_: Any, path: str, error: Any) -> None:
+        # Another cleaning may delete the same leftover.
+        if not isinstance(error[1], FileNotFoundError):
+            removed.failures.append(_cannot_be_removed(path, error[1]))
+
+    for _, path in removed.items:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, onerror=fail)
+        else:
+            path.unlink(missing_ok=True)
+    return removed
+
+
+def usage(paths: Iterable[Path]) -> int:
+    """Bytes that removing all of these frees, as `du` counts them.
+
+    Datasets share their shards with the partitions by hard links: a file counts if all its links
+    are among them.
+    """
+    size, links = 0, Counter[tuple[int, int]]()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            for each in _tree(path):
+                entry = each.lstat()
+                links[entry.st_dev, entry.st_ino] += 1
+                is_last = links[entry.st_dev, entry.st_ino] == entry.st_nlink
+                if is_last or stat.S_ISDIR(entry.st_mode):
+                    size += entry.st_blocks * BLOCK_BYTES
+    return size
+
+
+def visible(folder: Path) -> list[Path]:
+    """What a folder holds, sorted, without names that begin with a dot; empty if there is none."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _tree(path: Path) -> Iterator[Path]:
+    yield path
+    if path.is_dir() and not path.is_symlink():
+        yield from path.rglob("*")
+
+
+def _find_data(scope: Scope) -> Garbage:
+    found = Garbage()
+    if not scope.datasets_dir.is_dir():
+        return found
+    try:
+        places = list(_places(scope))
+    except DataError as error:
+        found.notes.append(f"{error}; no data is removed, since it may refer to any of it")
+        return found
+    for place in places:
+        found.items += [Item("leftover", path) for path in place.leftovers(scope)]
+        found.items += [Item(place.kind, path) for path in place.unreferenced(scope)]
+    return found
+
+
+def _places(scope: Scope) -> Iterator[Place]:
+    """All places but those of checkpoints.
+
+    The datasets come last, for what they refer to is found through them: after a kill, the next
+    cleaning goes on where this one was.
+
+    Raises `DataError` if something that may refer to others cannot be read.
+    """
+    root = scope.datasets_dir
+    datasets = _read_datasets(root)
+    gone = _superseded(datasets, scope)
+    kept = [dataset for dataset in datasets if dataset not in gone]
+    builds = dict(read_builds(root))
+    live = {
+        folder: build
+        for folder, build in builds.items()
+        if folder not in {dataset.folder for dataset in gone}
+        and (
+            folder.exists()
+            or is_locked(build_lock(folder))
+            or not scope.is_older(build_file(folder), UNFINISHED_SECONDS)
+        )
+    }
+    ended = {folder: build for folder, build in builds.items() if folder not in live}
+
+    needed = {key for dataset in kept for key in dataset.partitions}
+    needed |= {key for build in live.values() for key in build.partitions}
+    freed = {key for dataset in gone for key in dataset.partitions}
+    copies = root / ".staged"
+    yield Place("partition", root / ".partitions", needed, freed)
+    yield Place("partition", copies, needed | held_partitions(copies), freed)
+    tokenizers = root / ".tokenizers"
+    used = _used_tokenizers(tokenizers, kept)
+    yield Place("tokenizer", tokenizers, used, age=UNFINISHED_SECONDS)
+
+    listings = Place(
+        "record",
+        root / ".listings",
+        {"hub", *(build.listing for build in live.values())},
+        {build.listing for build in ended.values()},
+        UNFINISHED_SECONDS,
+    )
+    going = {*listings.unreferenced(scope)}
+    # Another folder of datasets may have been made from the same downloads.
+    places = {listings.folder, scope.output_dir / "datasets" / ".listings"}
+    staying = {path for place in places for path in place.glob("*.json")} - going
+    raw = scope.output_dir / "raw"
+    yield Place("download", raw, _named_by(staying), _named_by(going), UNFINISHED_SECONDS)
+    yield listings
+    # The files of a hub dataset, by commit: a list that is missing is asked for again.
+    yield Place("record", listings.folder / "hub", (), age=UNFINISHED_SECONDS)
+
+    is_live = [f"{folder.name}.json" for folder in live]
+    yield Place("record", root / ".builds", is_live, [f"{folder.name}.json" for folder in ended])
+    # Where the folder of all runs is missing too, a disk may only be out of sight.
+    runs = [run for run in noted_runs(root) if not (run.is_gone and run.run_dir.parent.is_dir())]
+    yield Place("record", root / ".runs", {run.file.name for run in runs})
+    # A machine that needs its facts writes them once a week.
+    facts = root / ".remembered"
+    yield Place("record", facts, {path.name for path in facts.glob("*.lock")}, age=KEEP_SECONDS)
+    if scope.only is None:
+        drawn = ("runs/*/plots/*.png", "comparisons/*/*.png")
+        plots = (path for pattern in drawn for path in scope.output_dir.glob(pattern))
+        shown = {f"{storage.sha256(path)}.png" for path in plots}
+        for pictures in sorted(scope.output_dir.glob("prefect*/pictures")):
+            yield Place("picture", pictures, shown)
+    for folder in (root, root / ".partitions"):
+        names = {path.name for path in visible(folder)}
+        yield Place("lock", folder / ".locks", names | {f"{name}.pull" for name in names})
+    superseded_names = {dataset.folder.name for dataset in gone}
+    others = {path.name for path in visible(root)} - superseded_names
+    yield Place("dataset", root, others, superseded_names)
+
+
+class _Dataset(NamedTuple):
+    """A finished dataset; `used` is when it was made or last asked for."""
+
+    folder: Path
+    partitions: frozenset[str]
+    tokenizer: str | None
+    used: float
+
+
+def _read_datasets(datasets_dir: Path) -> list[_Dataset]:
+    """The datasets, those used last first. Raises `DataError` if a manifest is damaged."""
+    found = []
+    for folder in visible(datasets_dir):
+        manifest = folder / MANIFEST
+        if folder.is_symlink() or not DATASET_NAME.fullmatch(folder.name):
+            continue
+        if not manifest.is_file():
+            continue
+        try:
+            tree = json.loads(manifest.read_bytes())
+            keys, tokenizer = frozenset(tree["partitions"]), tree["tokenizer"].get("fingerprint")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{manifest}: is damaged") from error
+        times = [path.stat().st_mtime for path in (manifest, build_file(folder)) if path.exists()]
+        found.append(_Dataset(folder, keys, tokenizer, max(times)))
+    return sorted(found, key=lambda dataset: (dataset.used, dataset.folder), reverse=True)
+
+
+def _superseded(datasets: Iterable[_Dataset], scope: Scope) -> list[_Dataset]:
+    """Those that nothing refers to, not recent, and not among the newest of their name."""
+    referred = _referred_by_runs(scope) | {(scope.datasets_dir / "latest").resolve().name}
+    newer, found = Counter[str](), []
+    for dataset in datasets:
+        name = dataset.folder.name.rpartition("-")[0]
+        newer[name] += 1
+        if (
+            newer[name] > scope.keep
+            and dataset.folder.name not in referred
+            and scope.now - dataset.used > RECENT_SECONDS
+            and scope.only in (None, name)
+            and not is_locked(build_lock(dataset.folder))
+        ):
+            found.append(dataset)
+    return found
+
+
+def _referred_by_runs(scope: Scope) -> set[str]:
+    """The names of the dataset folders that runs refer to, also runs of other output folders.
+
+    A name ends in the dataset's key, so that it is enough to know a dataset by, even if the output
+    folder was moved since. Raises `DataError` if a run cannot be read.
+    """
+    noted = [run for run in noted_runs(scope.datasets_dir) if not run.is_gone]
+    places = {scope.output_dir, scope.datasets_dir.parent}
+    folders = [path for place in places for path in _run_folders(place)]
+    started = filter(is_started, [*folders, *(run.run_dir for run in noted)])
+    return {run.dataset for run in noted} | {dataset_of(run_dir).name for run_dir in started}
+
+
+def _used_tokenizers(folder: Path, datasets: Iterable[_Dataset]) -> set[str]:
+    """The pins, what they pin, and what the datasets were made with. Raises `DataError`."""
+    names = {path.name for path in visible(folder)}
+    pins = {name for name in names if name.endswith(".json")}
+    pinned = {read_record(folder / name, PinnedTokenizer).key for name in pins}
+    used = {dataset.tokenizer for dataset in datasets}
+
+    def fingerprint(name: str) -> str | None:
+        with contextlib.suppress(UserError):
+            return load_saved(folder / name, "train").fingerprint
+        return None
+
+    return {*pins, *pinned, *(n for n in names - pins - pinned if fingerprint(n) in used)}
+
+
+def _named_by(listings: Iterable[Path]) -> set[str]:
+    """All names in the paths of the listed files, among them those of the download folders.
+
+    Such a name is the key of what was downloaded. Raises `DataError` for a damaged listing.
+    """
+    names: set[str] = set()
+    for path in listings:
+        try:
+            ranges = json.loads(path.read_bytes())["ranges"]
+            names.update(part for each in ranges for part in Path(each["file"]["address"]).parts)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{path}: is damaged") from error
+    return names
+
+
+def _run_folders(output_dir: Path) -> list[Path]:
+    """The folders of all runs; `latest` is a link to one of them."""
+    return [
+        each for each in visible(output_dir / "runs") if each.is_dir() and not each.is_symlink()
+    ]
+
+
+def _run_locks(run_dir: Path) -> tuple[Path, Path]:
+    """The locks of whoever works in a run folder, or writes its checkpoints."""
+    return run_dir / LOCK, checkpoints_dir(run_dir) / ".lock"
+
+
+def _find_checkpoints(run_dir: Path) -> Garbage:
+    """The checkpoints of a finished run but the newest and the one with the lowest loss."""
+    found, folder = Garbage(), checkpoints_dir(run_dir)
+    if not is_finished(run_dir):
+        return found
+    found.items += [Item("leftover", path) for path in sorted(folder.glob(f"{TEMPORARY}*"))]
+    old = [*superseded(run_dir, keep=1), *sorted(folder.glob("damaged-step-*"))]
+    if old:
+        try:
+            for _, newest in listed(run_dir)[:1]:
+                verify_checkpoint(newest)
+            found.items += [Item("checkpoint", path) for path in old]
+        except CheckpointError as error:
+            found.notes.append(f"{error}; the checkpoints before it are kept")
+    return found
+
+
+def _retire_data(scope: Scope, wanted: Collection[Item], removed: Garbage) -> None:
+    """Take what nobody needs out of everybody's sight, under the locks of those who make it."""
+    raw, copies = scope.output_dir / "raw", scope.datasets_dir / ".staged"
+    with contextlib.ExitStack() as held:
+        held.enter_context(removals(scope.datasets_dir))
+        busy = [
+            folder
+            for folder, path in (
+                (raw, raw_files_lock(scope.output_dir)),
+                (copies, cache_lock(copies)),
+            )
+            if folder.is_dir() and not held.enter_context(storage.lock(path, wait=False))
+        ]
+        removed.notes += [f"{folder}: is in use; nothing there is removed" for folder in busy]
+        for item in _find_data(scope).items:
+            if item in wanted and item.path.parent not in busy:
+                _retire(item, removed)
+
+
+def _retire_checkpoints(scope: Scope, wanted: Collection[Item], removed: Garbage) -> None:
+    """The same for old checkpoints, while nobody works in their run."""
+    for run_dir in _run_folders(scope.output_dir):
+        items = sorted(item for item in wanted if item.path.parent == checkpoints_dir(run_dir))
+        if not items:
+            continue
+        try:
+            with contextlib.ExitStack() as held:
+                locks = [storage.lock(path, wait=False) for path in _run_locks(run_dir)]
+                if all(map(held.enter_context, locks)) and is_finished(run_dir):
+                    for item in items:
+                        _retire(item, removed)
+        except UserError as error:
+            removed.failures.append(str(error))
+
+
+def _retire(item: Item, removed: Garbage) -> None:
+    """Give what is to be deleted a temporary name, unless it has one; a lock if it is free."""
+    path = item.path
+    is_lock = item.kind == "lock"
+    try:
+        with storage.lock(path, wait=False) if is_lock else contextlib.nullcontext(True) as is_free:
+            if not is_free:
+                return
+            if not path.name.startswith(TEMPORARY):
+                path = storage.retire(path)
+            removed.items.append(Item(item.kind, path))
+    except FileNotFoundError:
+        return
+    except UserError as error:
+        removed.failures.append(str(error))
+    except OSError as error:
+        removed.failures.append(_cannot_be_removed(path, error))
+
+
+def _cannot_be_removed(path: Path | str, error: OSError) -> str:
+    return f"{path}: cannot be removed: {error.strerror}"

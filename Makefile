@@ -82,7 +82,7 @@ gpu:
 pictures: PACKAGES := chromium
 pictures: install packages
 	PYTHONPATH=.:tests $(BIN)/python tests/browser/screenshots.py
-	$(BIN)/python -m benchmarks.memory_gain --show --plot docs/images/memory.png
+	$(BIN)/python -m benchmarks.memory_gain --show --times 4 --plot docs/images/memory.png
 
 # Write requirements.lock anew from an environment that satisfies the requirements files.
 lock:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from infini_model.runtime.cores import available_cores
+from infini_model.runtime.machine import available_cores
 
 Trial = TypeVar("Trial", bound=NamedTuple)
 

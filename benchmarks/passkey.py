@@ -33,7 +33,7 @@ from infini_model.evaluation.retrieval.filler import RANDOM, random_sentences
 from infini_model.evaluation.retrieval.haystack import Haystacks, build, draw_key, pass_key
 from infini_model.evaluation.retrieval.heat_map import plot_heat_map
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.cores import available_cores
+from infini_model.runtime.machine import available_cores
 from infini_model.training.optimizer import make_optimizer, set_learning_rate
 
 DIGITS = 5

@@ -43,7 +43,7 @@ from benchmarks.recall_training import (
 from benchmarks.report import Cell, publish
 from infini_model.evaluation.retrieval.associations import Questions, Shape, draw
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.cores import available_cores
+from infini_model.runtime.machine import available_cores
 from infini_model.runtime.storage import content_key
 
 PAIRS = 8

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from infini_model.runtime.cores import available_cores
+from infini_model.runtime.machine import available_cores
 
 PACKAGES = (
     *("torch", "triton", "flash-attn-4", "flash-attn", "numpy", "pyarrow", "pydantic"),

@@ -50,7 +50,7 @@ from benchmarks.report import (
 from infini_model.data.manifest import SPLITS
 from infini_model.data.shards.stream import open_split
 from infini_model.data.tokenizers.bpe import END_OF_TEXT, LLAMA3_PATTERN, train_tokenizer
-from infini_model.runtime.cores import available_cores
+from infini_model.runtime.machine import available_cores
 
 OURS, USUAL, DATATROVE, COMPOSITE = "infini", "datasets.map", "datatrove", "composite"
 GIGATOKEN, TIKTOKEN = "gigatoken", "tiktoken"

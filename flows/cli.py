@@ -115,7 +115,7 @@ def compare(config: Config) -> None:
     if config.comparison.sweep:
         _run_flow("compare", config)
         return
-    from flows.comparing import compare_existing
+    from flows.print_comparison import compare_existing
 
     compare_existing(config, named)
 

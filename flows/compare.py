@@ -10,12 +10,12 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.comparing import comparisons_dir, show
 from flows.elsewhere import check_elsewhere, make_dataset
 from flows.form import form, settings
 from flows.manage import named_runs
 from flows.parameters import parameters_of
 from flows.pipeline import complete_run
+from flows.print_comparison import comparisons_dir, show
 from flows.sweep import runs_of
 from flows.train import outcome, prepare_weights
 from infini_model.config import Config
@@ -25,7 +25,7 @@ from infini_model.runtime.errors import StageError
 from infini_model.runtime.runs import is_finished, read_run_config
 from infini_model.runtime.storage import content_key
 from tasks.compare import compare_runs
-from tasks.failures import concluded
+from tasks.failures import report_failure
 from tasks.flow_run import FLOW, name_flow_run
 
 
@@ -39,7 +39,7 @@ class Swept(NamedTuple):
 
 @form
 @flow(name="compare", **FLOW)
-@concluded
+@report_failure
 @settings
 def compare(config: Config) -> State[dict[str, Any]]:
     """Run a sweep, if one is given, then compare its runs and those that are named.
@@ -80,7 +80,7 @@ def _run_sweep(config: Config) -> Iterator[Swept]:
         ready = _with_dataset(run, datasets)
         name = str(ready.run.name)
         log.info("Run %d of %d: %s", number, len(runs), name)
-        # Prefect gives a finished part its first name again when the whole is retried.
+        # Prefect gives a finished subflow its first name again when its parent is retried.
         named = swept_run.with_options(flow_run_name=f"{swept_run.name} {name}")
         state = named(**parameters_of(ready, swept_run), return_state=True)
         if state.is_completed():
@@ -113,7 +113,7 @@ def _with_dataset(config: Config, datasets: dict[str, dict[str, Any]]) -> Config
 
 
 @flow(name="swept-run", **FLOW)
-@concluded
+@report_failure
 @settings
 def swept_run(config: Config) -> State[dict[str, str]]:
     """One run of a sweep, as by `pipeline`; a finished one with this evaluation is reused.

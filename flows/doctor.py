@@ -18,10 +18,13 @@ from flows.serving.access import Access, stored_access
 from flows.serving.connection import configured_auth, configured_url, served_url, status_of
 from flows.serving.services import HOST, prefect_dir
 from infini_model.config import Config
-from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DeviceError, UserError
-from infini_model.runtime.main_memory import available_memory
-from infini_model.runtime.toolchain import c_compiler, lacking_on_gpu
+from infini_model.runtime.machine import (
+    available_cores,
+    available_memory,
+    c_compiler,
+    lacking_on_gpu,
+)
 from infini_model.training.launch.devices import find_driver, list_gpus, nvml_error, torch_cuda
 from infini_model.training.sizing.fitting import Machine, Need, remedy, shortage
 from infini_model.training.sizing.shape import UnknownShapeError, known_shape

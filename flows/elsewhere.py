@@ -67,7 +67,7 @@ def _elsewhere(config: Config, name: str) -> Elsewhere:
     """A stage of this flow run; the runs of a sweep, which have names, have their own."""
     key, flow, context = f"stages.{name}.deployment", FLOWS[name].name, FlowRunContext.get()
     if context is None or context.flow_run is None:
-        raise StageError(f"{key}: there is no flow run to be a part of")
+        raise StageError(f"{key}: there is no flow run to be a subflow of")
     deployment = find_deployment(key, config.deployments[name], flow)
     identity = " ".join(filter(None, (str(context.flow_run.id), name, config.run.name)))
     return Elsewhere(key, f"{flow} {config.run.preset or 'custom'}", deployment, identity)

@@ -19,19 +19,21 @@ from infini_model.runtime.runs import (
     latest_run,
     read_run_config,
 )
-from infini_model.runtime.stored.working_copy import refresh_runs, visited
+from infini_model.runtime.stored.working_copy import attach_unclaimed, refresh_runs
 from tasks.ending import end_predecessors
 from tasks.evaluate import evaluate_model
-from tasks.failures import concluded
+from tasks.failures import report_failure
 from tasks.flow_run import FLOW, current_owner, name_flow_run
 from tasks.shard import plan_dataset
-from tasks.stage import perform
+from tasks.stage import run_with_retries
 
 
 def evaluate_run(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
     """Score a run and write its report."""
     stage = config.stages.evaluate
-    report: dict[str, Any] = perform(evaluate_model, stage, config, str(dataset_dir), str(run_dir))
+    report: dict[str, Any] = run_with_retries(
+        evaluate_model, stage, config, str(dataset_dir), str(run_dir)
+    )
     end_predecessors(run_dir, str(with_losses(report).message))
     return report
 
@@ -44,10 +46,10 @@ def with_losses(result: dict[str, Any]) -> State[dict[str, Any]]:
     return Completed(message=message, data=result)
 
 
-def evaluate_visited(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
+def evaluate_unclaimed(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
     """Score a run that this flow run has not claimed, and write its report."""
     holder, keep = Holder.current(run_dir, current_owner()[0]), config.checkpoint.save_total_limit
-    with visited(run_dir, holder, config.run.store, keep):
+    with attach_unclaimed(run_dir, holder, config.run.store, keep):
         return evaluate_run(config, dataset_dir, run_dir)
 
 
@@ -69,7 +71,7 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
 
 @form
 @flow(name="evaluate", **FLOW)
-@concluded
+@report_failure
 @settings
 def evaluate(config: Config) -> State[dict[str, Any]]:
     """Evaluate the run `run.name`, or the newest one, with the model that it trained.
@@ -80,5 +82,5 @@ def evaluate(config: Config) -> State[dict[str, Any]]:
     run_dir = latest_run(config)
     config = _as_trained(config, run_dir)
     name_flow_run(run_dir.name, f"run:{run_dir.name}")
-    dataset = perform(plan_dataset, config.stages.shard, config, None)
-    return with_losses(evaluate_visited(config, Path(dataset["folder"]), run_dir))
+    dataset = run_with_retries(plan_dataset, config.stages.shard, config, None)
+    return with_losses(evaluate_unclaimed(config, Path(dataset["folder"]), run_dir))

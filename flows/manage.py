@@ -25,7 +25,7 @@ from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.holders import Holder, flow_run_page
 from infini_model.runtime.runs import is_finished, read_run_config, run_holder
-from infini_model.runtime.stored.working_copy import refresh_runs, visited
+from infini_model.runtime.stored.working_copy import attach_unclaimed, refresh_runs
 from infini_model.training.callbacks.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
@@ -149,7 +149,7 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Config
     if is_finished(run_dir):
         # Whatever of it is not in the store yet is copied on this occasion.
         keep = read_run_config(run_dir).checkpoint.save_total_limit
-        with visited(run_dir, Holder.current(run_dir, None), places.store, keep):
+        with attach_unclaimed(run_dir, Holder.current(run_dir, None), places.store, keep):
             return run_dir, None
     stored = {} if places.store is None else {"run": {"store": places.store}}
     typed = [parse_override(text) for text in overrides]
@@ -208,7 +208,7 @@ def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
     try:
         with get_client(sync_client=True) as client:
             found = client.read_flow_run(number)
-            # A part of another one ends it as well.
+            # A subflow ends its parent as well.
             if found.deployment_id is None and found.parent_task_run_id is None:
                 return False
             client.set_flow_run_state(number, Cancelling())

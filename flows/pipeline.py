@@ -16,7 +16,7 @@ from flows.elsewhere import (
     make_dataset,
     train_elsewhere,
 )
-from flows.evaluate import evaluate_run, evaluate_visited, with_losses
+from flows.evaluate import evaluate_run, evaluate_unclaimed, with_losses
 from flows.form import form, settings
 from flows.preprocess import prepare_dataset
 from flows.train import outcome, prepare_weights, trained_run
@@ -31,13 +31,13 @@ from infini_model.runtime.runs import (
 )
 from infini_model.runtime.stored.conditions import check_stores
 from infini_model.runtime.stored.working_copy import refresh_runs
-from tasks.failures import concluded
+from tasks.failures import report_failure
 from tasks.flow_run import FLOW, current_owner
 
 
 @form
 @flow(name="pipeline", **FLOW)
-@concluded
+@report_failure
 @settings
 def pipeline(config: Config) -> State[dict[str, Any]]:
     """Download, shard, train and evaluate; an interrupted run is resumed.
@@ -64,7 +64,7 @@ def complete_run(config: Config) -> dict[str, Any]:
         run_dir = train_elsewhere(config, dataset)
         if "evaluate" in config.deployments:
             return evaluate_elsewhere(config, dataset, run_dir)
-        return evaluate_visited(config, Path(dataset["folder"]), run_dir)
+        return evaluate_unclaimed(config, Path(dataset["folder"]), run_dir)
     return _trained_here(config)
 
 

@@ -16,10 +16,10 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.stored.conditions import check_stores
 from tasks.clean import clean
 from tasks.download import download
-from tasks.failures import EXPECTED, concluded, reason
+from tasks.failures import EXPECTED, reason, report_failure
 from tasks.flow_run import FLOW, name_flow_run
 from tasks.shard import build_dataset, place_of, plan_dataset
-from tasks.stage import perform
+from tasks.stage import run_with_retries
 
 
 def prepare_dataset(config: Config) -> dict[str, Any]:
@@ -46,15 +46,17 @@ def _make_dataset(config: Config) -> dict[str, Any]:
     listing = None
     if config.data.folder is None:
         check_holds_datasets(config.run)
-        listing = perform(download, config.stages.download, config)
-    plan = perform(plan_dataset, stage, config, listing)
+        listing = run_with_retries(download, config.stages.download, config)
+    plan = run_with_retries(plan_dataset, stage, config, listing)
     if plan["fault"]:
         log.warning("%s; rebuilding its partition", plan["fault"])
     if listing is None:
         log.info("Using dataset %s without changes", place_of(plan))
         dataset = {name: plan[name] for name in ("folder", "key", "address")}
         return dataset | {"reused": True, "missing": 0}
-    dataset = perform(build_dataset, stage, config, listing, plan) | {"reused": plan["intact"]}
+    dataset = run_with_retries(build_dataset, stage, config, listing, plan) | {
+        "reused": plan["intact"]
+    }
     if not dataset["missing"]:
         log.info("Dataset %s is %s", place_of(dataset), "reused" if plan["intact"] else "ready")
     return dict(dataset)
@@ -65,14 +67,14 @@ def clean_up(config: Config) -> None:
     if config.data.keep is None or config.data.folder is not None:
         return
     try:
-        perform(clean, config.stages.clean, config)
+        run_with_retries(clean, config.stages.clean, config)
     except EXPECTED as error:
         get_run_logger().warning("Older datasets were not removed: %s", reason(error))
 
 
 @form
 @flow(name="preprocess", **FLOW)
-@concluded
+@report_failure
 @settings
 def preprocess(config: Config) -> State[dict[str, Any]]:
     """Download and shard. Returns the dataset's folder and key, and whether it was reused.

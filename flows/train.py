@@ -33,10 +33,10 @@ from infini_model.training.sizing.shape import (
     with_objective,
 )
 from tasks.ending import end_predecessors
-from tasks.failures import concluded
+from tasks.failures import report_failure
 from tasks.flow_run import FLOW, current_owner, name_flow_run
 from tasks.shard import plan_dataset
-from tasks.stage import perform
+from tasks.stage import run_with_retries
 from tasks.train import train_model
 from tasks.weights import fetch_weights
 
@@ -84,7 +84,7 @@ def prepare_weights(config: Config, owner: Owner | None, *, adopt: bool) -> Init
 
 
 def _fetch(config: Config) -> InitialWeights:
-    found = perform(fetch_weights, config.stages.weights, config)
+    found = run_with_retries(fetch_weights, config.stages.weights, config)
     return InitialWeights.model_validate(found)
 
 
@@ -142,7 +142,7 @@ def _train(
         if saved_step(run_dir) is None and not weights.folder.is_dir():
             weights = _fetch(config)
         record_initial_weights(run_dir, weights)
-    perform(train_model, config.stages.train, config, str(dataset_dir), str(run_dir))
+    run_with_retries(train_model, config.stages.train, config, str(dataset_dir), str(run_dir))
 
 
 def outcome(run_dir: Path) -> str:
@@ -157,7 +157,7 @@ def outcome(run_dir: Path) -> str:
 
 @form
 @flow(name="train", **FLOW)
-@concluded
+@report_failure
 @settings
 def train(config: Config) -> State[dict[str, str]]:
     """Train on the dataset in `data.folder`, or the newest one. Returns the run folder."""
@@ -165,7 +165,7 @@ def train(config: Config) -> State[dict[str, str]]:
     check_stores(config.run, builds_dataset=False)
     owner, adopt = current_owner()
     weights = prepare_weights(config, owner, adopt=adopt)
-    dataset = perform(plan_dataset, config.stages.shard, config, None)
+    dataset = run_with_retries(plan_dataset, config.stages.shard, config, None)
     with trained_run(config, dataset, weights, owner, adopt=adopt) as run_dir:
         done = outcome(run_dir)
         end_predecessors(run_dir, done)

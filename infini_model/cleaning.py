@@ -31,7 +31,7 @@ from infini_model.data.tokenizers.load import load_saved
 from infini_model.data.tokenizers.shelf import PinnedTokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import CheckpointError, DataError, UserError
-from infini_model.runtime.remembered import KEEP_SECONDS
+from infini_model.runtime.fact_cache import KEEP_SECONDS
 from infini_model.runtime.runs import LOCK, dataset_of, is_finished, is_started, noted_runs
 from infini_model.runtime.storage import MANIFEST, TEMPORARY, is_locked
 from infini_model.training.checkpoints.folders import (
@@ -282,7 +282,7 @@ def _places(scope: Scope) -> Iterator[Place]:
     runs = [run for run in noted_runs(root) if not (run.is_gone and run.run_dir.parent.is_dir())]
     yield Place("record", root / ".runs", {run.file.name for run in runs})
     # A machine that needs its facts writes them once a week.
-    facts = root / ".remembered"
+    facts = root / ".facts"
     yield Place("record", facts, {path.name for path in facts.glob("*.lock")}, age=KEEP_SECONDS)
     if scope.only is None:
         drawn = ("runs/*/plots/*.png", "comparisons/*/*.png")

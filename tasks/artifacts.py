@@ -35,7 +35,7 @@ PICTURE = re.compile(r"^!\[(.*)\]\((.*)\)$", re.MULTILINE)
 
 
 @contextlib.contextmanager
-def harmless(what: str) -> Iterator[None]:
+def warn_on_error(what: str) -> Iterator[None]:
     """Turn any error of the block, which sends `what` to Prefect, into a warning."""
     try:
         yield
@@ -79,13 +79,13 @@ def _find(client: SyncPrefectClient, key: str) -> UUID | None:
 
 def show(key: str, artifact: Artifact) -> None:
     """Show an artifact under a key, replacing what this flow run showed there before."""
-    with harmless(f"artifact {key!r}"):
+    with warn_on_error(f"artifact {key!r}"):
         LiveArtifact(key).show(artifact)
 
 
 def show_report(key: str, path: Path, pictures: Iterable[Path], description: str) -> None:
     """Show a Markdown file and its pictures, or their paths if Prefect's server shows none."""
-    with harmless(f"artifact {key!r}"):
+    with warn_on_error(f"artifact {key!r}"):
         text = with_pictures(path, pictures)
         LiveArtifact(key).show(MarkdownArtifact(markdown=text, description=description))
 
@@ -114,7 +114,7 @@ def show_folder(key: str, folder: Path, description: str) -> None:
 
 def remove(key: str) -> None:
     """Remove the artifact that an earlier attempt of this flow run left under a key."""
-    with harmless(f"removal of artifact {key!r}"):
+    with warn_on_error(f"removal of artifact {key!r}"):
         client = get_client(sync_client=True)
         if found := _find(client, key):
             client.delete_artifact(found)

@@ -9,12 +9,12 @@ from prefect.artifacts import TableArtifact
 
 from infini_model.config import Config
 from tasks import artifacts
-from tasks.failures import reported
+from tasks.failures import failure_as_state
 from tasks.stage import STAGE, run_stage
 
 
 @task(name="clean", task_run_name="clean {config.data.name}", **STAGE)
-@reported
+@failure_as_state
 def clean(config: Config) -> dict[str, Any]:
     """Keep `data.keep` datasets of the name and those that are in use or that runs refer to.
 

@@ -10,12 +10,12 @@ from prefect import task
 from infini_model.evaluation.comparison.compare import Comparison, compare
 from infini_model.evaluation.comparison.writing import Files, write_comparison
 from tasks import artifacts
-from tasks.failures import reported
+from tasks.failures import failure_as_state
 from tasks.stage import STAGE
 
 
 @task(name="compare", **STAGE)
-@reported
+@failure_as_state
 def compare_runs(
     run_dirs: Sequence[Path], failures: Sequence[str], comparisons_dir: Path
 ) -> tuple[Comparison, Files]:

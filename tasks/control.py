@@ -5,9 +5,9 @@ the worker that started it. But training is one task of many hours, and outlives
 state of the flow run is therefore polled while a stage's child process runs: once it is no longer
 Running, or deleted, the child gets its grace period, in which it saves a checkpoint, and the engine
 exits.
-Where the flow run is a part of another one, either of them ends both. A part with an engine of its
-own, that of a deployment, is cancelled when the whole is suspended or cancelled, but survives the
-engine of the whole, which finds it again when it is retried (`tasks.elsewhere`).
+Of a parent and its subflow, either one ends both. A subflow with an engine of its own, that of a
+deployment, is cancelled when its parent is suspended or cancelled, but survives the engine of its
+parent, which finds it again when it is retried (`tasks.elsewhere`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class StateChangedError(Exception):
 class _Followed(NamedTuple):
     """The flow runs whose states decide when a stage ends.
 
-    `here` are those of this process, a whole before its part. `above` is the whole of a part that
-    has an engine of its own.
+    `here` are those of this process, a parent before its subflow. `above` is the parent of a
+    subflow that has an engine of its own.
     """
 
     here: list[FlowRun]
@@ -82,7 +82,7 @@ class _Poll(threading.Thread):
 def _changed(client: SyncPrefectClient, followed: _Followed) -> StateChangedError | None:
     """The first flow run of this process that is no longer Running."""
     if followed.above is not None:
-        _pass_on(client, followed.above, followed.here[-1])
+        _cancel_with_parent(client, followed.above, followed.here[-1])
     for flow_run in followed.here:
         try:
             state = client.read_flow_run(flow_run.id).state
@@ -100,33 +100,33 @@ def _changed(client: SyncPrefectClient, followed: _Followed) -> StateChangedErro
     return None
 
 
-def _pass_on(client: SyncPrefectClient, whole_id: UUID, part: FlowRun) -> None:
-    """Cancel a part whose whole was suspended or cancelled while it ran.
+def _cancel_with_parent(client: SyncPrefectClient, parent_id: UUID, subflow: FlowRun) -> None:
+    """Cancel a subflow whose parent was suspended or cancelled while it ran.
 
     One that is retried by itself afterwards goes on by itself.
     """
     try:
-        whole = client.read_flow_run(whole_id)
+        parent = client.read_flow_run(parent_id)
     except ObjectNotFound:
         return  # It was deleted.
-    above, own = whole.state, client.read_flow_run(part.id).state
+    above, own = parent.state, client.read_flow_run(subflow.id).state
     if above is None or own is None or not own.is_running():
         return
     is_ended = above.is_paused() or above.is_cancelling() or above.is_cancelled()
     if is_ended and above.timestamp > own.timestamp:
-        client.set_flow_run_state(part.id, Cancelling(message=f"With {whole.name}"))
+        client.set_flow_run_state(subflow.id, Cancelling(message=f"With {parent.name}"))
 
 
-def _with_whole(flow_run: FlowRun) -> _Followed:
-    """A flow run, and the one that it is a part of if there is one and the API answers."""
+def _with_parent(flow_run: FlowRun) -> _Followed:
+    """A flow run, and its parent if there is one and the API answers."""
     if flow_run.parent_task_run_id is None:
         return _Followed([flow_run])
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-        whole = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
-        if whole is not None and flow_run.deployment_id is not None:
-            return _Followed([flow_run], above=whole)
-        if whole is not None:
-            return _Followed([client.read_flow_run(whole), flow_run])
+        parent = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
+        if parent is not None and flow_run.deployment_id is not None:
+            return _Followed([flow_run], above=parent)
+        if parent is not None:
+            return _Followed([client.read_flow_run(parent), flow_run])
     return _Followed([flow_run])
 
 
@@ -143,7 +143,7 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
     if context is None or context.flow_run is None:
         yield lambda: None
         return
-    followed = _with_whole(context.flow_run)
+    followed = _with_parent(context.flow_run)
     poll = _Poll(followed)
     poll.start()
     try:
@@ -180,7 +180,7 @@ def _conclude(flow_runs: list[FlowRun], change: StateChangedError, saved: str) -
                 client.set_task_run_state(task_run.task_run.id, like(state), force=True)
             for other in flow_runs:
                 if other.id != flow_run.id:
-                    # Only a whole can be resumed; it begins its part anew.
+                    # Only a parent can be resumed; it begins its subflow anew.
                     ended: State = Cancelled(message=f"With {flow_run.name}: {state.message}")
                     end(client, other, ended)
             received.clear()

@@ -7,12 +7,12 @@ from typing import Any
 from prefect import task
 
 from infini_model.config import Config
-from tasks.failures import reported
+from tasks.failures import failure_as_state
 from tasks.stage import STAGE, run_stage
 
 
 @task(name="download", task_run_name="download {config.data.name}", **STAGE)
-@reported
+@failure_as_state
 def download(config: Config) -> dict[str, Any]:
     """List the source's files by what identifies their content; fetch what is missing.
 

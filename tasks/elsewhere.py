@@ -1,8 +1,8 @@
 """A stage as a flow run of a deployment, which a worker of its work pool starts.
 
-The flow run is a part of the current one, and Prefect's UI shows each on the page of the other. It
-is started once: whoever retries or resumes the whole finds the part by its idempotency key, follows
-it if it still runs, and retries it, as the same flow run, if it has ended without success. What it
+It is a subflow of the current flow run, and Prefect's UI shows each on the page of the other. It is
+started once: whoever retries or resumes the parent finds it by its idempotency key, follows it if
+it still runs, and retries it, as the same flow run, if it has ended without success. What it
 made it names in its tags, which every machine can read.
 """
 
@@ -70,7 +70,7 @@ def describe(flow_run: FlowRun) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A completed flow run; `is_new` unless an earlier attempt of the whole found it completed."""
+    """A completed flow run; `is_new` unless an earlier attempt of the parent found it completed."""
 
     flow_run: FlowRun
     is_new: bool
@@ -185,7 +185,7 @@ class Elsewhere:
 
     @contextlib.contextmanager
     def _ended_with_command(self) -> Iterator[None]:
-        """End the part with a command in a terminal; a flow run of a deployment is retried."""
+        """End the subflow with a command in a terminal; a flow run of a deployment is retried."""
         try:
             yield
         except (KeyboardInterrupt, TerminationSignal):
@@ -195,7 +195,7 @@ class Elsewhere:
             raise
 
     def _end(self) -> str:
-        """Cancel the part and wait until it has ended; returns what it says to have saved."""
+        """Cancel the subflow and wait until it has ended; returns what it says to have saved."""
         log, message = get_run_logger(), ""
         # The worker's SIGTERM may come meanwhile; the engine is about to exit in any case.
         with deferred_signals() as received:

@@ -23,7 +23,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 
 from infini_model.runtime.runs import is_finished, read_record
-from tasks.artifacts import harmless
+from tasks.artifacts import warn_on_error
 from tasks.failures import FIRST, KEY
 from tasks.flow_run import current_owner
 
@@ -72,7 +72,7 @@ def end_predecessors(run_dir: Path, outcome: str) -> None:
     former = read_record(run_dir).get("former_owners", [])
     if owner is None or not former:
         return
-    with harmless("end of earlier flow runs"), get_client(sync_client=True) as client:
+    with warn_on_error("end of earlier flow runs"), get_client(sync_client=True) as client:
         current = client.read_flow_run(UUID(owner.id))
         done: State = Completed(message=f"{outcome}; finished by flow run {current.name}")
         for number in former:

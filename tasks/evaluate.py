@@ -9,13 +9,13 @@ from prefect import task
 
 from infini_model.config import Config
 from tasks import artifacts
-from tasks.failures import FIRST, reported
+from tasks.failures import FIRST, failure_as_state
 from tasks.stage import STAGE, named_after_run, run_stage
 from tasks.training_view import mlflow_link
 
 
 @task(name="evaluate", task_run_name=named_after_run, **STAGE)
-@reported
+@failure_as_state
 def evaluate_model(config: Config, dataset_dir: str, run_dir: str) -> dict[str, Any]:
     """Write the report and the plots of a run, and show them in MLflow and Prefect.
 

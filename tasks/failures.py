@@ -181,7 +181,7 @@ def _failed(error: Exception) -> State[Any]:
     return Failed(name=name, message=reason(error), data=error)
 
 
-def reported(stage: Callable[P, R]) -> Callable[P, R]:
+def failure_as_state(stage: Callable[P, R]) -> Callable[P, R]:
     """Make a task's function return an expected failure as its state instead of raising it."""
 
     @wraps(stage)
@@ -194,7 +194,7 @@ def reported(stage: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def concluded(function: Callable[P, R]) -> Callable[P, R]:
+def report_failure(function: Callable[P, R]) -> Callable[P, R]:
     """Make a flow's function report its failure, and send all log lines before the process ends.
 
     A failure is reported in one line of the log and in the artifact `failure`; an expected one is

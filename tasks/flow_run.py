@@ -20,7 +20,7 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 
 from infini_model.runtime.holders import Owner
-from tasks.artifacts import harmless
+from tasks.artifacts import warn_on_error
 
 LEVEL = re.compile(r"\bGPU\d+:([A-Z]+) \| ")
 # What the forms of Prefect's two UIs fill in as Run Name: theta12-orionis or beta-lyrae-void, a
@@ -73,7 +73,7 @@ def name_flow_run(folder: str, *tags: str) -> None:
     if context is None or context.flow is None or context.flow_run is None:
         return
     flow = context.flow.name
-    with harmless("name of the run"):
+    with warn_on_error("name of the run"):
         client = get_client(sync_client=True)
         known = client.read_flow_run(context.flow_run.id)
         kinds = {_kind(tag) for tag in tags}
@@ -92,7 +92,7 @@ def attempt() -> str:
     """
     number = 1
     if flow_run.get_run_count() > 1 and (context := FlowRunContext.get()) and context.flow_run:
-        with harmless("number of the attempt"):
+        with warn_on_error("number of the attempt"):
             states = get_client(sync_client=True).read_flow_run_states(context.flow_run.id)
             number += sum(state.name == "AwaitingRetry" for state in states)
     return f" attempt {number}" if number > 1 else ""
@@ -135,18 +135,18 @@ def tagged(flow_run: FlowRun, kind: str) -> str | None:
 def dataset_before() -> str | None:
     """The dataset of this deployment's run before this one, if a schedule has started this one.
 
-    None if a person or a program has, or there is no such dataset. A part of another flow run goes
-    by the whole.
+    None if a person or a program has, or there is no such dataset. A subflow goes by its
+    parent.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return None
-    with harmless("dataset of the run before"), get_client(sync_client=True) as client:
-        whole = _whole(client, context.flow_run)
-        if whole.auto_scheduled and whole.deployment_id is not None:
+    with warn_on_error("dataset of the run before"), get_client(sync_client=True) as client:
+        top = _top(client, context.flow_run)
+        if top.auto_scheduled and top.deployment_id is not None:
             wanted = {
-                "id": {"not_any_": [whole.id]},
-                "deployment_id": {"any_": [whole.deployment_id]},
+                "id": {"not_any_": [top.id]},
+                "deployment_id": {"any_": [top.deployment_id]},
                 "start_time": {"is_null_": False},
             }
             others = client.read_flow_runs(
@@ -158,8 +158,8 @@ def dataset_before() -> str | None:
     return None
 
 
-def _whole(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:
-    """The flow run that is no part of another one."""
+def _top(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:
+    """The flow run that has no parent."""
     while flow_run.parent_task_run_id is not None:
         above = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
         if above is None:
@@ -211,8 +211,8 @@ class _ToFlowRun(logging.Handler):
 def library_logged() -> Iterator[None]:
     """Show in the flow run's log what the library does in this process: copies, waits, leases.
 
-    The stages run in processes of their own, whose lines are logged as they are. Within a part of
-    another flow run the lines are those of the part alone.
+    The stages run in processes of their own, whose lines are logged as they are. Within a
+    subflow the lines are those of the subflow alone.
     """
     logger = logging.getLogger("infini_model.runtime")
     before = logger.level, logger.propagate, logger.handlers

@@ -15,7 +15,7 @@ from prefect.states import Completed
 from infini_model.config import Config
 from infini_model.data.manifest import SPLITS, Manifest, read_manifest
 from tasks import artifacts
-from tasks.failures import reported
+from tasks.failures import failure_as_state
 from tasks.flow_run import attempt, dataset_before
 from tasks.stage import STAGE, run_stage
 
@@ -30,7 +30,7 @@ def _plan_name() -> str:
 
 
 @task(name="plan", task_run_name=_plan_name, **STAGE)
-@reported
+@failure_as_state
 def plan_dataset(config: Config, listing: dict[str, Any] | None) -> dict[str, Any]:
     """Identify the requested dataset by its content key, and what of it stands.
 
@@ -48,7 +48,7 @@ def plan_dataset(config: Config, listing: dict[str, Any] | None) -> dict[str, An
 
 
 @task(name="shard", task_run_name="shard {config.data.name}-{plan[key]:.16}", **STAGE)
-@reported
+@failure_as_state
 def build_dataset(
     config: Config, listing: dict[str, Any], plan: dict[str, Any]
 ) -> dict[str, Any] | State[dict[str, Any]]:

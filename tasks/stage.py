@@ -57,7 +57,9 @@ def named_after_run() -> str:
     return f"{task_run.get_task_name()} {folder.name}{attempt()}"
 
 
-def perform(task: Task[P, Any], stage: StageConfig, *args: P.args, **kwargs: P.kwargs) -> Any:
+def run_with_retries(
+    task: Task[P, Any], stage: StageConfig, *args: P.args, **kwargs: P.kwargs
+) -> Any:
     """Run the task of a stage, with retries and exponential backoff as its settings say.
 
     The stage enforces its timeout itself: Prefect's would leave the children running. Raises what

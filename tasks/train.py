@@ -12,7 +12,7 @@ from infini_model.training.launch.reservation import waiting_note
 from tasks import artifacts
 from tasks.artifacts import Updates
 from tasks.control import stopped_with_flow_run
-from tasks.failures import EXPECTED, note_training, reported, saved_note
+from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
 from tasks.flow_run import Waiting, log_line
 from tasks.progress import Progress
 from tasks.stage import STAGE, TAIL_LINES, named_after_run
@@ -20,7 +20,7 @@ from tasks.training_view import SECONDS, TrainingView
 
 
 @task(name="train", task_run_name=named_after_run, **STAGE)
-@reported
+@failure_as_state
 def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
     """Train in `run_dir`, or resume from its newest checkpoint, as every retry does.
 

@@ -7,12 +7,12 @@ from typing import Any
 from prefect import task
 
 from infini_model.config import Config
-from tasks.failures import reported
+from tasks.failures import failure_as_state
 from tasks.stage import STAGE, run_stage
 
 
 @task(name="weights", task_run_name="weights {config.model.initial_weights}", **STAGE)
-@reported
+@failure_as_state
 def fetch_weights(config: Config) -> dict[str, Any]:
     """Fetch `model.initial_weights` if they are on the hub, and check them and their tokenizer.
 

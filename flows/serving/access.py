@@ -55,7 +55,7 @@ class Access:
         return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
 
 
-EVERYONE = Access()
+OPEN_ACCESS = Access()
 
 
 def secret_file(home: Path) -> Path:
@@ -68,7 +68,7 @@ def stored_access(home: Path) -> Access:
     try:
         return Access(secret_file(home).read_text(encoding="utf-8").strip())
     except (FileNotFoundError, NotADirectoryError):
-        return EVERYONE
+        return OPEN_ACCESS
     except PermissionError as error:
         raise UserError(
             f"{secret_file(home)}: the servers of this output folder require a secret that only "
@@ -91,14 +91,14 @@ def choose_access(home: Path, auth: bool | None) -> Access:
     """
     if auth is False:
         secret_file(home).unlink(missing_ok=True)
-        return EVERYONE
+        return OPEN_ACCESS
     access = stored_access(home)
-    if access == EVERYONE and auth:
+    if access == OPEN_ACCESS and auth:
         access = create_access(home)
         _, _, password = (access.auth_string or "").partition(":")
         print(f"Sign in to MLflow as {USER} with the password {password}", flush=True)
         print(f"Sign in to the Prefect UI with {access.auth_string}", flush=True)
-    if access != EVERYONE:
+    if access != OPEN_ACCESS:
         print(f"Both servers require the secret in {secret_file(home)}", flush=True)
     return access
 

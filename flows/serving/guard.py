@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PAGES = "connect-src 'self' blob: data:; frame-ancestors 'self'"
 
 
-class OwnPages:
+class SameOriginOnly:
     """Reject requests from foreign pages (403), and restrict what the server's own pages may do.
 
     A page is the server's own if its origin is a loopback name with the port of the request. That
@@ -88,7 +88,7 @@ class BasicAuth:
 
 
 def _guarded(app: ASGIApp) -> ASGIApp:
-    return TrustedHostMiddleware(OwnPages(app), LOOPBACK_NAMES, www_redirect=False)
+    return TrustedHostMiddleware(SameOriginOnly(app), LOOPBACK_NAMES, www_redirect=False)
 
 
 def prefect_app() -> ASGIApp:

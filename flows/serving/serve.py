@@ -21,7 +21,7 @@ from uuid import UUID
 import psutil
 
 from flows.serving import engine
-from flows.serving.access import EVERYONE, Access, choose_access, secret_file
+from flows.serving.access import OPEN_ACCESS, Access, choose_access, secret_file
 from flows.serving.connection import served_url
 from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
@@ -111,7 +111,7 @@ def serve(config: Config, options: Options) -> None:
             write_json(home / "serve.json", addresses)
             page = experiment_page(services[1].service, config, access)
             _print_addresses(
-                services[0].service, page, secret_file(home) if access != EVERYONE else None
+                services[0].service, page, secret_file(home) if access != OPEN_ACCESS else None
             )
             with _collected_stops() as signals:
                 try:

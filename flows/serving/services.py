@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import quote
 
-from flows.serving.access import EVERYONE, EXPERIMENT, LOOPBACK_NAMES, Access, authorized_request
+from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, OPEN_ACCESS, Access, authorized_request
 from flows.serving.polling import poll
 from infini_model.config import Config
 from infini_model.runtime import pictures
@@ -161,7 +161,7 @@ def _uvicorn(factory: str, port: int) -> list[str]:
 
 
 def start_prefect(
-    config: Config, port: int, access: Access = EVERYONE, database: str | None = None
+    config: Config, port: int, access: Access = OPEN_ACCESS, database: str | None = None
 ) -> Service:
     """Start Prefect's server and UI on loopback; they are up a few seconds later.
 
@@ -186,7 +186,7 @@ def start_prefect(
     )
 
 
-def start_mlflow(config: Config, port: int, access: Access = EVERYONE) -> Service:
+def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Service:
     """Start MLflow's server and UI on loopback; they are up a few seconds later."""
     root = make_folder(config.run.output_dir.resolve() / "mlflow")
     logging_file = metadata.distribution("mlflow").locate_file(

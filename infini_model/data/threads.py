@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeAlias, TypeVar
 
-from infini_model.runtime.cores import available_cores
+from infini_model.runtime.machine import available_cores
 
 T = TypeVar("T")
 # Called with the number of bytes done since the last call.

@@ -20,9 +20,9 @@ from infini_model.data.manifest import (
     read_origin,
 )
 from infini_model.runtime import storage
-from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.remembered import Remembered, remembered_here
+from infini_model.runtime.fact_cache import FactCache, fact_cache_here
+from infini_model.runtime.machine import available_cores
 
 # Below this many bytes in all, every checksum is compared every time: a second of work.
 SMALL_BYTES = 2 << 30
@@ -41,7 +41,7 @@ class Verified(NamedTuple):
 def find_faults(
     folder: Path,
     files: Iterable[tuple[str, Shard]],
-    remembered: Remembered,
+    facts: FactCache,
     *,
     every: bool | None = None,
     progress: Progress | None = None,
@@ -65,7 +65,7 @@ def find_faults(
             continue
         if stat.st_size != shard.bytes:
             faults[number] = f"{path}: has {stat.st_size} bytes, its record says {shard.bytes}"
-        elif every or remembered.get(_version(stat)) != shard.sha256:
+        elif every or facts.get(_version(stat)) != shard.sha256:
             to_hash.append(number)
 
     def hashed(number: int) -> str | None:
@@ -76,9 +76,9 @@ def find_faults(
         except OSError as error:
             return _unreadable(path, error)
         if checksum == shard.sha256:
-            remembered.put(version, checksum)
+            facts.put(version, checksum)
             return None
-        remembered.forget(version)
+        facts.forget(version)
         return f"{path}: is damaged: its checksum differs from its record"
 
     done, total = 0, sum(listed[number][1].bytes for number in to_hash)
@@ -91,9 +91,9 @@ def find_faults(
     return faults
 
 
-def remember(path: Path, shard: Shard, remembered: Remembered) -> None:
+def remember(path: Path, shard: Shard, facts: FactCache) -> None:
     """Remember the checksum of a shard that this process has just written."""
-    remembered.put(_version(path.stat()), shard.sha256)
+    facts.put(_version(path.stat()), shard.sha256)
 
 
 def _version(stat: os.stat_result) -> str:
@@ -135,10 +135,10 @@ def examine_dataset(
         for name in metadata_files(manifest)
         if not (folder / name).is_file()
     ]
-    remembered = remembered_here(folder.parent)
+    facts = fact_cache_here(folder.parent)
     files = manifest.files()
     if read_origin(folder) is not None:
         files = (entry for entry in files if (folder / entry[0]).exists())
-    found = find_faults(folder, files, remembered, every=every, progress=progress)
-    remembered.save()
+    found = find_faults(folder, files, facts, every=every, progress=progress)
+    facts.save()
     return Verified(manifest, faults + [fault for fault in found if fault])

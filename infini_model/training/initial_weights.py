@@ -67,7 +67,7 @@ class InitialWeights(Record):
 def find_initial_weights(config: Config, progress: OnProgress | None = None) -> InitialWeights:
     """Fetch and check `model.initial_weights`; of the weights only the headers are read.
 
-    The files are read once for their checksums, which are remembered. `progress(done, total)`
+    The files are read once for their checksums, which are kept. `progress(done, total)`
     counts the bytes of a download.
 
     Raises:
@@ -151,12 +151,12 @@ def fetch_folder(
 def _fingerprint(folder: Path, datasets_dir: Path) -> str:
     from infini_model.data.sources.fingerprints import fingerprint
     from infini_model.model.hf_checkpoint import CONFIG, weight_files
-    from infini_model.runtime.remembered import remembered_here
+    from infini_model.runtime.fact_cache import fact_cache_here
 
     paths = [folder / CONFIG, *weight_files(folder)]
-    remembered = remembered_here(datasets_dir)
-    files = fingerprint([str(path) for path in paths], remembered)
-    remembered.save()
+    facts = fact_cache_here(datasets_dir)
+    files = fingerprint([str(path) for path in paths], facts)
+    facts.save()
     content = [[path.name, file.fingerprint] for path, file in zip(paths, files, strict=True)]
     return f"sha256:{content_key(content)}"
 

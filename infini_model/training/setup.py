@@ -16,7 +16,7 @@ from infini_model.model.precision import resolve_precision
 from infini_model.objectives.objective import LossModule, Objective
 from infini_model.runtime.claims import difference, identities
 from infini_model.runtime.errors import CheckpointError, ConfigError
-from infini_model.runtime.main_memory import available_memory
+from infini_model.runtime.machine import available_memory
 from infini_model.runtime.runs import MODEL, weights_fingerprint
 from infini_model.runtime.storage import atomic_file
 from infini_model.training.checkpoints.checkpoint import (

@@ -89,7 +89,7 @@ def test_stages_in_other_pools_end_with_the_whole_and_with_a_retry_give_the_same
     whole = pools.create("pipeline", checked=False, preset=None, advanced=tree)
     run_dir = pools.output / "runs" / "run-1"
 
-    # Cancelling the whole ends the part, which saves a checkpoint first.
+    # Cancelling the parent ends the subflow, which saves a checkpoint first.
     (trainer,) = halt.wait()
     (training,) = [each["id"] for each in pools.parts(whole) if each["work_pool_name"] == "gpu"]
     pools.cancel(whole)

@@ -19,7 +19,7 @@ from websockets.sync.client import connect
 
 from flows import doctor
 from flows.serving.access import (
-    EVERYONE,
+    OPEN_ACCESS,
     Access,
     choose_access,
     create_access,
@@ -223,7 +223,7 @@ def test_the_doctor_tells_which_secret_is_asked_for_and_commands_send_it(
 def test_a_secret_is_told_once_kept_for_its_owner_and_remembered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert choose_access(tmp_path, None) == EVERYONE
+    assert choose_access(tmp_path, None) == OPEN_ACCESS
     assert not capsys.readouterr().out
     access = choose_access(tmp_path, True)
     user, _, password = str(access.auth_string).partition(":")
@@ -236,7 +236,7 @@ def test_a_secret_is_told_once_kept_for_its_owner_and_remembered(
         printed = capsys.readouterr().out
         assert password not in printed
         assert str(secret_file(tmp_path)) in printed
-    assert choose_access(tmp_path, False) == stored_access(tmp_path) == EVERYONE
+    assert choose_access(tmp_path, False) == stored_access(tmp_path) == OPEN_ACCESS
     assert choose_access(tmp_path, True) != access
 
 

@@ -1,4 +1,4 @@
-"""Flow runs in Prefect: what they show, what Retry does, and whom a part of another follows.
+"""Flow runs in Prefect: what they show, what Retry does, and whom a subflow follows.
 
 Prefect's engine runs as a worker starts it, and the tests query the server.
 """
@@ -295,9 +295,9 @@ STORY = """
 from pathlib import Path
 from prefect import flow, task
 from infini_model.config import StageConfig
-from tasks.failures import concluded
+from tasks.failures import report_failure
 from tasks.flow_run import FLOW, Waiting, name_flow_run
-from tasks.stage import STAGE, perform
+from tasks.stage import STAGE, run_with_retries
 
 @task(name="wait", task_run_name="wait {note}", **STAGE)
 def wait(note):
@@ -309,10 +309,10 @@ def wait(note):
     waiting.update()
 
 @flow(**FLOW)
-@concluded
+@report_failure
 def story(note):
     name_flow_run("run-2", "run:run-2")
-    perform(wait, StageConfig(), note)
+    run_with_retries(wait, StageConfig(), note)
     raise KeyError("an unexpected error")
 """
 
@@ -590,7 +590,7 @@ def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(
     with caplog.at_level(logging.WARNING), artifacts.Updates("progress", update, 0.01):
         for _ in range(3):
             assert tried.acquire(timeout=PATIENCE)
-    with artifacts.harmless("report"):
+    with artifacts.warn_on_error("report"):
         raise ConnectionError("no server")
     told = [line for line in caplog.messages if "Prefect did not accept" in line]
     assert told == [

@@ -28,8 +28,8 @@ from infini_model.runtime.errors import (
     ObjectMissingError,
     StoreError,
 )
+from infini_model.runtime.fact_cache import FactCache, fact_cache_here
 from infini_model.runtime.object_stores.object_store import ObjectStore
-from infini_model.runtime.remembered import Remembered, remembered_here
 from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ def _stage(
     # Equal partitions share their shards.
     shards = {shard.path: shard for _, shard in manifest.files()}
     total = sum(shard.bytes for shard in shards.values())
-    remembered = remembered_here(folder.parent)
-    missing = _missing(list(shards.values()), cache, remembered, tell)
+    facts = fact_cache_here(folder.parent)
+    missing = _missing(list(shards.values()), cache, facts, tell)
     limit = None if cache_gigabytes is None else int(cache_gigabytes * GIGABYTE)
     if limit is not None and total > limit:
         tell(
@@ -141,17 +141,17 @@ def _stage(
         tell(f"copying {count}, {size / GIGABYTE:.3g} GB, from {partitions}")
         _copy(missing, ObjectStore(partitions), cache, progress)
     for shard in missing:
-        remember(cache / shard.path, shard, remembered)
-    remembered.save()
+        remember(cache / shard.path, shard, facts)
+    facts.save()
     _link(folder, manifest, cache)
 
 
 def _missing(
-    shards: Sequence[Shard], cache: Path, remembered: Remembered, tell: Callable[[str], None]
+    shards: Sequence[Shard], cache: Path, facts: FactCache, tell: Callable[[str], None]
 ) -> list[Shard]:
     """The shards of which the cache has no intact copy; damaged ones are removed."""
     there = [shard for shard in shards if (cache / shard.path).exists()]
-    faults = find_faults(cache, [(shard.path, shard) for shard in there], remembered)
+    faults = find_faults(cache, [(shard.path, shard) for shard in there], facts)
     intact = set()
     for shard, fault in zip(there, faults, strict=True):
         if fault is None:

@@ -32,7 +32,7 @@ from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.tokenizers.vocabulary import dataset_tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, StoreError
-from infini_model.runtime.remembered import remembered_here
+from infini_model.runtime.fact_cache import fact_cache_here
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ def requested_dataset(
     tokenizer or a Parquet file that cannot be read.
     """
     reading = reading_of(config)
-    remembered = remembered_here(datasets_dir)
+    facts = fact_cache_here(datasets_dir)
     target_bytes = config.partition_megabytes * MEBIBYTE
-    partitions = divide(listing.ranges, reading, target_bytes, remembered)
-    remembered.save()
+    partitions = divide(listing.ranges, reading, target_bytes, facts)
+    facts.save()
     tokenizer, kept, pin = dataset_tokenizer(
         [partition.ranges for partition in partitions], reading, config, Shelf(datasets_dir, store)
     )

@@ -23,7 +23,7 @@ from infini_model.data.sources.formats import (
     format_of,
     text_bytes,
 )
-from infini_model.runtime.remembered import Remembered
+from infini_model.runtime.fact_cache import FactCache
 
 # Text for each byte of a file that is compressed as a whole.
 EXPANSION = 4
@@ -47,17 +47,17 @@ class _Groups(NamedTuple):
 
 
 def divide(
-    ranges: Sequence[FileRange], reading: Reading, target_bytes: int, remembered: Remembered
+    ranges: Sequence[FileRange], reading: Reading, target_bytes: int, facts: FactCache
 ) -> list[Partition]:
     """The partitions of these files, of about `target_bytes` of text each.
 
-    Of a Parquet file the footer is read, unless it is remembered. Raises `DataError` that names a
-    file that cannot be read or has no such column.
+    Of a Parquet file the footer is read, unless it is among the facts. Raises `DataError` that
+    names a file that cannot be read or has no such column.
     """
     for part in ranges:
         check_rows(part, reading)
     parquet = [part.file for part in ranges if format_of(part.file.address) == "parquet"]
-    groups = _all_groups(parquet, reading, target_bytes, remembered)
+    groups = _all_groups(parquet, reading, target_bytes, facts)
     partitions: list[Partition] = []
     small: list[tuple[FileRange, int]] = []
     for part in ranges:
@@ -105,13 +105,13 @@ def _parquet_pieces(part: FileRange, groups: list[_Groups]) -> Iterator[tuple[Fi
 
 
 def _all_groups(
-    files: Sequence[SourceFile], reading: Reading, target_bytes: int, remembered: Remembered
+    files: Sequence[SourceFile], reading: Reading, target_bytes: int, facts: FactCache
 ) -> dict[str, list[_Groups]]:
     """The row groups of Parquet files, by fingerprint, gathered to about `target_bytes`."""
     keys = {
         file.fingerprint: f"{file.fingerprint} {_columns(reading)} {target_bytes}" for file in files
     }
-    known = {fingerprint: remembered.get(key) for fingerprint, key in keys.items()}
+    known = {fingerprint: facts.get(key) for fingerprint, key in keys.items()}
     new = {file.fingerprint: file for file in files if known[file.fingerprint] is None}
 
     def read(file: SourceFile) -> list[_Groups]:
@@ -120,7 +120,7 @@ def _all_groups(
     with ThreadPoolExecutor(max_workers=FOOTERS_AT_ONCE) as pool:
         for file, found in zip(new.values(), pool.map(read, new.values()), strict=True):
             known[file.fingerprint] = found
-            remembered.put(keys[file.fingerprint], found)
+            facts.put(keys[file.fingerprint], found)
     return {
         fingerprint: [_Groups(*group) for group in found or []]
         for fingerprint, found in known.items()

@@ -17,7 +17,7 @@ from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.verification import find_faults, remember
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.remembered import remembered_here
+from infini_model.runtime.fact_cache import fact_cache_here
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class LocalPartitions:
         self.folder = datasets_dir / PARTITIONS
         self.place = str(self.folder)
         self._shelf = Shelf(datasets_dir)
-        self._remembered = remembered_here(datasets_dir)
+        self._remembered = fact_cache_here(datasets_dir)
         self._sweeping, self._is_swept = threading.Lock(), False
 
     def keys(self) -> set[str]:

@@ -16,8 +16,8 @@ from infini_model.data.sources.formats import Reading, check_format
 from infini_model.data.sources.objects import list_objects
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.fact_cache import fact_cache_here
 from infini_model.runtime.object_stores.object_store import is_address
-from infini_model.runtime.remembered import remembered_here
 
 STDLIB = "{stdlib}"
 # Folders below the standard library that are not part of it.
@@ -59,9 +59,9 @@ def download(
     else:
         paths = list_files(config.source, raw_dir, progress)
         files = list_stored(config.source)
-    remembered = remembered_here(datasets_dir)
-    files += fingerprint(paths, remembered)
-    remembered.save()
+    facts = fact_cache_here(datasets_dir)
+    files += fingerprint(paths, facts)
+    facts.save()
     return Listing(ranges=[FileRange(file=file) for file in files])
 
 

@@ -10,19 +10,19 @@ from itertools import chain
 
 from infini_model.data.sources.files import SourceFile, local_version
 from infini_model.runtime import storage
-from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.remembered import Remembered
+from infini_model.runtime.fact_cache import FactCache
+from infini_model.runtime.machine import available_cores
 
 # A file written this recently could be written again without another timestamp.
 SETTLED_NANOSECONDS = 2_000_000_000
 
 
-def fingerprint(paths: Sequence[str], remembered: Remembered) -> list[SourceFile]:
+def fingerprint(paths: Sequence[str], facts: FactCache) -> list[SourceFile]:
     """The files with their sizes and SHA-256. Raises `DataError` that names an unreadable file."""
     stats = [_stat(path) for path in paths]
     versions = [local_version(stat) for stat in stats]
-    checksums = [remembered.get(version) for version in versions]
+    checksums = [facts.get(version) for version in versions]
     new = [number for number, checksum in enumerate(checksums) if checksum is None]
     # To hand a small file to a thread takes longer than to read it.
     large = [number for number in new if stats[number].st_size >= storage.SMALL_BYTES]
@@ -37,7 +37,7 @@ def fingerprint(paths: Sequence[str], remembered: Remembered) -> list[SourceFile
                 _is_settled(stats[number])
                 and local_version(_stat(paths[number])) == versions[number]
             ):
-                remembered.put(versions[number], checksum)
+                facts.put(versions[number], checksum)
     return [
         SourceFile(
             address=path,

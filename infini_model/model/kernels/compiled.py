@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infini_model.runtime.errors import ConfigError
-from infini_model.runtime.toolchain import lacking_on_cpu, lacking_on_gpu
+from infini_model.runtime.machine import lacking_on_cpu, lacking_on_gpu
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -10,9 +10,9 @@ import uuid
 
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.errors import StoreError
+from infini_model.runtime.fact_cache import fact_cache_here
 from infini_model.runtime.object_stores.object_store import ObjectStore, split_address
 from infini_model.runtime.object_stores.requests import endpoint_of
-from infini_model.runtime.remembered import remembered_here
 
 
 def check_stores(run: RunConfig, *, builds_dataset: bool) -> None:
@@ -31,16 +31,16 @@ def check_stores(run: RunConfig, *, builds_dataset: bool) -> None:
 def _check(setting: str, address: str, kept: str, run: RunConfig) -> None:
     """Check one store, whose conditions keep two machines `kept`."""
     bucket = split_address(address)[0]
-    remembered = remembered_here(run.output_dir)
+    facts = fact_cache_here(run.output_dir)
     fact = f"conditional writes: {bucket} {endpoint_of(bucket)}"
-    if remembered.get(fact) is None:
+    if facts.get(fact) is None:
         if not _honours_conditions(ObjectStore(address)):
             raise StoreError(
                 f"{setting}: {address}: the store ignores conditional writes, which keep two "
                 f"machines {kept}; use one that honours If-None-Match and If-Match"
             )
-        remembered.put(fact, value=True)
-    remembered.save()
+        facts.put(fact, value=True)
+    facts.save()
 
 
 def _honours_conditions(store: ObjectStore) -> bool:

@@ -271,7 +271,7 @@ def _read_seen(run_dir: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def visited(run_dir: Path, holder: Holder, store: str | None, keep: int) -> Iterator[None]:
+def attach_unclaimed(run_dir: Path, holder: Holder, store: str | None, keep: int) -> Iterator[None]:
     """Use a run that is perhaps only in a store, without claiming it: evaluation writes a report.
 
     The report goes to the store at the end of the block, unless another process holds the run;

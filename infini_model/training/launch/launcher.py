@@ -19,8 +19,8 @@ from typing import IO
 from infini_model.config import Config, dump_config
 from infini_model.data.keeping.staging import GIGABYTE, staged_dataset
 from infini_model.runtime import processes
-from infini_model.runtime.cores import available_cores
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.machine import available_cores
 from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line, rate_limited
 from infini_model.runtime.storage import atomic_file, make_folder
 from infini_model.runtime.stored.record import lease_lost

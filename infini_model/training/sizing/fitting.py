@@ -8,8 +8,7 @@ from typing import Any
 
 from infini_model.config import Config, LoraConfig, ModelConfig
 from infini_model.runtime.errors import ConfigError, DeviceError
-from infini_model.runtime.main_memory import available_memory
-from infini_model.runtime.toolchain import lacking_on_gpu
+from infini_model.runtime.machine import available_memory, lacking_on_gpu
 from infini_model.training.launch.devices import choose_gpus
 from infini_model.training.sizing.estimate import (
     GIB,

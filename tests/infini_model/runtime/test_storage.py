@@ -1,4 +1,4 @@
-"""Files are complete or absent, locks end with their holder and name it, facts are remembered."""
+"""Files are complete or absent, locks end with their holder and name it, facts are kept."""
 
 import contextlib
 import fcntl
@@ -18,8 +18,8 @@ from disks import small
 from infini_model.data.keeping.scratch import scratch_folder
 from infini_model.runtime import holders, storage
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.holders import Holder, hold, holder_of
-from infini_model.runtime.remembered import Remembered
 
 
 def interrupt(opened, name):
@@ -203,16 +203,16 @@ def test_a_holder_that_is_about_to_release_is_not_taken_for_an_unknown_one(tmp_p
 
 
 def test_facts_of_several_processes_are_merged_and_a_forgotten_one_stays_forgotten(tmp_path):
-    ours, theirs = Remembered(tmp_path / "facts.json"), Remembered(tmp_path / "facts.json")
+    ours, theirs = FactCache(tmp_path / "facts.json"), FactCache(tmp_path / "facts.json")
     ours.put("a", 1)
     theirs.put("b", [2])
     ours.save()
     theirs.save()
     assert ours.get("a") == theirs.get("a") == 1
-    again = Remembered(tmp_path / "facts.json")
+    again = FactCache(tmp_path / "facts.json")
     assert (again.get("a"), again.get("b"), again.get("c")) == (1, [2], None)
     again.forget("a")
     assert again.get("a") is None
     again.save()
     assert again.get("a") is None
-    assert Remembered(tmp_path / "facts.json").get("a") is None
+    assert FactCache(tmp_path / "facts.json").get("a") is None

@@ -31,7 +31,7 @@ from infini_model.data.sources.hub.opening import address_of
 from infini_model.data.sources.pairs.arrays import columns_of
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.remembered import Remembered, remembered_here
+from infini_model.runtime.fact_cache import FactCache, fact_cache_here
 
 LISTING_VERSION = 1
 # Names that the hub describes in one request.
@@ -76,16 +76,16 @@ def list_dataset(source: HubSource, datasets_dir: Path) -> list[FileRange] | Non
     Raises `DataError` for a name, configuration, split, revision or column that does not exist, or
     a damaged file, `UnreachableError` if the hub does not answer.
     """
-    remembered = remembered_here(datasets_dir)
+    facts = fact_cache_here(datasets_dir)
     if Path(source.repository).is_dir():
-        ranges = _list(source, None, remembered)
-        remembered.save()
+        ranges = _list(source, None, facts)
+        facts.save()
         return ranges
     commit = pin(source)
     path = datasets_dir / ".listings" / "hub" / f"{_key(source, commit)}.json"
     with contextlib.suppress(DataError):  # missing or damaged
         return read_record(path, HubListing).ranges
-    listing = HubListing(ranges=_list(source, commit, remembered))
+    listing = HubListing(ranges=_list(source, commit, facts))
     write_record(path, listing)
     return listing.ranges
 
@@ -98,7 +98,7 @@ def _key(source: HubSource, commit: str) -> str:
     return storage.content_key([versions, commit, settings])[:32]
 
 
-def _list(source: HubSource, commit: str | None, remembered: Remembered) -> list[FileRange] | None:
+def _list(source: HubSource, commit: str | None, facts: FactCache) -> list[FileRange] | None:
     names = _data_files(source, commit)
     if names is None:
         return None
@@ -108,7 +108,7 @@ def _list(source: HubSource, commit: str | None, remembered: Remembered) -> list
     if commit is not None:
         describe = _hub_files(source, commit, names)
     else:
-        describe = functools.cache(functools.partial(_local_file, remembered))
+        describe = functools.cache(functools.partial(_local_file, facts))
     footer = functools.cache(functools.partial(_footer, describe))
     if is_parquet and not _holds_text(footer(names[0]).schema, source):
         return None
@@ -153,8 +153,8 @@ def _is_plain(builder: Any, names: Sequence[str]) -> bool:
     )
 
 
-def _local_file(remembered: Remembered, name: str) -> SourceFile:
-    return fingerprint([name], remembered)[0]
+def _local_file(facts: FactCache, name: str) -> SourceFile:
+    return fingerprint([name], facts)[0]
 
 
 def _hub_files(source: HubSource, commit: str, names: Sequence[str]) -> Callable[[str], SourceFile]:

@@ -14,7 +14,7 @@ from infini_model.data.shards.layout import divide
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.remembered import Remembered
+from infini_model.runtime.fact_cache import FactCache
 
 TARGET = 1000
 KINDS = st.sampled_from(["txt", "md", "jsonl", "jsonl.gz", "arrow"])
@@ -35,7 +35,7 @@ FILES = st.lists(
 
 def divided(files, tmp_path, reading=None):
     ranges = [FileRange(file=file) for file in files]
-    return divide(ranges, reading or Reading(), TARGET, Remembered(tmp_path / "remembered.json"))
+    return divide(ranges, reading or Reading(), TARGET, FactCache(tmp_path / "facts.json"))
 
 
 def contents(partitions):
@@ -103,20 +103,20 @@ def test_equal_files_do_not_divide_for_ever(folder):
 def test_a_parquet_file_is_cut_at_row_groups_and_its_footer_is_read_once(tmp_path):
     texts = [f"{number} " + "x" * 30 for number in range(300)]
     path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=10, use_dictionary=False)
-    part, remembered = FileRange(file=local_file(path)), Remembered(tmp_path / "kept.json")
-    partitions = divide([part], Reading(), TARGET, remembered)
+    part, facts = FileRange(file=local_file(path)), FactCache(tmp_path / "kept.json")
+    partitions = divide([part], Reading(), TARGET, facts)
     assert 5 < len(partitions) < 30
     parts = [partition.ranges[0] for partition in partitions]
     assert (parts[0].start, parts[-1].stop) == (0, 30)
     assert all(a.stop == b.start for a, b in pairwise(parts))
-    remembered.save()
+    facts.save()
     path.unlink()
-    remembered = Remembered(tmp_path / "kept.json")
-    assert divide([part], Reading(), TARGET, remembered) == partitions
+    facts = FactCache(tmp_path / "kept.json")
+    assert divide([part], Reading(), TARGET, facts) == partitions
     # A limit ends in its row group.
     for rows in (1, 10, 95):
         limited = part.model_copy(update={"stop": -(-rows // 10), "rows": rows})
-        parts = [each.ranges[0] for each in divide([limited], Reading(), TARGET, remembered)]
+        parts = [each.ranges[0] for each in divide([limited], Reading(), TARGET, facts)]
         counts = [each.rows or (each.stop - each.start) * 10 for each in parts]
         assert sum(counts) == rows
 

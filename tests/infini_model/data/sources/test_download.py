@@ -52,7 +52,7 @@ def test_a_file_is_read_again_only_if_it_was_written(tmp_path, monkeypatch):
     assert read == ["0001.txt"]
     assert second[0] == first[0]
     assert second[1].fingerprint != first[1].fingerprint
-    for path in (tmp_path / "datasets" / ".remembered").glob("*.json"):
+    for path in (tmp_path / "datasets" / ".facts").glob("*.json"):
         path.write_text("{broken")
     assert files_of(tmp_path, raw / "*.txt") == second
 

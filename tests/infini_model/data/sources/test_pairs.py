@@ -17,7 +17,7 @@ from infini_model.data.sources.files import FileRange
 from infini_model.data.sources.formats import Reading
 from infini_model.data.sources.pairs.rows import pair_of
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.remembered import Remembered
+from infini_model.runtime.fact_cache import FactCache
 
 TEMPLATE = FilesSource().template
 LLAMA = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
@@ -141,7 +141,7 @@ def test_a_wrong_row_is_named_in_one_line(tmp_path):
 def test_a_file_without_pairs_is_refused_before_it_is_divided(tmp_path, name, reason):
     pq.write_table(pa.table({"text": ["a"], "prompt": ["b"]}), tmp_path / name)
     with pytest.raises(DataError, match=reason):
-        divide(cut_file(tmp_path / name), READING, 100, Remembered(tmp_path / "kept.json"))
+        divide(cut_file(tmp_path / name), READING, 100, FactCache(tmp_path / "kept.json"))
 
 
 @pytest.mark.parametrize(("name", "place"), [("a.jsonl", "line 2"), ("a.parquet", "row 2")])

@@ -29,7 +29,7 @@ from infini_model.runtime.storage import atomic_folder, dump_json, sha256
 from infini_model.runtime.stored import lease, mirror, working_copy
 from infini_model.runtime.stored.copies import complete_steps, local_steps
 from infini_model.runtime.stored.record import lease_lost
-from infini_model.runtime.stored.working_copy import refresh_runs, visited
+from infini_model.runtime.stored.working_copy import attach_unclaimed, refresh_runs
 
 Machine = Callable[..., Config]
 # Its process is killed when one of the two files of its second checkpoint is stored.
@@ -227,7 +227,7 @@ def test_a_store_that_is_gone_stops_nothing_and_gets_later_what_it_lacks(
         assert "cannot be reached: connection refused" in line
         assert "infini resume debug-1" in line
     run = config.run
-    with visited(run_dir, Holder.current(run_dir, None), run.store, keep=2):
+    with attach_unclaimed(run_dir, Holder.current(run_dir, None), run.store, keep=2):
         pass
     assert steps_of(stored(config)) == {6, 8}
 

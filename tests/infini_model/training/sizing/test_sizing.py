@@ -21,9 +21,9 @@ from infini_model.model import loss
 from infini_model.model.kernels.local_attention import resolve_backend
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
-from infini_model.runtime import main_memory
+from infini_model.runtime import machine as this_machine
 from infini_model.runtime.errors import ConfigError
-from infini_model.runtime.main_memory import available_memory
+from infini_model.runtime.machine import available_memory
 from infini_model.training.sizing import estimate as module
 from infini_model.training.sizing.estimate import GIB, checkpoint_copy, estimate_memory, workload
 from infini_model.training.sizing.fitting import (
@@ -218,7 +218,7 @@ def test_a_shape_that_only_weights_or_a_tokenizer_know_is_not_guessed() -> None:
 def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch) -> None:
     free = available_memory()
     assert free > 0
-    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(this_machine, "CGROUP", tmp_path)
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 150000\n")
     for limit, left in (("1000000\n", 450_000), ("100\n", 0)):

@@ -26,7 +26,7 @@ REFRESH_DAYS = 7
 FORGOTTEN: list[Any] = [None, 0]
 
 
-class Remembered:
+class FactCache:
     """Facts (JSON values) by key in the file `path`; losing the file costs time and nothing else.
 
     The file, some 40 MB for 100,000 partitions, is read when a fact is first asked for. `save`
@@ -80,12 +80,12 @@ class Remembered:
         return kept
 
 
-def remembered_here(folder: Path) -> Remembered:
+def fact_cache_here(folder: Path) -> FactCache:
     """What this machine remembers about files, kept in a shared `folder`.
 
     Each machine has a file of its own, since the inodes of another machine are other files.
     """
-    return Remembered(folder / ".remembered" / f"{socket.gethostname()}.json")
+    return FactCache(folder / ".facts" / f"{socket.gethostname()}.json")
 
 
 def _read(path: Path) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""What builds kernels on this machine, and what installs it where it is missing."""
+"""What this machine has for a process: cores, main memory, and what builds kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,39 @@ import shutil
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
+
+# The control group (version 2) of a container, such as a Kubernetes pod with a memory limit.
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cores() -> int:
+    """Number of cores this process may be scheduled on.
+
+    Fewer than the machine has under `taskset`, a cpuset or a batch scheduler; where the platform
+    has no affinity (macOS), all of them.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes that are free or can be freed: of the machine, or of the container's limit if less."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    left = _left_in_container()
+    return available if left is None else max(0, min(available, left))
+
+
+def _left_in_container() -> int | None:
+    """Bytes below the limit of the container; None if there is no limit."""
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
+        return None
+    statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    cached = int(statistics.get("inactive_file", 0))
+    return int(limit.read_text()) - int(used.read_text()) + cached
 
 
 class Lack(NamedTuple):

@@ -236,11 +236,12 @@ def _places(scope: Scope) -> Iterator[Place]:
     datasets = _read_datasets(root)
     gone = _superseded(datasets, scope)
     kept = [dataset for dataset in datasets if dataset not in gone]
+    gone_names = {dataset.folder.name for dataset in gone}
     builds = dict(read_builds(root))
     live = {
         folder: build
         for folder, build in builds.items()
-        if folder not in {dataset.folder for dataset in gone}
+        if folder.name not in gone_names
         and (
             folder.exists()
             or is_locked(build_lock(folder))
@@ -293,9 +294,7 @@ def _places(scope: Scope) -> Iterator[Place]:
     for folder in (root, root / ".partitions"):
         names = {path.name for path in visible(folder)}
         yield Place("lock", folder / ".locks", names | {f"{name}.pull" for name in names})
-    superseded_names = {dataset.folder.name for dataset in gone}
-    others = {path.name for path in visible(root)} - superseded_names
-    yield Place("dataset", root, others, superseded_names)
+    yield Place("dataset", root, {path.name for path in visible(root)} - gone_names, gone_names)
 
 
 class _Dataset(NamedTuple):

@@ -172,8 +172,12 @@ def remove_garbage(scope: Scope, found: Garbage) -> Garbage:
     for _, path in removed.items:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, onerror=fail)
-        else:
+            continue
+        try:
             path.unlink(missing_ok=True)
+        except OSError as error:
+            removed.failures.append(_cannot_be_removed(path, error))
+    removed.bytes -= usage(path for _, path in removed.items)
     return removed
 
 

@@ -409,10 +409,22 @@ def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monk
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         rename(path, other)
 
+    leftover, unlink = output / "datasets" / ".listings" / ".tmp-theirs-abc", os.unlink
+    leftover.write_bytes(bytes(9000))
+
+    def refuse_theirs(path, **where):
+        if str(path) == str(leftover):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        unlink(path, **where)
+
+    before = du(output)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refuse)
-        failures = clean_up(output, keep=1).failures
-    assert f"{middle}: cannot be removed: Permission denied" in failures
+        patch.setattr(os, "unlink", refuse_theirs)
+        cleaned = clean_up(output, keep=1)
+    for path in (middle, leftover):
+        assert f"{path}: cannot be removed: Permission denied" in cleaned.failures
+    assert cleaned.bytes == before - du(output) > 0
     assert datasets(output) == {middle, new}
     assert_intact(middle, new)
     clean_up(output, keep=1)

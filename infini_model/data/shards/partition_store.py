@@ -64,7 +64,7 @@ class LocalPartitions:
         self.folder = datasets_dir / PARTITIONS
         self.place = str(self.folder)
         self._shelf = Shelf(datasets_dir)
-        self._remembered = fact_cache_here(datasets_dir)
+        self._facts = fact_cache_here(datasets_dir)
         self._sweeping, self._is_swept = threading.Lock(), False
 
     def keys(self) -> set[str]:
@@ -95,12 +95,12 @@ class LocalPartitions:
             for shards in record.shards.values()
             for shard in shards
         ]
-        faults = find_faults(self.folder, files, self._remembered, every=every)
+        faults = find_faults(self.folder, files, self._facts, every=every)
         for (_, shard), fault in zip(files, faults, strict=True):
             if fault is not None:
                 log.warning("%s; rebuilding its partition", fault)
                 records.pop(shard.path.partition("/")[0], None)
-        self._remembered.save()
+        self._facts.save()
         return records
 
     def tokenizer(self, spec: PartitionSpec) -> Tokenizer:
@@ -121,7 +121,7 @@ class LocalPartitions:
                 write_record(folder / RECORD, record)
         for shards in record.shards.values():
             for shard in shards:
-                remember(self.folder / shard.path, shard, self._remembered)
+                remember(self.folder / shard.path, shard, self._facts)
 
     def _remove_leftovers_once(self) -> None:
         """Remove what killed processes have left; once, since it looks at all partitions."""

@@ -33,6 +33,7 @@ from flows.serving.connection import served_url
 from flows.serving.services import HOST, free_port
 from infini_model.config import Config, dump_config
 from infini_model.runtime.claims import claim_run
+from infini_model.runtime.holders import Owner
 from infini_model.runtime.stage_protocol import RESULT
 
 STAGES, UP, ALONE, SUBMISSION = "stages", "infini run, server up", "infini run alone", "submission"
@@ -78,7 +79,8 @@ class Peers:
         listing = self._stage("download")["listing"]
         plan = self._stage("plan", "--listing", listing)
         dataset = self._stage("shard", "--listing", listing)["folder"]
-        with claim_run(self._config, plan["key"], Path(dataset), adopt=False) as run_dir:
+        owner = Owner(adopts=False)
+        with claim_run(self._config, plan["key"], Path(dataset), owner=owner) as run_dir:
             where = ["--dataset", dataset, "--run-dir", str(run_dir)]
             run(["-m", "infini_model.training", "--config", str(self._file), *where])
             self._stage("evaluate", *where)

@@ -21,6 +21,7 @@ from typer.core import TyperOption
 from typer.exceptions import TyperException
 
 from flows.options import UNDERSCORES, configured, unknown
+from flows.presets import Invocation
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.runs import latest_run
@@ -52,10 +53,10 @@ def _options(
     """Take the options of `infini` itself."""
 
 
-def _run_flow(name: str, config: Config) -> Any:
+def _run_flow(name: str, asked: Invocation) -> Any:
     from flows.terminal import run_flow
 
-    return run_flow(name, config)
+    return run_flow(name, asked)
 
 
 def _show_report(result: Mapping[str, Any]) -> None:
@@ -68,52 +69,53 @@ def _show_report(result: Mapping[str, Any]) -> None:
 
 @app.command()
 @configured
-def run(config: Config) -> None:
+def run(asked: Invocation) -> None:
     """Download, shard, train and evaluate. Finished stages are reused."""
-    _show_report(_run_flow("pipeline", config))
+    _show_report(_run_flow("pipeline", asked))
 
 
 @app.command()
 @configured
-def preprocess(config: Config) -> None:
+def preprocess(asked: Invocation) -> None:
     """Build the dataset of the documents, or reuse an existing one."""
-    dataset = _run_flow("preprocess", config)
+    dataset = _run_flow("preprocess", asked)
     if dataset["missing"]:
         count = f"{dataset['missing']:,} partitions of other shares are missing"
-        typer.echo(f"Share {config.data.share} is done; {count}")
+        typer.echo(f"Share {asked.config.data.share} is done; {count}")
         return
     typer.echo(f"Dataset: {dataset['address'] or dataset['folder']}")
 
 
 @app.command()
 @configured
-def train(config: Config) -> None:
+def train(asked: Invocation) -> None:
     """Train on a finished dataset, or resume an interrupted run.
 
     The dataset is that of --data-dir, or the newest.
     """
-    typer.echo(f"Run: {_run_flow('train', config)['run_dir']}")
+    typer.echo(f"Run: {_run_flow('train', asked)['run_dir']}")
 
 
 @app.command()
 @configured
-def evaluate(config: Config) -> None:
+def evaluate(asked: Invocation) -> None:
     """Evaluate a run and write its report.
 
     It is run.name=NAME, or the newest.
     """
-    _show_report(_run_flow("evaluate", config))
+    _show_report(_run_flow("evaluate", asked))
 
 
 @app.command()
 @configured
-def compare(config: Config) -> None:
+def compare(asked: Invocation) -> None:
     """Compare runs: settings, results and curves. --sweep runs them first."""
     from flows import manage
 
+    config = asked.config
     named = manage.named_runs(config)  # Tells a mistake before anything slow is imported.
     if config.comparison.sweep:
-        _run_flow("compare", config)
+        _run_flow("compare", asked)
         return
     from flows.print_comparison import compare_existing
 
@@ -166,12 +168,12 @@ def resume(
     """
     from flows import manage
 
-    run_dir, config = manage.to_resume(_places(output_dir).run, arguments or [])
-    if config is None:
+    run_dir, asked = manage.to_resume(_places(output_dir).run, arguments or [])
+    if asked is None:
         typer.echo(f"{run_dir} is already finished; nothing to do")
         return
     typer.echo(f"Resuming {run_dir}")
-    _show_report(_run_flow("pipeline", config))
+    _show_report(_run_flow("pipeline", asked))
 
 
 @app.command()
@@ -278,7 +280,7 @@ def clean(
 @app.command()
 @configured
 def serve(
-    config: Config,
+    asked: Invocation,
     port: Annotated[
         int, typer.Option(help="Port of Prefect's API and UI.", min=1, max=65535)
     ] = 4200,
@@ -306,7 +308,7 @@ def serve(
     """
     from flows.serving import serve as serving
 
-    serving.serve(config, serving.Options(port, mlflow_port, auth, database))
+    serving.serve(asked.config, serving.Options(port, mlflow_port, auth, database))
 
 
 @app.command()
@@ -338,7 +340,7 @@ Checkpoint = Annotated[
 @app.command()
 @configured
 def generate(
-    config: Config,
+    asked: Invocation,
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue (default: asks for one on a terminal).")
     ] = None,
@@ -352,11 +354,11 @@ def generate(
     if prompt is None and prompt_file is None and sys.stdin.isatty():
         prompt = typer.prompt("Prompt")
     text = _read_prompt(prompt, prompt_file)
-    folder = checkpoint or latest_run(config)
+    folder = checkpoint or latest_run(asked.config)
 
     from infini_model.evaluation.prompt import continue_text
 
-    pieces = continue_text(config, folder, text)
+    pieces = continue_text(asked.config, folder, text)
     typer.echo(prompt or "", nl=False)
     for piece in pieces:
         typer.echo(piece, nl=False)
@@ -365,14 +367,14 @@ def generate(
 
 @app.command()
 @configured
-def chat(config: Config, checkpoint: Checkpoint = None) -> None:
+def chat(asked: Invocation, checkpoint: Checkpoint = None) -> None:
     """Talk to a model that was trained on conversations.
 
     Its memory holds all turns, at a cost that does not grow. Ctrl-D ends the talk.
     """
     from infini_model.evaluation.chat import begin_conversation
 
-    talk = begin_conversation(config, checkpoint or latest_run(config))
+    talk = begin_conversation(asked.config, checkpoint or latest_run(asked.config))
     while True:
         try:
             # As in `_read_prompt`, what is typed need not be UTF-8.
@@ -421,7 +423,7 @@ def settings(
 
 @app.command()
 @configured
-def doctor(config: Config) -> None:
+def doctor(asked: Invocation) -> None:
     """Check this machine and suggest fixes.
 
     Exits with status 1 if there is a problem.
@@ -431,7 +433,7 @@ def doctor(config: Config) -> None:
 
     from flows.doctor import examine
 
-    findings = examine(config)
+    findings = examine(asked.config)
     titles = ("Check", "Found", "What to do")
     table = Table(*(Column(title, overflow="fold") for title in titles))
     for finding in findings:

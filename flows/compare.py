@@ -10,23 +10,25 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.elsewhere import check_elsewhere, make_dataset
-from flows.form import form, settings
 from flows.manage import named_runs
-from flows.parameters import parameters_of
+from flows.parameters import form, settings
 from flows.pipeline import complete_run
 from flows.print_comparison import comparisons_dir, show
 from flows.sweep import runs_of
-from flows.train import outcome, prepare_weights
 from infini_model.config import Config
 from infini_model.config.tree import MODEL_SPEC
 from infini_model.runtime.claims import free_name
 from infini_model.runtime.errors import StageError
 from infini_model.runtime.runs import is_finished, read_run_config
 from infini_model.runtime.storage import content_key
+from tasks.checks import check_remote_stages
 from tasks.compare import compare_runs
+from tasks.download import download
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW, name_flow_run
+from tasks.shard import Dataset, finished_dataset, shard
+from tasks.train import outcome
+from tasks.weights import fetch_weights
 
 
 class Swept(NamedTuple):
@@ -51,7 +53,7 @@ def compare(config: Config) -> State[dict[str, Any]]:
     """
     named = named_runs(config)
     if config.comparison.sweep:
-        check_elsewhere(config)
+        check_remote_stages(config)
     swept = list(_run_sweep(config))
     folders = [*named, *(each.run_dir for each in swept if each.run_dir is not None)]
     failures = [f"{each.name}: {each.failure}" for each in swept if each.failure]
@@ -75,14 +77,15 @@ def compare(config: Config) -> State[dict[str, Any]]:
 def _run_sweep(config: Config) -> Iterator[Swept]:
     """Run all combinations, one after another."""
     runs, log = runs_of(config), get_run_logger()
-    datasets = dict[str, dict[str, Any]]()
+    datasets = dict[str, Dataset]()
     for number, run in enumerate(runs, 1):
         ready = _with_dataset(run, datasets)
         name = str(ready.run.name)
         log.info("Run %d of %d: %s", number, len(runs), name)
         # Prefect gives a finished subflow its first name again when its parent is retried.
         named = swept_run.with_options(flow_run_name=f"{swept_run.name} {name}")
-        state = named(**parameters_of(ready, swept_run), return_state=True)
+        whole = ready.model_dump(mode="json")
+        state = named(preset=None, advanced=whole, return_state=True)
         if state.is_completed():
             yield Swept(name, Path(state.result()["run_dir"]), "")
             continue
@@ -91,25 +94,20 @@ def _run_sweep(config: Config) -> Iterator[Swept]:
         yield Swept(name, None, failure)
 
 
-def _with_dataset(config: Config, datasets: dict[str, dict[str, Any]]) -> Config:
+def _with_dataset(config: Config, datasets: dict[str, Dataset]) -> Config:
     """The settings of a run with the name that it gets and the dataset that it is to use.
 
     The dataset is made once for all runs that share it, and then the same for all of them even if
     documents are added meanwhile.
     """
-    pinned = config
-    if config.data.tokenizer.spec == MODEL_SPEC and "train" not in config.deployments:
-        weights = prepare_weights(config, None, adopt=True)
-        pinned = config if weights is None else weights.pinned_in(config)
+    weights = fetch_weights(config) if config.data.tokenizer.spec == MODEL_SPEC else None
+    pinned = config if weights is None else weights.pinned_in(config)
     key = content_key(pinned.data_to_tokenize.model_dump(mode="json"))
     if key not in datasets:
-        datasets[key] = make_dataset(pinned)
+        datasets[key] = finished_dataset(config) or shard(config, download(config), weights)
     dataset = datasets[key]
-    folder = dataset["address"] or Path(dataset["folder"])
-    data = config.data.model_copy(update={"folder": folder})
-    name = free_name(config, dataset["key"])
-    run = config.run.model_copy(update={"name": name})
-    return config.model_copy(update={"data": data, "run": run})
+    name = free_name(config, dataset.key)
+    return config.updated(data={"folder": dataset.place}, run={"name": name})
 
 
 @flow(name="swept-run", **FLOW)

@@ -6,6 +6,7 @@ on other machines they bring here first.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import UUID
 
+from flows.presets import Invocation
 from flows.serving.connection import configured_url, served_mlflow, served_url, use_server
 from flows.serving.polling import poll
 from flows.serving.services import own_server
 from flows.sweep import runs_of
-from infini_model.config import Config, check_typed, load_config, parse_override
+from infini_model.config import Config, check_typed, load_config, merge, parse_override
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import StageError, UserError
@@ -121,7 +123,7 @@ def _cells(run: RunStatus) -> list[str]:
 
 def _urls(run: RunStatus, page: str | None) -> tuple[str, str]:
     """The addresses of a run in Prefect and MLflow, or empty; `page` is MLflow's UI."""
-    record, flow_run = run.mlflow or {}, flow_run_page(run.owner.id) if run.owner else None
+    record, flow_run = run.mlflow or {}, flow_run_page(run.owner) if run.owner else None
     if record.get("tracking_uri", "").startswith("http"):
         page = record["tracking_uri"]
     mlflow = run_url(page, run.run_dir) if page else None
@@ -132,8 +134,8 @@ def _link(url: str, *, short: bool) -> str:
     return f"[link={url}]open[/link]" if url and short else url
 
 
-def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Config | None]:
-    """The run of `[RUN] [KEY=VALUE]...` and the settings to resume it with; None if finished.
+def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invocation | None]:
+    """The run of `[RUN] [KEY=VALUE]...` and how to resume it by `pipeline`; None if finished.
 
     Without RUN, it is the most recently updated run that was interrupted or failed, not one that is
     trained and only lacks its evaluation.
@@ -149,12 +151,14 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Config
     if is_finished(run_dir):
         # Whatever of it is not in the store yet is copied on this occasion.
         keep = read_run_config(run_dir).checkpoint.save_total_limit
-        with attach_unclaimed(run_dir, Holder.current(run_dir, None), places.store, keep):
+        with attach_unclaimed(run_dir, Holder.current(run_dir), places.store, keep):
             return run_dir, None
-    stored = {} if places.store is None else {"run": {"store": places.store}}
+    where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
     typed = [parse_override(text) for text in overrides]
     check_typed(typed)
-    return run_dir, resume_config(run_dir, [stored, *typed])
+    advanced = functools.reduce(merge, typed, {"run": where})
+    parameters = {"preset": None, "resume": run_dir.name, "advanced": advanced}
+    return run_dir, Invocation(parameters, resume_config(run_dir, [advanced]))
 
 
 def _newest_resumable(places: RunConfig) -> Path:

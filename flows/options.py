@@ -14,9 +14,9 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
-from flows.presets import DEFAULT_PRESET, configure
+from flows.presets import DEFAULT_PRESET, Invocation
 from flows.sweep import values_of
-from infini_model.config import Config, check_typed, parse_override
+from infini_model.config import Config, check_typed, merge, parse_override
 from infini_model.config.explaining import meant_by
 from infini_model.config.names import NAMES
 from infini_model.config.places import is_url
@@ -292,8 +292,8 @@ def _single_keys(given: Mapping[str, Any], command: str) -> Iterator[dict[str, A
         yield {"logging": {"debug": True}, "run": {"log_level": "debug"}}
 
 
-def read(given: Mapping[str, Any], command: str) -> Config:
-    """The configuration that a command line describes. Raises `ConfigError` in one line."""
+def read(given: Mapping[str, Any], command: str) -> Invocation:
+    """What a command line describes. Raises `ConfigError` in one line."""
     presets = given["preset"] or []
     if not presets and given["config"] is None:
         presets = ["debug" if given["debug"] else DEFAULT_PRESET]
@@ -302,34 +302,33 @@ def read(given: Mapping[str, Any], command: str) -> Config:
     if command == "compare":
         words, comparison = _comparison(words, sweep=given["sweep"])
         changes.append(comparison)
-    typed = [*changes, *(parse_override(text) for text in words)]
-    check_typed(typed)
-    config = configure(presets, given["config"], typed)
+    changes += [parse_override(text) for text in words]
+    check_typed(changes)
+    typed = functools.reduce(merge, changes, dict[str, Any]())
+    asked = Invocation.of(presets, given["config"], typed)
     is_open = given["preset"] is None and given["config"] is None and not given["debug"]
-    if is_open and command in ("run", "preprocess") and _is_own_text(config, typed):
+    if is_open and command in ("run", "preprocess") and _is_own_text(asked.config, typed):
         from flows.own_text import configure_own_text
 
-        config, lines = configure_own_text(typed, config)
+        asked, lines = configure_own_text(typed, asked.config)
         for line in lines:
             typer.echo(f"note: {line}", err=True)
-    named = config.data.model_fields_set & {"source", "folder"}
+    data, run = asked.config.data, asked.config.run
+    named = data.model_fields_set & {"source", "folder"}
     if command in ("run", "preprocess") and not (named or given["skip_preprocessing"]):
         raise ConfigError(
             "data.source: missing; name a --preset, or documents: data.source.paths='[TEXTS/*.txt]'"
         )
-    if given["skip_preprocessing"] and config.data.folder is None:
-        data = config.data.model_copy(
-            update={"folder": config.run.datasets_store or config.run.datasets_dir}
-        )
-        config = config.model_copy(update={"data": data})
-    return config
+    if given["skip_preprocessing"] and data.folder is None:
+        newest = {"data": {"folder": run.datasets_store or str(run.datasets_dir)}}
+        return Invocation.of(presets, given["config"], merge(typed, newest))
+    return asked
 
 
-def _is_own_text(config: Config, typed: Iterable[Mapping[str, Any]]) -> bool:
+def _is_own_text(config: Config, typed: Mapping[str, Any]) -> bool:
     """Whether documents were typed that this machine reads and trains on from random weights."""
-    named = any("source" in tree.get("data", {}) for tree in typed)
     is_new = config.data.folder is None and config.model.initial_weights is None
-    return named and is_new and not config.deployments
+    return "source" in typed.get("data", {}) and is_new and not config.deployments
 
 
 def _comparison(words: list[str], *, sweep: bool) -> tuple[list[str], dict[str, Any]]:
@@ -387,8 +386,8 @@ def _why_unused(option: str, command: str, config: Config) -> str:
     return ""
 
 
-def configured(command: Callable[Concatenate[Config, P], R]) -> Callable[..., R]:
-    """Give `command`, which takes a `Config`, the options that all commands share.
+def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[..., R]:
+    """Give `command`, which takes an `Invocation`, the options that all commands share.
 
     Some also get options of their own. Options that have no effect are reported on stderr.
     """
@@ -406,10 +405,10 @@ def configured(command: Callable[Concatenate[Config, P], R]) -> Callable[..., R]
     @functools.wraps(command)
     def with_options(**given: Any) -> R:
         rest = {parameter.name: given.pop(parameter.name) for parameter in own}
-        config = read(given, name)
-        for note in notes(given, name, config):
+        asked = read(given, name)
+        for note in notes(given, name, asked.config):
             typer.echo(f"note: {note}", err=True)
-        return command(config, **rest)  # type: ignore[call-arg]
+        return command(asked, **rest)  # type: ignore[call-arg]
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(kind=keyword) for p in [*shared.values(), *own]]

@@ -7,12 +7,11 @@ the command keeps that run's choice and so resumes it, even where there are othe
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.presets import DEFAULT_PRESET, configure
+from flows.presets import DEFAULT_PRESET, Invocation
 from infini_model.config import Config, merge
 from infini_model.config.data import FilesSource
 from infini_model.data.sources.download import list_files
@@ -41,9 +40,7 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-def configure_own_text(
-    typed: Sequence[Mapping[str, Any]], config: Config
-) -> tuple[Config, list[str]]:
+def configure_own_text(typed: Mapping[str, Any], config: Config) -> tuple[Invocation, list[str]]:
     """The settings for own documents, and lines that say what was chosen and how to choose.
 
     `config` is what `typed` means over the default preset. Raises `DeviceError` for a GPU that does
@@ -55,19 +52,19 @@ def configure_own_text(
         lines = [f"--preset {preset}, as chosen for the interrupted run {run.run.name}"]
     else:
         preset, change, lines = _choose(config)
-    chosen = configure([preset], None, [change, {"run": {"chosen_for": key}}, *typed])
-    training, tokenizer = chosen.training, chosen.data.tokenizer
+    chosen = merge(merge(change, {"run": {"chosen_for": key}}), typed)
+    invocation = Invocation.of([preset], None, chosen)
+    training, tokenizer = invocation.config.training, invocation.config.data.tokenizer
     length = f"{training.max_steps:,} steps" if training.max_steps else f"{training.epochs} epochs"
     spec = f"a BPE of {tokenizer.vocab_size:,}" if tokenizer.spec == "train" else tokenizer.spec
     lines[0] += f", {length}, tokenizer: {spec}; --preset NAME and settings choose otherwise"
-    return chosen, lines
+    return invocation, lines
 
 
-def _key(typed: Sequence[Mapping[str, Any]]) -> str:
+def _key(typed: Mapping[str, Any]) -> str:
     """A key of the typed settings that a run cannot be resumed without."""
-    tree = functools.reduce(merge, typed, dict[str, Any]())
     decisive = {"data", "packing", "model", "training"}
-    return content_key({name: tree[name] for name in decisive & tree.keys()})[:12]
+    return content_key({name: typed[name] for name in decisive & typed.keys()})[:12]
 
 
 def _interrupted(runs_dir: Path, key: str) -> Config | None:

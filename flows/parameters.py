@@ -1,26 +1,34 @@
-"""The parameters of a flow, and the `Config` that they stand for.
+"""The parameters of a flow: a preset, the settings that people change, and `advanced` for the rest.
 
-A flow run takes a preset, named settings, and `advanced`, a part of the configuration tree.
-`resolve` applies both over the preset; `parameters_of` is its inverse. `flows.form` shows the
-parameters in Prefect's UI.
+`settings` gives a flow, whose function takes a `Config`, these parameters; the flow run turns them
+into a `Config` by `resolve`. `form` shows them in Prefect's UI: their JSON schema is taken from
+the configuration tree, so that Prefect rejects an invalid value on Submit; combinations that only
+the whole tree can reject fail the run in its first second. The parameters themselves are untyped:
+`infini_model.config` reports an invalid value in one line, Prefect in many.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from prefect.flows import Flow
+from prefect.runtime import flow_run
+from pydantic import Field, WithJsonSchema
+from pydantic.config import JsonDict
+from pydantic_core import MISSING
 
-from flows.presets import DEFAULT_PRESET, configure, is_preset, template
+from flows.presets import DEFAULT_PRESET, configure, preset_choices
+from flows.serving import engine
 from infini_model.config import Config, check_typed, load_config
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.stored.working_copy import refresh_runs
 
+R = TypeVar("R")
 Tree = dict[str, Any]
 
 
@@ -175,8 +183,6 @@ SETTINGS = {
 
 # Pairs of which only one can be given.
 EXCLUSIVE = (("name", "resume"), ("documents", "resume"), ("documents", "dataset"))
-# `resume` sets the same key as `name`; `documents` cannot express every kind of source.
-NAMED_IN_COMMANDS = SETTINGS.keys() - {"resume", "documents"}
 
 
 def settings_of(flow_name: str) -> list[str]:
@@ -231,50 +237,117 @@ def _resumed(changes: list[Mapping[str, Any]]) -> Config:
     return resume_config(run_dir, [*changes, {"run": itself}])
 
 
-def parameters_of(config: Config, flow: Flow[..., Any]) -> Tree:
-    """The parameters for which `flow` resolves to `config`: its preset and the differences from it.
-
-    Settings that the flow has a name for are named; all others are in `advanced`.
-    """
-    preset = config.run.preset if is_preset(config.run.preset) else None
-    tree = _tree(config)
-    base = Config() if preset is None else template(preset)
-    change = _difference(_tree(base), tree)
-    if config.model.initial_weights is not None:
-        # What is set beside it counts even where it is the default.
-        change["model"] = tree["model"]
-    named: Tree = {}
-    for name in inspect.signature(flow.fn).parameters.keys() & NAMED_IN_COMMANDS:
-        *sections, leaf = SETTINGS[name].key.split(".")
-        section = functools.reduce(lambda tree, key: tree.get(key, {}), sections, change)
-        if section.get(leaf) is not None:
-            named[name] = section.pop(leaf)
-    return {"preset": preset, **named, "advanced": _pruned(change) or None}
+def _without(node: Tree, *keys: str) -> Tree:
+    return {key: value for key, value in node.items() if key not in keys}
 
 
-def _pruned(tree: Tree) -> Tree:
-    """The tree without its empty parts."""
-    parts = {
-        key: _pruned(value) if isinstance(value, dict) else value for key, value in tree.items()
-    }
-    return {key: value for key, value in parts.items() if value != {}}
+@functools.cache
+def _tree_schema() -> Tree:
+    """JSON schema of a partial configuration: nothing is required, nothing has a default."""
+    whole = Config.model_json_schema()
+    definitions = whole.pop("$defs")
 
+    def part(node: Tree) -> Tree:
+        if reference := node.get("$ref"):
+            return part(definitions[reference.rpartition("/")[2]] | _without(node, "$ref"))
+        kept = _without(node, "default", "required", "discriminator", "oneOf")
+        # With nothing required, a partial source may match more than one kind.
+        if choices := node.get("oneOf", node.get("anyOf")):
+            kept["anyOf"] = [part(choice) for choice in choices]
+        if node.get("type") == "integer" and kept.pop("exclusiveMinimum", None) == 0:
+            kept["minimum"] = 1  # The UI's inputs understand it, and word the error better.
+        if "properties" in node:
+            kept["properties"] = {key: part(value) for key, value in node["properties"].items()}
+        return kept
 
-def _tree(config: Config) -> Tree:
-    tree: Tree = config.model_dump(mode="json")
+    tree = part(whole)
+    # The preset has its own parameter; here it would only change a name.
+    del tree["properties"]["run"]["properties"]["preset"]
     return tree
 
 
-def _difference(base: Tree, tree: Tree) -> Tree:
-    """The smallest tree that, merged into `base`, gives `tree`."""
-    change: Tree = {}
-    for key, value in tree.items():
-        below: Any = base.get(key)
-        if value == below:
-            continue
-        parts = isinstance(value, dict) and isinstance(below, dict)
-        # `merge` replaces a whole source by one of another kind.
-        if parts and value.get("kind") == below.get("kind"):
-            value = _difference(below, value)
-        change[key] = value
-    return change
+def _schema_at(key: str) -> Tree:
+    """JSON schema of one key, without null: an unset parameter is left out."""
+    node = _tree_schema()
+    for name in key.split("."):
+        sections = [choice["properties"] for choice in node.get("anyOf", [node])]
+        node = next(section[name] for section in sections if name in section)
+    (typed,) = [choice for choice in node.get("anyOf", [node]) if choice["type"] != "null"]
+    return _without(typed, "title", "description")
+
+
+def _parameter(title: str, description: str, schema: Tree, key: str | None = None) -> Any:
+    """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect.
+
+    By `key`, the setting that it stands for, messages on failures find its title.
+    """
+    # Without the extra, Prefect takes the parameter's name as the title.
+    extra: JsonDict = {"title": title, "description": description, "key": key}
+    return Annotated[Any, WithJsonSchema(schema), Field(json_schema_extra=extra)]
+
+
+def _annotations(names: Iterable[str]) -> dict[str, Any]:
+    presets: Tree = {"type": "string", "enum": preset_choices()}
+    # The UI shows an object without properties as one JSON editor; `then` is checked all the same.
+    # It has no type, so that null is accepted as it is for the other settings.
+    advanced: Tree = {"type": "object", "if": True, "then": _without(_tree_schema(), "type")}
+    annotations = {
+        "preset": _parameter(
+            "Preset",
+            "Source of all settings left empty. `+stable` adds the settings that avoid NaN losses.",
+            presets,
+        )
+    }
+    for name in names:
+        setting = SETTINGS[name]
+        schema = _schema_at(setting.key)
+        annotations[name] = _parameter(setting.title, setting.description, schema, setting.key)
+    return annotations | {
+        "advanced": _parameter(
+            "Advanced",
+            "Any other settings, applied over the preset, as JSON such as "
+            '`{"model": {"num_hidden_layers": 6}, "training": {"warmup_steps": 50}}`.',
+            advanced,
+        ),
+    }
+
+
+def _signature(annotations: Mapping[str, Any], empty: Any) -> inspect.Signature:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                name, kind, default=DEFAULT_PRESET if name == "preset" else empty, annotation=shown
+            )
+            for name, shown in annotations.items()
+        ]
+    )
+
+
+def settings(function: Callable[[Config], R]) -> Callable[..., R]:
+    """Give a flow's function, which takes a `Config`, the parameters that `SETTINGS` lists for it.
+
+    They are `preset`, the settings that name the flow, and `advanced`.
+    """
+
+    @functools.wraps(function)
+    def flow_function(**parameters: Any) -> R:
+        engine.mark_as_engine(flow_run.id)
+        return function(resolve(**parameters))
+
+    annotations = _annotations(settings_of(function.__name__))
+    flow_function.__signature__ = _signature(annotations, None)  # type: ignore[attr-defined]
+    flow_function.__annotations__ = annotations
+    return flow_function
+
+
+def form(flow: Flow[..., R]) -> Flow[..., R]:
+    """Show a flow's settings in the UI as plain inputs that may be left empty.
+
+    With a default of null in the schema, each would be a choice between a type and "None", set to
+    "None". Prefect reads this signature for the schema, and the function's own for a run.
+    """
+    signature = inspect.signature(flow.fn)
+    annotations = {name: found.annotation for name, found in signature.parameters.items()}
+    flow.__signature__ = _signature(annotations, MISSING)  # type: ignore[attr-defined]
+    return flow

@@ -12,7 +12,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,24 @@ def preset_choices() -> list[str]:
     return [*preset_names(), *(f"{one}{JOIN}{over}" for one in whole for over in remedy_names())]
 
 
-def is_preset(text: str | None) -> bool:
-    """Whether `run.preset` is a combination of existing presets that includes a complete one."""
-    names = (text or "").split(JOIN)
-    return set(names) <= set(preset_names()) and not set(names) <= set(remedy_names())
+@dataclass(frozen=True)
+class Invocation:
+    """What a command line asks for: the parameters of a flow, and the settings that they mean."""
+
+    parameters: dict[str, Any]
+    config: Config
+
+    @classmethod
+    def of(cls, presets: Sequence[str], file: Path | None, typed: Mapping[str, Any]) -> Invocation:
+        """The presets and what was typed; a file is laid over the presets, and travels whole.
+
+        Raises as `configure` does.
+        """
+        preset = JOIN.join(presets) or None
+        if file is not None:
+            preset, typed = None, merge(_layered(presets, file), _named(typed))
+        parameters = {"preset": preset, "advanced": dict(typed) or None}
+        return cls(parameters, configure([] if preset is None else [preset], overrides=[typed]))
 
 
 def configure(
@@ -66,11 +81,6 @@ def configure(
     changes = [parse_override(text) if isinstance(text, str) else text for text in overrides]
     typed = _named(functools.reduce(merge, changes, {}))
     return validate(merge(_layered(presets, file), typed))
-
-
-def template(preset: str) -> Config:
-    """The settings of a preset as it stands, with `???` for what it leaves to the user."""
-    return Config.model_validate(_layered([preset], None))
 
 
 def _layered(presets: Iterable[str], file: Path | None) -> dict[str, Any]:

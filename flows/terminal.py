@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from flows.presets import Invocation
 from flows.serving.connection import configured_url, prefect_api, served_url
 from infini_model.config import Config
 from infini_model.runtime.errors import ConfigError
@@ -54,16 +55,15 @@ def _check(name: str, config: Config) -> None:
         choose_gpus(config.launch.gpus)
 
 
-def run_flow(name: str, config: Config) -> Any:
+def run_flow(name: str, asked: Invocation) -> Any:
     """Run the flow `name` of `flows.<name>` and return its result.
 
     Raises what `_check` and the flow raise, and `typer.Exit` if it was ended from the Prefect UI.
     """
+    config = asked.config
     _check(name, config)
     with prefect_api(config) as wait_until_up:
         from prefect.exceptions import Abort, Pause
-
-        from flows.parameters import parameters_of
 
         flow = getattr(importlib.import_module(f"flows.{name}"), name)
         for logger in map(logging.getLogger, ("prefect.flow_runs", "prefect.task_runs")):
@@ -73,7 +73,7 @@ def run_flow(name: str, config: Config) -> Any:
         logging.getLogger("EventsWorker").setLevel(logging.ERROR)
         wait_until_up()
         try:
-            return flow(**parameters_of(config, flow))
+            return flow(**asked.parameters)
         except KeyboardInterrupt:
             with contextlib.suppress(OSError):  # The terminal may have been closed.
                 typer.echo("interrupted; the same command resumes where this one stopped", err=True)

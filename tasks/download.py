@@ -7,15 +7,28 @@ from typing import Any
 from prefect import task
 
 from infini_model.config import Config
+from infini_model.data.keeping.named import check_holds_datasets
 from tasks.failures import failure_as_state
-from tasks.stage import STAGE, run_stage
+from tasks.stage import STAGE, run_stage, run_with_retries
+
+Files = dict[str, Any]
+
+
+def download(config: Config) -> Files | None:
+    """List the source's files by what identifies their content; fetch what is missing.
+
+    Returns the listing, and the numbers of files and bytes; None if the shard stage is remote,
+    whose worker does this.
+    """
+    config = config.updated(data={"folder": None})
+    if "shard" in config.deployments:
+        return None
+    check_holds_datasets(config.run)
+    files: Files = run_with_retries(_download, config.stages.download, config)
+    return files
 
 
 @task(name="download", task_run_name="download {config.data.name}", **STAGE)
 @failure_as_state
-def download(config: Config) -> dict[str, Any]:
-    """List the source's files by what identifies their content; fetch what is missing.
-
-    Returns the listing, and the numbers of files and bytes.
-    """
+def _download(config: Config) -> Files:
     return run_stage("download", config, config.stages.download)

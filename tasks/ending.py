@@ -68,9 +68,9 @@ def end_predecessors(run_dir: Path, outcome: str) -> None:
 
     Otherwise one that was suspended, or failed, would wait for someone to resume it for ever.
     """
-    owner, _ = current_owner()
+    owner = current_owner()
     former = read_record(run_dir).get("former_owners", [])
-    if owner is None or not former:
+    if owner.id is None or not former:
         return
     with warn_on_error("end of earlier flow runs"), get_client(sync_client=True) as client:
         current = client.read_flow_run(UUID(owner.id))

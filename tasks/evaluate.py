@@ -6,21 +6,69 @@ from pathlib import Path
 from typing import Any
 
 from prefect import task
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Completed
 
 from infini_model.config import Config
+from infini_model.runtime.runs import REPORT, REPORT_PAGE, VALIDATION_LOSS, is_finished
+from infini_model.runtime.stored.working_copy import refresh_logs
 from tasks import artifacts
+from tasks.ending import end_predecessors
 from tasks.failures import FIRST, failure_as_state
-from tasks.stage import STAGE, named_after_run, run_stage
+from tasks.remote_stage import RemoteStage
+from tasks.shard import Dataset
+from tasks.stage import STAGE, named_after_run, run_stage, run_with_retries
+from tasks.train import outcome
 from tasks.training_view import mlflow_link
+
+
+def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
+    """Score a trained run and write its report.
+
+    Returns the results of all tasks and the paths of the report and its plots; only the paths of
+    the report if the stage is remote, and only the run folder on any but the first of several
+    machines, which writes the report.
+    """
+    if config.launch.node_rank > 0:
+        return {"run_dir": str(run_dir)}
+    if "evaluate" in config.deployments:
+        return _evaluate_remotely(config, dataset, run_dir)
+    arguments = (config, str(dataset.folder), str(run_dir))
+    report: dict[str, Any] = run_with_retries(_evaluate, config.stages.evaluate, *arguments)
+    end_predecessors(run_dir, _summary(report))
+    return report
+
+
+def completed(result: dict[str, Any]) -> State[dict[str, Any]]:
+    """The end of a flow run with the result of `evaluate`, and what it says in short."""
+    if "report" in result:
+        return Completed(message=_summary(result), data=result)
+    message = f"{outcome(Path(result['run_dir']))} · the first machine writes the report"
+    return Completed(message=message, data=result)
+
+
+def _summary(report: dict[str, Any]) -> str:
+    losses = report.get("tasks", {}).get("loss", {}).get("metrics", {})
+    said = [f"validation loss {losses[VALIDATION_LOSS]:.3f}"] if VALIDATION_LOSS in losses else []
+    return " · ".join([*said, f"report {report['report']}"])
+
+
+def _evaluate_remotely(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
+    stage = RemoteStage.of(config, "evaluate")
+
+    def opened(flow_run: FlowRun) -> dict[str, Any]:
+        refresh_logs(run_dir, config.run.store)
+        if not is_finished(run_dir):
+            raise stage.unseen(flow_run, "report", run_dir / REPORT, "run.output_dir")
+        return {"report": str(run_dir / REPORT), "html": str(run_dir / REPORT_PAGE)}
+
+    named = config.updated(data={"folder": dataset.place}, run={"name": run_dir.name})
+    return stage.run(named, opened)
 
 
 @task(name="evaluate", task_run_name=named_after_run, **STAGE)
 @failure_as_state
-def evaluate_model(config: Config, dataset_dir: str, run_dir: str) -> dict[str, Any]:
-    """Write the report and the plots of a run, and show them in MLflow and Prefect.
-
-    Returns the results of all tasks and the paths of the report and its plots.
-    """
+def _evaluate(config: Config, dataset_dir: str, run_dir: str) -> dict[str, Any]:
     arguments = ["--dataset", dataset_dir, "--run-dir", run_dir]
     result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
     description = f"{FIRST}: what came out. For a browser it is {result['html']}"

@@ -172,17 +172,17 @@ def _kind(tag: str) -> str:
     return tag.partition(":")[0]
 
 
-def current_owner() -> tuple[Owner | None, bool]:
-    """The current flow run as the owner of a run folder, and whether it may adopt other runs.
+def current_owner() -> Owner:
+    """The current flow run as the owner of a run folder.
 
     A command in a terminal resumes interrupted runs with the same settings. A flow run of a
     deployment does not: those runs may be suspended, and are resumed or retried by themselves.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        return None, True
+        return Owner()
     current = context.flow_run
-    return Owner(str(current.id)), current.deployment_id is None
+    return Owner(str(current.id), adopts=current.deployment_id is None)
 
 
 def log_line(line: str) -> None:

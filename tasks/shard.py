@@ -1,25 +1,158 @@
-"""The plan and shard stages: identify the requested dataset, and build its missing parts."""
+"""The shard stage: a dataset that is finished, or one that is made of the source's files.
+
+Its first part, the plan, identifies the dataset and what of it stands; the second builds the rest.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.artifacts import TableArtifact
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.events import emit_event
 from prefect.runtime import task_run
 from prefect.states import Completed
 
 from infini_model.config import Config
 from infini_model.data.manifest import SPLITS, Manifest, read_manifest
+from infini_model.runtime.errors import DataError
+from infini_model.runtime.runs import dataset_here, find_run, is_started, read_run_config
+from infini_model.training.initial_weights import InitialWeights
 from tasks import artifacts
+from tasks.download import Files
 from tasks.failures import failure_as_state
-from tasks.flow_run import attempt, dataset_before
-from tasks.stage import STAGE, run_stage
+from tasks.flow_run import attempt, current_owner, dataset_before
+from tasks.remote_stage import RemoteStage
+from tasks.stage import STAGE, run_stage, run_with_retries
 
 NEW_DATASET = "infini.dataset.ready"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset on this machine.
+
+    Attributes:
+        folder: Where it is.
+        key: Of its content.
+        address: In an object store, if machines share it there.
+        reused: Whether it was finished before.
+        missing: With `data.share`, the number of partitions that other shares have yet to make.
+    """
+
+    folder: Path
+    key: str
+    address: str | None
+    reused: bool
+    missing: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where all machines find it: its address, else its folder."""
+        return self.address or str(self.folder)
+
+
+def finished_dataset(config: Config) -> Dataset | None:
+    """The dataset in `data.folder`, or that of the run which is retried or resumed.
+
+    A run keeps its dataset even if documents were added since. None if it has to be made, or made
+    again. Raises `DataError` if `data.folder` is damaged, unless its source is known.
+    """
+    run_dir = _begun_run(config)
+    if run_dir is not None:
+        folder: Path | str | None = dataset_here(run_dir)
+    else:
+        folder = config.data.folder or _remote_training_dataset(config)
+    if folder is None:
+        return None
+    try:
+        return use_dataset(config.updated(data={"folder": folder}))
+    except DataError as error:
+        asked = config if run_dir is None else read_run_config(run_dir)
+        if asked.data.folder is not None:
+            raise
+        get_run_logger().warning("%s; rebuilding it", error)
+        return None
+
+
+def _begun_run(config: Config) -> Path | None:
+    """The run that this flow run retries, or that `infini resume` names with its dataset."""
+    owner = current_owner()
+    if owner.id is not None and (own := find_run(config.run.runs_dir, owner.id)):
+        return own
+    named = config.run.runs_dir / (config.run.name or "")
+    if config.run.name is None or config.data.folder is None or not is_started(named):
+        return None
+    return named if str(dataset_here(named)) == str(config.data.folder) else None
+
+
+def _remote_training_dataset(config: Config) -> str | None:
+    """The dataset with which an earlier attempt has started the training, if that is remote."""
+    if "train" not in config.deployments:
+        return None
+    known = RemoteStage.of(config, "train").known()
+    return None if known is None else known.parameters["advanced"]["data"]["folder"]
+
+
+def use_dataset(config: Config) -> Dataset:
+    """The dataset in `data.folder`, or the newest one, which is checked to be intact."""
+    plan = run_with_retries(_plan, config.stages.shard, config, None)
+    dataset = Dataset(Path(plan["folder"]), plan["key"], plan["address"], reused=True)
+    get_run_logger().info("Using dataset %s without changes", dataset.place)
+    return dataset
+
+
+def shard(config: Config, files: Files | None, weights: InitialWeights | None = None) -> Dataset:
+    """Tokenise the files of `download` into a dataset, or reuse what stands of it.
+
+    `weights` are those whose tokenizer `data.tokenizer.spec: model` means. Without files the stage
+    is remote. Raises `DataError` if only `data.share` of the dataset is made.
+    """
+    config = config.updated(data={"folder": None})
+    if files is None:
+        return _shard_remotely(config)
+    dataset = build_share(config if weights is None else weights.pinned_in(config), files)
+    if dataset.missing:
+        raise DataError(f"data.share: {share_made(config, dataset)}, so there is no dataset yet")
+    return dataset
+
+
+def share_made(config: Config, dataset: Dataset) -> str:
+    """What is done of a dataset that has `missing` partitions."""
+    missing = f"{dataset.missing:,} partitions of other shares are missing"
+    return f"{config.data.share} is done; {missing}"
+
+
+def build_share(config: Config, files: Files) -> Dataset:
+    """What `shard` does in place; with `data.share` the dataset may have `missing` partitions."""
+    log, stage = get_run_logger(), config.stages.shard
+    plan = run_with_retries(_plan, stage, config, files)
+    if plan["fault"]:
+        log.warning("%s; rebuilding its partition", plan["fault"])
+    made = run_with_retries(_build, stage, config, files, plan)
+    folder, missing = Path(made["folder"]), made["missing"]
+    dataset = Dataset(folder, made["key"], made["address"], plan["intact"], missing)
+    if not missing:
+        log.info("Dataset %s is %s", dataset.place, "reused" if dataset.reused else "ready")
+    return dataset
+
+
+def _shard_remotely(config: Config) -> Dataset:
+    stage = RemoteStage.of(config, "shard")
+
+    def opened(flow_run: FlowRun) -> Dataset:
+        folder = config.run.datasets_dir / stage.made(flow_run, "dataset")
+        try:
+            return use_dataset(config.updated(data={"folder": folder}))
+        except DataError as error:
+            if folder.exists() or config.run.datasets_store is not None:
+                raise
+            raise stage.unseen(flow_run, "dataset", folder, "run.data_dir") from error
+
+    return stage.run(config, opened)
 
 
 def _plan_name() -> str:
@@ -31,13 +164,13 @@ def _plan_name() -> str:
 
 @task(name="plan", task_run_name=_plan_name, **STAGE)
 @failure_as_state
-def plan_dataset(config: Config, listing: dict[str, Any] | None) -> dict[str, Any]:
+def _plan(config: Config, files: Files | None) -> dict[str, Any]:
     """Identify the requested dataset by its content key, and what of it stands.
 
-    Trains the tokenizer if requested and not done yet. Without a listing, the dataset is the one in
+    Trains the tokenizer if requested and not done yet. Without files, the dataset is the one in
     `data.folder`, or the newest one. An existing folder is checked to be intact.
     """
-    arguments = [] if listing is None else _arguments(listing)
+    arguments = [] if files is None else _arguments(files)
     plan = run_stage("plan", config, config.stages.shard, *arguments)
     counts = [{"partitions": name, "count": plan[name]} for name in ("new", "reused")]
     description = f"What is new of the dataset {Path(plan['folder']).name}, and what is reused"
@@ -49,8 +182,8 @@ def plan_dataset(config: Config, listing: dict[str, Any] | None) -> dict[str, An
 
 @task(name="shard", task_run_name="shard {config.data.name}-{plan[key]:.16}", **STAGE)
 @failure_as_state
-def build_dataset(
-    config: Config, listing: dict[str, Any], plan: dict[str, Any]
+def _build(
+    config: Config, files: Files, plan: dict[str, Any]
 ) -> dict[str, Any] | State[dict[str, Any]]:
     """Build missing or damaged partitions, and the dataset folder of all partitions.
 
@@ -60,9 +193,9 @@ def build_dataset(
     """
     dataset = {name: plan[name] for name in ("folder", "key", "address")} | {"missing": 0}
     if plan["intact"]:
-        message = f"{place_of(plan)} is intact"
+        message = f"{_place_of(plan)} is intact"
         return Completed(name="Reused", message=message, data=dataset)
-    result = run_stage("shard", config, config.stages.shard, *_arguments(listing))
+    result = run_stage("shard", config, config.stages.shard, *_arguments(files))
     if result["missing"]:
         return dataset | result
     manifest = _show(result)
@@ -71,13 +204,13 @@ def build_dataset(
     return result
 
 
-def _arguments(listing: dict[str, Any]) -> list[str]:
+def _arguments(files: Files) -> list[str]:
     """What a stage is told of the source, and of what the same schedule made before."""
     previous = dataset_before()
-    return ["--listing", listing["listing"], *(["--previous", previous] if previous else [])]
+    return ["--listing", files["listing"], *(["--previous", previous] if previous else [])]
 
 
-def place_of(dataset: dict[str, Any]) -> str:
+def _place_of(dataset: dict[str, Any]) -> str:
     """Where a dataset is: its address if machines share it, else its folder."""
     return str(dataset["address"] or dataset["folder"])
 
@@ -90,7 +223,7 @@ def _show(dataset: dict[str, Any]) -> Manifest:
         {"split": name, **manifest.splits[name].model_dump(include={"documents", "tokens"})}
         for name in SPLITS
     ]
-    description = f"Documents and tokens of each split of {place_of(dataset)}"
+    description = f"Documents and tokens of each split of {_place_of(dataset)}"
     artifacts.show("dataset", TableArtifact(table=rows, description=description))
     artifacts.show_folder("dataset-folder", folder, "The tokenised documents of all splits")
     return manifest

@@ -1,27 +1,142 @@
-"""The train stage: launch torchrun, retry from the newest checkpoint, show progress."""
+"""The train stage: claim a run, launch torchrun or resume it, and show its progress."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
-from prefect import task
+from prefect import get_run_logger, task
+from prefect.client.schemas.objects import FlowRun
+from prefect.runtime import flow_run
 
 from infini_model.config import Config
+from infini_model.runtime.claims import claim_run, run_to_resume
+from infini_model.runtime.holders import Holder
+from infini_model.runtime.metrics_file import read_newest
+from infini_model.runtime.runs import is_finished, is_started
+from infini_model.runtime.stored.working_copy import attach_unclaimed, refresh_runs
+from infini_model.training.initial_weights import InitialWeights, record_initial_weights
 from infini_model.training.launch.reservation import waiting_note
+from infini_model.training.run_status import is_trained, saved_step
 from tasks import artifacts
 from tasks.artifacts import Updates
 from tasks.control import stopped_with_flow_run
 from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
-from tasks.flow_run import Waiting, log_line
+from tasks.flow_run import Waiting, current_owner, log_line, name_flow_run
 from tasks.progress import Progress
-from tasks.stage import STAGE, TAIL_LINES, named_after_run
+from tasks.remote_stage import RemoteStage
+from tasks.shard import Dataset
+from tasks.stage import STAGE, TAIL_LINES, named_after_run, run_with_retries
 from tasks.training_view import SECONDS, TrainingView
+from tasks.weights import fetch_anew
+
+
+@contextlib.contextmanager
+def train(config: Config, dataset: Dataset, weights: InitialWeights | None) -> Iterator[Path]:
+    """Train a run of these settings or resume it, and hold it for the block; yields its folder.
+
+    It is not held if the evaluation is remote, whose worker holds it. Raises as `claim_run` does,
+    and what the training failed with.
+    """
+    with contextlib.ExitStack() as held:
+        if "train" in config.deployments:
+            run_dir = _train_remotely(config, dataset)
+            if "evaluate" not in config.deployments:
+                held.enter_context(attached(config, run_dir))
+        else:
+            claim = claim_run(
+                config,
+                dataset.key,
+                dataset.folder,
+                weights=None if weights is None else weights.fingerprint,
+                address=dataset.address,
+                owner=current_owner(),
+            )
+            run_dir = held.enter_context(claim)
+            _name_flow_run(config, dataset, run_dir)
+            _train_claimed(config, dataset, run_dir, weights)
+            if "evaluate" in config.deployments:
+                held.close()
+        yield run_dir
+
+
+def attached(config: Config, run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Use a run that this flow run has not claimed, as `attach_unclaimed` does."""
+    holder = Holder.current(run_dir, current_owner())
+    return attach_unclaimed(run_dir, holder, config.run.store, config.checkpoint.save_total_limit)
+
+
+def outcome(run_dir: Path) -> str:
+    """What came out of a training, in short; of several machines only the first one has losses."""
+    newest, said = read_newest(run_dir, "step", "validation/loss"), [f"run {run_dir.name}"]
+    if "step" in newest:
+        said.append(f"{newest['step']:,.0f} steps")
+    if "validation/loss" in newest:
+        said.append(f"validation loss {newest['validation/loss']:.3f}")
+    return " · ".join(said)
+
+
+def _name_flow_run(config: Config, dataset: Dataset, run_dir: Path) -> None:
+    tags = (f"preset:{config.run.preset or 'custom'}", f"run:{run_dir.name}")
+    name_flow_run(run_dir.name, *tags, f"dataset:{dataset.folder.name}")
+
+
+def _train_claimed(
+    config: Config, dataset: Dataset, run_dir: Path, weights: InitialWeights | None
+) -> None:
+    """Train in a run folder that this process has claimed, unless the run is already evaluated.
+
+    A run with its last checkpoint is resumed too: its last scores may not have been written.
+    """
+    log = get_run_logger()
+    if is_finished(run_dir):
+        log.info("Run %s is already finished", run_dir)
+        return
+    if is_trained(run_dir):
+        # All other flows go on to evaluate it.
+        is_end = flow_run.get_flow_name() == "train"
+        advice = f"; infini resume {run_dir.name} evaluates it, and another run.name or run.seed"
+        log.info(
+            "Run %s is already trained%s", run_dir, f"{advice} starts a new run" if is_end else ""
+        )
+    else:
+        log.info("Training in %s", run_dir)
+    if weights is not None:
+        # The claim may have gone to a new run, not to the one whose record these are from.
+        if saved_step(run_dir) is None and not weights.folder.is_dir():
+            weights = fetch_anew(config)
+        record_initial_weights(run_dir, weights)
+    run_with_retries(_train, config.stages.train, config, str(dataset.folder), str(run_dir))
+
+
+def _train_remotely(config: Config, dataset: Dataset) -> Path:
+    """Train by the deployment of the stage, which claims the run; returns the run's folder.
+
+    A command in a terminal resumes the interrupted run that it would resume in place.
+    """
+    stage, run = RemoteStage.of(config, "train"), config.run
+
+    def opened(flow_run: FlowRun) -> Path:
+        run_dir = run.runs_dir / stage.made(flow_run, "run")
+        refresh_runs(run.runs_dir, run.store)
+        if not is_started(run_dir):
+            raise stage.unseen(flow_run, "run", run_dir, "run.output_dir")
+        return run_dir
+
+    named = config.updated(data={"folder": dataset.place})
+    if run.name is None and current_owner().adopts:
+        found = run_to_resume(config, dataset_key=dataset.key)
+        named = named.updated(run={"name": None if found is None else found.name})
+    run_dir = stage.run(named, opened)
+    _name_flow_run(config, dataset, run_dir)
+    return run_dir
 
 
 @task(name="train", task_run_name=named_after_run, **STAGE)
 @failure_as_state
-def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
+def _train(config: Config, dataset_dir: str, run_dir: str) -> str:
     """Train in `run_dir`, or resume from its newest checkpoint, as every retry does.
 
     Whether there is a retry, and with which settings, depends on how the training failed
@@ -36,14 +151,14 @@ def train_model(config: Config, dataset_dir: str, run_dir: str) -> str:
             Updates("state of the run", waiting.update, SECONDS),
             Updates("training table", view.update, SECONDS),
         ):
-            _train(config, Path(dataset_dir), folder, tail)
+            _launch(config, Path(dataset_dir), folder, tail)
     except EXPECTED as error:
         note_training(error, config, Path(dataset_dir), folder, list(tail))
         raise
     return run_dir
 
 
-def _train(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -> None:
+def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -> None:
     from infini_model.training.launch.launcher import launch
 
     def on_line(line: str) -> None:

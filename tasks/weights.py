@@ -1,4 +1,7 @@
-"""The weights stage: fetch and check the pretrained weights that a run begins from."""
+"""The weights stage: fetch and check the pretrained weights that a run begins from.
+
+Before and after, the memory of the training is compared with what this machine has.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,48 @@ from typing import Any
 from prefect import task
 
 from infini_model.config import Config
+from infini_model.runtime.claims import run_to_resume
+from infini_model.runtime.stored.working_copy import has_checkpoint
+from infini_model.training.initial_weights import InitialWeights, read_initial_weights
+from tasks.checks import check_training_memory
 from tasks.failures import failure_as_state
-from tasks.stage import STAGE, run_stage
+from tasks.flow_run import current_owner
+from tasks.stage import STAGE, run_stage, run_with_retries
+
+
+def fetch_weights(config: Config) -> InitialWeights | None:
+    """The weights that `model.initial_weights` names; None without them.
+
+    Those of a run that resumes from a checkpoint are as it recorded them: it needs neither the hub
+    nor the folder, except with LoRA, whose checkpoints lack the frozen weights. With several
+    machines only the first one reads them, and with a remote training its worker.
+
+    Raises as `check_training_memory` does.
+    """
+    if "train" in config.deployments:
+        return None
+    check_training_memory(config)
+    if config.model.initial_weights is None or config.launch.node_rank > 0:
+        return None
+    run_dir = run_to_resume(config, current_owner())
+    if run_dir is not None and has_checkpoint(run_dir, config.run.store):
+        recorded = read_initial_weights(run_dir)
+        is_enough = config.training.lora is None
+        if recorded is not None and (is_enough or recorded.folder.is_dir()):
+            return recorded
+    weights = fetch_anew(config)
+    check_training_memory(config, weights)
+    return weights
+
+
+def fetch_anew(config: Config) -> InitialWeights:
+    """The same, whatever a run has recorded."""
+    found = run_with_retries(_fetch, config.stages.weights, config)
+    return InitialWeights.model_validate(found)
 
 
 @task(name="weights", task_run_name="weights {config.model.initial_weights}", **STAGE)
 @failure_as_state
-def fetch_weights(config: Config) -> dict[str, Any]:
-    """Fetch `model.initial_weights` if they are on the hub, and check them and their tokenizer.
-
-    Returns an `InitialWeights` as JSON.
-    """
+def _fetch(config: Config) -> dict[str, Any]:
+    """Returns an `InitialWeights` as JSON."""
     return run_stage("weights", config, config.stages.weights)

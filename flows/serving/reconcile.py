@@ -106,7 +106,7 @@ def _runs_of(flow_run_id: str, config: Config) -> tuple[Path | None, Path | None
     """The run that a flow run has claimed, and again unless another has resumed it since."""
     run_dir = find_run(config.run.runs_dir, flow_run_id)
     owner = None if run_dir is None else owner_of(run_dir)
-    return run_dir, run_dir if owner is not None and owner.id == flow_run_id else None
+    return run_dir, run_dir if owner == flow_run_id else None
 
 
 def _is_training(run_dir: Path) -> bool:

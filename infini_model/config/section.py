@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,6 +35,18 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
     )
+
+    def updated(self, **changes: Any) -> Self:
+        """A copy with other values, which are not validated; of a section below, a mapping of them.
+
+        `config.updated(data={"folder": folder})` keeps the rest of `data`.
+        """
+        update = {}
+        for name, change in changes.items():
+            below = getattr(self, name)
+            nested = isinstance(below, Section) and isinstance(change, Mapping)
+            update[name] = below.updated(**change) if nested else change
+        return self.model_copy(update=update)
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -357,6 +357,11 @@ class Config(Section):
         return named
 
     @property
+    def in_place(self) -> Self:
+        """The same with all stages in place, for the flow of a stage."""
+        return self.updated(stages=self.stages.in_place)
+
+    @property
     def identity(self) -> dict[str, Any]:
         """The settings that decide the weights, by section; commands with equal ones share a run.
 

@@ -14,14 +14,13 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infini_model.config import Config, dump_config, load_config
 from infini_model.config.places import folder_here
 from infini_model.runtime.errors import ConfigError, DataError
-from infini_model.runtime.holders import Holder, Owner, flow_run_page
+from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
 from infini_model.runtime.runs import (
     dataset_here,
     find_run,
@@ -159,7 +158,7 @@ def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -
 
 
 def _check_claim(
-    run_dir: Path, config: Config, dataset_key: str, weights: str | None, owner: Owner | None
+    run_dir: Path, config: Config, dataset_key: str, weights: str | None, owner: Owner
 ) -> None:
     """Raise `ConfigError` if the folder holds a different run or was taken over from this owner.
 
@@ -169,7 +168,7 @@ def _check_claim(
     if not _is_same_run(run_dir, config, dataset_key, weights):
         other = difference(*identities(run_dir, config, weights))
         raise ConfigError(f"run.name: {run_dir} holds another run ({other})")
-    if owner is not None and owner.id in record.get("former_owners", []):
+    if owner.id in record.get("former_owners", []):
         by, now = "a process without a flow run", record["owner"]
         if now is not None:
             by = f"flow run {flow_run_page(now['id']) or now['id']}"
@@ -179,9 +178,7 @@ def _check_claim(
         )
 
 
-def _record_claim(
-    run_dir: Path, owner: Owner | None, dataset_dir: Path, address: str | None
-) -> None:
+def _record_claim(run_dir: Path, owner: Owner, dataset_dir: Path, address: str | None) -> None:
     record = read_record(run_dir)
     place = {} if address is None else {"dataset_address": address}
     if not Path(record["dataset"]).exists():
@@ -190,7 +187,7 @@ def _record_claim(
     if record != record | place:
         record |= place
         write_json(run_dir / "run.json", record)
-    before, now = record.get("owner"), None if owner is None else asdict(owner)
+    before, now = record.get("owner"), None if owner.id is None else {"id": owner.id}
     if before == now:
         return
     if before is not None and (now is None or before["id"] != now["id"]):
@@ -217,13 +214,13 @@ def free_name(config: Config, dataset_key: str) -> str:
 
 
 def _candidates(
-    config: Config, dataset_key: str, weights: str | None, *, adopt: bool
+    config: Config, dataset_key: str, weights: str | None, owner: Owner
 ) -> Iterator[Path]:
     """Folders to try to lock: interrupted runs of this configuration, then new names."""
     runs_dir, prefix = config.run.runs_dir, name_prefix(config)
     existing = _numbered_folders(runs_dir, prefix)
     for run_dir in existing:
-        if _is_available(run_dir, config, dataset_key, weights, adopt=adopt):
+        if _is_available(run_dir, config, dataset_key, weights, owner):
             yield run_dir
     number = int(existing[0].name.rpartition("-")[2]) + 1 if existing else 1
     while True:
@@ -232,28 +229,27 @@ def _candidates(
 
 
 def _is_available(
-    run_dir: Path, config: Config, dataset_key: str, weights: str | None, *, adopt: bool
+    run_dir: Path, config: Config, dataset_key: str, weights: str | None, owner: Owner
 ) -> bool:
     """Whether a run with these settings may start or resume in this folder."""
     if not is_started(run_dir):
         return True
-    is_same = adopt and not is_finished(run_dir)
+    is_same = owner.adopts and not is_finished(run_dir)
     return is_same and _is_same_run(run_dir, config, dataset_key, weights)
 
 
-def _exact_folder(config: Config, owner: Owner | None) -> Path | None:
+def _exact_folder(config: Config, owner: Owner) -> Path | None:
     """The folder that a claim gets or fails: that of `run.name`, or the owner's."""
     if config.run.name is not None:
         return config.run.runs_dir / config.run.name
-    return None if owner is None else find_run(config.run.runs_dir, owner.id)
+    return None if owner.id is None else find_run(config.run.runs_dir, owner.id)
 
 
 def run_to_resume(
     config: Config,
+    owner: Owner = ANYBODY,
     *,
     dataset_key: str | None = None,
-    owner: Owner | None = None,
-    adopt: bool = True,
 ) -> Path | None:
     """The run that a claim of these settings would resume; None if it would start a new one.
 
@@ -263,14 +259,16 @@ def run_to_resume(
     exact = _exact_folder(config, owner)
     if exact is not None:
         return exact if _is_same_run(exact, config, dataset_key, None) else None
-    for run_dir in _numbered_folders(config.run.runs_dir, name_prefix(config)) if adopt else ():
+    for run_dir in (
+        _numbered_folders(config.run.runs_dir, name_prefix(config)) if owner.adopts else ()
+    ):
         is_free = not is_finished(run_dir) and run_holder(run_dir) is None
         if is_free and _is_same_run(run_dir, config, dataset_key, None):
             return run_dir
     return None
 
 
-def _until_released(run_dir: Path, owner: Owner | None, seconds: float) -> Iterator[Path]:
+def _until_released(run_dir: Path, owner: Owner, seconds: float) -> Iterator[Path]:
     """Yield `run_dir` repeatedly while an earlier process of the same flow run still holds it.
 
     Raises `ConfigError` that names the holder if it is another one, or does not release in time.
@@ -279,7 +277,7 @@ def _until_released(run_dir: Path, owner: Owner | None, seconds: float) -> Itera
     while True:
         yield run_dir
         if holder := run_holder(run_dir):
-            is_same = owner is not None and holder.flow_run == owner.id
+            is_same = owner.id is not None and holder.flow_run == owner.id
             if not is_same or time.monotonic() > deadline:
                 raise ConfigError(f"run.name: {run_dir} is in use by {holder}")
             if not logged:
@@ -325,8 +323,7 @@ def claim_run(
     *,
     weights: str | None = None,
     address: str | None = None,
-    owner: Owner | None = None,
-    adopt: bool = True,
+    owner: Owner = ANYBODY,
     release_seconds: float = RELEASE_SECONDS,
 ) -> Iterator[Path]:
     """Hold a run folder: that of `run.name`, the owner's, an interrupted run's, or a new one.
@@ -342,8 +339,6 @@ def claim_run(
             they count by their name.
         address: The dataset in an object store, if the folder is a working copy of it.
         owner: Who claims the run; without `run.name` it gets back the folder it claimed before.
-        adopt: Whether to resume an interrupted run of the same settings and data that another owner
-            started.
         release_seconds: How long to wait for an earlier process of the same owner to exit.
 
     Raises:
@@ -361,7 +356,7 @@ def claim_run(
     if exact is not None:
         candidates = _until_released(exact, owner, release_seconds)
     else:
-        candidates = _candidates(config, dataset_key, weights, adopt=adopt)
+        candidates = _candidates(config, dataset_key, weights, owner)
     for run_dir in candidates:
         make_folder(run_dir)
         holder = Holder.current(run_dir, owner)
@@ -370,8 +365,7 @@ def claim_run(
         with hold_run(run_dir, holder, config.run.store, patiently=patiently) as held:
             # Check again: it may have been started or finished just before it was held.
             if held is None or (
-                exact is None
-                and not _is_available(run_dir, config, dataset_key, weights, adopt=adopt)
+                exact is None and not _is_available(run_dir, config, dataset_key, weights, owner)
             ):
                 continue
             if is_started(run_dir):

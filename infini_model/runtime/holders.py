@@ -42,9 +42,20 @@ def flow_run_page(flow_run: str) -> str | None:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who claims a run: the id of a flow run."""
+    """Who claims a run.
 
-    id: str
+    Attributes:
+        id: Of the flow run; None for a process without one.
+        adopts: Whether it resumes an interrupted run of the same settings and data that another
+            owner started.
+    """
+
+    id: str | None = None
+    adopts: bool = True
+
+
+# A process without a flow run, such as a command.
+ANYBODY = Owner()
 
 
 @dataclass(frozen=True)
@@ -66,14 +77,13 @@ class Holder:
     flow_run: str | None = None
 
     @classmethod
-    def current(cls, run_dir: Path, owner: Owner | None) -> Holder:
+    def current(cls, run_dir: Path, owner: Owner = ANYBODY) -> Holder:
         """This process, working in `run_dir` for `owner`."""
         import psutil
 
         started = psutil.Process().create_time()
         run = str(run_dir.resolve())
-        flow_run = None if owner is None else owner.id
-        return cls(os.getpid(), started, socket.gethostname(), run, flow_run)
+        return cls(os.getpid(), started, socket.gethostname(), run, owner.id)
 
     @property
     def process(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from infini_model.config import Config, read_tree, validate
 from infini_model.runtime.errors import ConfigError, DataError, UserError
-from infini_model.runtime.holders import Holder, Owner, holder_of
+from infini_model.runtime.holders import Holder, holder_of
 from infini_model.runtime.storage import MANIFEST, content_key, write_json
 from infini_model.runtime.stored.record import stored_holder
 
@@ -158,10 +158,10 @@ def dataset_here(run_dir: Path) -> Path | str:
     return folder if address is None or address == f"{store}/{folder.name}" else str(address)
 
 
-def owner_of(run_dir: Path) -> Owner | None:
-    """Owner of the last claim on a run, if known. Raises `DataError` as `dataset_of` does."""
+def owner_of(run_dir: Path) -> str | None:
+    """Id of the flow run that claimed a run last, if one did. Raises as `dataset_of` does."""
     record = read_record(run_dir).get("owner")
-    return None if record is None else Owner(record["id"])
+    return None if record is None else str(record["id"])
 
 
 def run_holder(run_dir: Path) -> Holder | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.holders import Owner
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import MODEL, is_finished, last_step, owner_of, run_holder
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
@@ -36,7 +35,7 @@ class RunStatus:
         train_loss: Latest training loss; None before the first step.
         validation_loss: Latest validation loss; None before the first validation.
         updated: Time of the last record, in seconds since the epoch.
-        owner: The flow run that claimed the run last, if known.
+        owner: Id of the flow run that claimed the run last, if known.
         mlflow: Its `run_id` and `tracking_uri` in MLflow; empty without a record there.
     """
 
@@ -48,7 +47,7 @@ class RunStatus:
     train_loss: float | None = None
     validation_loss: float | None = None
     updated: float = 0.0
-    owner: Owner | None = None
+    owner: str | None = None
     mlflow: dict[str, str] | None = None
 
 

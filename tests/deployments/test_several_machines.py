@@ -106,7 +106,7 @@ def started(command: Sequence[str], environment: Mapping[str, str], folder: Path
     name, *words = ended.stdout.rstrip("\0").split("\0")
     assert name == "train"
     group: Any = typer.main.get_command(app)
-    return read(group.commands[name].make_context(name, words).params, name)
+    return read(group.commands[name].make_context(name, words).params, name).config
 
 
 def pod_environment(index: int) -> dict[str, str]:

@@ -159,9 +159,7 @@ def test_a_training_survives_servers_worker_and_infini_serve_itself_to_the_same_
     training = serving.create("pipeline", preset="debug", advanced=tree)
     run_dir = serving.output / "runs" / "debug-1"
     (trainer,) = halt.wait()
-    owner = owner_of(run_dir)
-    assert owner is not None
-    assert owner.id == training
+    assert owner_of(run_dir) == training
     # It must not be marked as crashed while it trains.
     serving.set_state(training, "CRASHED", "Crashed")
     serving.wait_for_state(training, "Running")

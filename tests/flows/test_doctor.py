@@ -10,12 +10,12 @@ from prefect.logging import disable_run_logger
 
 from flows import doctor
 from flows.presets import configure
-from flows.train import check_training_memory
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import DeviceError
 from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Driver, Gpu
 from infini_model.training.sizing import fitting
+from tasks.checks import check_training_memory
 
 H200 = Gpu("0", 0, "NVIDIA H200", 140 << 30, 141 << 30, 3, "GPU-1", (9, 0))
 

@@ -94,7 +94,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     owner = owner_of(run_dir)
     assert owner is not None
     page = connected["PREFECT_API_URL"].removesuffix("/api")
-    assert row.rstrip().endswith(f"{page}/runs/flow-run/{owner.id}")
+    assert row.rstrip().endswith(f"{page}/runs/flow-run/{owner}")
     status, line = told("resume", "run-1")
     assert status == 2
     assert f"{run_dir} is in use by {holder}" in line
@@ -123,7 +123,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert is_finished(run_dir)
     assert owner_of(run_dir) not in (None, owner)
     # It was Crashed, and nobody is to resume it again.
-    ended = api(connected["PREFECT_API_URL"], f"flow_runs/{owner.id}", "GET")["state"]
+    ended = api(connected["PREFECT_API_URL"], f"flow_runs/{owner}", "GET")["state"]
     told_by = "; finished by flow run pipeline run-1"
     assert (ended["type"], ended["message"][-len(told_by) :]) == ("COMPLETED", told_by)
     assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
@@ -194,7 +194,7 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
         return bool(api(server, f"flow_runs/{number}", "GET")["state_type"] == "CANCELLING")
 
     def work_until_it_is_cancelled() -> None:
-        with claim_run(config, "k1", Path("data"), owner=Owner(number), adopt=False):
+        with claim_run(config, "k1", Path("data"), owner=Owner(number, adopts=False)):
             eventually(is_cancelling, "the cancellation")
 
     monkeypatch.setenv("PREFECT_API_URL", server)
@@ -265,10 +265,9 @@ def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(
 
 @pytest.mark.parametrize("deployment", [None, UUID(int=3)])
 def test_a_flow_run_of_a_deployment_adopts_no_other_run(deployment: UUID | None) -> None:
-    assert current_owner() == (None, True)
+    assert current_owner() == Owner(None, adopts=True)
     flow_run = FlowRun(id=UUID(int=1), flow_id=UUID(int=2), deployment_id=deployment)
     with FlowRunContext.model_construct(flow_run=flow_run):
-        owner, adopt = current_owner()
-    assert owner is not None
+        owner = current_owner()
     assert owner.id == str(flow_run.id)
-    assert adopt is (deployment is None)
+    assert owner.adopts is (deployment is None)

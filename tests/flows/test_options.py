@@ -1,5 +1,6 @@
 """Each option of the command line is a short name for a key of the configuration."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,8 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.options import UNDERSCORES, configured
-from flows.presets import configure
+from flows.parameters import resolve
+from flows.presets import Invocation, configure
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import point_latest
@@ -32,10 +34,10 @@ TRAINING = ("run", "train", "evaluate", "doctor")
 
 def invoke(command: str, *arguments: str) -> tuple[Config, list[str]]:
     """The configuration that `infini COMMAND ARGUMENTS` would work with, and what it notes."""
-    seen: list[Config] = []
+    seen: list[Invocation] = []
 
-    def take(config: Config) -> None:
-        seen.append(config)
+    def take(asked: Invocation) -> None:
+        seen.append(asked)
 
     take.__name__ = command
     parser = typer.Typer(context_settings=UNDERSCORES)
@@ -43,7 +45,10 @@ def invoke(command: str, *arguments: str) -> tuple[Config, list[str]]:
     result = CliRunner().invoke(parser, list(arguments), standalone_mode=False)
     if result.exception is not None:
         raise result.exception
-    return seen[0], result.stderr.splitlines()
+    (asked,) = seen
+    # A flow that is started with its parameters works with the same settings.
+    assert resolve(**json.loads(json.dumps(asked.parameters))) == asked.config
+    return asked.config, result.stderr.splitlines()
 
 
 def parse(command: str, *arguments: str) -> Config:

@@ -29,25 +29,28 @@ from commands import (
     write_texts,
 )
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from serving import Server
 from stopping import Halt, is_pending
 
+from flows.parameters import resolve
 from flows.pipeline import pipeline
-from flows.train import outcome
+from flows.presets import configure
 from infini_model.config import load_config
-from infini_model.runtime.errors import ConfigError, StageError, UserError
+from infini_model.runtime.errors import ConfigError, DataError, StageError, UserError
 from infini_model.runtime.pictures import FOLDER
 from infini_model.runtime.storage import make_folder, write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.launch.failures import Crashed
 from infini_model.training.run_status import saved_step
-from tasks import artifacts, elsewhere, failures
-from tasks.elsewhere import Elsewhere, find_deployment
+from tasks import artifacts, failures, remote_stage
 from tasks.flow_run import _is_generated, dataset_before
 from tasks.progress import Progress
+from tasks.remote_stage import RemoteStage, find_deployment
+from tasks.train import outcome
 from tasks.training_view import mlflow_link
 
 ROOT = Path(__file__).parents[2]
@@ -410,7 +413,7 @@ def test_a_deployment_is_found_by_its_name_or_refused_in_one_line(prefect: Serve
         make_deployment(prefect, "preprocess", name)
     with temporary_settings({PREFECT_API_URL: prefect.url}):
         for asked in ("gpu", "train/gpu"):
-            assert str(find_deployment(KEY, asked, "train")) == expected
+            assert str(find_deployment(KEY, asked, "train").id) == expected
         for asked, refusal in {
             "cpu": "cpu is a deployment of the flow preprocess, not train",
             "preprocess/cpu": "preprocess/cpu is a deployment of the flow preprocess, not train",
@@ -425,23 +428,33 @@ def test_a_deployment_is_found_by_its_name_or_refused_in_one_line(prefect: Serve
 def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
     prefect: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elsewhere, "POLL_SECONDS", 0.1)
-    deployment = make_deployment(prefect, "train", str(uuid4()))
-    stage = Elsewhere(KEY, "train one", UUID(deployment), identity=str(uuid4()))
+    monkeypatch.setattr(remote_stage, "POLL_SECONDS", 0.1)
+    name, parent = str(uuid4()), UUID(create(prefect, "story.py:pipeline"))
+    make_deployment(prefect, "train", name)
+    config = configure(["debug"], overrides=["training.max_steps=3"])
+    is_there = [True]
+
+    def opened(flow_run: FlowRun) -> UUID:
+        if not is_there.pop():
+            raise DataError("it is gone")
+        return flow_run.id
+
     with (
         temporary_settings({PREFECT_API_URL: prefect.url}),
         disable_run_logger(),
         ThreadPoolExecutor() as pool,
     ):
+        deployment = find_deployment(KEY, name, "train")
+        stage = RemoteStage(KEY, "train one", deployment, parent, identity=str(uuid4()))
 
         def begin() -> Any:
-            return pool.submit(contextvars.copy_context().run, stage.run, {"steps": 3})
+            return pool.submit(contextvars.copy_context().run, stage.run, config, opened)
 
         running = begin()
         eventually(lambda: stage.known() is not None, "the part")
         part = stage.known()
         assert part is not None
-        assert part.parameters == {"steps": 3}
+        assert resolve(**part.parameters) == config
         prefect.set_state(str(part.id), "CRASHED", "Crashed", message="its process\nwas killed")
         with pytest.raises(StageError) as failure:
             running.result()
@@ -452,10 +465,17 @@ def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
         is_retried = "a retry of the same part"
         eventually(lambda: prefect.state(str(part.id))["name"] == "AwaitingRetry", is_retried)
         prefect.set_state(str(part.id), "COMPLETED", "Completed")
-        outcome = running.result()
-        assert (outcome.flow_run.id, outcome.is_new) == (part.id, True)
-        outcome = begin().result()
-        assert (outcome.flow_run.id, outcome.is_new) == (part.id, False)
+        assert running.result() == part.id
+
+        # A later attempt of the parent only opens what was made, unless it is not there any more.
+        is_there.append(True)
+        assert begin().result() == part.id
+        assert prefect.state(str(part.id))["name"] == "Completed"
+        is_there += [True, False]
+        running = begin()
+        eventually(lambda: prefect.state(str(part.id))["name"] == "AwaitingRetry", is_retried)
+        prefect.set_state(str(part.id), "COMPLETED", "Completed")
+        assert running.result() == part.id
 
 
 PART = """

@@ -26,13 +26,13 @@ from commands import (
 )
 from serving import Server
 
-from flows import preprocess
 from infini_model.config import ModelConfig, load_config
 from infini_model.data.builds import build_file
 from infini_model.data.manifest import read_manifest
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import DataError
 from infini_model.training.initial_weights import read_initial_weights
+from tasks import shard
 
 STAGES = ("download", "plan", "shard", "train", "evaluate")
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -102,9 +102,10 @@ def test_the_last_share_puts_the_dataset_together(connected: Environment, tmp_pa
 
 
 def test_a_share_is_not_the_dataset_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess, "_make_dataset", lambda _: {"missing": 3})
+    share = shard.Dataset(Path("datasets/a-1"), "key", None, reused=False, missing=3)
+    monkeypatch.setattr(shard, "build_share", lambda *_: share)
     with pytest.raises(DataError, match=r"^data\.share: 1/2 is done; 3 partitions of other shares"):
-        preprocess.prepare_dataset(load_config(overrides=["data.share=1/2"]))
+        shard.shard(load_config(overrides=["data.share=1/2"]), {"listing": "l"})
 
 
 @pytest.mark.story

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from infini_model.config import Config
 from infini_model.runtime.errors import DataError, DeviceError
-from infini_model.runtime.holders import Holder, hold, holder_of
+from infini_model.runtime.holders import Holder, Owner, hold, holder_of
 from infini_model.runtime.runs import owner_of
 from infini_model.runtime.storage import lock, make_folder, named_os_errors
 from infini_model.training.launch.devices import Gpu, choose_gpus
@@ -104,7 +104,7 @@ def reserve(
         slots,
         needed,
         make_folder(config.run.output_dir / "devices"),
-        Holder.current(run_dir, owner),
+        Holder.current(run_dir, Owner(owner)),
         shares=config.launch.num_nodes > 1,
     )
     with contextlib.ExitStack() as stack:

@@ -29,7 +29,7 @@ from infini_model.runtime.runs import (
     run_holder,
 )
 
-UI, NIGHT = Owner("ui"), Owner("night")
+UI, NIGHT = Owner("ui", adopts=False), Owner("night", adopts=False)
 SHARED = ("run.name=mine", "launch.num_nodes=2", "launch.rdzv_endpoint=first:29500")
 
 
@@ -161,25 +161,25 @@ def test_a_machine_that_waits_for_the_first_one_says_for_what(
 
 def test_a_flow_run_gets_its_own_folder_back_until_another_has_resumed_it(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    first = claim(config, owner=UI, adopt=False)
+    first = claim(config, owner=UI)
     assert find_run(tmp_path / "runs", "ui") == first
     assert find_run(tmp_path / "runs", "night") is None
-    second = claim(config, owner=NIGHT, adopt=False)
+    second = claim(config, owner=NIGHT)
     assert second != first
     for _ in range(2):
-        assert claim(config, owner=UI, adopt=False, finish=True) == first
-    assert owner_of(first) == UI
+        assert claim(config, owner=UI, finish=True) == first
+    assert owner_of(first) == UI.id
     with pytest.raises(ConfigError, match=r"debug-2 holds another run \(the dataset differs"):
-        claim(config, "k2", owner=NIGHT, adopt=False)
+        claim(config, "k2", owner=NIGHT)
 
     other = Owner("other")
     assert claim(config, owner=other) == second
     message = r"debug-2 has since been resumed by flow run other; take it over with infini resume"
     with pytest.raises(ConfigError, match=message):
-        claim(config, owner=NIGHT, adopt=False)
+        claim(config, owner=NIGHT)
     assert find_run(tmp_path / "runs", "night") == second
     # Anyone may resume a run by its name if nobody holds it.
-    assert claim(resume_config(second), owner=Owner("by name"), adopt=False) == second
+    assert claim(resume_config(second), owner=Owner("by name", adopts=False)) == second
 
 
 def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(

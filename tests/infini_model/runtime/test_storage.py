@@ -185,7 +185,7 @@ def test_an_exclusive_lock_is_on_a_file_that_is_open_for_writing(tmp_path, monke
 
 
 def test_a_holder_is_read_while_it_holds(tmp_path):
-    ours = Holder.current(tmp_path, None)
+    ours = Holder.current(tmp_path)
     with hold(tmp_path / "lock", ours):
         assert holder_of(tmp_path / "lock") == ours
     assert holder_of(tmp_path / "lock") is None

@@ -74,7 +74,7 @@ def folders(tmp_path: Path) -> Path:
 
 
 def take(store: ObjectStore, run_dir: Path) -> Lease | None:
-    return take_lease(store, run_dir, Holder.current(run_dir, None))
+    return take_lease(store, run_dir, Holder.current(run_dir))
 
 
 def taken(store: ObjectStore, run_dir: Path) -> Lease:

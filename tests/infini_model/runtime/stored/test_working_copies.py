@@ -227,7 +227,7 @@ def test_a_store_that_is_gone_stops_nothing_and_gets_later_what_it_lacks(
         assert "cannot be reached: connection refused" in line
         assert "infini resume debug-1" in line
     run = config.run
-    with attach_unclaimed(run_dir, Holder.current(run_dir, None), run.store, keep=2):
+    with attach_unclaimed(run_dir, Holder.current(run_dir), run.store, keep=2):
         pass
     assert steps_of(stored(config)) == {6, 8}
 

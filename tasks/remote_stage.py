@@ -1,18 +1,20 @@
-"""A stage as a flow run of a deployment, which a worker of its work pool starts.
+"""A stage as a flow run of the deployment that `stages.X.deployment` names, in its work pool.
 
 It is a subflow of the current flow run, and Prefect's UI shows each on the page of the other. It is
 started once: whoever retries or resumes the parent finds it by its idempotency key, follows it if
 it still runs, and retries it, as the same flow run, if it has ended without success. What it
-made it names in its tags, which every machine can read.
+made it names in its tags, which every machine can read. The code that opens any dataset and any run
+opens it here, and thereby checks it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 from uuid import UUID
 
 import httpx
@@ -26,24 +28,32 @@ from prefect.client.schemas.filters import (
     FlowRunFilterIdempotencyKey,
 )
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, TerminationSignal
 from prefect.states import AwaitingRetry, Cancelling, Scheduled, to_state_create
 from prefect.tasks import Task
 from prefect.utilities.urls import url_for
 
-from infini_model.runtime.errors import ConfigError, StageError
+from infini_model.config import Config
+from infini_model.config.places import output_place
+from infini_model.runtime.errors import ConfigError, DataError, StageError
 from infini_model.runtime.processes import deferred_signals
 from tasks.control import POLL_SECONDS, Stop, stopped_with_flow_run
+from tasks.flow_run import tagged
 
+# The flow of each stage that has one.
+FLOWS = {"shard": "preprocess", "train": "train", "evaluate": "evaluate"}
 # A training saves a checkpoint first, which takes up to a minute.
 END_SECONDS = 90.0
 # How often a crash is read before it counts: a flow run that was wrongly declared dead says so.
 CRASHED_READS = 4
 
+T = TypeVar("T")
 
-def find_deployment(key: str, name: str, flow: str) -> UUID:
-    """The id of a deployment of `flow`, NAME or FLOW/NAME, on the current server.
+
+def find_deployment(key: str, name: str, flow: str) -> DeploymentResponse:
+    """A deployment of `flow`, NAME or FLOW/NAME, on the current server.
 
     Raises `ConfigError` in one line that begins with `key`, which named it.
     """
@@ -52,7 +62,7 @@ def find_deployment(key: str, name: str, flow: str) -> UUID:
     with get_client(sync_client=True) as client:
         named = DeploymentFilter(name=DeploymentFilterName(any_=[own_name]))
         found = {
-            client.read_flow(each.flow_id).name: each.id
+            client.read_flow(each.flow_id).name: each
             for each in client.read_deployments(deployment_filter=named)
         }
         server = str(client.api_url).rstrip("/")
@@ -68,29 +78,51 @@ def describe(flow_run: FlowRun) -> str:
     return f"flow run {flow_run.name} ({url_for('flow-run', obj_id=flow_run.id) or flow_run.id})"
 
 
+def remote_parameters(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
+    """The parameters by which a flow with these `fields` has the same settings elsewhere.
+
+    No field is left to the deployment or to a preset, which may be others there: all that was
+    resolved here is in `advanced`. Folders are given so that each machine has the same. No stage of
+    it is remote again.
+    """
+    tree = config.in_place.model_dump(mode="json")
+    tree["data"]["keep"] = None
+    run = config.run
+    tree["run"]["output_dir"] = output_place(run.output_dir, run.store)
+    if run.data_dir is not None:
+        tree["run"]["data_dir"] = output_place(run.data_dir, run.data_store)
+    return {**dict.fromkeys(fields), "preset": None, "advanced": tree}
+
+
 @dataclass(frozen=True)
-class Outcome:
-    """A completed flow run; `is_new` unless an earlier attempt of the parent found it completed."""
-
-    flow_run: FlowRun
-    is_new: bool
-
-
-@dataclass(frozen=True)
-class Elsewhere:
+class RemoteStage:
     """A stage of the current flow run that is a flow run of a deployment.
 
     Attributes:
         key: The setting that names the deployment, for messages.
         name: The name of the flow run until its engine renames it.
-        deployment: The deployment's id.
-        identity: What tells it from the other stages of all flow runs.
+        deployment: Of the flow of the stage.
+        parent: The current flow run.
+        identity: What tells it from the other stages of all flow runs; the runs of a sweep, which
+            have names, have their own.
     """
 
     key: str
     name: str
-    deployment: UUID
+    deployment: DeploymentResponse
+    parent: UUID
     identity: str
+
+    @classmethod
+    def of(cls, config: Config, stage: str) -> RemoteStage:
+        """The stage `shard`, `train` or `evaluate`. Raises as `find_deployment` does."""
+        key, flow, context = f"stages.{stage}.deployment", FLOWS[stage], FlowRunContext.get()
+        if context is None or context.flow_run is None:
+            raise StageError(f"{key}: there is no flow run to be a subflow of")
+        deployment = find_deployment(key, config.deployments[stage], flow)
+        parent, name = context.flow_run.id, f"{flow} {config.run.preset or 'custom'}"
+        identity = " ".join(filter(None, (str(parent), stage, config.run.name)))
+        return cls(key, name, deployment, parent, identity)
 
     def known(self) -> FlowRun | None:
         """The flow run that was started for this stage, if there is one."""
@@ -98,58 +130,72 @@ class Elsewhere:
         with get_client(sync_client=True) as client:
             return next(iter(client.read_flow_runs(flow_run_filter=wanted, limit=1)), None)
 
-    def run(self, parameters: Mapping[str, Any], *, again: bool = False) -> Outcome:
-        """Run the stage to its end; with `again`, even if an earlier attempt has completed it.
+    def run(self, config: Config, opened: Callable[[FlowRun], T]) -> T:
+        """Run the stage to its end, and open what it made.
 
-        Ends it when the current flow run is suspended or cancelled, and with a command that is
+        It is made again if an earlier attempt of the parent made it, and it is not there any more.
+        Ends the flow run when the current one is suspended or cancelled, and with a command that is
         interrupted, since the next one could not find it.
 
-        Raises `StageError` if the flow run does not complete.
+        Raises `StageError` if the flow run does not complete, and what `opened` raises.
         """
+        known = self.known()
+        if known is not None and _state(known).is_completed():
+            try:
+                return opened(known)
+            except DataError as error:
+                get_run_logger().warning("%s; making it again", error)
+        return opened(self._completed(config, known))
+
+    def made(self, flow_run: FlowRun, kind: str) -> str:
+        """The name of the dataset or the run that a flow run made."""
+        name = tagged(flow_run, kind)
+        if name is None:
+            raise DataError(f"{self.key}: {describe(flow_run)} has no tag {kind}:… that names it")
+        return name
+
+    def unseen(self, flow_run: FlowRun, kind: str, path: Path, shared: str) -> DataError:
+        """What to raise if what it made is not on this machine, which must have `shared`."""
+        return DataError(
+            f"{self.key}: {kind} {path.name} of {describe(flow_run)} is not in {path.parent}; the "
+            f"machines must share {shared} or use an object store"
+        )
+
+    def _completed(self, config: Config, known: FlowRun | None) -> FlowRun:
         with (
             stopped_with_flow_run(self._end) as stop,
             self._ended_with_command(),
             get_client(sync_client=True) as client,
         ):
-            flow_run = self.known()
-            if flow_run is None:
-                flow_run = self._start(client, parameters)
-            elif _state(flow_run).is_completed() and not again:
-                return Outcome(flow_run, is_new=False)
-            else:
-                _start_again(client, flow_run)
-            return Outcome(self._follow(client, flow_run, stop), is_new=True)
+            if known is not None:
+                _start_again(client, known)
+            return self._follow(client, known or self._start(client, config), stop)
 
-    def _start(self, client: SyncPrefectClient, parameters: Mapping[str, Any]) -> FlowRun:
+    def _start(self, client: SyncPrefectClient, config: Config) -> FlowRun:
         """Create the flow run, as Prefect's `run_deployment` does.
 
-        The parameters are those of settings that have been checked. The schema of a deployment is
-        that of a form, in which the preset cannot be left out.
+        That would have the server compare the settings, which have been checked, with the schema of
+        the deployment: a form, in which the preset cannot be left out.
         """
+        # It stands for the stage in the current flow run.
+        stage: Task[[], None] = Task(fn=lambda: None, name=self.key)
+        task_run = client.create_task_run(stage, self.parent, dynamic_key=self.identity)
+        fields = (self.deployment.parameter_openapi_schema or {}).get("properties", {})
         created = DeploymentFlowRunCreate(
             name=self.name,
-            parameters=dict(parameters),
+            parameters=remote_parameters(config, fields),
             enforce_parameter_schema=False,
             state=to_state_create(Scheduled()),
             idempotency_key=self.identity,
-            parent_task_run_id=self._task_run(client),
+            parent_task_run_id=task_run.id,
         )
         answer = client.request(
             "POST",
             "/deployments/{id}/create_flow_run",
-            path_params={"id": self.deployment},
+            path_params={"id": self.deployment.id},
             json=created.model_dump(mode="json", exclude_unset=True),
         )
         return FlowRun.model_validate(answer.json())
-
-    def _task_run(self, client: SyncPrefectClient) -> UUID | None:
-        """The task run that stands for the stage in the current flow run."""
-        context = FlowRunContext.get()
-        if context is None or context.flow_run is None:
-            return None
-        stage: Task[[], None] = Task(fn=lambda: None, name=self.key)
-        found = client.create_task_run(stage, context.flow_run.id, dynamic_key=self.identity)
-        return found.id
 
     def _follow(self, client: SyncPrefectClient, flow_run: FlowRun, stop: Stop) -> FlowRun:
         """Wait for the end of a flow run; log what it does. An API that is down is waited for."""
@@ -158,30 +204,22 @@ class Elsewhere:
         while True:
             if change := stop():
                 raise change
-            now = self._read(client, flow_run)
-            if now is not None:
-                state = _state(now)
+            with contextlib.suppress(httpx.HTTPError):
+                try:
+                    flow_run = client.read_flow_run(flow_run.id)
+                except ObjectNotFound as error:
+                    raise StageError(f"{self.key}: {describe(flow_run)} was deleted") from error
+                state = _state(flow_run)
                 if state.name != shown:
                     shown = state.name
-                    log.info("%s: flow run %s: %s", self.key, now.name, shown)
+                    log.info("%s: flow run %s: %s", self.key, flow_run.name, shown)
                 if state.is_completed():
-                    return now
+                    return flow_run
                 crashed = crashed + 1 if state.is_crashed() else 0
                 if state.is_final() and crashed in (0, CRASHED_READS):
-                    raise self._failure(now, state)
+                    why = " ".join((state.message or "").split())
+                    raise StageError(f"{self.key}: {describe(flow_run)} is {state.name}: {why}")
             time.sleep(POLL_SECONDS)
-
-    def _read(self, client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun | None:
-        try:
-            return client.read_flow_run(flow_run.id)
-        except ObjectNotFound as error:
-            raise StageError(f"{self.key}: {describe(flow_run)} was deleted") from error
-        except httpx.HTTPError:
-            return None
-
-    def _failure(self, flow_run: FlowRun, state: State) -> StageError:
-        why = " ".join((state.message or "").split())
-        return StageError(f"{self.key}: {describe(flow_run)} is {state.name}: {why}")
 
     @contextlib.contextmanager
     def _ended_with_command(self) -> Iterator[None]:

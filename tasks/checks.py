@@ -1,0 +1,70 @@
+"""What is refused before any work is done."""
+
+from __future__ import annotations
+
+from prefect import get_run_logger
+
+from infini_model.config import Config
+from infini_model.runtime.errors import ConfigError, DeviceError
+from infini_model.runtime.stored.conditions import check_stores
+from infini_model.runtime.stored.working_copy import refresh_runs
+from infini_model.training.initial_weights import InitialWeights
+from infini_model.training.launch.devices import choose_gpus
+from infini_model.training.sizing.fitting import Machine, check_kernels, check_memory
+from infini_model.training.sizing.shape import UnknownShapeError, known_shape, with_objective
+from tasks.remote_stage import RemoteStage
+
+
+def check_run(config: Config, *, builds_dataset: bool) -> None:
+    """Check the stores, and bring the records of stored runs here.
+
+    Raises `StoreError` if a store ignores conditions, and as `ObjectStore` does.
+    """
+    refresh_runs(config.run.runs_dir, config.run.store)
+    check_stores(config.run, builds_dataset=builds_dataset)
+
+
+def check_remote_stages(config: Config) -> None:
+    """Check that the deployments of remote stages exist, and what the other stages need here.
+
+    Raises `ConfigError` in one line that names the key; `DeviceError` if the evaluation, unlike the
+    training, is here and has not the GPUs that `launch.gpus` asks for.
+    """
+    if config.deployments and config.launch.num_nodes > 1:
+        raise ConfigError(
+            f"stages.{next(iter(config.deployments))}.deployment: is not for launch.num_nodes over "
+            "1; the machines of one training start by themselves"
+        )
+    if "shard" in config.deployments and config.data.share is not None:
+        raise ConfigError("data.share: is not for stages.shard.deployment; run infini preprocess")
+    for name in config.deployments:
+        RemoteStage.of(config, name)
+    trains_here = "train" not in config.deployments and config.launch.launcher == "local"
+    if trains_here or "evaluate" in config.deployments:
+        return
+    try:
+        choose_gpus(config.launch.gpus)
+    except DeviceError as error:
+        remedy = "name a stages.evaluate.deployment, or set launch.gpus=auto"
+        raise DeviceError(f"{error}, where the run is evaluated; {remedy}") from error
+
+
+def check_training_memory(config: Config, weights: InitialWeights | None = None) -> None:
+    """Log what the training needs, unless only what is yet to be read says how large its model is.
+
+    Raises `ConfigError` if that is more than this machine has, `DeviceError` as `choose_gpus` and
+    `check_kernels` do.
+    """
+    log = get_run_logger()
+    if config.launch.launcher == "ray":
+        log.info("Memory of the training: checked on the nodes of the Ray cluster")
+        return
+    machine = Machine.of(config)
+    check_kernels(config.model, machine.device, compiled=config.launch.compile)
+    try:
+        shaped = known_shape(config) if weights is None else weights.shaped(config)
+    except UnknownShapeError as unknown:
+        log.info("Memory of the training: %s", unknown)
+        return
+    need = check_memory(with_objective(shaped), machine, is_pretrained=weights is not None)
+    log.info("Memory of the training: %s", need)

@@ -426,12 +426,12 @@ def test_a_deployment_is_found_by_its_name_or_refused_in_one_line(prefect: Serve
 
 
 def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
-    prefect: Server, monkeypatch: pytest.MonkeyPatch
+    prefect: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_stage, "POLL_SECONDS", 0.1)
     name, parent = str(uuid4()), UUID(create(prefect, "story.py:pipeline"))
     make_deployment(prefect, "train", name)
-    config = configure(["debug"], overrides=["training.max_steps=3"])
+    config = configure(["debug"], overrides=[f"run.output_dir={tmp_path}"])
     is_there = [True]
 
     def opened(flow_run: FlowRun) -> UUID:

@@ -158,7 +158,9 @@ def test_a_run_checks_its_weights_first_shows_all_that_it_makes_and_resumes_with
     assert min(ended, key=lambda name: ended[name]["start_time"]) == "weights"
     ran = flow_run(server, output)
     asked = ran["parameters"]
-    assert (asked["preset"], asked["steps"]) == (None, 19)
+    # As it was typed, over the file.
+    assert (asked["preset"], asked["steps"]) == (None, None)
+    assert asked["advanced"]["training"]["max_steps"] == 19
     assert asked["advanced"]["data"]["splits"] == {"train": 0.6, "validation": 0.2, "test": 0.2}
     (run_dir,) = tmp_path.glob("output/runs/run-1")
     assert read_initial_weights(run_dir) is not None

@@ -130,7 +130,7 @@ def complete(tree: Tree) -> Config:
     if lora is None:
         return config
     section = type(config.training).model_validate(tree["training"])
-    return config.model_copy(update={"training": section})
+    return config.updated(training=section)
 
 
 def parse() -> argparse.Namespace:

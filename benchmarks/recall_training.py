@@ -128,7 +128,7 @@ def train(
 
 def without_memory(model: InfiniLlama) -> InfiniLlama:
     """The same weights without the memory, with local attention only."""
-    bare = InfiniLlama(model.config.model_copy(update={"memory": "none"}))
+    bare = InfiniLlama(model.config.updated(memory="none"))
     weights = model.state_dict()
     bare.load_state_dict({name: weights[name] for name in bare.state_dict()})
     return bare

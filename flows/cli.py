@@ -110,10 +110,10 @@ def evaluate(asked: Invocation) -> None:
 @configured
 def compare(asked: Invocation) -> None:
     """Compare runs: settings, results and curves. --sweep runs them first."""
-    from flows import manage
+    from flows import runs
 
     config = asked.config
-    named = manage.named_runs(config)  # Tells a mistake before anything slow is imported.
+    named = runs.named_runs(config)  # Tells a mistake before anything slow is imported.
     if config.comparison.sweep:
         _run_flow("compare", asked)
         return
@@ -145,9 +145,9 @@ def _places(output_dir: str | None, data_dir: str | None = None) -> Config:
 @app.command()
 def runs(output_dir: OutputDir = None) -> None:
     """List all runs: step, state, losses and links."""
-    from flows import manage
+    from flows import runs
 
-    manage.show_runs(_places(output_dir))
+    runs.show_runs(_places(output_dir))
 
 
 @app.command()
@@ -166,9 +166,9 @@ def resume(
 
     It keeps its own settings, however it was started.
     """
-    from flows import manage
+    from flows import runs
 
-    run_dir, asked = manage.to_resume(_places(output_dir).run, arguments or [])
+    run_dir, asked = runs.to_resume(_places(output_dir).run, arguments or [])
     if asked is None:
         typer.echo(f"{run_dir} is already finished; nothing to do")
         return
@@ -179,10 +179,10 @@ def resume(
 @app.command()
 def cancel(run: RunArgument, output_dir: OutputDir = None) -> None:
     """Stop a run, however it was started. It saves a checkpoint first."""
-    from flows import manage
+    from flows import runs
 
-    run_dir = manage.find_run_folder(_places(output_dir).run, run)
-    typer.echo(f"Cancelled {run_dir.name}; {manage.cancel(run_dir)}")
+    run_dir = runs.find_run_folder(_places(output_dir).run, run)
+    typer.echo(f"Cancelled {run_dir.name}; {runs.cancel(run_dir)}")
 
 
 @app.command()
@@ -197,14 +197,14 @@ def logs(
     output_dir: OutputDir = None,
 ) -> None:
     """Print the logs of a run's processes."""
-    from flows import manage
+    from flows import runs
     from infini_model.runtime.stored.working_copy import refresh_logs
 
     places = _places(output_dir).run
-    run_dir = manage.find_run_folder(places, run)
+    run_dir = runs.find_run_folder(places, run)
     refresh_logs(run_dir, places.store)
     try:
-        manage.print_logs(run_dir, follow=follow)
+        runs.print_logs(run_dir, follow=follow)
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe: discard what Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -229,7 +229,7 @@ def export(
 
     The tokenizer goes with it.
     """
-    from flows.export import export_run
+    from flows.runs import export_run
 
     for line in export_run(_places(output_dir).run, run, to, merge=merge):
         typer.echo(line)
@@ -251,9 +251,9 @@ def verify(
 
     Exits with status 2 if a file is missing or damaged.
     """
-    from flows import upkeep
+    from flows import datasets
 
-    upkeep.verify(_places(output_dir, data_dir), dataset)
+    datasets.verify(_places(output_dir, data_dir), dataset)
 
 
 @app.command()
@@ -271,10 +271,10 @@ def clean(
 
     That is what nothing refers to; of checkpoints, only those of finished runs.
     """
-    from flows import upkeep
+    from flows import datasets
 
     config = _places(output_dir, data_dir)
-    upkeep.clean(config, keep, dry_run=dry_run)
+    datasets.clean(config, keep, dry_run=dry_run)
 
 
 @app.command()
@@ -413,7 +413,7 @@ def settings(
     ] = "",
 ) -> None:
     """List the settings: values, default, and what each decides."""
-    from infini_model.config.reference import reference
+    from infini_model.config.explaining import reference
 
     try:
         typer.echo(reference(prefix))

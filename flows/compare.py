@@ -10,10 +10,10 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.manage import named_runs
 from flows.parameters import form, settings
 from flows.pipeline import complete_run
 from flows.print_comparison import comparisons_dir, show
+from flows.runs import named_runs
 from flows.sweep import runs_of
 from infini_model.config import Config
 from infini_model.config.tree import MODEL_SPEC

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from flows.manage import PIPE_WIDTH
+from flows.runs import PIPE_WIDTH
 from infini_model.config import Config
 from infini_model.evaluation.comparison.compare import Comparison, compare
 from infini_model.evaluation.comparison.runs import SEED

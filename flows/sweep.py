@@ -90,7 +90,7 @@ def _variant(base: dict[str, Any], values: dict[str, Any], name: str) -> Config:
     for key in values:
         if key.partition(".")[0] in SHARED_SECTIONS and key != SEED:
             raise ConfigError(f"{key}: cannot be swept; it is the same for all runs of a sweep")
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    return config.updated(run={"name": name})
 
 
 def _names(prefix: str, keys: Sequence[str], combinations: Sequence[Sequence[Any]]) -> list[str]:

@@ -10,7 +10,7 @@ from flows.parameters import form, settings
 from infini_model.config import Config
 from tasks import train as stage
 from tasks.checks import check_run
-from tasks.ending import end_predecessors
+from tasks.control import end_predecessors
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW
 from tasks.shard import use_dataset

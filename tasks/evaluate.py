@@ -13,7 +13,7 @@ from infini_model.config import Config
 from infini_model.runtime.runs import REPORT, REPORT_PAGE, VALIDATION_LOSS, is_finished
 from infini_model.runtime.stored.working_copy import refresh_logs
 from tasks import artifacts
-from tasks.ending import end_predecessors
+from tasks.control import end_predecessors
 from tasks.failures import FIRST, failure_as_state
 from tasks.remote_stage import RemoteStage
 from tasks.shard import Dataset

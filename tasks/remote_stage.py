@@ -38,7 +38,7 @@ from prefect.utilities.urls import url_for
 from infini_model.config import Config
 from infini_model.config.places import output_place
 from infini_model.runtime.errors import ConfigError, DataError, StageError
-from infini_model.runtime.processes import deferred_signals
+from infini_model.runtime.processes import deferred_signals, wait_until
 from tasks.control import POLL_SECONDS, Stop, stopped_with_flow_run
 from tasks.flow_run import tagged
 
@@ -259,12 +259,14 @@ def _start_again(client: SyncPrefectClient, flow_run: FlowRun) -> None:
 
 def _settled(client: SyncPrefectClient, flow_run: FlowRun) -> State:
     """The state of a flow run once it is no longer being cancelled, or after a time."""
-    deadline = time.monotonic() + END_SECONDS
-    while True:
-        state = _state(client.read_flow_run(flow_run.id))
-        if not state.is_cancelling() or time.monotonic() > deadline:
-            return state
-        time.sleep(POLL_SECONDS / 4)
+    states = [_state(flow_run)]
+
+    def is_settled() -> bool:
+        states.append(_state(client.read_flow_run(flow_run.id)))
+        return not states[-1].is_cancelling()
+
+    wait_until(is_settled, every_seconds=POLL_SECONDS / 4, timeout_seconds=END_SECONDS)
+    return states[-1]
 
 
 def _state(flow_run: FlowRun) -> State:

@@ -24,9 +24,9 @@ from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.processes import ProcessTimeoutError, run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
 from infini_model.training.launch.failures import TrainingFailure
+from tasks.artifacts import Progress
 from tasks.control import stopped_with_flow_run
 from tasks.flow_run import attempt, log_line
-from tasks.progress import Progress
 
 TAIL_LINES = 20
 

@@ -21,11 +21,10 @@ from infini_model.training.initial_weights import InitialWeights, record_initial
 from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.run_status import is_trained, saved_step
 from tasks import artifacts
-from tasks.artifacts import Updates
+from tasks.artifacts import Progress, Updates
 from tasks.control import stopped_with_flow_run
 from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
 from tasks.flow_run import Waiting, current_owner, log_line, name_flow_run
-from tasks.progress import Progress
 from tasks.remote_stage import RemoteStage
 from tasks.shard import Dataset
 from tasks.stage import STAGE, TAIL_LINES, named_after_run, run_with_retries

@@ -25,8 +25,8 @@ import yaml
 from words import WORDS
 
 from flows import cli
-from flows.serving.polling import poll
 from infini_model import __main__ as stages
+from infini_model.runtime.processes import wait_until
 from infini_model.runtime.stage_protocol import ERROR, RESULT
 
 Environment = dict[str, str]
@@ -274,7 +274,7 @@ def eventually(
     `what` is a function where it describes a state: it is then called when time is up. A condition
     may be a query to a server that shares the cores, so it is checked five times a second.
     """
-    if not poll(condition, every_seconds=0.2, timeout_seconds=seconds):
+    if not wait_until(condition, every_seconds=0.2, timeout_seconds=seconds):
         named = what if isinstance(what, str) else what()
         raise AssertionError(f"not after {seconds} s: {named}")
 

@@ -26,7 +26,7 @@ from types import FrameType
 
 import psutil
 
-from flows.serving.polling import poll
+from infini_model.runtime.processes import wait_until
 from infini_model.runtime.storage import is_locked, take_lock
 
 # The folder of the lock files and logs, and the process of `infini serve` as "pid created".
@@ -143,7 +143,7 @@ def main() -> int:
             taken.append(descriptor)
         return bool(taken)
 
-    poll(lambda: is_taken() or bool(stops) or _serve_is_gone(), every_seconds=POLL_SECONDS)
+    wait_until(lambda: is_taken() or bool(stops) or _serve_is_gone(), every_seconds=POLL_SECONDS)
     if not taken:
         return 128 + signal.SIGTERM
     return _wait(_start(lock, taken[0]), stops)

@@ -24,7 +24,7 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
-from flows.serving.sqlite import collect_garbage_in_a_thread, take_write_locks_at_once
+from flows.serving.database import collect_garbage_in_a_thread, take_write_locks_at_once
 from infini_model.config import load_config
 from infini_model.runtime import pictures
 from infini_model.training.mlflow_client import open_tracking

@@ -35,7 +35,7 @@ from infini_model.runtime.runs import CHECKPOINTS, find_run, owner_of
 from infini_model.runtime.storage import lock
 from infini_model.training.callbacks.mlflow_record import end_record
 from infini_model.training.run_status import saved_step
-from tasks.ending import end, end_tasks
+from tasks.control import end, end_tasks
 from tasks.failures import TRACEBACK_LINES
 
 # What Prefect's worker says of every run that it cancelled, and of one whose process was killed.

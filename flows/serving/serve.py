@@ -25,7 +25,6 @@ from flows.serving.access import OPEN_ACCESS, Access, choose_access, secret_file
 from flows.serving.connection import served_url
 from flows.serving.database import check_database
 from flows.serving.deploy import WORK_POOL, deploy
-from flows.serving.polling import poll
 from flows.serving.services import (
     HOST,
     Service,
@@ -45,6 +44,7 @@ from flows.serving.supervise import Supervised
 from infini_model.config import Config
 from infini_model.config.places import output_place
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.processes import wait_until
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.callbacks.mlflow_record import PAGE
 
@@ -251,7 +251,7 @@ def _stop_flow_runs(engines: Path, signals: list[int]) -> None:
                     os.kill(pid, signal.SIGTERM)
         return False
 
-    poll(have_ended, every_seconds=POLL_SECONDS, timeout_seconds=SAVE_SECONDS)
+    wait_until(have_ended, every_seconds=POLL_SECONDS, timeout_seconds=SAVE_SECONDS)
     for pid in engine.running_engines(engines).values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)

@@ -22,11 +22,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, OPEN_ACCESS, Access, authorized_request
-from flows.serving.polling import poll
 from infini_model.config import Config
 from infini_model.runtime import pictures
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.processes import bound, end_tree
+from infini_model.runtime.processes import bound, end_tree, wait_until
 from infini_model.runtime.storage import make_folder
 from infini_model.training.callbacks.mlflow_record import page_url
 
@@ -151,7 +150,7 @@ def wait_until_up(service: Service, path: str) -> None:
             raise failure
         return answers(service, path)
 
-    if not poll(is_up, every_seconds=0.05, timeout_seconds=START_SECONDS):
+    if not wait_until(is_up, every_seconds=0.05, timeout_seconds=START_SECONDS):
         raise failure
 
 

@@ -15,9 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from infini_model.config.data import source_kind
-from infini_model.config.explaining import left_open, one_line
+from infini_model.config.explaining import left_open, one_line, renamed
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
-from infini_model.config.names import renamed
 from infini_model.config.tree import Config
 from infini_model.runtime.errors import ConfigError
 

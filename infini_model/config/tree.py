@@ -107,12 +107,8 @@ class StagesConfig(Section):
     @property
     def in_place(self) -> Self:
         """The same without deployments."""
-        own = {
-            name: stage.model_copy(update={"deployment": None})
-            for name, stage in self
-            if isinstance(stage, FlowStageConfig)
-        }
-        return self.model_copy(update=own)
+        here = {"deployment": None}
+        return self.updated(shard=here, train=here, evaluate=here)
 
 
 class ComparisonConfig(Section):
@@ -341,8 +337,7 @@ class Config(Section):
         tokenizer = self.data.tokenizer
         if tokenizer.spec != MODEL_SPEC:
             return self.data
-        named = tokenizer.model_copy(update={"spec": self.model.initial_weights})
-        return self.data.model_copy(update={"tokenizer": named})
+        return self.data.updated(tokenizer={"spec": self.model.initial_weights})
 
     @property
     def deployments(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from infini_model.config.evaluation_tasks import LossByPositionConfig
+from infini_model.config.evaluation import LossByPositionConfig
 from infini_model.data.loading.validation import sample_windows
 from infini_model.data.loading.windows import Batch
 from infini_model.data.manifest import Split

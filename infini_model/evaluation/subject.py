@@ -80,7 +80,7 @@ class Subject:
         )
         self._check_vocabulary()
         precision = resolve_precision(config.training.precision, torch.device(device))
-        trained = config.model_copy(update={"model": self.model.config})
+        trained = config.updated(model=self.model.config)
         module = LossModule(self.model, make_objective(trained))
         self.precision = self.model.precision = precision
         self._scorer = Scorer(module, precision, torch.device(device))

@@ -146,7 +146,7 @@ def _numbered_folders(runs_dir: Path, prefix: str) -> list[Path]:
 
 
 def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
-    named = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
+    named = config.updated(run={"name": run_dir.name})
     with atomic_file(run_dir / "config.yaml") as temporary:
         temporary.write_text(dump_config(named), encoding="utf-8")
     record = {

@@ -34,6 +34,21 @@ class ProcessTimeoutError(TimeoutError):
     """A command exceeded its deadline and was killed with all its children."""
 
 
+def wait_until(
+    condition: Callable[[], bool], *, every_seconds: float, timeout_seconds: float = math.inf
+) -> bool:
+    """Block until `condition` is true; return False if it still is not after the timeout.
+
+    The condition is checked at least once, and then every `every_seconds`.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every_seconds)
+    return True
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies; exit if it is dead already.
 

@@ -50,13 +50,11 @@ class InitialWeights(Record):
         pinned = str(self.folder)
         if self.commit is not None:
             pinned = f"{self.public_name}@{self.commit}"
-        model = config.model.model_copy(update={"initial_weights": pinned})
-        return config.model_copy(update={"model": model})
+        return config.updated(model={"initial_weights": pinned})
 
     def shaped(self, config: Config) -> Config:
         """`config` with the shape of these weights, and what is set beside them."""
-        model = self.model.model_copy(update=config.model.beside_initial_weights)
-        return config.model_copy(update={"model": model})
+        return config.updated(model=self.model.updated(**config.model.beside_initial_weights))
 
     @property
     def public_name(self) -> str:

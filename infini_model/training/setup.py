@@ -50,16 +50,14 @@ def with_steps(config: Config, windows: int, global_batch: int) -> Config:
     if config.training.epochs is None:
         return config
     steps = math.ceil(config.training.epochs * windows / global_batch)
-    training = config.training.model_copy(update={"max_steps": steps, "epochs": None})
-    return config.model_copy(update={"training": training})
+    return config.updated(training={"max_steps": steps, "epochs": None})
 
 
 def with_precision(config: Config, start: Start) -> Config:
     """`config` with the precision in which the run began, where `auto` may be another one now."""
     if start.position is None:
         return config
-    training = config.training.model_copy(update={"precision": start.position.precision})
-    return config.model_copy(update={"training": training})
+    return config.updated(training={"precision": start.position.precision})
 
 
 def record_settings(run_dir: Path, config: Config) -> None:

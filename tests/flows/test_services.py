@@ -178,7 +178,7 @@ def test_a_service_that_exits_too_often_is_an_error_that_names_its_log() -> None
 # serves that task must not.
 COLLECTED_BY = """
 import threading
-from flows.serving.sqlite import collect_garbage_in_a_thread
+from flows.serving.database import collect_garbage_in_a_thread
 
 class Garbage:
     def __init__(self):

@@ -47,8 +47,8 @@ from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.launch.failures import Crashed
 from infini_model.training.run_status import saved_step
 from tasks import artifacts, failures, remote_stage
+from tasks.artifacts import Progress
 from tasks.flow_run import _is_generated, dataset_before
-from tasks.progress import Progress
 from tasks.remote_stage import RemoteStage, find_deployment
 from tasks.train import outcome
 from tasks.training_view import mlflow_link

@@ -51,7 +51,7 @@ def make_phases(
         if phases:
             before = phases[-1]
             key = before.first_key + (first - before.first) * before.parts
-        shorter = config.model_copy(update={"context_length": length})
+        shorter = config.updated(context_length=length)
         cut = replace(windows, packing=pack(windows.stream, shorter, segment_length))
         phases.append(Phase(cut, first, config.context_length // length, key))
     return phases or [Phase(windows)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from infini_model.config.evaluation_tasks import PasskeyConfig
+from infini_model.config.evaluation import PasskeyConfig
 from infini_model.evaluation.reporting.markdown import table
 from infini_model.evaluation.retrieval.grid import Counts, measure
 from infini_model.evaluation.retrieval.heat_map import plot_heat_map

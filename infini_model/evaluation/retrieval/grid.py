@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infini_model.config.evaluation_tasks import PasskeyConfig
+from infini_model.config.evaluation import PasskeyConfig
 from infini_model.evaluation.retrieval.asking import ask
 from infini_model.evaluation.retrieval.trials import Trial, Trials, haystacks_per_trial
 from infini_model.evaluation.subject import Subject
@@ -53,7 +53,7 @@ def measure(
     """
     trials, lengths = Trials(subject, task, settings, needles), sorted(set(settings.lengths))
     # One more length, or trial, costs only itself.
-    cells = subject.cells(task, settings.model_copy(update={"lengths": [], "trials": 0}))
+    cells = subject.cells(task, settings.updated(lengths=[], trials=0))
     rows = subject.config.evaluation.batch_size
 
     def counted(length: int, number: int) -> list[list[int]]:

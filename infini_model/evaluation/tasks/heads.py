@@ -143,7 +143,7 @@ def _measure(subject: Subject) -> Measured | None:
     Each pass is a cell, so an interrupted evaluation continues after the last complete one.
     """
     windows = _windows(subject)
-    settings = subject.config.evaluation.heads.model_copy(update={"max_windows": windows})
+    settings = subject.config.evaluation.heads.updated(max_windows=windows)
     cells = subject.cells("heads", settings)
     read = cells.measured("with-memory", partial(_read, subject))
     subject.on_windows(windows)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infini_model.config.evaluation_tasks import RecallConfig
+from infini_model.config.evaluation import RecallConfig
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.evaluation.reporting.markdown import table
@@ -65,7 +65,7 @@ class Task(EvaluationTask):
             return TaskResult(section=NEEDS_CAUSAL)
         shape, tokens = _alphabet(subject)
         # One more length costs only itself.
-        cells = subject.cells("recall", settings.model_copy(update={"lengths": []}))
+        cells = subject.cells("recall", settings.updated(lengths=[]))
         measured = {}
         for segments in sorted(set(settings.lengths)):
             generator = torch.Generator().manual_seed(_seed(seed, segments))

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from infini_model.config.evaluation_tasks import EvaluationTaskName
+from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.evaluation.subject import Pass, Subject
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from infini_model.config.evaluation_tasks import ThroughputConfig
+from infini_model.config.evaluation import ThroughputConfig
 from infini_model.evaluation.reporting.markdown import table
 from infini_model.evaluation.reporting.plots import plot_speed_by_length
 from infini_model.evaluation.subject import Subject

@@ -29,13 +29,8 @@ class Division:
 
     def applied_to(self, config: Config) -> Config:
         """`config` with the batches that this rank really takes."""
-        training = config.training.model_copy(
-            update={
-                "batch_size": self.micro_batch,
-                "gradient_accumulation_steps": self.accumulation,
-            }
-        )
-        return config.model_copy(update={"training": training})
+        batch = {"batch_size": self.micro_batch, "gradient_accumulation_steps": self.accumulation}
+        return config.updated(training=batch)
 
 
 def divide(training: TrainingConfig, processes: int, global_batch: int | None) -> Division:

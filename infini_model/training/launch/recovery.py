@@ -66,7 +66,7 @@ class Recovery:
         most = max(1, training.batch_size // self.micro_batch_divisor)
         size = next(size for size in range(most, 0, -1) if windows % size == 0)
         smaller = {"batch_size": size, "gradient_accumulation_steps": windows // size}
-        return config.model_copy(update={"training": training.model_copy(update=smaller)})
+        return config.updated(training=smaller)
 
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:
         """The recovery once `failure` has happened, after `step` steps of the user's `config`.

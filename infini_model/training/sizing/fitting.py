@@ -213,8 +213,7 @@ def changed(config: Config, change: Change) -> Config:
     """`config` with values by their dotted keys."""
     for key, value in change.items():
         section, _, name = key.partition(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
+        config = config.updated(**{section: {name: value}})
     return config
 
 

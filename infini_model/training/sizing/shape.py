@@ -30,8 +30,7 @@ def known_shape(config: Config) -> Config:
     if size is None:
         name = str(config.data.folder or config.data.tokenizer.spec)
         raise UnknownShapeError(f"not known before the tokenizer of {name} has been read")
-    model = config.model.model_copy(update={"vocab_size": size})
-    return with_objective(config.model_copy(update={"model": model}))
+    return with_objective(config.updated(model={"vocab_size": size}))
 
 
 def _vocabulary(config: Config) -> int | None:
@@ -56,8 +55,7 @@ def with_vocabulary(
             f"{key}: {size} is less than the vocabulary size of the dataset "
             f"{dataset_dir}, {dataset_vocabulary}"
         )
-    model = config.model.model_copy(update={"vocab_size": size or dataset_vocabulary})
-    return config.model_copy(update={"model": model})
+    return config.updated(model={"vocab_size": size or dataset_vocabulary})
 
 
 def with_objective(config: Config) -> Config:
@@ -74,8 +72,7 @@ def with_objective(config: Config) -> Config:
     if mask is not None and mask >= size:
         raise ConfigError(f"model.mask_token_id: {mask} is outside the vocabulary of {size} tokens")
     added = {"vocab_size": size + 1, "mask_token_id": size} if mask is None else {}
-    model = config.model.model_copy(update=_diffusion_shape(config) | added)
-    return config.model_copy(update={"model": model})
+    return config.updated(model=_diffusion_shape(config) | added)
 
 
 def _diffusion_shape(config: Config) -> dict[str, object]:

@@ -11,9 +11,8 @@ import pytest
 
 from infini_model.config import ModelConfig, dump_config, load_config, validate
 from infini_model.config.data import FilesSource, HubSource
-from infini_model.config.explaining import all_keys
+from infini_model.config.explaining import NAMES, all_keys
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS
-from infini_model.config.names import NAMES
 from infini_model.config.places import output_place
 from infini_model.runtime.errors import ConfigError
 

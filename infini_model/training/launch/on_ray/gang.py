@@ -50,13 +50,10 @@ class Work:
             "node_rank": rank,
             "rdzv_endpoint": f"{first.address}:{first.port}",
         }
-        changes = {
-            "launch": self.config.launch.model_copy(update=launch),
-            # All launchers must name the same run.
-            "run": self.config.run.model_copy(update={"name": self.run_dir.name}),
-        }
+        # All launchers must name the same run.
+        assigned = self.config.updated(launch=launch, run={"name": self.run_dir.name})
         return Assignment(
-            config=self.config.model_copy(update=changes).model_dump(mode="json"),
+            config=assigned.model_dump(mode="json"),
             dataset_dir=str(self.dataset_dir.resolve()),
             run_dir=str(self.run_dir.resolve()),
             threads=os.environ.get("OMP_NUM_THREADS"),

@@ -91,8 +91,7 @@ class Gangs:
         with self._nodes() as (group, needs):
             if "GPU" in needs:
                 # `auto` chooses once: a gang that replaces another does not go on without them.
-                launch = self._config.launch.model_copy(update={"gpus": "all"})
-                self._config = self._config.model_copy(update={"launch": launch})
+                self._config = self._config.updated(launch={"gpus": "all"})
             division = self._divided(group.bundle_count, needs)
             self._global_batch = division.global_batch
             config = division.applied_to(self._config)

@@ -1,4 +1,4 @@
-"""Commands on existing runs, however they were started: list, name, resume, cancel, print logs.
+"""Commands on existing runs, however they were started: list, resume, cancel, print logs, export.
 
 They read the run folder and its lock, so that none of them needs a server. What a store has of runs
 on other machines they bring here first.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -18,16 +19,28 @@ from uuid import UUID
 
 from flows.presets import Invocation
 from flows.serving.connection import configured_url, served_mlflow, served_url, use_server
-from flows.serving.polling import poll
 from flows.serving.services import own_server
 from flows.sweep import runs_of
 from infini_model.config import Config, check_typed, load_config, merge, parse_override
+from infini_model.config.places import is_url
 from infini_model.config.tree import RunConfig
+from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
 from infini_model.runtime.claims import resume_config
-from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.errors import CheckpointError, StageError, UserError
 from infini_model.runtime.holders import Holder, flow_run_page
-from infini_model.runtime.runs import is_finished, read_run_config, run_holder
-from infini_model.runtime.stored.working_copy import attach_unclaimed, refresh_runs
+from infini_model.runtime.processes import wait_until
+from infini_model.runtime.runs import (
+    CHECKPOINTS,
+    dataset_here,
+    is_finished,
+    read_run_config,
+    run_holder,
+)
+from infini_model.runtime.stored.working_copy import (
+    attach_unclaimed,
+    refresh_checkpoint,
+    refresh_runs,
+)
 from infini_model.training.callbacks.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
@@ -188,7 +201,7 @@ def cancel(run_dir: Path) -> str:
             raise UserError(f"{run_dir} is in use by {holder}; cancel it there")
         os.kill(int(holder.pid or 0), signal.SIGTERM)
     print(f"Cancelling {run_dir.name}: {holder} saves a checkpoint first", flush=True)
-    if not poll(
+    if not wait_until(
         lambda: run_holder(run_dir) != holder,
         every_seconds=POLL_SECONDS,
         timeout_seconds=END_SECONDS,
@@ -236,7 +249,7 @@ def print_logs(run_dir: Path, *, follow: bool) -> None:
         sys.stdout.buffer.flush()
         return ended
 
-    poll(print_new_lines, every_seconds=POLL_SECONDS)
+    wait_until(print_new_lines, every_seconds=POLL_SECONDS)
     if not offsets:
         raise UserError(f"{run_dir / 'logs'}: there are no logs yet")
 
@@ -251,3 +264,60 @@ def _copy_lines(path: Path, offset: int, output: BinaryIO) -> int:
             output.write(line)
             offset += len(line)
     return offset
+
+
+def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool) -> list[str]:
+    """Write the newest checkpoint of a run to the folder `target`; returns what to say about it.
+
+    `merge` merges the adapters of a LoRA run into its initial weights.
+
+    Raises `UserError` in one line if there is no such run, no checkpoint or no dataset, or if the
+    folder holds other files.
+    """
+    # Imported here, as they import torch, which takes seconds.
+    from infini_model.data.tokenizers.load import load_dataset_tokenizer
+    from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
+    from infini_model.training.checkpoints.export import check_target, export_merged, export_model
+
+    if is_url(target):
+        raise UserError(f"--to: got {target!r}: takes a folder of this machine")
+    folder = Path(target).expanduser().resolve()
+    check_target(folder)
+    run_dir = find_run_folder(places, name)
+    refresh_checkpoint(run_dir, places.store)
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir / CHECKPOINTS}: no checkpoint found; train first")
+    step = read_position(checkpoint).step
+    write = export_merged if merge else export_model
+    write(checkpoint, folder, load_dataset_tokenizer(_dataset_of(run_dir, places)))
+    return [f"Exported step {step} of {run_dir.name} to {folder}", *_uses(folder)]
+
+
+def _dataset_of(run_dir: Path, places: RunConfig) -> Path:
+    """The folder of a run's dataset, with its manifest and tokenizer and perhaps no shards."""
+    from infini_model.data.shards.plan import finished_dataset
+
+    dataset = dataset_here(run_dir)
+    if isinstance(dataset, Path) and dataset.exists():
+        return dataset
+    stored = {} if places.store is None else {"run": {"store": places.store}}
+    return finished_dataset(resume_config(run_dir, [stored])).folder
+
+
+def _uses(folder: Path) -> Iterator[str]:
+    """How to use an exported folder, one line for each program."""
+    from infini_model.model.hf_checkpoint import is_adapter_folder
+    from infini_model.training.checkpoints.export import opens_in_transformers
+
+    yield f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"'
+    if not opens_in_transformers(folder):
+        return
+    names = ["AutoModelForCausalLM"]
+    if (folder / TOKENIZER_FILE).is_file():
+        names.append("AutoTokenizer")
+    library = "transformers"
+    if is_adapter_folder(folder):
+        library, names[0] = "peft", "AutoPeftModelForCausalLM"
+    calls = ", ".join(f"{name}.from_pretrained({str(folder)!r})" for name in names)
+    yield f"{library}: {calls}"

@@ -31,7 +31,7 @@ from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from stopping import Halt, is_pending
 
-from flows import manage
+from flows import runs
 from flows.presets import configure
 from infini_model.config import load_config
 from infini_model.data.manifest import read_manifest
@@ -203,7 +203,7 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
     with ThreadPoolExecutor() as pool, temporary_settings({PREFECT_API_URL: server}):
         working = pool.submit(work_until_it_is_cancelled)
         eventually(lambda: run_holder(run_dir) is not None, "the claim")
-        assert manage.cancel(run_dir) == "nothing is saved"
+        assert runs.cancel(run_dir) == "nothing is saved"
         working.result()
 
 
@@ -227,17 +227,17 @@ def test_what_a_finished_run_lacks_is_named(output: Path) -> None:
     with claim_run(config, "k1", Path("data")) as run_dir:
         make_folder(run_dir / MODEL)
     with pytest.raises(UserError, match=f"infini resume {run_dir.name} evaluates the trained one"):
-        manage.to_resume(places, [])
+        runs.to_resume(places, [])
     with claim_run(config, "k1", Path("data")) as again:
         assert again == run_dir
         record_evaluation(run_dir, config.training.max_steps, "k1", {})
-    assert manage.to_resume(places, [run_dir.name]) == (run_dir, None)
+    assert runs.to_resume(places, [run_dir.name]) == (run_dir, None)
     with pytest.raises(UserError, match="there is no interrupted run to resume"):
-        manage.to_resume(places, ["launch.gpus=cpu"])
+        runs.to_resume(places, ["launch.gpus=cpu"])
     with pytest.raises(UserError, match="is not running"):
-        manage.cancel(run_dir)
+        runs.cancel(run_dir)
     with pytest.raises(UserError, match="there are no logs yet"):
-        manage.print_logs(manage.find_run_folder(places, None), follow=True)
+        runs.print_logs(runs.find_run_folder(places, None), follow=True)
 
 
 def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(
@@ -249,13 +249,13 @@ def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(
         config = configure(["debug"], overrides=[f"run.output_dir={output}", f"run.name={name}"])
         with claim_run(config, "k1", Path("data"), owner=Owner("1")):
             pass
-    manage.show_runs(config)
+    runs.show_runs(config)
     title, *rows = capsys.readouterr().out.splitlines()
     assert title.split()[-4:] == ["Updated", "Flow", "run", "MLflow"]
     assert {row.split()[0] for row in rows} == names
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    manage.show_runs(config)
+    runs.show_runs(config)
     title, *lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     assert title.split() == ["Run", "Step", "State", "Loss", "Validation", "Updated"]
     (row,) = [line.split() for line in lines if line.startswith("short")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,183 +24,212 @@ from infini_model.runtime.errors import ConfigError, UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# An option of the guides' scripts that has another name here.
-OfGuides = Annotated[str | None, typer.Option(hidden=True)]
+Tree = dict[str, Any]
 
 
-def common(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Any settings, such as training.max_steps=20.",
-        ),
-    ] = None,
-    preset: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Preset to start from (default: quickstart). Repeat it to apply several in order; "
-            "stable applies over any other, and over --config.",
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "--config-file", "-c", help="YAML or JSON file to start from."),
-    ] = None,
-    output_dir: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder for datasets, runs and records (default: outputs), or an address."
-        ),
-    ] = None,
-    data_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--data-dir",
-            "-d",
-            help="Folder or address of datasets, or one finished dataset, also by its name.",
-        ),
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="GPUs to use: auto, all, cpu, or numbers such as 0,3.")
-    ] = None,
-    gpu: Annotated[
-        int | None, typer.Option("--gpu", "--gpu-id", "-g", help="Use one GPU, by its number.")
-    ] = None,
-    no_gpu: Annotated[bool, typer.Option("--no-gpu", help="Use only the CPU.")] = False,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(help="Windows per process and micro-batch (preprocess: documents)."),
-    ] = None,
-    gpu_device: Annotated[
-        str | None, typer.Option(help="Device for tokenization, such as cuda:0.")
-    ] = None,
-    disable_flash_attn: Annotated[
-        bool, typer.Option("--disable-flash-attn", help="Use PyTorch's memory-efficient attention.")
-    ] = False,
-    tensorboard_dir: Annotated[
-        str | None, typer.Option("--tensorboard-dir", "-t", help="Folder for TensorBoard logs.")
-    ] = None,
-    skip_preprocessing: Annotated[
-        bool, typer.Option("--skip-preprocessing", help="Use the newest finished dataset.")
-    ] = False,
-    distributed: Annotated[
-        bool, typer.Option("--distributed", help="Train on all GPUs, one process each.")
-    ] = False,
-    num_nodes: Annotated[int | None, typer.Option(help="Number of machines to train on.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Total optimizer steps.")] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="What to measure, separated by commas, such as loss,sample."),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Train even if the memory estimate says it cannot fit."),
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            help="Enable debug logs and checks; the default preset is then debug.",
-        ),
-    ] = False,
-    use_gpu_dataloader: Annotated[bool, typer.Option("--use-gpu-dataloader", hidden=True)] = False,
-    fp16: Annotated[bool | None, typer.Option("--fp16/--no-fp16", hidden=True)] = None,
-    epochs: OfGuides = None,
-    learning_rate: OfGuides = None,
-    nproc_per_node: OfGuides = None,
-    save_dir: OfGuides = None,
-) -> None:
-    """Hold the signature that every command shares; never called."""
+@dataclass(frozen=True)
+class Option:
+    """An option of the command line.
+
+    Attributes:
+        help: Its line in the help; one without is taken for the guides' sake, and not listed.
+        key: The setting for which it is a short name, if it is one.
+        value: What a flag sets there.
+        used_by: The commands that use it, and list it; the others take it with a note, since the
+            same options may be given to several commands. None is all.
+        only: Whether the others do not take it.
+        kind: The type of its value.
+        names: How it is written, unless it is by its own name.
+        metavar: What stands for its value in the help.
+    """
+
+    help: str = ""
+    key: str | None = None
+    value: Any = True
+    used_by: tuple[str, ...] | None = None
+    only: bool = False
+    kind: Any = str | None
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+
+    def parameter(self, name: str, command: str) -> inspect.Parameter:
+        """Of the function that typer makes a command of."""
+        shown = typer.Option(
+            *(self.names or (f"--{name.replace('_', '-')}",)),
+            help=self.help,
+            metavar=self.metavar,
+            hidden=not self.help or not self.is_used_by(command),
+        )
+        default = False if self.kind is bool else None
+        annotation = Annotated[self.kind, shown]  # type: ignore[name-defined]
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+
+    def is_used_by(self, command: str) -> bool:
+        """Whether it has an effect on a command."""
+        return self.used_by is None or command in self.used_by
 
 
-def sampling(
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens to generate.")
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Sampling temperature; 0 always picks the most likely token."),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample from this many of the most likely tokens.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the fewest tokens with this total probability."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
-) -> None:
-    """Hold the signature of `generate`'s and `chat`'s additional options; never called."""
-
-
-def comparing(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN or KEY=VALUE",
-            help="Names or folders of runs to compare, and any settings. With --sweep, a setting "
-            "with several values, such as model.memory=linear,none, is one to vary.",
-        ),
-    ] = None,
-    sweep: Annotated[
-        bool,
-        typer.Option(
-            "--sweep", help="First run all combinations of the settings with several values."
-        ),
-    ] = False,
-) -> None:
-    """Hold the signature of `compare`'s own arguments; never called."""
-
-
-def sharing(
-    share: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I/N",
-            help="Make the I-th of N shares of the partitions, on one of N machines or jobs; the "
-            "last one assembles the dataset.",
-        ),
-    ] = None,
-) -> None:
-    """Hold the signature of `preprocess`'s own option; never called."""
-
-
-# What a command takes besides the options that all commands share, or instead of them.
-OWN: dict[str, Callable[..., None]] = {
-    "generate": sampling,
-    "chat": sampling,
-    "compare": comparing,
-    "preprocess": sharing,
-}
 _TRAIN = ("run", "train", "compare")
 _WRITE = ("generate", "chat")
 _MODEL = (*_TRAIN, "evaluate", *_WRITE)
 _FLOWS = (*_TRAIN, "preprocess", "evaluate")
 # `doctor` estimates the memory of a training.
 _ESTIMATED = (*_TRAIN, "doctor")
-# The commands that use an option, and list it; one that is not here is used by all.
-USED_BY: dict[str, tuple[str, ...]] = {
-    "data_dir": _FLOWS,
-    "gpus": (*_MODEL, "doctor"),
-    "gpu": (*_MODEL, "preprocess", "doctor"),
-    "no_gpu": (*_MODEL, "preprocess", "doctor"),
-    "batch_size": (*_ESTIMATED, "preprocess"),
-    "gpu_device": ("run", "compare", "preprocess"),
-    "disable_flash_attn": (*_MODEL, "doctor"),
-    "tensorboard_dir": _TRAIN,
-    "skip_preprocessing": _FLOWS,
-    "distributed": _ESTIMATED,
-    "num_nodes": _ESTIMATED,
-    "max_steps": _TRAIN,
-    "tasks": ("run", "evaluate"),
-    "force": _TRAIN,
-    "debug": (*_FLOWS, *_WRITE, "doctor"),
-    "epochs": _TRAIN,
-    "learning_rate": _TRAIN,
-    "fp16": (*_ESTIMATED, *_WRITE),
-    "nproc_per_node": _ESTIMATED,
+_DEVICES = (*_MODEL, "preprocess", "doctor")
+# In the order of the help.
+OPTIONS = {
+    "preset": Option(
+        "Preset to start from (default: quickstart). Repeat it to apply several in order; stable "
+        "applies over any other, and over --config.",
+        kind=list[str] | None,
+        metavar="NAME",
+    ),
+    "config": Option(
+        "YAML or JSON file to start from.",
+        kind=Path | None,
+        names=("--config", "--config-file", "-c"),
+    ),
+    "output_dir": Option(
+        "Folder for datasets, runs and records (default: outputs), or an address.",
+        key="run.output_dir",
+    ),
+    "data_dir": Option(
+        "Folder or address of datasets, or one finished dataset, also by its name.",
+        used_by=_FLOWS,
+        names=("--data-dir", "-d"),
+    ),
+    "gpus": Option(
+        "GPUs to use: auto, all, cpu, or numbers such as 0,3.", used_by=(*_MODEL, "doctor")
+    ),
+    "gpu": Option(
+        "Use one GPU, by its number.",
+        used_by=_DEVICES,
+        kind=int | None,
+        names=("--gpu", "--gpu-id", "-g"),
+    ),
+    "no_gpu": Option("Use only the CPU.", used_by=_DEVICES, kind=bool),
+    "batch_size": Option(
+        "Windows per process and micro-batch (preprocess: documents).",
+        key="training.batch_size",
+        used_by=(*_ESTIMATED, "preprocess"),
+        kind=int | None,
+    ),
+    "gpu_device": Option(
+        "Device for tokenization, such as cuda:0.", used_by=("run", "compare", "preprocess")
+    ),
+    "disable_flash_attn": Option(
+        "Use PyTorch's memory-efficient attention.",
+        key="launch.attention_backend",
+        value="efficient",
+        used_by=(*_MODEL, "doctor"),
+        kind=bool,
+    ),
+    "tensorboard_dir": Option(
+        "Folder for TensorBoard logs.",
+        key="logging.tensorboard_dir",
+        used_by=_TRAIN,
+        names=("--tensorboard-dir", "-t"),
+    ),
+    "skip_preprocessing": Option("Use the newest finished dataset.", used_by=_FLOWS, kind=bool),
+    "distributed": Option("Train on all GPUs, one process each.", used_by=_ESTIMATED, kind=bool),
+    "num_nodes": Option(
+        "Number of machines to train on.",
+        key="launch.num_nodes",
+        used_by=_ESTIMATED,
+        kind=int | None,
+    ),
+    "max_steps": Option(
+        "Total optimizer steps.", key="training.max_steps", used_by=_TRAIN, kind=int | None
+    ),
+    "tasks": Option(
+        "What to measure, separated by commas, such as loss,sample.",
+        key="evaluation.tasks",
+        used_by=("run", "evaluate"),
+    ),
+    "force": Option(
+        "Train even if the memory estimate says it cannot fit.",
+        key="launch.force",
+        used_by=_TRAIN,
+        kind=bool,
+    ),
+    "debug": Option(
+        "Enable debug logs and checks; the default preset is then debug.",
+        key="logging.debug",
+        used_by=(*_FLOWS, *_WRITE, "doctor"),
+        kind=bool,
+    ),
+    "use_gpu_dataloader": Option(kind=bool),
+    "fp16": Option(
+        key="training.precision",
+        used_by=(*_ESTIMATED, *_WRITE),
+        kind=bool | None,
+        names=("--fp16/--no-fp16",),
+    ),
+    "epochs": Option(key="training.epochs", used_by=_TRAIN),
+    "learning_rate": Option(key="training.learning_rate", used_by=_TRAIN),
+    "nproc_per_node": Option(key="launch.processes", used_by=_ESTIMATED),
+    "save_dir": Option(key="run.output_dir"),
+    "max_new_tokens": Option(
+        "Maximum number of tokens to generate.",
+        key="evaluation.sample.max_new_tokens",
+        used_by=_WRITE,
+        only=True,
+        kind=int | None,
+    ),
+    "temperature": Option(
+        "Sampling temperature; 0 always picks the most likely token.",
+        key="evaluation.sample.temperature",
+        used_by=_WRITE,
+        only=True,
+        kind=float | None,
+    ),
+    "top_k": Option(
+        "Sample from this many of the most likely tokens.",
+        key="evaluation.sample.top_k",
+        used_by=_WRITE,
+        only=True,
+        kind=int | None,
+    ),
+    "top_p": Option(
+        "Sample from the fewest tokens with this total probability.",
+        key="evaluation.sample.top_p",
+        used_by=_WRITE,
+        only=True,
+        kind=float | None,
+    ),
+    "seed": Option(
+        "Seed for sampling.", key="run.seed", used_by=_WRITE, only=True, kind=int | None
+    ),
+    "sweep": Option(
+        "First run all combinations of the settings with several values.",
+        used_by=("compare",),
+        only=True,
+        kind=bool,
+    ),
+    "share": Option(
+        "Make the I-th of N shares of the partitions, on one of N machines or jobs; the last one "
+        "assembles the dataset.",
+        key="data.share",
+        used_by=("preprocess",),
+        only=True,
+        metavar="I/N",
+    ),
+}
+# The arguments of a command.
+SETTINGS = typer.Argument(metavar="KEY=VALUE", help="Any settings, such as training.max_steps=20.")
+RUNS_OR_SETTINGS = typer.Argument(
+    metavar="RUN or KEY=VALUE",
+    help="Names or folders of runs to compare, and any settings. With --sweep, a setting with "
+    "several values, such as model.memory=linear,none, is one to vary.",
+)
+# Options that choose the devices, each with those that it yields to.
+STRONGER = {
+    "gpus": ("no_gpu", "gpu"),
+    "gpu": ("no_gpu",),
+    "gpu_device": ("no_gpu",),
+    "distributed": ("no_gpu", "gpu", "gpus"),
 }
 # Of a `typer.Typer`: an option may be written with underscores, as in the guides.
 UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
@@ -220,7 +250,7 @@ def unknown(option: str, listed: Iterable[str], *, with_settings: bool) -> str:
     return f"{option}: unknown option" + (f"; did you mean {names[near]}?" if near else "")
 
 
-def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:
+def _devices(given: Mapping[str, Any], command: str) -> Tree:
     gpus, device = given["gpus"], given["gpu_device"]
     if given["gpu"] is not None:
         gpus, device = str(given["gpu"]), device or f"cuda:{given['gpu']}"
@@ -228,7 +258,7 @@ def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:
         gpus, device = "cpu", "cpu"
     if given["distributed"] and gpus is None:
         gpus = "all"
-    change: dict[str, Any] = {}
+    change: Tree = {}
     if gpus is not None and command != "preprocess":
         change["launch"] = {"gpus": gpus}
     if device is not None:
@@ -236,7 +266,7 @@ def _devices(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     return change
 
 
-def _data(given: Mapping[str, Any], command: str) -> dict[str, Any]:
+def _data(given: Mapping[str, Any], command: str) -> Tree:
     folder: str | None = given["data_dir"]
     if folder is None:
         return {}
@@ -252,43 +282,24 @@ def _data(given: Mapping[str, Any], command: str) -> dict[str, Any]:
     return {"run": {"data_dir": folder}}
 
 
-def _single_keys(given: Mapping[str, Any], command: str) -> Iterator[dict[str, Any]]:
-    """What each option that has its own keys sets, one after another."""
-    batch = "data.batch_size" if command == "preprocess" else "training.batch_size"
-    keys = {
-        "output_dir": "run.output_dir",
-        "batch_size": batch,
-        "tensorboard_dir": "logging.tensorboard_dir",
-        "num_nodes": "launch.num_nodes",
-        "max_steps": "training.max_steps",
-        "max_new_tokens": "evaluation.sample.max_new_tokens",
-        "temperature": "evaluation.sample.temperature",
-        "top_k": "evaluation.sample.top_k",
-        "top_p": "evaluation.sample.top_p",
-        "seed": "run.seed",
-        "share": "data.share",
-        "epochs": "training.epochs",
-        "learning_rate": "training.learning_rate",
-        "nproc_per_node": "launch.processes",
-        "save_dir": "run.output_dir",
-    }
-    for option, key in keys.items():
-        if given.get(option) is not None:
-            tree: Any = str(given[option])
-            for part in reversed(key.split(".")):
-                tree = {part: tree}
-            yield tree
-    if given.get("tasks") is not None:
-        tasks = [name.strip() for name in given["tasks"].split(",")]
-        yield {"evaluation": {"tasks": tasks}}
-    if given["fp16"] is not None:
-        yield {"training": {"precision": "fp16" if given["fp16"] else "fp32"}}
-    if given["disable_flash_attn"]:
-        yield {"launch": {"attention_backend": "efficient"}}
-    if given["force"]:
-        yield {"launch": {"force": True}}
+def _single_keys(given: Mapping[str, Any], command: str) -> Iterator[Tree]:
+    """What each option sets that is a short name for a key."""
+    for name, option in OPTIONS.items():
+        value: Any = given.get(name)
+        key = option.key
+        if key is None or value is None or (option.kind is bool and not value):
+            continue
+        if name == "batch_size" and command == "preprocess":
+            key = "data.batch_size"
+        if name == "fp16":
+            value = "fp16" if value else "fp32"
+        elif name == "tasks":
+            value = [task.strip() for task in value.split(",")]
+        else:
+            value = option.value if option.kind is bool else str(value)
+        yield functools.reduce(lambda below, part: {part: below}, reversed(key.split(".")), value)
     if given["debug"]:
-        yield {"logging": {"debug": True}, "run": {"log_level": "debug"}}
+        yield {"run": {"log_level": "debug"}}
 
 
 def read(given: Mapping[str, Any], command: str) -> Invocation:
@@ -320,7 +331,8 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
         )
     if given["skip_preprocessing"] and data.folder is None:
         newest = {"data": {"folder": run.datasets_store or str(run.datasets_dir)}}
-        return Invocation.of(presets, given["config"], merge(typed, newest))
+        preset, advanced = asked.parameters["preset"], asked.parameters["advanced"] or {}
+        return Invocation.of([] if preset is None else [preset], None, merge(advanced, newest))
     return asked
 
 
@@ -357,13 +369,7 @@ def notes(given: Mapping[str, Any], command: str, config: Config) -> list[str]:
 
 def _overridden_by(option: str, given: Mapping[str, Any]) -> str:
     """Which other option chooses the devices instead of this one; empty if none does."""
-    stronger = {
-        "gpus": ("no_gpu", "gpu"),
-        "gpu": ("no_gpu",),
-        "gpu_device": ("no_gpu",),
-        "distributed": ("no_gpu", "gpu", "gpus"),
-    }
-    for other in stronger.get(option, ()):
+    for other in STRONGER.get(option, ()):
         if given[other] not in (None, False):
             return f"--{other.replace('_', '-')} chooses the devices"
     return ""
@@ -371,7 +377,7 @@ def _overridden_by(option: str, given: Mapping[str, Any]) -> str:
 
 def _why_unused(option: str, command: str, config: Config) -> str:
     """Why an option has no effect; empty if it has one."""
-    if command not in USED_BY.get(option, (command,)):
+    if option in OPTIONS and not OPTIONS[option].is_used_by(command):
         return f"infini {command} does not use it"
     if option == "use_gpu_dataloader":
         return "training reads finished shards and needs no such option"
@@ -391,14 +397,16 @@ def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[...
     Some also get options of their own. Options that have no effect are reported on stderr.
     """
     name = command.__name__
-    shared = dict[str, inspect.Parameter]()
-    for source in (common, *([OWN[name]] if name in OWN else [])):
-        # Evaluated anew for each command, so that what it hides the others still list.
-        shared |= inspect.signature(source, eval_str=True).parameters
-    for option in USED_BY:
-        if name not in USED_BY[option]:
-            # Taken all the same, with a note: the same options may be given to several commands.
-            shared[option].annotation.__metadata__[0].hidden = True
+    argument = RUNS_OR_SETTINGS if name == "compare" else SETTINGS
+    kind = Annotated[list[str] | None, argument]
+    words = inspect.Parameter(
+        "overrides", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
+    )
+    options = [
+        option.parameter(each, name)
+        for each, option in OPTIONS.items()
+        if option.is_used_by(name) or not option.only
+    ]
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)
@@ -410,7 +418,7 @@ def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[...
         return command(asked, **rest)  # type: ignore[call-arg]
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p.replace(kind=keyword) for p in [*shared.values(), *own]]
+    parameters = [p.replace(kind=keyword) for p in [words, *options, *own]]
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options

@@ -477,7 +477,7 @@ def test_an_engine_that_waits_for_the_one_before_holds_a_file_that_is_still_ther
 
     ask = "import sys; from infini_model.runtime import storage; sys.exit(storage.is_locked(PATH))"
     command = [sys.executable, "-c", ask.replace("PATH", repr(str(path)))]
-    monkeypatch.setattr(engine, "poll", poll_while_it_is_removed)
+    monkeypatch.setattr(engine, "wait_until", poll_while_it_is_removed)
     monkeypatch.setattr(engine, "ENGINE_COMMAND", command)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     for name, value in {

@@ -21,12 +21,12 @@ from infini_model.runtime.claims import free_name
 from infini_model.runtime.errors import StageError
 from infini_model.runtime.runs import is_finished, read_run_config
 from infini_model.runtime.storage import content_key
-from tasks.checks import check_remote_stages
+from tasks.checks import check_remote_stages, refresh_and_check_stores
 from tasks.compare import compare_runs
 from tasks.download import download
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW, name_flow_run
-from tasks.shard import Dataset, finished_dataset, shard
+from tasks.shard import Dataset, known_dataset, shard
 from tasks.train import outcome
 from tasks.weights import fetch_weights
 
@@ -53,6 +53,7 @@ def compare(config: Config) -> State[dict[str, Any]]:
     """
     named = named_runs(config)
     if config.comparison.sweep:
+        refresh_and_check_stores(config, builds_dataset=config.data.folder is None)
         check_remote_stages(config)
     swept = list(_run_sweep(config))
     folders = [*named, *(each.run_dir for each in swept if each.run_dir is not None)]
@@ -104,7 +105,7 @@ def _with_dataset(config: Config, datasets: dict[str, Dataset]) -> Config:
     pinned = config if weights is None else weights.pinned_in(config)
     key = content_key(pinned.data_to_tokenize.model_dump(mode="json"))
     if key not in datasets:
-        datasets[key] = finished_dataset(config) or shard(config, download(config), weights)
+        datasets[key] = known_dataset(config) or shard(config, download(config), weights)
     dataset = datasets[key]
     name = free_name(config, dataset.key)
     return config.updated(data={"folder": dataset.place}, run={"name": name})

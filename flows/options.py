@@ -78,7 +78,8 @@ _FLOWS = (*_TRAIN, "preprocess", "evaluate")
 # `doctor` estimates the memory of a training.
 _ESTIMATED = (*_TRAIN, "doctor")
 _DEVICES = (*_MODEL, "preprocess", "doctor")
-# In the order of the help.
+# In the order of the help. What a few of them set depends on more than their value: see
+# `_single_keys`, `_devices` and `_data`.
 OPTIONS = {
     "preset": Option(
         "Preset to start from (default: quickstart). Repeat it to apply several in order; stable "
@@ -218,7 +219,9 @@ OPTIONS = {
     ),
 }
 # The arguments of a command.
-SETTINGS = typer.Argument(metavar="KEY=VALUE", help="Any settings, such as training.max_steps=20.")
+ANY_SETTINGS = typer.Argument(
+    metavar="KEY=VALUE", help="Any settings, such as training.max_steps=20."
+)
 RUNS_OR_SETTINGS = typer.Argument(
     metavar="RUN or KEY=VALUE",
     help="Names or folders of runs to compare, and any settings. With --sweep, a setting with "
@@ -397,7 +400,7 @@ def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[...
     Some also get options of their own. Options that have no effect are reported on stderr.
     """
     name = command.__name__
-    argument = RUNS_OR_SETTINGS if name == "compare" else SETTINGS
+    argument = RUNS_OR_SETTINGS if name == "compare" else ANY_SETTINGS
     kind = Annotated[list[str] | None, argument]
     words = inspect.Parameter(
         "overrides", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind

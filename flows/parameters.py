@@ -90,7 +90,7 @@ SETTINGS = {
     ),
     "initial_weights": Setting(
         "model.initial_weights",
-        ("pipeline", "preprocess", "train"),
+        (*TRAINING, *PREPROCESS),
         "Initial weights",
         "Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub such as "
         "meta-llama/Llama-3.2-1B. The presets uptrain and fine-tune need it.",

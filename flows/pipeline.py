@@ -9,12 +9,12 @@ from prefect.client.schemas.objects import State
 
 from flows.parameters import form, settings
 from infini_model.config import Config
-from tasks.checks import check_remote_stages, check_run
+from tasks.checks import check_remote_stages, check_training_memory, refresh_and_check_stores
 from tasks.download import download
 from tasks.evaluate import completed, evaluate
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW
-from tasks.shard import finished_dataset, shard
+from tasks.shard import known_dataset, shard
 from tasks.train import train
 from tasks.weights import fetch_weights
 
@@ -35,10 +35,11 @@ def pipeline(config: Config) -> State[dict[str, Any]]:
 
 def complete_run(config: Config) -> dict[str, Any]:
     """All stages, within a flow. Each is retried by itself, and reuses what stands."""
-    check_run(config, builds_dataset=config.data.folder is None)
+    refresh_and_check_stores(config, builds_dataset=config.data.folder is None)
     check_remote_stages(config)
+    check_training_memory(config)
     weights = fetch_weights(config)
-    dataset = finished_dataset(config)
+    dataset = known_dataset(config)
     if dataset is None:
         files = download(config)
         dataset = shard(config, files, weights)

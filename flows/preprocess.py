@@ -16,7 +16,7 @@ from tasks.clean import clean
 from tasks.download import download
 from tasks.failures import EXPECTED, reason, report_failure
 from tasks.flow_run import FLOW, name_flow_run
-from tasks.shard import build_share, share_made, use_dataset
+from tasks.shard import build_dataset, share_made, use_dataset
 from tasks.stage import run_with_retries
 
 
@@ -42,7 +42,7 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
     config = config.in_place
     check_stores(config.run, builds_dataset=True)
     files = None if config.data.folder is not None else download(config)
-    dataset = use_dataset(config) if files is None else build_share(config, files)
+    dataset = use_dataset(config) if files is None else build_dataset(config, files)
     name, result = dataset.folder.name, asdict(dataset) | {"folder": str(dataset.folder)}
     if dataset.missing:
         name_flow_run(f"{name} {config.data.share}", f"dataset:{name}")

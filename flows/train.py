@@ -9,7 +9,7 @@ from prefect.states import Completed
 from flows.parameters import form, settings
 from infini_model.config import Config
 from tasks import train as stage
-from tasks.checks import check_run
+from tasks.checks import check_training_memory, refresh_and_check_stores
 from tasks.control import end_predecessors
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW
@@ -24,7 +24,8 @@ from tasks.weights import fetch_weights
 def train(config: Config) -> State[dict[str, str]]:
     """Train on the dataset in `data.folder`, or the newest one. Returns the run folder."""
     config = config.in_place
-    check_run(config, builds_dataset=False)
+    refresh_and_check_stores(config, builds_dataset=False)
+    check_training_memory(config)
     weights = fetch_weights(config)
     dataset = use_dataset(config)
     with stage.train(config, dataset, weights) as run_dir:

@@ -15,8 +15,8 @@ from infini_model.training.sizing.shape import UnknownShapeError, known_shape, w
 from tasks.remote_stage import RemoteStage
 
 
-def check_run(config: Config, *, builds_dataset: bool) -> None:
-    """Check the stores, and bring the records of stored runs here.
+def refresh_and_check_stores(config: Config, *, builds_dataset: bool) -> None:
+    """Bring the records of stored runs here, and check that the stores honour conditions.
 
     Raises `StoreError` if a store ignores conditions, and as `ObjectStore` does.
     """
@@ -38,7 +38,7 @@ def check_remote_stages(config: Config) -> None:
     if "shard" in config.deployments and config.data.share is not None:
         raise ConfigError("data.share: is not for stages.shard.deployment; run infini preprocess")
     for name in config.deployments:
-        RemoteStage.of(config, name)
+        RemoteStage.find(config, name)
     trains_here = "train" not in config.deployments and config.launch.launcher == "local"
     if trains_here or "evaluate" in config.deployments:
         return
@@ -52,10 +52,12 @@ def check_remote_stages(config: Config) -> None:
 def check_training_memory(config: Config, weights: InitialWeights | None = None) -> None:
     """Log what the training needs, unless only what is yet to be read says how large its model is.
 
-    Raises `ConfigError` if that is more than this machine has, `DeviceError` as `choose_gpus` and
-    `check_kernels` do.
+    A remote training is checked where it runs. Raises `ConfigError` if that is more than this
+    machine has, `DeviceError` as `choose_gpus` and `check_kernels` do.
     """
     log = get_run_logger()
+    if "train" in config.deployments:
+        return
     if config.launch.launcher == "ray":
         log.info("Memory of the training: checked on the nodes of the Ray cluster")
         return

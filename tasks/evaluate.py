@@ -54,7 +54,7 @@ def _summary(report: dict[str, Any]) -> str:
 
 
 def _evaluate_remotely(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
-    stage = RemoteStage.of(config, "evaluate")
+    stage = RemoteStage.find(config, "evaluate")
 
     def opened(flow_run: FlowRun) -> dict[str, Any]:
         refresh_logs(run_dir, config.run.store)

@@ -42,7 +42,7 @@ def _is_generated(name: str) -> bool:
 
 
 def first_name() -> str:
-    """Name a flow run after its flow and preset, until its folder is known.
+    """Name a flow run after its flow and its preset or the run it resumes, until that is known.
 
     A name that somebody typed stays, and so does that of an earlier attempt.
     """
@@ -51,8 +51,11 @@ def first_name() -> str:
 
 
 def _own_name() -> str:
-    preset = flow_run.get_parameters().get("preset") or "custom"
-    return f"{flow_run.get_flow_name()} {preset}"
+    given = flow_run.get_parameters()
+    # Of what travels whole, such as a file over a preset.
+    recorded = ((given.get("advanced") or {}).get("run") or {}).get("preset")
+    named = given.get("resume") or given.get("preset") or recorded or "custom"
+    return f"{flow_run.get_flow_name()} {named}"
 
 
 # JSON, so that neither results nor exceptions are stored as pickles.

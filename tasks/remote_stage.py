@@ -114,8 +114,11 @@ class RemoteStage:
     identity: str
 
     @classmethod
-    def of(cls, config: Config, stage: str) -> RemoteStage:
-        """The stage `shard`, `train` or `evaluate`. Raises as `find_deployment` does."""
+    def find(cls, config: Config, stage: str) -> RemoteStage:
+        """The stage `shard`, `train` or `evaluate`, by its deployment on the server.
+
+        Raises as `find_deployment` does.
+        """
         key, flow, context = f"stages.{stage}.deployment", FLOWS[stage], FlowRunContext.get()
         if context is None or context.flow_run is None:
             raise StageError(f"{key}: there is no flow run to be a subflow of")

@@ -55,11 +55,13 @@ class Dataset:
         return self.address or str(self.folder)
 
 
-def finished_dataset(config: Config) -> Dataset | None:
-    """The dataset in `data.folder`, or that of the run which is retried or resumed.
+def known_dataset(config: Config) -> Dataset | None:
+    """The dataset that is not to be made, even if documents were added since.
 
-    A run keeps its dataset even if documents were added since. None if it has to be made, or made
-    again. Raises `DataError` if `data.folder` is damaged, unless its source is known.
+    It is that of the run which this flow run retries or `infini resume` names, else the one in
+    `data.folder`, else that with which an earlier attempt has started a remote training. None if
+    there is none, or if it is damaged and can be made again. Raises `DataError` if it cannot, since
+    the user gave it as `data.folder`.
     """
     run_dir = _begun_run(config)
     if run_dir is not None:
@@ -71,6 +73,7 @@ def finished_dataset(config: Config) -> Dataset | None:
     try:
         return use_dataset(config.updated(data={"folder": folder}))
     except DataError as error:
+        # To resume sets `data.folder`: what the user gave is in the settings of the run.
         asked = config if run_dir is None else read_run_config(run_dir)
         if asked.data.folder is not None:
             raise
@@ -83,17 +86,18 @@ def _begun_run(config: Config) -> Path | None:
     owner = current_owner()
     if owner.id is not None and (own := find_run(config.run.runs_dir, owner.id)):
         return own
-    named = config.run.runs_dir / (config.run.name or "")
-    if config.run.name is None or config.data.folder is None or not is_started(named):
+    if config.run.name is None or config.data.folder is None:
         return None
-    return named if str(dataset_here(named)) == str(config.data.folder) else None
+    named = config.run.runs_dir / config.run.name
+    is_its_own = is_started(named) and str(dataset_here(named)) == str(config.data.folder)
+    return named if is_its_own else None
 
 
 def _remote_training_dataset(config: Config) -> str | None:
     """The dataset with which an earlier attempt has started the training, if that is remote."""
     if "train" not in config.deployments:
         return None
-    known = RemoteStage.of(config, "train").known()
+    known = RemoteStage.find(config, "train").known()
     return None if known is None else known.parameters["advanced"]["data"]["folder"]
 
 
@@ -111,10 +115,11 @@ def shard(config: Config, files: Files | None, weights: InitialWeights | None = 
     `weights` are those whose tokenizer `data.tokenizer.spec: model` means. Without files the stage
     is remote. Raises `DataError` if only `data.share` of the dataset is made.
     """
+    config = config if weights is None else weights.pinned_in(config)
     config = config.updated(data={"folder": None})
     if files is None:
         return _shard_remotely(config)
-    dataset = build_share(config if weights is None else weights.pinned_in(config), files)
+    dataset = build_dataset(config, files)
     if dataset.missing:
         raise DataError(f"data.share: {share_made(config, dataset)}, so there is no dataset yet")
     return dataset
@@ -126,7 +131,7 @@ def share_made(config: Config, dataset: Dataset) -> str:
     return f"{config.data.share} is done; {missing}"
 
 
-def build_share(config: Config, files: Files) -> Dataset:
+def build_dataset(config: Config, files: Files) -> Dataset:
     """What `shard` does in place; with `data.share` the dataset may have `missing` partitions."""
     log, stage = get_run_logger(), config.stages.shard
     plan = run_with_retries(_plan, stage, config, files)
@@ -141,7 +146,7 @@ def build_share(config: Config, files: Files) -> Dataset:
 
 
 def _shard_remotely(config: Config) -> Dataset:
-    stage = RemoteStage.of(config, "shard")
+    stage = RemoteStage.find(config, "shard")
 
     def opened(flow_run: FlowRun) -> Dataset:
         folder = config.run.datasets_dir / stage.made(flow_run, "dataset")

@@ -62,7 +62,7 @@ def train(config: Config, dataset: Dataset, weights: InitialWeights | None) -> I
 
 
 def attached(config: Config, run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Use a run that this flow run has not claimed, as `attach_unclaimed` does."""
+    """Use a run as `attach_unclaimed` does: it is held, but does not become this flow run's own."""
     holder = Holder.current(run_dir, current_owner())
     return attach_unclaimed(run_dir, holder, config.run.store, config.checkpoint.save_total_limit)
 
@@ -103,7 +103,8 @@ def _train_claimed(
     else:
         log.info("Training in %s", run_dir)
     if weights is not None:
-        # The claim may have gone to a new run, not to the one whose record these are from.
+        # `fetch_weights` may have read them from the record of a run that another process has
+        # claimed since; this is a new run then, and needs the files.
         if saved_step(run_dir) is None and not weights.folder.is_dir():
             weights = fetch_anew(config)
         record_initial_weights(run_dir, weights)
@@ -115,7 +116,7 @@ def _train_remotely(config: Config, dataset: Dataset) -> Path:
 
     A command in a terminal resumes the interrupted run that it would resume in place.
     """
-    stage, run = RemoteStage.of(config, "train"), config.run
+    stage, run = RemoteStage.find(config, "train"), config.run
 
     def opened(flow_run: FlowRun) -> Path:
         run_dir = run.runs_dir / stage.made(flow_run, "run")

@@ -1,6 +1,6 @@
 """The weights stage: fetch and check the pretrained weights that a run begins from.
 
-Before and after, the memory of the training is compared with what this machine has.
+Once their shape is known, the memory of the training is compared with what this machine has.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ def fetch_weights(config: Config) -> InitialWeights | None:
 
     Raises as `check_training_memory` does.
     """
-    if "train" in config.deployments:
-        return None
-    check_training_memory(config)
-    if config.model.initial_weights is None or config.launch.node_rank > 0:
+    is_remote = "train" in config.deployments
+    if is_remote or config.model.initial_weights is None or config.launch.node_rank > 0:
         return None
     run_dir = run_to_resume(config, current_owner())
     if run_dir is not None and has_checkpoint(run_dir, config.run.store):

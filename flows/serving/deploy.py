@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from infini_model.runtime.errors import UserError
+from tasks.shard import NEW_DATASET
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -38,7 +39,6 @@ HEARTBEAT_TIMEOUT = timedelta(minutes=5)
 # The variable that names the deployments and automations that were once created, in the server's
 # own database.
 DEPLOYED = "infini_deployments"
-NEW_DATASET = "infini.dataset.ready"
 TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
 
 

@@ -79,6 +79,18 @@ class StageConfig(Section):
     )
 
 
+class FetchStageConfig(StageConfig):
+    """The same for a stage that waits for other machines."""
+
+    retries: NonNegativeInt = Field(4, description="Retries after a failure.")
+
+
+class CleanStageConfig(StageConfig):
+    """The same for the cleaning, without which everything stands as well."""
+
+    retries: NonNegativeInt = Field(0, description="Retries after a failure.")
+
+
 class FlowStageConfig(StageConfig):
     """The same for a stage with a flow of its own, which a worker elsewhere can run."""
 
@@ -97,12 +109,12 @@ class StagesConfig(Section):
 
     decides_weights = False
 
-    weights: StageConfig = StageConfig(retries=4)
-    download: StageConfig = StageConfig(retries=4)
+    weights: FetchStageConfig = FetchStageConfig()
+    download: FetchStageConfig = FetchStageConfig()
     shard: FlowStageConfig = FlowStageConfig()
     train: FlowStageConfig = FlowStageConfig()
     evaluate: FlowStageConfig = FlowStageConfig()
-    clean: StageConfig = StageConfig(retries=0)
+    clean: CleanStageConfig = CleanStageConfig()
 
     @property
     def in_place(self) -> Self:

@@ -42,13 +42,14 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 from flows.presets import configure
 from flows.serving import deploy as module
 from flows.serving import engine, reconcile
-from flows.serving.deploy import NEW_DATASET, WORK_POOL, deploy, job_template
+from flows.serving.deploy import WORK_POOL, deploy, job_template
 from flows.serving.engine import lock_of, log_of
 from flows.serving.reconcile import WORKER_KILLED, WORKER_MESSAGE, settle
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.mlflow_client import open_tracking
+from tasks.shard import NEW_DATASET
 
 PREFECT_YAML = """
 deployments:

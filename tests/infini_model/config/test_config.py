@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from infini_model.config import ModelConfig, dump_config, load_config, validate
+from infini_model.config import Config, ModelConfig, dump_config, load_config, validate
 from infini_model.config.data import FilesSource, HubSource
 from infini_model.config.explaining import NAMES, all_keys
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS
 from infini_model.config.places import output_place
+from infini_model.config.tree import StagesConfig
 from infini_model.runtime.errors import ConfigError
 
 WEIGHTS = {"initial_weights": "team/llama@main", "segment_length": 64}
@@ -332,3 +333,22 @@ def test_what_an_error_points_to_exists_and_what_it_replaces_does_not() -> None:
     for name, meant in NAMES.items():
         named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", meant))
         assert named <= keys | sections, f"{name} points to {meant}"
+
+
+@pytest.mark.parametrize("name", StagesConfig.model_fields)
+def test_a_setting_of_a_stage_leaves_its_others_as_they_are(name: str) -> None:
+    default = getattr(Config().stages, name)
+    config = load_config(overrides=[f"stages.{name}.timeout_seconds=9"])
+    assert getattr(config.stages, name) == default.updated(timeout_seconds=9.0)
+
+
+def test_an_update_changes_the_named_settings_of_the_sections_below() -> None:
+    config = load_config(overrides=["data.name=texts", "data.tokenizer.vocab_size=512"])
+    changed = config.updated(data={"folder": "there", "tokenizer": {"spec": "train"}})
+    assert changed.data == config.data.model_copy(
+        update={"folder": "there", "tokenizer": changed.data.tokenizer}
+    )
+    assert changed.data.tokenizer.model_dump() == config.data.tokenizer.model_dump() | {
+        "spec": "train"
+    }
+    assert changed.updated(data=config.data) == config

@@ -12,7 +12,7 @@ import typer
 
 from infini_model.cleaning import Scope, find_garbage, remove_garbage, usage
 from infini_model.config import Config
-from infini_model.config.places import is_url
+from infini_model.config.locations import is_url
 from infini_model.data.keeping.named import dataset_folder
 from infini_model.data.manifest import Shard, read_origin
 from infini_model.data.shards.plan import stored_dataset

@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import State
 
 from flows.parameters import form, settings
 from infini_model.config import Config
-from infini_model.config.places import folder_here
+from infini_model.config.locations import local_folder
 from infini_model.runtime.runs import dataset_here, latest_run, read_run_config
 from infini_model.runtime.stored.working_copy import refresh_runs
 from tasks import evaluate as stage
@@ -25,7 +25,7 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
     trained = read_run_config(run_dir)
     folder = config.data.folder or dataset_here(run_dir)
     places = {name: getattr(config.run, name) for name in ("output_dir", "store", "log_level")}
-    places["data_dir"] = folder_here(trained.run.data_dir, trained.run.data_store)
+    places["data_dir"] = local_folder(trained.run.data_dir, trained.run.data_store)
     return trained.updated(
         run=places,
         data=config.data.updated(folder=folder),

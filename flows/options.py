@@ -19,7 +19,7 @@ from flows.presets import DEFAULT_PRESET, Invocation
 from flows.sweep import values_of
 from infini_model.config import Config, check_typed, merge, parse_override
 from infini_model.config.explaining import NAMES, meant_by
-from infini_model.config.places import is_url
+from infini_model.config.locations import is_url
 from infini_model.runtime.errors import ConfigError, UserError
 
 P = ParamSpec("P")

@@ -22,7 +22,7 @@ from flows.serving.connection import configured_url, served_mlflow, served_url, 
 from flows.serving.services import own_server
 from flows.sweep import runs_of
 from infini_model.config import Config, check_typed, load_config, merge, parse_override
-from infini_model.config.places import is_url
+from infini_model.config.locations import is_url
 from infini_model.config.tree import RunConfig
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
 from infini_model.runtime.claims import resume_config

@@ -36,7 +36,7 @@ from prefect.tasks import Task
 from prefect.utilities.urls import url_for
 
 from infini_model.config import Config
-from infini_model.config.places import output_place
+from infini_model.config.locations import shareable_location
 from infini_model.runtime.errors import ConfigError, DataError, StageError
 from infini_model.runtime.processes import deferred_signals, wait_until
 from tasks.control import POLL_SECONDS, Stop, stopped_with_flow_run
@@ -88,9 +88,9 @@ def remote_parameters(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     tree = config.in_place.model_dump(mode="json")
     tree["data"]["keep"] = None
     run = config.run
-    tree["run"]["output_dir"] = output_place(run.output_dir, run.store)
+    tree["run"]["output_dir"] = shareable_location(run.output_dir, run.store)
     if run.data_dir is not None:
-        tree["run"]["data_dir"] = output_place(run.data_dir, run.data_store)
+        tree["run"]["data_dir"] = shareable_location(run.data_dir, run.data_store)
     return {**dict.fromkeys(fields), "preset": None, "advanced": tree}
 
 

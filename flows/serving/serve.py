@@ -42,7 +42,7 @@ from flows.serving.services import (
 )
 from flows.serving.supervise import Supervised
 from infini_model.config import Config
-from infini_model.config.places import output_place
+from infini_model.config.locations import shareable_location
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import wait_until
 from infini_model.runtime.storage import lock, make_folder, write_json
@@ -129,7 +129,7 @@ def _environment(config: Config, engines: Path, options: Options, access: Access
         **own_server(f"http://{HOST}:{options.port}"),
         PAGE: f"http://{HOST}:{options.mlflow_port}",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
-        "INFINI_OUTPUT_DIR": output_place(config.run.output_dir, config.run.store),
+        "INFINI_OUTPUT_DIR": shareable_location(config.run.output_dir, config.run.store),
         engine.ENGINES: str(engines),
         engine.SERVE: engine.serve_process(),
     }

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from infini_model.config.places import LocalFolder, Place, RayAddress
+from infini_model.config.locations import LocalFolder, Place, RayAddress
 from infini_model.config.section import Fraction, Section
 
 MEBIBYTE = 1 << 20

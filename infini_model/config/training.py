@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from infini_model.config.places import LocalFolder, RayAddress
+from infini_model.config.locations import LocalFolder, RayAddress
 from infini_model.config.section import Fraction, Section
 
 

@@ -20,8 +20,8 @@ from pydantic import (
 
 from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
+from infini_model.config.locations import SplitFolder, StoreAddress, split_addresses
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
-from infini_model.config.places import SplitFolder, StoreAddress, split_addresses
 from infini_model.config.section import DECIDES_WEIGHTS, Section
 from infini_model.config.training import (
     CheckpointConfig,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infini_model.config import Config, dump_config, load_config
-from infini_model.config.places import folder_here
+from infini_model.config.locations import local_folder
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
 from infini_model.runtime.runs import (
@@ -64,7 +64,7 @@ def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = 
     """
     where = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
     own = read_run_config(run_dir)
-    data_dir = folder_here(own.run.data_dir, own.run.data_store)
+    data_dir = local_folder(own.run.data_dir, own.run.data_store)
     settings = {
         "run": where | ({} if data_dir is None else {"data_dir": str(data_dir)}),
         "data": {"folder": str(dataset_here(run_dir))},

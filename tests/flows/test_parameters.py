@@ -19,7 +19,7 @@ from prefect.utilities.schema_tools.validation import ValidationError
 from flows.parameters import resolve, settings_of
 from flows.presets import configure, preset_choices
 from infini_model.config import Config, FlowStageConfig
-from infini_model.config.places import working_folder
+from infini_model.config.locations import working_folder
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, UserError
 from tasks.checks import check_remote_stages

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from infini_model.config.places import is_url
+from infini_model.config.locations import is_url
 from infini_model.config.tree import RunConfig
 from infini_model.data.keeping.datasets import Datasets, datasets_in
 from infini_model.data.keeping.stored_datasets import LATEST

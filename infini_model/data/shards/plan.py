@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from infini_model.config import Config
-from infini_model.config.places import is_url, working_folder
+from infini_model.config.locations import is_url, working_folder
 from infini_model.config.tree import MODEL_SPEC, RunConfig
 from infini_model.data.builds import note_build, note_use
 from infini_model.data.keeping.datasets import Datasets, datasets_in, make_newest

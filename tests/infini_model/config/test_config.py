@@ -12,8 +12,8 @@ import pytest
 from infini_model.config import Config, ModelConfig, dump_config, load_config, validate
 from infini_model.config.data import FilesSource, HubSource
 from infini_model.config.explaining import NAMES, all_keys
+from infini_model.config.locations import shareable_location
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS
-from infini_model.config.places import output_place
 from infini_model.config.tree import StagesConfig
 from infini_model.runtime.errors import ConfigError
 
@@ -187,7 +187,7 @@ def test_another_process_is_told_the_same_output_folder_and_store(
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "cache"))
     chosen = [] if output_dir is None else [{"run": {"output_dir": output_dir}}]
     run = load_config(overrides=chosen).run
-    monkeypatch.setenv("INFINI_OUTPUT_DIR", output_place(run.output_dir, run.store))
+    monkeypatch.setenv("INFINI_OUTPUT_DIR", shareable_location(run.output_dir, run.store))
     told = load_config(overrides=[{"run": {"seed": 1}}]).run
     assert told.store == run.store
     assert told.output_dir.resolve() == run.output_dir.resolve()

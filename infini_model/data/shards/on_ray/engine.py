@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import DataConfig
-from infini_model.config.places import is_url
+from infini_model.config.locations import is_url
 from infini_model.data.shards.on_ray.room import check_room, reserved
 from infini_model.data.shards.on_ray.worker import Job
 from infini_model.data.shards.partition_store import PARTITIONS, PartitionStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infini_model.config.places import is_url, working_folder
+from infini_model.config.locations import is_url, working_folder
 from infini_model.data.keeping.datasets import datasets_in
 from infini_model.data.manifest import Record
 from infini_model.data.shards.partition_store import PartitionStore

@@ -80,14 +80,14 @@ def working_folder(address: str) -> Path:
     return base / hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
 
 
-def output_place(output_dir: Path, store: str | None) -> str:
+def shareable_location(output_dir: Path, store: str | None) -> str:
     """The `INFINI_OUTPUT_DIR` by which another process has this output folder and this store."""
     if store is not None and output_dir == working_folder(store):
         return store
     return str(output_dir.resolve())
 
 
-def folder_here(folder: Path | None, address: str | None) -> Path | None:
+def local_folder(folder: Path | None, address: str | None) -> Path | None:
     """A recorded folder as it is on this machine, which has a working folder of its own.
 
     A folder that somebody chose is not the working folder of the address, and stays.

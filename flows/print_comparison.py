@@ -28,7 +28,6 @@ SHOWN = {
 
 
 def comparisons_dir(config: Config) -> Path:
-    """Folder that contains the comparisons."""
     return config.run.output_dir / "comparisons"
 
 

@@ -21,8 +21,6 @@ SEED = "run.seed"
 
 
 class Dimension(NamedTuple):
-    """A setting of a sweep and its values."""
-
     key: str
     values: list[Any]
 
@@ -110,7 +108,6 @@ def _names(prefix: str, keys: Sequence[str], combinations: Sequence[Sequence[Any
 
 
 def _slug(value: Any) -> str:
-    """A value as part of a name."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     without_plus = text.replace("e+", "e")  # A hyphen for the plus sign would be another number.
     return re.sub(r"[^A-Za-z0-9._]+", "-", without_plus).strip("-._")[:VALUE_LENGTH]

@@ -79,14 +79,12 @@ class _Poll(threading.Thread):
         self._found: StateChangedError | None = None
 
     def run(self) -> None:
-        """Poll until a state changes or the stage ends."""
         with get_client(sync_client=True) as client:
             while self._found is None and not self._closed.wait(POLL_SECONDS):
                 with contextlib.suppress(Exception):
                     self._found = _changed(client, self._followed)
 
     def stop(self) -> Exception | None:
-        """The reason to end the stage, or None."""
         return self._found
 
     def close(self) -> None:
@@ -265,7 +263,6 @@ def end_tasks(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Non
 
 
 def like(state: State) -> State:
-    """The same state for a task run."""
     return State(type=state.type, name=state.name, message=state.message)
 
 

@@ -162,7 +162,6 @@ def dataset_before() -> str | None:
 
 
 def _top(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:
-    """The flow run that has no parent."""
     while flow_run.parent_task_run_id is not None:
         above = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
         if above is None:

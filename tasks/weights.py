@@ -51,5 +51,4 @@ def fetch_anew(config: Config) -> InitialWeights:
 @task(name="weights", task_run_name="weights {config.model.initial_weights}", **STAGE)
 @failure_as_state
 def _fetch(config: Config) -> dict[str, Any]:
-    """Returns an `InitialWeights` as JSON."""
     return run_stage("weights", config, config.stages.weights)

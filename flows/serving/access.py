@@ -32,7 +32,6 @@ class Access:
     auth_string: str | None = None
 
     def servers(self) -> dict[str, str]:
-        """Environment of both servers."""
         if self.auth_string is None:
             return {}
         return {

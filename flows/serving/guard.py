@@ -48,7 +48,6 @@ class SameOriginOnly:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request or pass it on."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -76,7 +75,6 @@ class BasicAuth:
         self._expected = b"Basic " + base64.b64encode(auth_string.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request or pass it on."""
         if scope["type"] != "lifespan" and scope["path"] != "/health":
             given = Headers(scope=scope).get("authorization", "")
             if not hmac.compare_digest(given.encode(), self._expected):

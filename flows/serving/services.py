@@ -57,7 +57,6 @@ def prefect_dir(config: Config) -> Path:
 
 
 def engines_dir(config: Config) -> Path:
-    """The folder of the engines' lock files and logs."""
     return prefect_dir(config) / "engines"
 
 
@@ -134,7 +133,6 @@ def start(
 
 
 def answers(service: Service, path: str = "/api/health") -> bool:
-    """Whether `service` answers at `path`."""
     with contextlib.suppress(urllib.error.URLError, OSError):
         urllib.request.urlopen(service.url + path, timeout=1.0).close()  # noqa: S310 - loopback
         return True

@@ -37,7 +37,6 @@ class Supervised:
         self._due: float | None = None
 
     def close(self) -> None:
-        """End the service."""
         self.service.close()
 
     def check(self, say: Callable[[str], None]) -> None:

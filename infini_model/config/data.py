@@ -285,7 +285,6 @@ class DataConfig(Section):
 
     @property
     def share_of(self) -> tuple[int, int] | None:
-        """The two numbers of `share`."""
         if self.share is None:
             return None
         number, _, count = self.share.partition("/")

@@ -266,7 +266,6 @@ def _line(key: str, schema: Schema, definitions: dict[str, Schema]) -> str:
 
 
 def _type(schema: Schema, definitions: dict[str, Schema]) -> str:
-    """The values of a schema in words."""
     if "anyOf" in schema:
         return " or ".join(_type(each, definitions) for each in schema["anyOf"])
     if "$ref" in schema:

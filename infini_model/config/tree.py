@@ -118,7 +118,6 @@ class StagesConfig(Section):
 
     @property
     def in_place(self) -> Self:
-        """The same without deployments."""
         here = {"deployment": None}
         return self.updated(shard=here, train=here, evaluate=here)
 
@@ -191,7 +190,6 @@ class RunConfig(Section):
 
     @property
     def datasets_dir(self) -> Path:
-        """Folder that contains the dataset folders."""
         return self.data_dir or self.output_dir / "datasets"
 
     @property
@@ -203,7 +201,6 @@ class RunConfig(Section):
 
     @property
     def runs_dir(self) -> Path:
-        """Folder that contains the run folders."""
         return self.output_dir / "runs"
 
 

@@ -43,7 +43,6 @@ class FactCache:
         return _read(self._path)
 
     def get(self, key: str) -> Any | None:
-        """The fact, or None if it is not known."""
         value, day = self._new.get(key) or self._facts.get(key) or FORGOTTEN
         if value is not None and self._today - day >= REFRESH_DAYS:
             self.put(key, value)
@@ -54,7 +53,6 @@ class FactCache:
         self._new[key] = [value, self._today]
 
     def forget(self, key: str) -> None:
-        """Forget a fact that has turned out to be wrong."""
         self._new[key] = FORGOTTEN
 
     def save(self) -> None:

@@ -22,7 +22,6 @@ NOT_METRICS = ("step", "time")
 
 
 def metrics_of(line: Line) -> Iterator[tuple[str, float]]:
-    """Names and values of the metrics in a line."""
     return ((name, value) for name, value in line.items() if name not in NOT_METRICS)
 
 
@@ -112,7 +111,6 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

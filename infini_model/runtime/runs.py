@@ -209,7 +209,6 @@ class RunNote(NamedTuple):
 
 
 def noted_runs(datasets_dir: Path) -> Iterator[RunNote]:
-    """The runs that were noted in a datasets folder."""
     for path in sorted((datasets_dir / ".runs").glob("*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_text(encoding="utf-8"))

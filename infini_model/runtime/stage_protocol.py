@@ -26,7 +26,6 @@ class Message(NamedTuple):
 
 
 def write_message(mark: str, body: Any) -> None:
-    """Print a message to the parent."""
     # A single write: other threads log to the same stream.
     sys.stdout.write(f"{mark} {json.dumps(body)}\n")
     sys.stdout.flush()

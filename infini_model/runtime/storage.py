@@ -237,7 +237,6 @@ def _flock(descriptor: int, kind: int, tries: int = 1) -> bool:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file still has the name `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

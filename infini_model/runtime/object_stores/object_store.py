@@ -131,7 +131,6 @@ class ObjectStore:
         return f"ObjectStore({self.address!r})"
 
     def address_of(self, key: str) -> str:
-        """The address of the object `key`."""
         path = self._path(key)
         return f"{self._root}/{path}" if path else self._root
 

@@ -26,19 +26,15 @@ class RangedFile(io.RawIOBase):
         self._block, self._start = b"", 0
 
     def readable(self) -> bool:
-        """A file to read."""
         return True
 
     def seekable(self) -> bool:
-        """At random positions."""
         return True
 
     def tell(self) -> int:
-        """The position of the next read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position, without reading."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = max(0, base + offset)
         return self._position

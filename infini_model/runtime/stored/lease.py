@@ -126,7 +126,6 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process has taken the run."""
         return self._is_lost
 
     def confirm(self) -> bool:

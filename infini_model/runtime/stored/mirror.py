@@ -119,7 +119,6 @@ class Mirror:
                 self._steps.add(step)
 
     def _put_folder(self, key: str, folder: Path) -> bool:
-        """Copy a complete folder, unless the run is lost."""
         if not self._lease.confirm():
             return False
         sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]

@@ -50,7 +50,6 @@ class LeaseRecord:
         return self.machine != this_machine() or self.holder.is_on_this_machine()
 
     def dumps(self) -> bytes:
-        """As JSON."""
         return json.dumps(asdict(self), indent=2).encode() + b"\n"
 
 

@@ -69,7 +69,6 @@ class Held:
 
 
 def run_store(store: str, name: str) -> ObjectStore:
-    """The place of a run in a store."""
     return ObjectStore(f"{store}/runs/{name}", PATIENCE)
 
 
@@ -238,7 +237,6 @@ def _within_run(listed: StoredObject, key: str) -> StoredObject:
 
 
 def _refresh(run_dir: Path, store: str, objects: Collection[StoredObject]) -> None:
-    """Bring the records of one run here."""
     if holder_of(make_folder(run_dir) / LOCK) is not None:
         return
     stored = run_store(store, run_dir.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,9 @@ def first_name() -> str:
 def _own_name() -> str:
     given = flow_run.get_parameters()
     # Of what travels whole, such as a file over a preset.
-    recorded = ((given.get("advanced") or {}).get("run") or {}).get("preset")
+    whole = given.get("advanced")
+    run = whole.get("run") if isinstance(whole, Mapping) else None
+    recorded = run.get("preset") if isinstance(run, Mapping) else None
     named = given.get("resume") or given.get("preset") or recorded or "custom"
     return f"{flow_run.get_flow_name()} {named}"
 

@@ -115,6 +115,7 @@ def test_stages_in_other_pools_end_with_the_whole_and_with_a_retry_give_the_same
     preprocess, train = sorted(pools.parts(whole), key=lambda each: each["name"])
     assert (preprocess["work_pool_name"], preprocess["run_count"]) == ("cpu", 1)
     assert (train["id"], train["run_count"]) == (training, 2)
+    assert train["name"] == "train run-1"
     assert "training" in pools.artifacts(training)
     assert pools.artifacts(preprocess["id"]).keys() >= {"dataset", "shard-progress"}
     assert "report" in pools.artifacts(whole)

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 import yaml
 
 from infini_model.runtime.errors import UserError
-from tasks.shard import NEW_DATASET
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -282,6 +281,8 @@ def _train_on_new_datasets(train: UUID) -> AutomationCore:
     from prefect.events import AutomationCore, EventTrigger
     from prefect.events.actions import RunDeployment
     from prefect.events.schemas.automations import Posture
+
+    from tasks.shard import NEW_DATASET
 
     folder = {"__prefect_kind": "jinja", "template": "{{ event.payload.folder }}"}
     return AutomationCore(

@@ -25,6 +25,7 @@ from flows.serving.database import check_database
 from flows.serving.engine import ENGINES
 from flows.serving.services import (
     HOST,
+    PROJECT,
     Service,
     check_port,
     engines_dir,
@@ -172,6 +173,15 @@ def test_a_service_that_exits_too_often_is_an_error_that_names_its_log() -> None
         exit_after(0.0)
     assert [line.rpartition(" in ")[2] for line in said] == ["1 s", "1 s", "2 s", "4 s", "8 s"]
     assert len(services.processes) == MOST_EXITS + 1
+
+
+def test_a_command_loads_prefect_only_once_it_knows_the_server() -> None:
+    # Prefect reads the address of its server when it is imported.
+    modules = "flows.cli, flows.terminal, flows.runs, flows.datasets, flows.serving.serve"
+    loaded = f"import sys, {modules}; print('prefect' in sys.modules)"
+    assert (
+        subprocess.check_output([sys.executable, "-c", loaded], cwd=PROJECT, text=True) == "False\n"
+    )
 
 
 # To collect an SQLite cursor may mean to wait for a lock that a task of the server holds: whoever

@@ -251,9 +251,9 @@ def verify(
 
     Exits with status 2 if a file is missing or damaged.
     """
-    from flows import datasets
+    from flows import dataset_commands
 
-    datasets.verify(_places(output_dir, data_dir), dataset)
+    dataset_commands.verify(_places(output_dir, data_dir), dataset)
 
 
 @app.command()
@@ -271,10 +271,10 @@ def clean(
 
     That is what nothing refers to; of checkpoints, only those of finished runs.
     """
-    from flows import datasets
+    from flows import dataset_commands
 
     config = _places(output_dir, data_dir)
-    datasets.clean(config, keep, dry_run=dry_run)
+    dataset_commands.clean(config, keep, dry_run=dry_run)
 
 
 @app.command()

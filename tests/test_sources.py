@@ -1,6 +1,8 @@
 """What linters cannot tell of the sources; `make lint` holds the other rules (pyproject.toml)."""
 
 import re
+import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,3 +16,12 @@ def test_no_source_trusts_remote_code_or_listens_to_everyone() -> None:
     sources = [path for path in paths if path.suffix != ".pyc"]
     assert len(sources) > 100
     assert [path for path in sources if DANGERS.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_no_flow_hides_a_package() -> None:
+    # Prefect puts the folder of a flow in front of all others from which its engine imports.
+    names = {path.stem for path in (ROOT / "flows").glob("*.py")} - {"__init__"}
+    assert "pipeline" in names
+    hidden = names & (packages_distributions().keys() | sys.stdlib_module_names)
+    # Only lm-eval needs Hugging Face's `evaluate`, in the process of a stage.
+    assert hidden <= {"evaluate"}

@@ -177,7 +177,7 @@ def test_a_service_that_exits_too_often_is_an_error_that_names_its_log() -> None
 
 def test_a_command_loads_prefect_only_once_it_knows_the_server() -> None:
     # Prefect reads the address of its server when it is imported.
-    modules = "flows.cli, flows.terminal, flows.runs, flows.datasets, flows.serving.serve"
+    modules = "flows.cli, flows.terminal, flows.runs, flows.dataset_commands, flows.serving.serve"
     loaded = f"import sys, {modules}; print('prefect' in sys.modules)"
     assert (
         subprocess.check_output([sys.executable, "-c", loaded], cwd=PROJECT, text=True) == "False\n"

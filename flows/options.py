@@ -78,6 +78,7 @@ _FLOWS = (*_TRAIN, "preprocess", "evaluate")
 # `doctor` estimates the memory of a training.
 _ESTIMATED = (*_TRAIN, "doctor")
 _DEVICES = (*_MODEL, "preprocess", "doctor")
+_sampling = functools.partial(Option, used_by=_WRITE, only=True)
 # In the order of the help. What a few of them set depends on more than their value: see
 # `_single_keys`, `_devices` and `_data`.
 OPTIONS = {
@@ -172,37 +173,27 @@ OPTIONS = {
     "learning_rate": Option(key="training.learning_rate", used_by=_TRAIN),
     "nproc_per_node": Option(key="launch.processes", used_by=_ESTIMATED),
     "save_dir": Option(key="run.output_dir"),
-    "max_new_tokens": Option(
+    "max_new_tokens": _sampling(
         "Maximum number of tokens to generate.",
         key="evaluation.sample.max_new_tokens",
-        used_by=_WRITE,
-        only=True,
         kind=int | None,
     ),
-    "temperature": Option(
+    "temperature": _sampling(
         "Sampling temperature; 0 always picks the most likely token.",
         key="evaluation.sample.temperature",
-        used_by=_WRITE,
-        only=True,
         kind=float | None,
     ),
-    "top_k": Option(
+    "top_k": _sampling(
         "Sample from this many of the most likely tokens.",
         key="evaluation.sample.top_k",
-        used_by=_WRITE,
-        only=True,
         kind=int | None,
     ),
-    "top_p": Option(
+    "top_p": _sampling(
         "Sample from the fewest tokens with this total probability.",
         key="evaluation.sample.top_p",
-        used_by=_WRITE,
-        only=True,
         kind=float | None,
     ),
-    "seed": Option(
-        "Seed for sampling.", key="run.seed", used_by=_WRITE, only=True, kind=int | None
-    ),
+    "seed": _sampling("Seed for sampling.", key="run.seed", kind=int | None),
     "sweep": Option(
         "First run all combinations of the settings with several values.",
         used_by=("compare",),

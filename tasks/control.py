@@ -7,7 +7,7 @@ Running, or deleted, the child gets its grace period, in which it saves a checkp
 exits.
 Of a parent and its subflow, either one ends both. A subflow with an engine of its own, that of a
 deployment, is cancelled when its parent is suspended or cancelled, but survives the engine of its
-parent, which finds it again when it is retried (`tasks.elsewhere`).
+parent, which finds it again when it is retried (`tasks.remote_stage`).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Dataset:
 
 
 def known_dataset(config: Config) -> Dataset | None:
-    """The dataset that is not to be made, even if documents were added since.
+    """The dataset to use as it stands, even if documents were added since.
 
     It is that of the run which this flow run retries or `infini resume` names, else the one in
     `data.folder`, else that with which an earlier attempt has started a remote training. None if

@@ -37,7 +37,7 @@ class Section(BaseModel):
     )
 
     def updated(self, **changes: Any) -> Self:
-        """A copy with other values, which are not validated; of a section below, a mapping of them.
+        """A copy with these values, unvalidated; a mapping updates the section that it is for.
 
         `config.updated(data={"folder": folder})` keeps the rest of `data`.
         """

@@ -80,13 +80,13 @@ class StageConfig(Section):
 
 
 class FetchStageConfig(StageConfig):
-    """The same for a stage that waits for other machines."""
+    """The same for a stage that fetches over the network."""
 
     retries: NonNegativeInt = Field(4, description="Retries after a failure.")
 
 
 class CleanStageConfig(StageConfig):
-    """The same for the cleaning, without which everything stands as well."""
+    """The same for the cleaning, which is not worth a retry."""
 
     retries: NonNegativeInt = Field(0, description="Retries after a failure.")
 

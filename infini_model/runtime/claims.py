@@ -259,9 +259,9 @@ def run_to_resume(
     exact = _exact_folder(config, owner)
     if exact is not None:
         return exact if _is_same_run(exact, config, dataset_key, None) else None
-    for run_dir in (
-        _numbered_folders(config.run.runs_dir, name_prefix(config)) if owner.adopts else ()
-    ):
+    if not owner.adopts:
+        return None
+    for run_dir in _numbered_folders(config.run.runs_dir, name_prefix(config)):
         is_free = not is_finished(run_dir) and run_holder(run_dir) is None
         if is_free and _is_same_run(run_dir, config, dataset_key, None):
             return run_dir

@@ -317,15 +317,17 @@ def _read_datasets(datasets_dir: Path) -> list[_Dataset]:
         manifest = folder / MANIFEST
         if folder.is_symlink() or not DATASET_NAME.fullmatch(folder.name):
             continue
-        if not manifest.is_file():
-            continue
         try:
             tree = json.loads(manifest.read_bytes())
             keys, tokenizer = frozenset(tree["partitions"]), tree["tokenizer"].get("fingerprint")
+            used = manifest.stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # No dataset, or another cleaning has just removed it.
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"{manifest}: is damaged") from error
-        times = [path.stat().st_mtime for path in (manifest, build_file(folder)) if path.exists()]
-        found.append(_Dataset(folder, keys, tokenizer, max(times)))
+        with contextlib.suppress(FileNotFoundError):
+            used = max(used, build_file(folder).stat().st_mtime)
+        found.append(_Dataset(folder, keys, tokenizer, used))
     return sorted(found, key=lambda dataset: (dataset.used, dataset.folder), reverse=True)
 
 

@@ -470,6 +470,23 @@ def test_a_cleaning_killed_at_any_moment_is_finished_by_the_next(output, folders
     assert sum(killed) > 15
 
 
+def test_a_dataset_that_another_cleaning_removes_meanwhile_is_passed_over(
+    output, folders, monkeypatch
+):
+    read, (first, *others) = json.loads, sorted(folders)
+
+    def remove_and_read(text, **options):
+        shutil.rmtree(first, ignore_errors=True)
+        build_file(first).unlink(missing_ok=True)
+        return read(text, **options)
+
+    monkeypatch.setattr(json, "loads", remove_and_read)
+    found = find_garbage(scope_of(output, keep=2))
+    assert found.notes == []
+    assert found.counts.keys() == {"partition", "lock"}
+    assert not {item.path.name for item in found.items} & listed(*others)
+
+
 BUILDING = """
 import itertools, sys
 from pathlib import Path

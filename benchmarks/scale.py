@@ -36,13 +36,7 @@ from benchmarks.report import Cell, publish, run, spread
 from infini_model.__main__ import OBJECTS_BETWEEN_COLLECTIONS
 from infini_model.config import MEBIBYTE, Config
 from infini_model.data.keeping.stored_datasets import LATEST, StoredDatasets
-from infini_model.data.manifest import (
-    SPLITS,
-    Shard,
-    parse_record,
-    read_record,
-    write_record,
-)
+from infini_model.data.manifest import SPLITS, Shard
 from infini_model.data.shards.dataset import requested_dataset
 from infini_model.data.shards.folder import make_manifest
 from infini_model.data.shards.partition_store import RECORD
@@ -50,6 +44,7 @@ from infini_model.data.shards.partitions import PartitionRecord
 from infini_model.data.shards.plan import plan_dataset
 from infini_model.data.shards.stream import open_split
 from infini_model.data.sources.files import FileRange, Listing, SourceFile
+from infini_model.runtime.records import parse_record, read_record, write_record
 
 SIZES = (10_000, 100_000, 1_000_000)
 MOST_GROWTH = 1.5

@@ -32,8 +32,8 @@ def _weights(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.builds import listing_file
-    from infini_model.data.manifest import write_record
     from infini_model.data.sources.download import download, using_raw_files
+    from infini_model.runtime.records import write_record
 
     datasets_dir, output_dir = config.run.datasets_dir, config.run.output_dir
     # Until the listing names them, nothing else protects the files from being cleaned up.
@@ -48,9 +48,9 @@ def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.manifest import read_record
     from infini_model.data.shards.plan import finished_dataset, plan_dataset
     from infini_model.data.sources.files import Listing
+    from infini_model.runtime.records import read_record
 
     if arguments.listing is None:
         return finished_dataset(config).model_dump(mode="json")
@@ -59,9 +59,9 @@ def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.manifest import read_record
     from infini_model.data.shards.dataset import build_dataset, make_share
     from infini_model.data.sources.files import Listing
+    from infini_model.runtime.records import read_record
 
     listing, data = read_record(arguments.listing, Listing), config.data_to_tokenize
     datasets_dir, store = config.run.datasets_dir, config.run.datasets_store

@@ -25,14 +25,21 @@ from typing import Any, NamedTuple
 
 from infini_model.data.builds import build_file, build_lock, read_builds, removals
 from infini_model.data.keeping.holds import cache_lock, held_partitions
-from infini_model.data.manifest import read_record
 from infini_model.data.sources.download import raw_files_lock
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.data.tokenizers.shelf import PinnedTokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import CheckpointError, DataError, UserError
 from infini_model.runtime.fact_cache import KEEP_SECONDS
-from infini_model.runtime.runs import LOCK, dataset_of, is_finished, is_started, noted_runs
+from infini_model.runtime.records import read_record
+from infini_model.runtime.runs import (
+    LOCK,
+    is_finished,
+    is_started,
+    noted_runs,
+    read_run,
+    run_folders,
+)
 from infini_model.runtime.storage import MANIFEST, TEMPORARY, is_locked
 from infini_model.training.checkpoints.folders import (
     checkpoints_dir,
@@ -145,7 +152,7 @@ class Place(NamedTuple):
 def find_garbage(scope: Scope) -> Garbage:
     """All that a cleaning would remove. Changes nothing."""
     found = _find_data(scope)
-    for run_dir in _run_folders(scope.output_dir) if scope.only is None else ():
+    for run_dir in run_folders(scope.output_dir / "runs") if scope.only is None else ():
         if not any(map(is_locked, _run_locks(run_dir))):
             checkpoints = _find_checkpoints(run_dir)
             found.items += checkpoints.items
@@ -284,8 +291,12 @@ def _places(scope: Scope) -> Iterator[Place]:
     is_live = [f"{folder.name}.json" for folder in live]
     yield Place("record", root / ".builds", is_live, [f"{folder.name}.json" for folder in ended])
     # Where the folder of all runs is missing too, a disk may only be out of sight.
-    runs = [run for run in noted_runs(root) if not (run.is_gone and run.run_dir.parent.is_dir())]
-    yield Place("record", root / ".runs", {run.file.name for run in runs})
+    runs = [
+        file.name
+        for file, note in noted_runs(root)
+        if not (note.is_gone and note.run.parent.is_dir())
+    ]
+    yield Place("record", root / ".runs", runs)
     # A machine that needs its facts writes them once a week.
     facts = root / ".facts"
     yield Place("record", facts, {path.name for path in facts.glob("*.lock")}, age=KEEP_SECONDS)
@@ -355,11 +366,11 @@ def _referred_by_runs(scope: Scope) -> set[str]:
     A name ends in the dataset's key, so that it is enough to know a dataset by, even if the output
     folder was moved since. Raises `DataError` if a run cannot be read.
     """
-    noted = [run for run in noted_runs(scope.datasets_dir) if not run.is_gone]
+    noted = [note for _, note in noted_runs(scope.datasets_dir) if not note.is_gone]
     places = {scope.output_dir, scope.datasets_dir.parent}
-    folders = [path for place in places for path in _run_folders(place)]
-    started = filter(is_started, [*folders, *(run.run_dir for run in noted)])
-    return {run.dataset for run in noted} | {dataset_of(run_dir).name for run_dir in started}
+    folders = [path for place in places for path in run_folders(place / "runs")]
+    started = filter(is_started, [*folders, *(note.run for note in noted)])
+    return {note.dataset for note in noted} | {read_run(each).dataset.name for each in started}
 
 
 def _used_tokenizers(folder: Path, datasets: Iterable[_Dataset]) -> set[str]:
@@ -390,13 +401,6 @@ def _named_by(listings: Iterable[Path]) -> set[str]:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"{path}: is damaged") from error
     return names
-
-
-def _run_folders(output_dir: Path) -> list[Path]:
-    """The folders of all runs; `latest` is a link to one of them."""
-    return [
-        each for each in visible(output_dir / "runs") if each.is_dir() and not each.is_symlink()
-    ]
 
 
 def _run_locks(run_dir: Path) -> tuple[Path, Path]:
@@ -442,7 +446,7 @@ def _retire_data(scope: Scope, wanted: Collection[Item], removed: Garbage) -> No
 
 def _retire_checkpoints(scope: Scope, wanted: Collection[Item], removed: Garbage) -> None:
     """The same for old checkpoints, while nobody works in their run."""
-    for run_dir in _run_folders(scope.output_dir):
+    for run_dir in run_folders(scope.output_dir / "runs"):
         items = sorted(item for item in wanted if item.path.parent == checkpoints_dir(run_dir))
         if not items:
             continue

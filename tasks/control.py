@@ -38,7 +38,7 @@ from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Cancelling, Completed, Running, Suspended
 
 from infini_model.runtime.processes import deferred_signals
-from infini_model.runtime.runs import is_finished, read_record
+from infini_model.runtime.runs import is_finished, read_run
 from tasks.artifacts import warn_on_error
 from tasks.failures import FIRST, KEY
 from tasks.flow_run import current_owner
@@ -272,7 +272,7 @@ def end_predecessors(run_dir: Path, outcome: str) -> None:
     Otherwise one that was suspended, or failed, would wait for someone to resume it for ever.
     """
     owner = current_owner()
-    former = read_record(run_dir).get("former_owners", [])
+    former = read_run(run_dir).former_owners
     if owner.id is None or not former:
         return
     with warn_on_error("end of earlier flow runs"), get_client(sync_client=True) as client:

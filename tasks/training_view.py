@@ -11,7 +11,7 @@ from prefect.artifacts import LinkArtifact, TableArtifact
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, whole_lines
-from infini_model.runtime.runs import last_step
+from infini_model.runtime.runs import read_run
 from infini_model.training.callbacks.mlflow_record import PAGE, run_url
 from tasks.artifacts import LiveArtifact
 
@@ -52,7 +52,7 @@ class TrainingView:
             self._linked = link.link
         lines = _newest_lines(self._run_dir)
         if lines and self._steps is None:
-            self._steps = last_step(self._run_dir)
+            self._steps = read_run(self._run_dir).max_steps
         rows = list(table_rows(lines, self._steps))[-ROWS:]
         if rows and rows != self._shown:
             headline = " · ".join(f"{name} {value}" for name, value in rows[-1].items() if value)

@@ -31,7 +31,7 @@ from flows.serving.deploy import WORK_POOL
 from flows.serving.engine import is_alive, log_of
 from infini_model.config import Config
 from infini_model.runtime.holders import holder_of
-from infini_model.runtime.runs import CHECKPOINTS, find_run, owner_of
+from infini_model.runtime.runs import CHECKPOINTS, find_run, read_run
 from infini_model.runtime.storage import lock
 from infini_model.training.callbacks.mlflow_record import end_record
 from infini_model.training.run_status import saved_step
@@ -105,7 +105,7 @@ def _end_unknown(path: Path, config: Config) -> str | None:
 def _runs_of(flow_run_id: str, config: Config) -> tuple[Path | None, Path | None]:
     """The run that a flow run has claimed, and again unless another has resumed it since."""
     run_dir = find_run(config.run.runs_dir, flow_run_id)
-    owner = None if run_dir is None else owner_of(run_dir)
+    owner = None if run_dir is None else read_run(run_dir).owner
     return run_dir, run_dir if owner == flow_run_id else None
 
 

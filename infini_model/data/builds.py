@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from infini_model.data.manifest import Record, read_record, write_record
 from infini_model.data.sources.files import Listing
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.records import Record, read_record, write_record
 
 
 class Build(Record):

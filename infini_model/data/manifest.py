@@ -1,33 +1,23 @@
-"""Records of a dataset folder: its manifest and what that consists of.
-
-The records are frozen models that go to JSON and back without loss, so that the result of a stage
-can be a file that a later process reads.
-"""
+"""Records of a dataset folder: its manifest and what that consists of."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticSerializationError
 
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.records import Record, parse_record, read_bytes, read_record
 
 FORMAT_VERSION = 3
 ORIGIN = "origin.json"
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-
-
-class Record(BaseModel):
-    """A part of a manifest: immutable, and without unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 # Not a `Record`: of a million partitions there are millions, and each would take three times the
@@ -125,47 +115,6 @@ class Manifest(Record):
                 yield f"{name}/{shard.file}", shard
 
 
-RecordType = TypeVar("RecordType", bound=Record)
-
-
-def read_record(path: Path, kind: type[RecordType]) -> RecordType:
-    """Read a JSON file as `kind`. Raises `DataError` that names a missing or damaged file."""
-    return parse_record(_read(path), str(path), kind)
-
-
-def parse_record(content: bytes, place: str, kind: type[RecordType]) -> RecordType:
-    """Read JSON as `kind`. Raises `DataError` that names its `place` if it is damaged."""
-    try:
-        return kind.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DataError(
-            f"{place}: is damaged: {where}: {first['msg']}".replace("\n", " ")
-        ) from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def write_record(path: Path, record: Record) -> None:
-    """Write a record as indented JSON, complete or not at all.
-
-    Raises `DataError` for a name that is not UTF-8, which JSON cannot hold.
-    """
-    try:
-        # Not by `json`, whose encoder is several times as slow where it indents.
-        text = record.model_dump_json(indent=2)
-    except PydanticSerializationError as error:
-        raise DataError(f"{path}: cannot be written: {error}") from error
-    with storage.atomic_file(path) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a dataset folder; the shards are not verified.
 
@@ -175,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{folder}: is not a dataset folder: it does not exist")
     if not (folder / storage.MANIFEST).is_file():
         raise DataError(f"{folder}: is not a complete dataset folder: it has no {storage.MANIFEST}")
-    return parse_manifest(_read(folder / storage.MANIFEST), str(folder))
+    return parse_manifest(read_bytes(folder / storage.MANIFEST), str(folder))
 
 
 def parse_manifest(content: bytes, place: str) -> Manifest:

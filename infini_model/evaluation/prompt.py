@@ -15,7 +15,7 @@ from infini_model.model.generation.unmasking import DEFAULT, unmask
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.runtime.errors import CheckpointError
-from infini_model.runtime.runs import CHECKPOINTS, MODEL, dataset_of
+from infini_model.runtime.runs import CHECKPOINTS, MODEL, is_started, read_run
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint
 from infini_model.training.checkpoints.loading import load_model
 from infini_model.training.launch.devices import first_device
@@ -41,7 +41,7 @@ def _model_dir(checkpoint: Path) -> Path:
 def run_of(model_dir: Path) -> Path | None:
     """The folder of the run that a model folder is part of."""
     parents = model_dir.resolve().parents
-    return next((folder for folder in parents if (folder / "run.json").is_file()), None)
+    return next(filter(is_started, parents), None)
 
 
 def _tokenizer_of(model_dir: Path) -> Tokenizer:
@@ -49,7 +49,7 @@ def _tokenizer_of(model_dir: Path) -> Tokenizer:
     if (own := tokenizer_of(model_dir, str(model_dir))) is not None:
         return own
     if (run_dir := run_of(model_dir)) is not None:
-        return load_dataset_tokenizer(dataset_of(run_dir))
+        return load_dataset_tokenizer(read_run(run_dir).dataset)
     raise CheckpointError(f"{model_dir}: has no tokenizer.json and is not part of a run")
 
 

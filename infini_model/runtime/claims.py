@@ -14,6 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,19 +22,22 @@ from infini_model.config import Config, dump_config, load_config
 from infini_model.config.locations import local_folder
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
+from infini_model.runtime.records import write_record
 from infini_model.runtime.runs import (
+    RUN,
+    RunRecord,
     dataset_here,
     find_run,
     is_finished,
     is_started,
     note_run,
-    read_record,
+    read_run,
     read_run_config,
     recorded_settings,
     run_holder,
     weights_fingerprint,
 )
-from infini_model.runtime.storage import atomic_file, make_folder, point_latest, write_json
+from infini_model.runtime.storage import atomic_file, make_folder, point_latest
 from infini_model.runtime.stored.working_copy import (
     hold_run,
     refresh_run,
@@ -124,15 +128,55 @@ def identities(
     return asked, recorded
 
 
-def _is_same_run(
-    run_dir: Path, config: Config, dataset_key: str | None, weights: str | None
-) -> bool:
-    try:
-        record = read_record(run_dir)
-        asked, recorded = identities(run_dir, config, weights)
-    except (DataError, ConfigError):
-        return False
-    return dataset_key in (None, record.get("dataset_key")) and asked == recorded
+@dataclass(frozen=True)
+class _Request:
+    """What a claim asks for; without the dataset's key, whatever the dataset is."""
+
+    config: Config
+    dataset_key: str | None
+    weights: str | None = None
+    owner: Owner = ANYBODY
+
+    def mismatch(self, run_dir: Path) -> str:
+        """What distinguishes these settings and data from those of a run; empty if nothing does.
+
+        Raises `DataError`, `ConfigError` if the run's records cannot be read.
+        """
+        record = read_run(run_dir)
+        asked, recorded = identities(run_dir, self.config, self.weights)
+        if asked != recorded:
+            return difference(asked, recorded)
+        is_same_dataset = self.dataset_key in (None, record.dataset_key)
+        return "" if is_same_dataset else "the dataset differs"
+
+    def is_for(self, run_dir: Path) -> bool:
+        """Whether a run has these settings and data."""
+        try:
+            return not self.mismatch(run_dir)
+        except (DataError, ConfigError):
+            return False
+
+    def may_have(self, run_dir: Path) -> bool:
+        """Whether a run may start in a folder, or resume there as an interrupted one."""
+        if not is_started(run_dir):
+            return True
+        return self.owner.adopts and not is_finished(run_dir) and self.is_for(run_dir)
+
+    def exact_folder(self) -> Path | None:
+        """The folder that a claim gets or fails: that of `run.name`, or the owner's."""
+        run, owner = self.config.run, self.owner
+        if run.name is not None:
+            return run.runs_dir / run.name
+        return None if owner.id is None else find_run(run.runs_dir, owner.id)
+
+    def candidates(self) -> Iterator[Path]:
+        """Folders to try to lock: interrupted runs of this configuration, then new names."""
+        runs_dir, prefix = self.config.run.runs_dir, name_prefix(self.config)
+        existing = _numbered_folders(runs_dir, prefix)
+        yield from filter(self.may_have, existing)
+        highest = existing[0].name.rpartition("-")[2] if existing else 0
+        for number in itertools.count(int(highest) + 1):
+            yield runs_dir / f"{prefix}-{number}"
 
 
 def _numbered_folders(runs_dir: Path, prefix: str) -> list[Path]:
@@ -149,29 +193,26 @@ def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -
     named = config.updated(run={"name": run_dir.name})
     with atomic_file(run_dir / "config.yaml") as temporary:
         temporary.write_text(dump_config(named), encoding="utf-8")
-    record = {
-        "dataset": str(dataset_dir.resolve()),
-        "dataset_key": dataset_key,
-        "max_steps": config.training.max_steps,
-    }
-    write_json(run_dir / "run.json", record)
+    dataset, steps = dataset_dir.resolve(), config.training.max_steps
+    record = RunRecord(dataset=dataset, dataset_key=dataset_key, max_steps=steps)
+    write_record(run_dir / RUN, record)
 
 
-def _check_claim(
-    run_dir: Path, config: Config, dataset_key: str, weights: str | None, owner: Owner
-) -> None:
+def _check_claim(run_dir: Path, request: _Request) -> None:
     """Raise `ConfigError` if the folder holds a different run or was taken over from this owner.
 
     Raises `DataError` if its record is damaged.
     """
-    record = read_record(run_dir)
-    if not _is_same_run(run_dir, config, dataset_key, weights):
-        other = difference(*identities(run_dir, config, weights))
+    if other := request.mismatch(run_dir):
         raise ConfigError(f"run.name: {run_dir} holds another run ({other})")
-    if owner.id in record.get("former_owners", []):
-        by, now = "a process without a flow run", record["owner"]
-        if now is not None:
-            by = f"flow run {flow_run_page(now['id']) or now['id']}"
+    record = read_run(run_dir)
+    if request.owner.id in record.former_owners:
+        now = record.owner
+        by = (
+            "a process without a flow run"
+            if now is None
+            else f"flow run {flow_run_page(now) or now}"
+        )
         raise ConfigError(
             f"run.name: {run_dir} has since been resumed by {by}; "
             f"take it over with infini resume {run_dir.name}"
@@ -179,20 +220,18 @@ def _check_claim(
 
 
 def _record_claim(run_dir: Path, owner: Owner, dataset_dir: Path, address: str | None) -> None:
-    record = read_record(run_dir)
-    place = {} if address is None else {"dataset_address": address}
-    if not Path(record["dataset"]).exists():
+    record = read_run(run_dir)
+    change: dict[str, Any] = {"owner": owner.id}
+    if address is not None:
+        change["dataset_address"] = address
+    if not record.dataset.exists():
         # It was claimed on another machine, which has the same dataset elsewhere.
-        place["dataset"] = str(dataset_dir.resolve())
-    if record != record | place:
-        record |= place
-        write_json(run_dir / "run.json", record)
-    before, now = record.get("owner"), None if owner.id is None else {"id": owner.id}
-    if before == now:
-        return
-    if before is not None and (now is None or before["id"] != now["id"]):
-        record["former_owners"] = [*record.get("former_owners", []), before["id"]]
-    write_json(run_dir / "run.json", record | {"owner": now})
+        change["dataset"] = dataset_dir.resolve()
+    if record.owner not in (None, owner.id):
+        change["former_owners"] = (*record.former_owners, record.owner)
+    claimed = record.model_copy(update=change)
+    if claimed != record:
+        write_record(run_dir / RUN, claimed)
 
 
 def name_prefix(config: Config) -> str:
@@ -205,67 +244,30 @@ def free_name(config: Config, dataset_key: str) -> str:
 
     One with the same settings and data is no other run: it is reused or resumed.
     """
+    request = _Request(config, dataset_key)
     for number in itertools.count(1):
         name = str(config.run.name) if number == 1 else f"{config.run.name}-{number}"
         run_dir = config.run.runs_dir / name
-        if not is_started(run_dir) or _is_same_run(run_dir, config, dataset_key, None):
+        if not is_started(run_dir) or request.is_for(run_dir):
             return name
     raise AssertionError
 
 
-def _candidates(
-    config: Config, dataset_key: str, weights: str | None, owner: Owner
-) -> Iterator[Path]:
-    """Folders to try to lock: interrupted runs of this configuration, then new names."""
-    runs_dir, prefix = config.run.runs_dir, name_prefix(config)
-    existing = _numbered_folders(runs_dir, prefix)
-    for run_dir in existing:
-        if _is_available(run_dir, config, dataset_key, weights, owner):
-            yield run_dir
-    number = int(existing[0].name.rpartition("-")[2]) + 1 if existing else 1
-    while True:
-        yield runs_dir / f"{prefix}-{number}"
-        number += 1
-
-
-def _is_available(
-    run_dir: Path, config: Config, dataset_key: str, weights: str | None, owner: Owner
-) -> bool:
-    """Whether a run with these settings may start or resume in this folder."""
-    if not is_started(run_dir):
-        return True
-    is_same = owner.adopts and not is_finished(run_dir)
-    return is_same and _is_same_run(run_dir, config, dataset_key, weights)
-
-
-def _exact_folder(config: Config, owner: Owner) -> Path | None:
-    """The folder that a claim gets or fails: that of `run.name`, or the owner's."""
-    if config.run.name is not None:
-        return config.run.runs_dir / config.run.name
-    return None if owner.id is None else find_run(config.run.runs_dir, owner.id)
-
-
 def run_to_resume(
-    config: Config,
-    owner: Owner = ANYBODY,
-    *,
-    dataset_key: str | None = None,
+    config: Config, owner: Owner = ANYBODY, *, dataset_key: str | None = None
 ) -> Path | None:
     """The run that a claim of these settings would resume; None if it would start a new one.
 
     Without the dataset's key, that is if the dataset is still the same. Which it gets is decided by
     `claim_run`, later.
     """
-    exact = _exact_folder(config, owner)
+    request = _Request(config, dataset_key, owner=owner)
+    exact = request.exact_folder()
     if exact is not None:
-        return exact if _is_same_run(exact, config, dataset_key, None) else None
-    if not owner.adopts:
-        return None
-    for run_dir in _numbered_folders(config.run.runs_dir, name_prefix(config)):
-        is_free = not is_finished(run_dir) and run_holder(run_dir) is None
-        if is_free and _is_same_run(run_dir, config, dataset_key, None):
-            return run_dir
-    return None
+        return exact if request.is_for(exact) else None
+    existing = filter(is_started, _numbered_folders(config.run.runs_dir, name_prefix(config)))
+    resumable = filter(request.may_have, existing)
+    return next((run_dir for run_dir in resumable if run_holder(run_dir) is None), None)
 
 
 def _until_released(run_dir: Path, owner: Owner, seconds: float) -> Iterator[Path]:
@@ -307,8 +309,7 @@ def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
                 place,
             )
         time.sleep(JOIN_POLL_SECONDS if store is None else JOIN_POLL_STORE_SECONDS)
-    if not _is_same_run(run_dir, config, dataset_key, None):
-        other = difference(*identities(run_dir, config, None))
+    if other := _Request(config, dataset_key).mismatch(run_dir):
         holder = run_holder(run_dir)
         by = "" if holder is None else f", in use by {holder}"
         raise ConfigError(f"run.name: {run_dir} holds another run{by} ({other})")
@@ -352,11 +353,12 @@ def claim_run(
         return
     runs_dir = config.run.runs_dir
     refresh_runs(runs_dir, config.run.store)
-    exact = _exact_folder(config, owner)
+    request = _Request(config, dataset_key, weights, owner)
+    exact = request.exact_folder()
     if exact is not None:
         candidates = _until_released(exact, owner, release_seconds)
     else:
-        candidates = _candidates(config, dataset_key, weights, owner)
+        candidates = request.candidates()
     for run_dir in candidates:
         make_folder(run_dir)
         holder = Holder.current(run_dir, owner)
@@ -364,12 +366,10 @@ def claim_run(
         patiently = exact is None and is_started(run_dir)
         with hold_run(run_dir, holder, config.run.store, patiently=patiently) as held:
             # Check again: it may have been started or finished just before it was held.
-            if held is None or (
-                exact is None and not _is_available(run_dir, config, dataset_key, weights, owner)
-            ):
+            if held is None or (exact is None and not request.may_have(run_dir)):
                 continue
             if is_started(run_dir):
-                _check_claim(run_dir, config, dataset_key, weights, owner)
+                _check_claim(run_dir, request)
             else:
                 _start(run_dir, config, dataset_key, dataset_dir)
             _record_claim(run_dir, owner, dataset_dir, address)

@@ -15,16 +15,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infini_model.runtime.storage import (
-    PAUSE_SECONDS,
-    TRIES,
-    is_locked,
-    lock,
-    named_os_errors,
-)
+from infini_model.runtime.storage import PAUSE_SECONDS, is_locked, lock, named_os_errors
 
 # Tolerance between two readings of one start time: the system clock may be adjusted in between.
 CLOCK_SECONDS = 5.0
+# How often a held lock file is read before its holder counts as unknown.
+READS = 10
 
 
 def flow_run_page(flow_run: str) -> str | None:
@@ -63,7 +59,7 @@ class Holder:
     """The process that holds a lock.
 
     Attributes:
-        pid: Process id on `host`; None if it left no record, as in older versions.
+        pid: Process id on `host`; None if it left no record.
         started: Start time in seconds since the epoch, since process ids are reused.
         host: Host name of the machine.
         run: Absolute path of the run folder it works in.
@@ -132,22 +128,11 @@ def hold(path: Path, holder: Holder) -> Iterator[bool]:
 
 def holder_of(path: Path) -> Holder | None:
     """Current holder of the lock file `path`; None if it is not held."""
-    for _ in range(TRIES):
+    for _ in range(READS):
         if not is_locked(path):
             return None
-        holder = _read(path)
-        if holder.pid is not None:
-            break
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Holder(**json.loads(path.read_text(encoding="utf-8")))
         # It has just acquired the lock, or is about to release it.
         time.sleep(PAUSE_SECONDS)
-    return holder
-
-
-def _read(path: Path) -> Holder:
-    """Record in a held lock file, which may not be written yet."""
-    for _ in range(TRIES):
-        try:
-            return Holder(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            time.sleep(PAUSE_SECONDS)
     return Holder()

@@ -13,15 +13,17 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infini_model.config import Config, read_tree, validate
-from infini_model.runtime.errors import ConfigError, DataError, UserError
+from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.holders import Holder, holder_of
+from infini_model.runtime.records import Record, read_record, write_record
 from infini_model.runtime.storage import MANIFEST, content_key, write_json
 from infini_model.runtime.stored.record import stored_holder
 
 LOCK = ".lock"
+RUN = "run.json"
 EVALUATION = "evaluation.json"
 REPORT, REPORT_PAGE = "report.md", "report.html"
 INITIAL_WEIGHTS = "initial_weights.json"
@@ -34,6 +36,44 @@ STEP = re.compile(rf"{CHECKPOINTS}/step-(\d+)")
 def step_key(step: int) -> str:
     """The folder of a checkpoint, below that of its run."""
     return f"{CHECKPOINTS}/step-{step}"
+
+
+class RunRecord(Record):
+    """What a run belongs to, in `run.json`.
+
+    Attributes:
+        dataset: Folder of the dataset, on the machine that claimed the run first.
+        dataset_key: Content key of the dataset.
+        dataset_address: The dataset in an object store, if the folder is a working copy of it.
+        max_steps: Total optimizer steps; None with `training.epochs` until training starts.
+        owner: Id of the flow run that claimed the run last; None if that was none.
+        former_owners: Ids of the flow runs that claimed it before another did.
+    """
+
+    dataset: Path
+    dataset_key: str
+    dataset_address: str | None = None
+    max_steps: int | None = None
+    owner: str | None = None
+    former_owners: tuple[str, ...] = ()
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """The record of a run. Raises `DataError` if there is none, or it is damaged."""
+    if not is_started(run_dir):
+        raise DataError(f"{run_dir}: not a run folder (it has no {RUN})")
+    return read_record(run_dir / RUN, RunRecord)
+
+
+def is_started(run_dir: Path) -> bool:
+    """Whether a run was started in this folder, which may be empty or absent."""
+    return (run_dir / RUN).is_file()
+
+
+def record_last_step(run_dir: Path, step: int) -> None:
+    """Record the total steps of a run that is configured by `training.epochs`."""
+    if is_started(run_dir) and (record := read_run(run_dir)).max_steps is None:
+        write_record(run_dir / RUN, record.model_copy(update={"max_steps": step}))
 
 
 def record_evaluation(
@@ -54,33 +94,11 @@ def record_evaluation(
 def is_finished(run_dir: Path) -> bool:
     """Whether the run has reached its last step and has been evaluated there."""
     try:
-        evaluated, last = _evaluated_step(run_dir), last_step(run_dir)
-    except (DataError, ConfigError, ValueError, KeyError, TypeError):
+        evaluated = json.loads((run_dir / EVALUATION).read_text(encoding="utf-8"))["step"]
+        last = read_run(run_dir).max_steps
+    except (OSError, DataError, ValueError, KeyError, TypeError):
         return False
-    return evaluated is not None and last is not None and evaluated >= last
-
-
-def _evaluated_step(run_dir: Path) -> int | None:
-    """Step of the last evaluation, None if there is none. Raises `ValueError`, `KeyError`."""
-    with contextlib.suppress(FileNotFoundError):
-        record = json.loads((run_dir / EVALUATION).read_text(encoding="utf-8"))
-        return int(record["step"])
-    return None
-
-
-def last_step(run_dir: Path) -> int | None:
-    """Total optimizer steps of a run; None with `training.epochs` until training starts.
-
-    Raises `DataError` if it cannot be read.
-    """
-    steps = read_record(run_dir).get("max_steps")
-    return None if steps is None else int(steps)
-
-
-def record_last_step(run_dir: Path, step: int) -> None:
-    """Record the total steps of a run that is configured by `training.epochs`."""
-    if is_started(run_dir) and last_step(run_dir) is None:
-        write_json(run_dir / "run.json", read_record(run_dir) | {"max_steps": step})
+    return last is not None and evaluated >= last
 
 
 def read_run_config(run_dir: Path) -> Config:
@@ -107,38 +125,11 @@ def latest_run(config: Config) -> Path:
     return run_dir.resolve()
 
 
-def read_record(run_dir: Path) -> dict[str, Any]:
-    """Contents of `run.json`. Raises `DataError` if there is none, or it is damaged."""
-    path = run_dir / "run.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{run_dir}: not a run folder (its run.json cannot be read)") from error
-    except ValueError as error:
-        raise DataError(f"{path}: is damaged") from error
-    if not isinstance(record, dict) or "dataset" not in record:
-        raise DataError(f"{path}: is damaged (it names no dataset)")
-    return record
-
-
-def is_started(run_dir: Path) -> bool:
-    """Whether a run was started in this folder, which may be empty or absent."""
-    return (run_dir / "run.json").is_file()
-
-
 def weights_fingerprint(run_dir: Path) -> str | None:
     """Fingerprint of the pretrained weights that a run began from; None if none are recorded."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads((run_dir / INITIAL_WEIGHTS).read_bytes())["fingerprint"])
     return None
-
-
-def dataset_of(run_dir: Path) -> Path:
-    """The dataset folder a run was started with.
-
-    Raises `DataError` if `run_dir` is not a run folder.
-    """
-    return Path(read_record(run_dir)["dataset"])
 
 
 def dataset_here(run_dir: Path) -> Path | str:
@@ -149,19 +140,15 @@ def dataset_here(run_dir: Path) -> Path | str:
 
     Raises `DataError` or `ConfigError` if `run_dir` is not a run folder.
     """
-    record = read_record(run_dir)
-    folder, address = Path(record["dataset"]), record.get("dataset_address")
-    here = run_dir.parent.parent / "datasets" / folder.name
-    if folder.exists() or here.exists():
-        return folder if folder.exists() else here
+    record = read_run(run_dir)
+    here = run_dir.parent.parent / "datasets" / record.dataset.name
+    for folder in (record.dataset, here):
+        if folder.exists():
+            return folder
     store = read_run_config(run_dir).run.datasets_store
-    return folder if address is None or address == f"{store}/{folder.name}" else str(address)
-
-
-def owner_of(run_dir: Path) -> str | None:
-    """Id of the flow run that claimed a run last, if one did. Raises as `dataset_of` does."""
-    record = read_record(run_dir).get("owner")
-    return None if record is None else str(record["id"])
+    if record.dataset_address in (None, f"{store}/{record.dataset.name}"):
+        return record.dataset
+    return str(record.dataset_address)
 
 
 def run_holder(run_dir: Path) -> Holder | None:
@@ -179,57 +166,56 @@ def kept_steps(steps: Iterable[int], losses: Mapping[int, float], keep: int) -> 
     return {*found[:keep], *([] if best is None else [best])}
 
 
+class RunNote(Record):
+    """That a run, on the machine `host`, uses a dataset, which is given by its name."""
+
+    run: Path
+    host: str
+    dataset: str
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the run's folder is; one of another machine may only be out of sight."""
+        return self.host == socket.gethostname() and not self.run.is_dir()
+
+
 def note_run(dataset_dir: Path, run_dir: Path) -> None:
     """Note in the datasets folder that a run of another output folder uses a dataset there.
 
     Without it nobody who cleans up the datasets could know. A folder that cannot be written is left
     as it is.
     """
-    datasets_dir = dataset_dir.resolve().parent
-    run = str(run_dir.resolve())
-    is_known = run_dir.resolve().parent == (datasets_dir.parent / "runs").resolve()
+    datasets_dir, run, host = dataset_dir.resolve().parent, run_dir.resolve(), socket.gethostname()
+    is_known = run.parent == (datasets_dir.parent / "runs").resolve()
     if is_known or not (dataset_dir / MANIFEST).is_file():
         return
-    host = socket.gethostname()
-    record = {"run": run, "host": host, "dataset": dataset_dir.resolve().name}
+    note = RunNote(run=run, host=host, dataset=dataset_dir.resolve().name)
     with contextlib.suppress(UserError):
-        write_json(datasets_dir / ".runs" / f"{content_key([host, run])[:32]}.json", record)
+        name = content_key([host, str(run)])[:32]
+        write_record(datasets_dir / ".runs" / f"{name}.json", note)
 
 
-class RunNote(NamedTuple):
-    """A file that `note_run` wrote: the run, and the name of its dataset.
-
-    `is_gone` means that the run's folder is; one of another machine may only be out of sight.
-    """
-
-    file: Path
-    run_dir: Path
-    dataset: str
-    is_gone: bool
-
-
-def noted_runs(datasets_dir: Path) -> Iterator[RunNote]:
+def noted_runs(datasets_dir: Path) -> Iterator[tuple[Path, RunNote]]:
+    """What `note_run` has written, with the file of each note."""
     for path in sorted((datasets_dir / ".runs").glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            run_dir = Path(record["run"])
-            is_gone = record["host"] == socket.gethostname() and not run_dir.is_dir()
-            yield RunNote(path, run_dir, str(record["dataset"]), is_gone)
+        with contextlib.suppress(DataError):
+            yield path, read_record(path, RunNote)
+
+
+def run_folders(runs_dir: Path) -> list[Path]:
+    """The folders of all runs, in alphabetical order; `latest` is a link to one of them."""
+    visible = runs_dir.glob("[!.]*")
+    return sorted(path for path in visible if path.is_dir() and not path.is_symlink())
 
 
 def find_run(runs_dir: Path, owner_id: str) -> Path | None:
     """The folder that the owner claimed, even if another owner has resumed it since."""
     former = None
-    for path in sorted(runs_dir.glob("*/run.json")):
-        # `latest` points to one of the other folders.
-        if path.parent.is_symlink():
-            continue
-        try:
-            record = read_record(path.parent)
-        except DataError:
-            continue
-        if (record.get("owner") or {}).get("id") == owner_id:
-            return path.parent
-        if owner_id in record.get("former_owners", []):
-            former = path.parent
+    for run_dir in filter(is_started, run_folders(runs_dir)):
+        with contextlib.suppress(DataError):
+            record = read_run(run_dir)
+            if record.owner == owner_id:
+                return run_dir
+            if owner_id in record.former_owners:
+                former = run_dir
     return former

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from infini_model.config import Config, ModelConfig
 from infini_model.config.tree import MODEL_SPEC
-from infini_model.data.manifest import Record, TokenizerSample, read_record, write_record
+from infini_model.data.manifest import TokenizerSample
 from infini_model.runtime.errors import CheckpointError, ConfigError
+from infini_model.runtime.records import Record, read_record, write_record
 from infini_model.runtime.runs import INITIAL_WEIGHTS, weights_fingerprint
 from infini_model.runtime.stage_protocol import OnProgress
 from infini_model.runtime.storage import content_key

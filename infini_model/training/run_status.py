@@ -8,7 +8,15 @@ from typing import Literal
 
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_newest
-from infini_model.runtime.runs import MODEL, is_finished, last_step, owner_of, run_holder
+from infini_model.runtime.runs import (
+    MODEL,
+    RUN,
+    is_finished,
+    is_started,
+    read_run,
+    run_folders,
+    run_holder,
+)
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 from infini_model.training.checkpoints.folders import listed
 from infini_model.training.launch.recovery import read_recovery
@@ -53,10 +61,8 @@ class RunStatus:
 
 def list_runs(runs_dir: Path) -> list[RunStatus]:
     """All runs in `runs_dir`, the most recently updated first."""
-    # `latest` is a link to one of the runs.
-    folders = [path for path in runs_dir.glob("*") if path.is_dir() and not path.is_symlink()]
-    visible = [path for path in folders if not path.name.startswith(".")]
-    return sorted(map(read_status, visible), key=lambda run: (-run.updated, run.run_dir.name))
+    runs = map(read_status, run_folders(runs_dir))
+    return sorted(runs, key=lambda run: (-run.updated, run.run_dir.name))
 
 
 def read_status(run_dir: Path) -> RunStatus:
@@ -69,25 +75,24 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def _read(run_dir: Path) -> RunStatus:
-    record = run_dir / "run.json"
-    if not record.is_file():
+    if not is_started(run_dir):
         holder = run_holder(run_dir)
         state: State = "empty" if holder is None else "running"
         detail = "" if holder is None else holder.process
         return RunStatus(run_dir, state, detail, updated=run_dir.stat().st_mtime)
     newest = read_newest(run_dir, "step", "time", "train/loss", "validation/loss")
     state, detail = _state(run_dir, newest.get("time", 0.0))
-    mlflow = read_mlflow_record(run_dir)
+    record, mlflow = read_run(run_dir), read_mlflow_record(run_dir)
     return RunStatus(
         run_dir,
         state,
         detail,
         int(newest.get("step", 0)),
-        last_step(run_dir),
+        record.max_steps,
         newest.get("train/loss"),
         newest.get("validation/loss"),
-        newest.get("time", record.stat().st_mtime),
-        owner_of(run_dir),
+        newest.get("time", (run_dir / RUN).stat().st_mtime),
+        record.owner,
         {key: str(mlflow[key]) for key in ("run_id", "tracking_uri") if key in mlflow},
     )
 

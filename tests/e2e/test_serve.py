@@ -26,7 +26,7 @@ from serving import ENGINE, MLFLOW, PREFECT, TRAINER, WORKER, Serving, launcher
 from stopping import Halt, is_pending
 from trials import STEPS, Make, Undisturbed
 
-from infini_model.runtime.runs import owner_of
+from infini_model.runtime.runs import read_run
 from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 from infini_model.training.initial_weights import read_initial_weights
 from infini_model.training.run_status import saved_step
@@ -159,7 +159,7 @@ def test_a_training_survives_servers_worker_and_infini_serve_itself_to_the_same_
     training = serving.create("pipeline", preset="debug", advanced=tree)
     run_dir = serving.output / "runs" / "debug-1"
     (trainer,) = halt.wait()
-    assert owner_of(run_dir) == training
+    assert read_run(run_dir).owner == training
     # It must not be marked as crashed while it trains.
     serving.set_state(training, "CRASHED", "Crashed")
     serving.wait_for_state(training, "Running")

@@ -41,7 +41,10 @@ def begin(config: Config, runs_dir: Path) -> Path:
     run_dir.mkdir(parents=True)
     named = config.run.model_copy(update={"name": run_dir.name})
     (run_dir / "config.yaml").write_text(dump_config(config.model_copy(update={"run": named})))
-    write_json(run_dir / "run.json", {"dataset": "d", "max_steps": config.training.max_steps})
+    write_json(
+        run_dir / "run.json",
+        {"dataset": "d", "dataset_key": "k", "max_steps": config.training.max_steps},
+    )
     return run_dir
 
 

@@ -38,7 +38,7 @@ from infini_model.data.manifest import read_manifest
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.holders import Holder, Owner
-from infini_model.runtime.runs import MODEL, is_finished, owner_of, record_evaluation, run_holder
+from infini_model.runtime.runs import MODEL, is_finished, read_run, record_evaluation, run_holder
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.run_status import saved_step
 from tasks.flow_run import current_owner
@@ -91,7 +91,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     holder = f"process {running.process.pid} (flow run "
     (row,) = [line for line in told("runs")[1].splitlines() if "run-1" in line]
     assert re.search(rf"^run-1 +5/20 +running: process {running.process.pid} ", row)
-    owner = owner_of(run_dir)
+    owner = read_run(run_dir).owner
     assert owner is not None
     page = connected["PREFECT_API_URL"].removesuffix("/api")
     assert row.rstrip().endswith(f"{page}/runs/flow-run/{owner}")
@@ -121,7 +121,7 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in resumed.stderr + resumed.stdout
     assert f"Report: {run_dir}/report.md" in resumed.stdout.splitlines()
     assert is_finished(run_dir)
-    assert owner_of(run_dir) not in (None, owner)
+    assert read_run(run_dir).owner not in (None, owner)
     # It was Crashed, and nobody is to resume it again.
     ended = api(connected["PREFECT_API_URL"], f"flow_runs/{owner}", "GET")["state"]
     told_by = "; finished by flow run pipeline run-1"

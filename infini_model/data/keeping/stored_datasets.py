@@ -20,7 +20,6 @@ from infini_model.data.manifest import (
     parse_manifest,
     read_manifest,
     read_origin,
-    write_record,
 )
 from infini_model.data.shards.folder import describe
 from infini_model.data.shards.partition_store import RECORD
@@ -30,6 +29,7 @@ from infini_model.data.verification import Progress, Verified
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, ObjectMissingError
 from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.records import write_record
 
 LATEST = "latest"
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from infini_model.data.keeping.scratch import scratch_folder
-from infini_model.data.manifest import Shard, parse_record
+from infini_model.data.manifest import Shard
 from infini_model.data.shards.partition_store import PARTITIONS, RECORD, planned_tokenizer
 from infini_model.data.shards.partitions import PartitionRecord, PartitionSpec, make_partition
 from infini_model.data.threads import Advance
@@ -23,6 +23,7 @@ from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.verification import Progress
 from infini_model.runtime.errors import DataError, ObjectMissingError, StoreError, UnreachableError
 from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.records import parse_record
 from infini_model.runtime.storage import named_os_errors
 
 log = logging.getLogger(__name__)

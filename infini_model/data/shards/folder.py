@@ -24,12 +24,12 @@ from infini_model.data.manifest import (
     Split,
     SplitRecord,
     TokenizerRecord,
-    write_record,
 )
 from infini_model.data.shards.partitions import PartitionRecord
 from infini_model.data.shards.writing import features, write_shard
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.runtime import storage
+from infini_model.runtime.records import write_record
 
 # Another disk, a file system without hard links, or a file that may have no more of them.
 UNLINKABLE = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from infini_model.data.manifest import read_record, write_record
 from infini_model.data.shards.partitions import PartitionRecord, PartitionSpec, make_partition
 from infini_model.data.threads import Advance
 from infini_model.data.tokenizers.shelf import Shelf
@@ -18,6 +17,7 @@ from infini_model.data.verification import find_faults, remember
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.records import read_record, write_record
 
 log = logging.getLogger(__name__)
 

@@ -17,14 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.config import SplitsConfig
-from infini_model.data.manifest import (
-    FORMAT_VERSION,
-    SPLITS,
-    Record,
-    Shard,
-    Split,
-    TokenizerRecord,
-)
+from infini_model.data.manifest import FORMAT_VERSION, SPLITS, Shard, Split, TokenizerRecord
 from infini_model.data.shards.layout import Partition
 from infini_model.data.shards.writing import ShardWriter, as_rows
 from infini_model.data.sources.content import hash_documents, splits_of
@@ -36,6 +29,7 @@ from infini_model.data.sources.string_arrays import MAX_OFFSET, string_buffers
 from infini_model.data.threads import Advance
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.runtime import storage
+from infini_model.runtime.records import Record
 
 log = logging.getLogger(__name__)
 

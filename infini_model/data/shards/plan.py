@@ -12,7 +12,7 @@ from infini_model.data.builds import note_build, note_use
 from infini_model.data.keeping.datasets import Datasets, datasets_in, make_newest
 from infini_model.data.keeping.named import dataset_folder
 from infini_model.data.keeping.stored_datasets import StoredDatasets, no_dataset
-from infini_model.data.manifest import Manifest, Record, read_origin
+from infini_model.data.manifest import Manifest, read_origin
 from infini_model.data.shards.dataset import RequestedDataset, requested_dataset
 from infini_model.data.shards.partition_store import PARTITIONS
 from infini_model.data.sources.files import Listing
@@ -20,6 +20,7 @@ from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import check_tokenizer, sample_of
 from infini_model.data.verification import verify_dataset
 from infini_model.runtime.errors import DataError, StoreError, UnreachableError
+from infini_model.runtime.records import Record
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from infini_model.data.manifest import Record
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.object_stores.object_store import Version, is_address, locate
+from infini_model.runtime.records import Record
 
 
 class SourceFile(Record):

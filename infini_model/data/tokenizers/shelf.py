@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-from infini_model.data.manifest import Record, parse_record, write_record
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import ObjectMissingError
 from infini_model.runtime.object_stores.object_store import ObjectStore, Version
+from infini_model.runtime.records import Record, parse_record, write_record
 
 FOLDER = ".tokenizers"
 

@@ -19,7 +19,7 @@ from infini_model.runtime.runs import (
     EVALUATION,
     VALIDATION_LOSS,
     dataset_here,
-    read_record,
+    read_run,
     read_run_config,
 )
 from infini_model.training.run_status import read_status
@@ -72,7 +72,7 @@ class ComparedRun(BaseModel):
     @classmethod
     def read(cls, run_dir: Path) -> Self:
         """Read a run. Raises `DataError` or `ConfigError` if the folder is no run or is damaged."""
-        config, record = read_run_config(run_dir), read_record(run_dir)
+        config, record = read_run_config(run_dir), read_run(run_dir)
         try:
             lines = read_metrics(run_dir)
             evaluation = _evaluation(run_dir)
@@ -94,7 +94,7 @@ class ComparedRun(BaseModel):
         return cls(
             run_dir=run_dir,
             settings=dict(_flat(config.model_dump(mode="json"))),
-            context=_context(run_dir, config, record, evaluation, tokens),
+            context=_context(run_dir, config, record.dataset_key, evaluation, tokens),
             seed=config.run.seed,
             progress="" if is_done else progress,
             results={**evaluation.get("metrics", {}), **_training_results(lines, tokens)},
@@ -125,11 +125,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 def _context(
     run_dir: Path,
     config: Config,
-    record: Mapping[str, Any],
+    dataset: str,
     evaluation: Mapping[str, Any],
     tokens: int,
 ) -> dict[str, str]:
-    dataset = str(record.get("dataset_key") or record["dataset"])
     context = {}
     with contextlib.suppress(DataError, OSError, ValueError):
         manifest = read_manifest(Path(dataset_here(run_dir)))

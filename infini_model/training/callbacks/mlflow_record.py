@@ -18,7 +18,7 @@ from typing import Any
 from infini_model.config import Config
 from infini_model.runtime.holders import flow_run_page
 from infini_model.runtime.metrics_file import Line, metrics_of
-from infini_model.runtime.runs import INITIAL_WEIGHTS
+from infini_model.runtime.runs import INITIAL_WEIGHTS, is_started, read_run
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks.callback import Status
 from infini_model.training.mlflow_client import error_summary, open_tracking, quiet_mlflow
@@ -211,7 +211,7 @@ class MlflowSink:
         from mlflow.utils.git_utils import get_git_commit
 
         dataset = self._record.get("dataset", {})
-        owner = _read_json(self._run_dir / "run.json").get("owner") or {}
+        owner = read_run(self._run_dir).owner if is_started(self._run_dir) else None
         weights = _read_json(self._run_dir / INITIAL_WEIGHTS)
         tags = {
             "mlflow.user": _user(),
@@ -225,7 +225,7 @@ class MlflowSink:
             "initial_weights.name": weights.get("name"),
             "initial_weights.commit": weights.get("commit"),
             "initial_weights.fingerprint": weights.get("fingerprint"),
-            "prefect.flow_run_id": owner.get("id"),
+            "prefect.flow_run_id": owner,
         }
         return {name: value for name, value in tags.items() if value}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from infini_model.config import Config
 from infini_model.runtime.errors import DataError, DeviceError
 from infini_model.runtime.holders import Holder, Owner, hold, holder_of
-from infini_model.runtime.runs import owner_of
+from infini_model.runtime.runs import read_run
 from infini_model.runtime.storage import lock, make_folder, named_os_errors
 from infini_model.training.launch.devices import Gpu, choose_gpus
 
@@ -99,7 +99,7 @@ def reserve(
     slots, needed = _slots(config)
     owner = None
     with contextlib.suppress(DataError):
-        owner = owner_of(run_dir)
+        owner = read_run(run_dir).owner
     demand = _Demand(
         slots,
         needed,

@@ -9,10 +9,10 @@ from corpora import build, files_config, make_texts, write_files
 from infini_model.config import PackingConfig
 from infini_model.data import verification
 from infini_model.data.loading.windows import open_windows
-from infini_model.data.manifest import write_record
 from infini_model.data.sources.files import FileRange, Listing, SourceFile
 from infini_model.data.verification import examine_dataset, verify_dataset
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.records import write_record
 
 
 def test_what_is_no_dataset_is_named(tmp_path, byte_dataset):

@@ -163,7 +163,7 @@ def test_what_a_task_refuses_is_told_before_another_is_scored(
 def test_what_builds_kernels_is_missed_before_any_weights_are_read(made, tmp_path, monkeypatch):
     root, _, dataset, original = made
     run_dir = shutil.copytree(original, tmp_path / "run", symlinks=True)
-    (run_dir / "run.json").write_text(json.dumps({"dataset": str(dataset)}))
+    (run_dir / "run.json").write_text(json.dumps({"dataset": str(dataset), "dataset_key": "k"}))
     gpu = Gpu("0", 0, "NVIDIA H200", 1 << 37, 1 << 37, 0, "GPU-1", (9, 0))
     monkeypatch.setattr(devices, "list_gpus", lambda: [gpu])
     monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))

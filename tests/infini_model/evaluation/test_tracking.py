@@ -52,7 +52,7 @@ def evaluated(root, **overrides):
     run_dir = config.run.runs_dir / "first"
     make_run(run_dir, config)
     # Where `infini generate` finds the tokenizer.
-    write_json(run_dir / "run.json", {"dataset": str(dataset)})
+    write_json(run_dir / "run.json", {"dataset": str(dataset), "dataset_key": "k"})
     return config, dataset, run_dir, evaluate_run(run_dir, dataset, config)
 
 

@@ -22,7 +22,7 @@ from infini_model.data.loading.windows import open_windows
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, NonFiniteError, UserError
-from infini_model.runtime.runs import is_finished, last_step, record_evaluation
+from infini_model.runtime.runs import is_finished, read_run, record_evaluation
 from infini_model.runtime.storage import sha256, write_json
 from infini_model.training.callbacks.callback import Callback, Callbacks
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
@@ -183,12 +183,12 @@ def test_epochs_are_converted_to_steps(dataset, make_config, tmp_path):
     steps = math.ceil(0.3 * len(windows) / asked.training.batch_size)
     train(make_config(training={"max_steps": steps}), dataset, tmp_path / "explicit")
     with claim_run(asked, "key", dataset) as run_dir:
-        assert (last_step(run_dir), is_finished(run_dir)) == (None, False)
+        assert (read_run(run_dir).max_steps, is_finished(run_dir)) == (None, False)
         assert train(asked, dataset, run_dir, [StopAfter(2)]).step < steps
         train(asked, dataset, run_dir)
     assert repeatable(run_dir) == repeatable(tmp_path / "explicit")
     assert weights(run_dir) == weights(tmp_path / "explicit")
-    assert last_step(run_dir) == read_status(run_dir).total == steps
+    assert read_run(run_dir).max_steps == read_status(run_dir).total == steps
     record_evaluation(run_dir, steps, "key", {})
     assert is_finished(run_dir)
 

@@ -69,7 +69,7 @@ def test_the_state_is_that_of_the_last_attempt(tmp_path: Path) -> None:
     ("file", "content"),
     [
         ("run.json", "{"),
-        ("run.json", '{"dataset": "d", "max_steps": 5, "owner": "me"}'),
+        ("run.json", '{"dataset": null, "dataset_key": "k", "max_steps": 5}'),
         ("metrics.jsonl", '{"step": 5, not JSON\n'),
         ("recovery.json", "[]"),
     ],

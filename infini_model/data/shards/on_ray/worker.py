@@ -6,12 +6,12 @@ from pathlib import Path
 
 from infini_model.config.locations import is_url, working_folder
 from infini_model.data.keeping.datasets import datasets_in
-from infini_model.data.manifest import Record
 from infini_model.data.shards.partition_store import PartitionStore
 from infini_model.data.shards.partitions import PartitionSpec
 from infini_model.data.tokenizers.load import check_device, on_device
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime.on_ray.nodes import check_mark, check_sources
+from infini_model.runtime.records import Record
 
 
 class Job(Record):

@@ -22,7 +22,6 @@ from typing import Any
 import pyarrow as pa
 
 from infini_model.config import HubSource
-from infini_model.data.manifest import Record, read_record, write_record
 from infini_model.data.sources.files import FileRange, SourceFile, open_source
 from infini_model.data.sources.fingerprints import fingerprint
 from infini_model.data.sources.formats import suffix
@@ -32,6 +31,7 @@ from infini_model.data.sources.pairs.arrays import columns_of
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache, fact_cache_here
+from infini_model.runtime.records import Record, read_record, write_record
 
 LISTING_VERSION = 1
 # Names that the hub describes in one request.

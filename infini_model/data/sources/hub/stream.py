@@ -15,11 +15,11 @@ from typing import Any
 import pyarrow as pa
 
 from infini_model.config import HubSource
-from infini_model.data.manifest import Record, read_record, write_record
 from infini_model.data.sources.documents import Progress
 from infini_model.data.sources.hub.access import hub_errors, pin
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.records import Record, read_record, write_record
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,8 @@ from commands import PATIENCE, eventually, run
 from records import Record
 
 from infini_model.runtime.metrics_file import MetricsFile, read_metrics, read_newest
+from infini_model.runtime.records import write_record
+from infini_model.runtime.runs import RUN, RunRecord
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks import mlflow_record
 from infini_model.training.callbacks.mlflow_record import (
@@ -158,6 +160,10 @@ def begin(run_dir, config, resumed_step=None):
     return metrics
 
 
+def record_owner(run_dir, owner):
+    write_record(run_dir / RUN, RunRecord(dataset=run_dir, dataset_key="k", owner=owner))
+
+
 def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(
     tmp_path, config, monkeypatch
 ):
@@ -169,7 +175,7 @@ def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(
     def claim(number):
         """The page of the flow run, on a server that is at another address each time."""
         monkeypatch.setenv("PREFECT_UI_URL", f"http://127.0.0.1:420{number}/v2")
-        write_json(tmp_path / "run.json", {"owner": {"id": str(number)}})
+        record_owner(tmp_path, str(number))
         return f"http://127.0.0.1:420{number}/v2/runs/flow-run/{number}"
 
     first = claim(1)
@@ -200,7 +206,7 @@ def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(
 
 
 def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
-    write_json(tmp_path / "run.json", {"owner": {"id": "0198c0de"}})
+    record_owner(tmp_path, "0198c0de")
     assert run_url("http://127.0.0.1:5000", tmp_path) is None
     number = open_tracking(config)[1]
     begin(tmp_path, config).close("KILLED")

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from prefect.flows import Flow
 from prefect.runtime import flow_run
@@ -32,51 +31,30 @@ R = TypeVar("R")
 Tree = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A named parameter of a flow.
+class Setting(NamedTuple):
+    """A named parameter of some flows, which sets a key of the configuration tree.
 
-    Attributes:
-        key: The key of the configuration tree that it sets.
-        flows: The flows that take it.
-        title: Its label in the form.
-        description: Its help text in the form.
+    Its label in the form is its name. Its help text is that of the key, unless that would speak of
+    what the form has not, such as null.
     """
 
     key: str
     flows: tuple[str, ...]
-    title: str
-    description: str
+    description: str | None = None
 
 
-PREPROCESS, EVALUATE = ("preprocess",), ("evaluate",)
+PREPROCESS, EVALUATE, COMPARE = ("preprocess",), ("evaluate",), ("compare",)
 TRAINING = ("pipeline", "train")
-COMPARE = ("compare",)
 # In the order of the form.
 SETTINGS = {
     "run": Setting(
-        "run.name",
-        EVALUATE,
-        "Run",
-        "Name of the run folder to evaluate; the newest run if empty.",
+        "run.name", EVALUATE, "Name of the run folder to evaluate; the newest run if empty."
     ),
-    "sweep": Setting(
-        "comparison.sweep",
-        COMPARE,
-        "Sweep",
-        "Settings to vary, each as KEY=VALUE,VALUE such as `model.memory=linear,none`. All "
-        "combinations are run first, one after another; finished ones are reused.",
-    ),
-    "runs": Setting(
-        "comparison.runs",
-        COMPARE,
-        "Runs",
-        "Names of finished runs to compare, beside those of the sweep if there is one.",
-    ),
+    "sweep": Setting("comparison.sweep", COMPARE),
+    "runs": Setting("comparison.runs", COMPARE),
     "documents": Setting(
         "data.source.paths",
         ("pipeline", *PREPROCESS),
-        "Documents",
         "Globs or URLs of text to use instead of the preset's, such as `/texts/**/*.txt`. .txt, "
         ".md, .rst and .py files hold one document each; .jsonl (.gz, .zst), .parquet and .arrow "
         "files hold one per row.",
@@ -84,101 +62,48 @@ SETTINGS = {
     "dataset": Setting(
         "data.folder",
         (*TRAINING, *COMPARE, *EVALUATE),
-        "Dataset",
         "Name, folder or address of a finished dataset; a name without its key is the newest of "
         "that name.",
     ),
     "initial_weights": Setting(
         "model.initial_weights",
         (*TRAINING, *PREPROCESS),
-        "Initial weights",
         "Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub such as "
         "meta-llama/Llama-3.2-1B. The presets uptrain and fine-tune need it.",
     ),
     "dataset_name": Setting(
         "data.name",
         ("pipeline", *PREPROCESS),
-        "Dataset name",
         "First part of the dataset folder's name; if empty, the preset's, or that of the folder of "
         "your documents.",
     ),
-    "tokenizer": Setting(
-        "data.tokenizer.spec",
-        ("pipeline", *PREPROCESS),
-        "Tokenizer",
-        "bytes, train (a byte-level BPE trained on the documents), model (that of "
-        "model.initial_weights), the path of a tokenizer.json, or the name of a tokenizer on the "
-        "Hugging Face Hub.",
-    ),
+    "tokenizer": Setting("data.tokenizer.spec", ("pipeline", *PREPROCESS)),
     "keep": Setting(
         "data.keep",
         PREPROCESS,
-        "Keep",
         "Datasets of this name to keep, those used last. Older ones that no run refers to are "
         "removed at the end; all are kept if empty.",
     ),
-    "steps": Setting(
-        "training.max_steps", (*TRAINING, *COMPARE), "Steps", "Total optimizer steps."
-    ),
-    "learning_rate": Setting(
-        "training.learning_rate",
-        TRAINING,
-        "Learning rate",
-        "Peak of the learning rate schedule, such as 3e-4.",
-    ),
-    "batch_size": Setting(
-        "training.batch_size",
-        (*TRAINING, *COMPARE),
-        "Batch size",
-        "Windows per process and micro-batch.",
-    ),
-    "context_length": Setting(
-        "packing.context_length",
-        TRAINING,
-        "Context length",
-        "Tokens per window; a multiple of the model's segment_length.",
-    ),
-    "tasks": Setting(
-        "evaluation.tasks",
-        EVALUATE,
-        "Tasks",
-        "What to measure, in the order of the report; those of the preset if empty.",
-    ),
+    "steps": Setting("training.max_steps", (*TRAINING, *COMPARE), "Total optimizer steps."),
+    "learning_rate": Setting("training.learning_rate", TRAINING),
+    "batch_size": Setting("training.batch_size", (*TRAINING, *COMPARE)),
+    "context_length": Setting("packing.context_length", TRAINING),
+    "tasks": Setting("evaluation.tasks", EVALUATE),
     "windows": Setting(
-        "evaluation.max_windows",
-        EVALUATE,
-        "Windows",
-        "Maximum number of windows to score in each split.",
+        "evaluation.max_windows", EVALUATE, "Maximum number of windows to score in each split."
     ),
-    "devices": Setting(
-        "launch.gpus",
-        (*TRAINING, *COMPARE, *EVALUATE),
-        "Devices",
-        "auto (GPUs with the most free memory first, or the CPU), all, GPU numbers such as 0,3, or "
-        "cpu.",
-    ),
+    "devices": Setting("launch.gpus", (*TRAINING, *COMPARE, *EVALUATE)),
     "resume": Setting(
         "run.name",
         TRAINING,
-        "Resume",
         "Name of a run folder to resume, or latest. Its own settings and dataset replace those of "
         "the preset.",
     ),
     "name": Setting(
-        "run.name",
-        TRAINING,
-        "Name",
-        "Name of the run folder; if empty, the preset's name and a number.",
+        "run.name", TRAINING, "Name of the run folder; if empty, the preset's name and a number."
     ),
-    "force": Setting(
-        "launch.force",
-        (*TRAINING, *COMPARE),
-        "Force",
-        "Train even if the memory estimate says that it cannot fit.",
-    ),
-    "seed": Setting(
-        "run.seed", TRAINING, "Seed", "Seed of the weights, of the order of windows and of samples."
-    ),
+    "force": Setting("launch.force", (*TRAINING, *COMPARE)),
+    "seed": Setting("run.seed", TRAINING),
 }
 
 # Pairs of which only one can be given.
@@ -273,15 +198,16 @@ def _schema_at(key: str) -> Tree:
         sections = [choice["properties"] for choice in node.get("anyOf", [node])]
         node = next(section[name] for section in sections if name in section)
     (typed,) = [choice for choice in node.get("anyOf", [node]) if choice["type"] != "null"]
-    return _without(typed, "title", "description")
+    return _without(typed, "title") | {"description": node["description"]}
 
 
-def _parameter(title: str, description: str, schema: Tree, key: str | None = None) -> Any:
+def _parameter(name: str, schema: Tree, description: str, key: str | None = None) -> Any:
     """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect.
 
     By `key`, the setting that it stands for, messages on failures find its title.
     """
     # Without the extra, Prefect takes the parameter's name as the title.
+    title = name.replace("_", " ").capitalize()
     extra: JsonDict = {"title": title, "description": description, "key": key}
     return Annotated[Any, WithJsonSchema(schema), Field(json_schema_extra=extra)]
 
@@ -293,21 +219,22 @@ def _annotations(names: Iterable[str]) -> dict[str, Any]:
     advanced: Tree = {"type": "object", "if": True, "then": _without(_tree_schema(), "type")}
     annotations = {
         "preset": _parameter(
-            "Preset",
-            "Source of all settings left empty. `+stable` adds the settings that avoid NaN losses.",
+            "preset",
             presets,
+            "Source of all settings left empty. `+stable` adds the settings that avoid NaN losses.",
         )
     }
     for name in names:
-        setting = SETTINGS[name]
-        schema = _schema_at(setting.key)
-        annotations[name] = _parameter(setting.title, setting.description, schema, setting.key)
+        key, _, own = SETTINGS[name]
+        schema = _schema_at(key)
+        description = schema.pop("description")
+        annotations[name] = _parameter(name, schema, own or description, key)
     return annotations | {
         "advanced": _parameter(
-            "Advanced",
+            "advanced",
+            advanced,
             "Any other settings, applied over the preset, as JSON such as "
             '`{"model": {"num_hidden_layers": 6}, "training": {"warmup_steps": 50}}`.',
-            advanced,
         ),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +16,18 @@ from flows.pipeline import complete_run
 from flows.print_comparison import comparisons_dir, show
 from flows.runs import named_runs
 from flows.sweep import runs_of
-from infini_model.config import Config
+from infini_model.config import Config, validate
 from infini_model.config.tree import MODEL_SPEC
 from infini_model.runtime.claims import free_name
-from infini_model.runtime.errors import StageError
+from infini_model.runtime.errors import DataError, StageError
 from infini_model.runtime.runs import is_finished, read_run_config
 from infini_model.runtime.storage import content_key
 from tasks.checks import check_remote_stages, refresh_and_check_stores
 from tasks.compare import compare_runs
 from tasks.download import download
 from tasks.failures import report_failure
-from tasks.flow_run import FLOW, name_flow_run
-from tasks.shard import Dataset, known_dataset, shard
+from tasks.flow_run import FLOW, earlier_subflows, name_flow_run
+from tasks.shard import Dataset, known_dataset, shard, use_dataset
 from tasks.train import outcome
 from tasks.weights import fetch_weights
 
@@ -78,7 +79,7 @@ def compare(config: Config) -> State[dict[str, Any]]:
 def _run_sweep(config: Config) -> Iterator[Swept]:
     """Run all combinations, one after another."""
     runs, log = runs_of(config), get_run_logger()
-    datasets = dict[str, Dataset]()
+    datasets = _earlier_datasets()
     for number, run in enumerate(runs, 1):
         ready = _with_dataset(run, datasets)
         name = str(ready.run.name)
@@ -95,20 +96,32 @@ def _run_sweep(config: Config) -> Iterator[Swept]:
         yield Swept(name, None, failure)
 
 
-def _with_dataset(config: Config, datasets: dict[str, Dataset]) -> Config:
+def _earlier_datasets() -> dict[str, Dataset]:
+    """The datasets of the runs that an earlier attempt has begun, unless they are damaged since."""
+    known = dict[str, Dataset]()
+    for part in earlier_subflows():
+        config = validate(part.parameters["advanced"])
+        with contextlib.suppress(DataError):
+            known[_dataset_key(config.updated(data={"folder": None}))] = use_dataset(config)
+    return known
+
+
+def _with_dataset(config: Config, known: dict[str, Dataset]) -> Config:
     """The settings of a run with the name that it gets and the dataset that it is to use.
 
     The dataset is made once for all runs that share it, and then the same for all of them even if
-    documents are added meanwhile.
+    documents are added meanwhile, also before the sweep is retried.
     """
-    weights = fetch_weights(config) if config.data.tokenizer.spec == MODEL_SPEC else None
-    pinned = config if weights is None else weights.pinned_in(config)
-    key = content_key(pinned.data_to_tokenize.model_dump(mode="json"))
-    if key not in datasets:
-        datasets[key] = known_dataset(config) or shard(config, download(config), weights)
-    dataset = datasets[key]
-    name = free_name(config, dataset.key)
-    return config.updated(data={"folder": dataset.place}, run={"name": name})
+    key = _dataset_key(config)
+    if key not in known:
+        weights = fetch_weights(config) if config.data.tokenizer.spec == MODEL_SPEC else None
+        known[key] = known_dataset(config) or shard(config, download(config), weights)
+    name = free_name(config, known[key].key)
+    return config.updated(data={"folder": known[key].place}, run={"name": name})
+
+
+def _dataset_key(config: Config) -> str:
+    return content_key(config.data_to_tokenize.model_dump(mode="json"))
 
 
 @flow(name="swept-run", **FLOW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 from prefect import task
 
@@ -11,24 +11,21 @@ from infini_model.data.keeping.named import check_holds_datasets
 from tasks.failures import failure_as_state
 from tasks.stage import STAGE, run_stage, run_with_retries
 
-Files = dict[str, Any]
 
-
-def download(config: Config) -> Files | None:
+def download(config: Config) -> Path | None:
     """List the source's files by what identifies their content; fetch what is missing.
 
-    Returns the listing, and the numbers of files and bytes; None if the shard stage is remote,
-    whose worker does this.
+    Returns the file with the listing; None if the shard stage is remote, whose worker does this.
     """
     config = config.updated(data={"folder": None})
     if "shard" in config.deployments:
         return None
     check_holds_datasets(config.run)
-    files: Files = run_with_retries(_download, config.stages.download, config)
-    return files
+    listing: Path = run_with_retries(_download, config.stages.download, config)
+    return listing
 
 
 @task(name="download", task_run_name="download {config.data.name}", **STAGE)
 @failure_as_state
-def _download(config: Config) -> Files:
-    return run_stage("download", config, config.stages.download)
+def _download(config: Config) -> Path:
+    return Path(run_stage("download", config, config.stages.download)["listing"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from coolname import data
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
@@ -161,6 +161,18 @@ def dataset_before() -> str | None:
             made = (tagged(each, "dataset") for each in others)
             return next(filter(None, made), None)
     return None
+
+
+def earlier_subflows() -> list[FlowRun]:
+    """The subflows that earlier attempts of the current flow run have begun."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or context.flow_run.run_count <= 1:
+        return []
+    wanted = FlowRunFilter(
+        parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[context.flow_run.id])
+    )
+    with get_client(sync_client=True) as client:
+        return client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.START_TIME_ASC)
 
 
 def _top(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:

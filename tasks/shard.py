@@ -5,9 +5,8 @@ Its first part, the plan, identifies the dataset and what of it stands; the seco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.artifacts import TableArtifact
@@ -18,11 +17,11 @@ from prefect.states import Completed
 
 from infini_model.config import Config
 from infini_model.data.manifest import SPLITS, Manifest, read_manifest
+from infini_model.data.shards.plan import Plan
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.runs import dataset_here, find_run, is_started, read_run_config
 from infini_model.training.initial_weights import InitialWeights
 from tasks import artifacts
-from tasks.download import Files
 from tasks.failures import failure_as_state
 from tasks.flow_run import attempt, current_owner, dataset_before
 from tasks.remote_stage import RemoteStage
@@ -48,6 +47,10 @@ class Dataset:
     address: str | None
     reused: bool
     missing: int = 0
+
+    @classmethod
+    def planned(cls, plan: Plan) -> Dataset:
+        return cls(plan.folder, plan.key, plan.address, reused=plan.intact)
 
     @property
     def place(self) -> str:
@@ -103,23 +106,23 @@ def _remote_training_dataset(config: Config) -> str | None:
 
 def use_dataset(config: Config) -> Dataset:
     """The dataset in `data.folder`, or the newest one, which is checked to be intact."""
-    plan = run_with_retries(_plan, config.stages.shard, config, None)
-    dataset = Dataset(Path(plan["folder"]), plan["key"], plan["address"], reused=True)
+    plan: Plan = run_with_retries(_plan, config.stages.shard, config, None)
+    dataset = Dataset.planned(plan)
     get_run_logger().info("Using dataset %s without changes", dataset.place)
     return dataset
 
 
-def shard(config: Config, files: Files | None, weights: InitialWeights | None = None) -> Dataset:
-    """Tokenise the files of `download` into a dataset, or reuse what stands of it.
+def shard(config: Config, listing: Path | None, weights: InitialWeights | None = None) -> Dataset:
+    """Tokenise the files in the listing of `download` into a dataset, or reuse what stands of it.
 
-    `weights` are those whose tokenizer `data.tokenizer.spec: model` means. Without files the stage
-    is remote. Raises `DataError` if only `data.share` of the dataset is made.
+    `weights` are those whose tokenizer `data.tokenizer.spec: model` means. Without a listing the
+    stage is remote. Raises `DataError` if only `data.share` of the dataset is made.
     """
     config = config if weights is None else weights.pinned_in(config)
     config = config.updated(data={"folder": None})
-    if files is None:
+    if listing is None:
         return _shard_remotely(config)
-    dataset = build_dataset(config, files)
+    dataset = build_dataset(config, listing)
     if dataset.missing:
         raise DataError(f"data.share: {share_made(config, dataset)}, so there is no dataset yet")
     return dataset
@@ -131,16 +134,14 @@ def share_made(config: Config, dataset: Dataset) -> str:
     return f"{config.data.share} is done; {missing}"
 
 
-def build_dataset(config: Config, files: Files) -> Dataset:
+def build_dataset(config: Config, listing: Path) -> Dataset:
     """What `shard` does in place; with `data.share` the dataset may have `missing` partitions."""
     log, stage = get_run_logger(), config.stages.shard
-    plan = run_with_retries(_plan, stage, config, files)
-    if plan["fault"]:
-        log.warning("%s; rebuilding its partition", plan["fault"])
-    made = run_with_retries(_build, stage, config, files, plan)
-    folder, missing = Path(made["folder"]), made["missing"]
-    dataset = Dataset(folder, made["key"], made["address"], plan["intact"], missing)
-    if not missing:
+    plan: Plan = run_with_retries(_plan, stage, config, listing)
+    if plan.fault:
+        log.warning("%s; rebuilding its partition", plan.fault)
+    dataset: Dataset = run_with_retries(_build, stage, config, listing, plan)
+    if not dataset.missing:
         log.info("Dataset %s is %s", dataset.place, "reused" if dataset.reused else "ready")
     return dataset
 
@@ -169,80 +170,72 @@ def _plan_name() -> str:
 
 @task(name="plan", task_run_name=_plan_name, **STAGE)
 @failure_as_state
-def _plan(config: Config, files: Files | None) -> dict[str, Any]:
+def _plan(config: Config, listing: Path | None) -> Plan:
     """Identify the requested dataset by its content key, and what of it stands.
 
-    Trains the tokenizer if requested and not done yet. Without files, the dataset is the one in
+    Trains the tokenizer if requested and not done yet. Without a listing, the dataset is the one in
     `data.folder`, or the newest one. An existing folder is checked to be intact.
     """
-    arguments = [] if files is None else _arguments(files)
-    plan = run_stage("plan", config, config.stages.shard, *arguments)
-    counts = [{"partitions": name, "count": plan[name]} for name in ("new", "reused")]
-    description = f"What is new of the dataset {Path(plan['folder']).name}, and what is reused"
+    arguments = [] if listing is None else _arguments(listing)
+    plan = Plan.model_validate(run_stage("plan", config, config.stages.shard, *arguments))
+    counts = [{"partitions": name, "count": getattr(plan, name)} for name in ("new", "reused")]
+    description = f"What is new of the dataset {plan.folder.name}, and what is reused"
     artifacts.show("partitions", TableArtifact(table=counts, description=description))
-    if plan["intact"]:
-        _show(plan)
+    if plan.intact:
+        _show(Dataset.planned(plan))
     return plan
 
 
-@task(name="shard", task_run_name="shard {config.data.name}-{plan[key]:.16}", **STAGE)
+@task(name="shard", task_run_name="shard {config.data.name}-{plan.key:.16}", **STAGE)
 @failure_as_state
-def _build(
-    config: Config, files: Files, plan: dict[str, Any]
-) -> dict[str, Any] | State[dict[str, Any]]:
+def _build(config: Config, listing: Path, plan: Plan) -> Dataset | State[Dataset]:
     """Build missing or damaged partitions, and the dataset folder of all partitions.
 
     If the plan found the folder intact, the task ends at once in the state Reused. Concurrent runs
-    with the same key build it only once. Returns the folder, its key, and how many partitions are
-    `missing`: with `data.share`, those that other shares have yet to make.
+    with the same key build it only once.
     """
-    dataset = {name: plan[name] for name in ("folder", "key", "address")} | {"missing": 0}
-    if plan["intact"]:
-        message = f"{_place_of(plan)} is intact"
-        return Completed(name="Reused", message=message, data=dataset)
-    result = run_stage("shard", config, config.stages.shard, *_arguments(files))
-    if result["missing"]:
-        return dataset | result
-    manifest = _show(result)
-    if plan["fault"] is None:
-        _announce(result, manifest)
-    return result
+    planned = Dataset.planned(plan)
+    if plan.intact:
+        return Completed(name="Reused", message=f"{planned.place} is intact", data=planned)
+    made = run_stage("shard", config, config.stages.shard, *_arguments(listing))
+    if made["missing"]:
+        return replace(planned, missing=made["missing"])
+    dataset = Dataset(Path(made["folder"]), made["key"], made["address"], reused=False)
+    manifest = _show(dataset)
+    if plan.fault is None:
+        _announce(dataset, manifest)
+    return dataset
 
 
-def _arguments(files: Files) -> list[str]:
+def _arguments(listing: Path) -> list[str]:
     """What a stage is told of the source, and of what the same schedule made before."""
     previous = dataset_before()
-    return ["--listing", files["listing"], *(["--previous", previous] if previous else [])]
+    return ["--listing", str(listing), *(["--previous", previous] if previous else [])]
 
 
-def _place_of(dataset: dict[str, Any]) -> str:
-    """Where a dataset is: its address if machines share it, else its folder."""
-    return str(dataset["address"] or dataset["folder"])
-
-
-def _show(dataset: dict[str, Any]) -> Manifest:
+def _show(dataset: Dataset) -> Manifest:
     """Show the size of each split and where the dataset is; returns its manifest."""
-    folder = Path(dataset["folder"])
-    manifest = read_manifest(folder)
+    manifest = read_manifest(dataset.folder)
     rows = [
         {"split": name, **manifest.splits[name].model_dump(include={"documents", "tokens"})}
         for name in SPLITS
     ]
-    description = f"Documents and tokens of each split of {_place_of(dataset)}"
+    description = f"Documents and tokens of each split of {dataset.place}"
     artifacts.show("dataset", TableArtifact(table=rows, description=description))
-    artifacts.show_folder("dataset-folder", folder, "The tokenised documents of all splits")
+    about = "The tokenised documents of all splits"
+    artifacts.show_folder("dataset-folder", dataset.folder, about)
     return manifest
 
 
-def _announce(dataset: dict[str, Any], manifest: Manifest) -> None:
+def _announce(dataset: Dataset, manifest: Manifest) -> None:
     """Emit the event of a new dataset, for Prefect's automations."""
     resource = {
         "prefect.resource.id": f"infini.dataset.{manifest.key}",
         "prefect.resource.name": manifest.folder_name,
     }
     payload = {
-        "folder": dataset["folder"],
-        "address": dataset["address"],
+        "folder": str(dataset.folder),
+        "address": dataset.address,
         "key": manifest.key,
         "documents": manifest.documents,
         "tokens": manifest.tokens,

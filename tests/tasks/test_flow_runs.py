@@ -239,11 +239,12 @@ def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_a
 
 @pytest.mark.story
 def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_names_what_fails(
-    prefect: Server, start: Start, text_files: Path, tmp_path: Path
+    prefect: Server, start: Start, tmp_path: Path
 ) -> None:
     compare, output = "flows/compare.py:compare", tmp_path / "output"
+    texts = write_texts(tmp_path / "texts", 40)
     tree = tiny(
-        text_files,
+        texts,
         output,
         launch={"hang_timeout_seconds": PATIENCE},
         checkpoint={"save_steps": 100_000},
@@ -275,6 +276,8 @@ def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_n
     before = {(f"swept-run {names[0]}", "COMPLETED"), (f"swept-run {names[1]}", "CANCELLED")}
     assert parts() == before
     finished = (runs[0] / "evaluation.json").stat().st_mtime_ns
+    # What is added meanwhile is not in the dataset that all runs of the sweep share.
+    write_texts(texts, 50, seed=1)
     prefect.retry(run)
     start(run, compare).wait()
     logged = "\n".join(line for part in prefect.parts(run) for line in prefect.log_of(part["id"]))

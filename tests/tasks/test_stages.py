@@ -105,7 +105,7 @@ def test_a_share_is_not_the_dataset_of_a_training(monkeypatch: pytest.MonkeyPatc
     share = shard.Dataset(Path("datasets/a-1"), "key", None, reused=False, missing=3)
     monkeypatch.setattr(shard, "build_dataset", lambda *_: share)
     with pytest.raises(DataError, match=r"^data\.share: 1/2 is done; 3 partitions of other shares"):
-        shard.shard(load_config(overrides=["data.share=1/2"]), {"listing": "l"})
+        shard.shard(load_config(overrides=["data.share=1/2"]), Path("listing.json"))
 
 
 @pytest.mark.story

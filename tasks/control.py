@@ -16,7 +16,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -58,59 +57,66 @@ class StateChangedError(Exception):
         self.flow_run, self.state = flow_run, state
 
 
-class _Followed(NamedTuple):
-    """The flow runs whose states decide when a stage ends.
+class _Watch(threading.Thread):
+    """Reads the states of some flow runs until one is no longer Running.
 
-    `here` are those of this process, a parent before its subflow. `above` is the parent of a
-    subflow that has an engine of its own.
+    Those are the flow run of a stage and its parent. A parent in another process only cancels a
+    subflow. An API that is down is waited for.
     """
 
-    here: list[FlowRun]
-    above: UUID | None = None
-
-
-class _Poll(threading.Thread):
-    """Reads the states of flow runs until one is no longer Running; ignores an API that is down."""
-
-    def __init__(self, followed: _Followed) -> None:
+    def __init__(self, flow_run: FlowRun) -> None:
         super().__init__(name="flow run state", daemon=True)
-        self._followed = followed
+        # Those of this process, a parent before its subflow.
+        self.flow_runs = [flow_run]
+        self._parent_elsewhere: UUID | None = None
         self._closed = threading.Event()
         self._found: StateChangedError | None = None
+        if flow_run.parent_task_run_id is None:
+            return
+        with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+            parent = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
+            if parent is not None and flow_run.deployment_id is not None:
+                self._parent_elsewhere = parent
+            elif parent is not None:
+                self.flow_runs.insert(0, client.read_flow_run(parent))
 
     def run(self) -> None:
         with get_client(sync_client=True) as client:
             while self._found is None and not self._closed.wait(POLL_SECONDS):
                 with contextlib.suppress(Exception):
-                    self._found = _changed(client, self._followed)
+                    self._found = self._change(client)
 
     def stop(self) -> Exception | None:
         return self._found
 
     def close(self) -> None:
-        """Stop polling; a hanging request stays in its daemon thread."""
+        """Stop reading; a hanging request stays in its daemon thread."""
         self._closed.set()
 
+    def change(self) -> StateChangedError | None:
+        """The first flow run that is no longer Running; None as well if the API does not answer."""
+        with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+            return self._change(client)
+        return None
 
-def _changed(client: SyncPrefectClient, followed: _Followed) -> StateChangedError | None:
-    """The first flow run of this process that is no longer Running."""
-    if followed.above is not None:
-        _cancel_with_parent(client, followed.above, followed.here[-1])
-    for flow_run in followed.here:
-        try:
-            state = client.read_flow_run(flow_run.id).state
-        except ObjectNotFound:
-            if client.api_healthcheck() is not None:
-                raise  # what stands before a server that is down may answer that, too
-            state = DELETED
-        if state is None or state.is_running():
-            continue
-        if state.is_crashed():
-            # Wrongly declared dead, such as by an automation after a server outage.
-            client.set_flow_run_state(flow_run.id, Running(), force=True)
-            continue
-        return StateChangedError(flow_run, state)
-    return None
+    def _change(self, client: SyncPrefectClient) -> StateChangedError | None:
+        if self._parent_elsewhere is not None:
+            _cancel_with_parent(client, self._parent_elsewhere, self.flow_runs[-1])
+        for flow_run in self.flow_runs:
+            try:
+                state = client.read_flow_run(flow_run.id).state
+            except ObjectNotFound:
+                if client.api_healthcheck() is not None:
+                    raise  # what stands before a server that is down may answer that, too
+                state = DELETED
+            if state is None or state.is_running():
+                continue
+            if state.is_crashed():
+                # Wrongly declared dead, such as by an automation after a server outage.
+                client.set_flow_run_state(flow_run.id, Running(), force=True)
+                continue
+            return StateChangedError(flow_run, state)
+        return None
 
 
 def _cancel_with_parent(client: SyncPrefectClient, parent_id: UUID, subflow: FlowRun) -> None:
@@ -130,19 +136,6 @@ def _cancel_with_parent(client: SyncPrefectClient, parent_id: UUID, subflow: Flo
         client.set_flow_run_state(subflow.id, Cancelling(message=f"With {parent.name}"))
 
 
-def _with_parent(flow_run: FlowRun) -> _Followed:
-    """A flow run, and its parent if there is one and the API answers."""
-    if flow_run.parent_task_run_id is None:
-        return _Followed([flow_run])
-    with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-        parent = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
-        if parent is not None and flow_run.deployment_id is not None:
-            return _Followed([flow_run], above=parent)
-        if parent is not None:
-            return _Followed([client.read_flow_run(parent), flow_run])
-    return _Followed([flow_run])
-
-
 @contextlib.contextmanager
 def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Stop]:
     """Yield a `stop` for `processes.run` and `launch` that follows the state of the flow run.
@@ -156,27 +149,18 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
     if context is None or context.flow_run is None:
         yield lambda: None
         return
-    followed = _with_parent(context.flow_run)
-    poll = _Poll(followed)
-    poll.start()
+    watch = _Watch(context.flow_run)
+    watch.start()
     try:
-        yield poll.stop
+        yield watch.stop
     except StateChangedError as change:
-        raise _conclude(followed.here, change, saved()) from None
+        raise _conclude(watch.flow_runs, change, saved()) from None
     except TerminationSignal:
-        found = _change_of(followed)
-        if found is None:
+        if (found := watch.change()) is None:
             raise
-        raise _conclude(followed.here, found, saved()) from None
+        raise _conclude(watch.flow_runs, found, saved()) from None
     finally:
-        poll.close()
-
-
-def _change_of(followed: _Followed) -> StateChangedError | None:
-    """The first flow run that is no longer Running; None as well if the API does not answer."""
-    with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-        return _changed(client, followed)
-    return None
+        watch.close()
 
 
 def _conclude(flow_runs: list[FlowRun], change: StateChangedError, saved: str) -> BaseException:

@@ -18,8 +18,7 @@ from tasks.failures import FIRST, failure_as_state
 from tasks.remote_stage import RemoteStage
 from tasks.shard import Dataset
 from tasks.stage import STAGE, named_after_run, run_stage, run_with_retries
-from tasks.train import outcome
-from tasks.training_view import mlflow_link
+from tasks.train import mlflow_link, outcome
 
 
 def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:

@@ -50,8 +50,7 @@ from tasks import artifacts, failures, remote_stage
 from tasks.artifacts import Progress
 from tasks.flow_run import _is_generated, dataset_before
 from tasks.remote_stage import RemoteStage, find_deployment
-from tasks.train import outcome
-from tasks.training_view import mlflow_link
+from tasks.train import mlflow_link, outcome
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS, PIPELINE = "flows/preprocess.py:preprocess", "flows/pipeline.py:pipeline"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infini_model.data.builds import build_file, build_lock, read_builds, removals
+from infini_model.data.builds import Build, build_file, build_lock, read_builds, removals
 from infini_model.data.keeping.holds import cache_lock, held_partitions
 from infini_model.data.sources.download import raw_files_lock
 from infini_model.data.tokenizers.load import load_saved
@@ -248,18 +248,7 @@ def _places(scope: Scope) -> Iterator[Place]:
     gone = _superseded(datasets, scope)
     kept = [dataset for dataset in datasets if dataset not in gone]
     gone_names = {dataset.folder.name for dataset in gone}
-    builds = dict(read_builds(root))
-    live = {
-        folder: build
-        for folder, build in builds.items()
-        if folder.name not in gone_names
-        and (
-            folder.exists()
-            or is_locked(build_lock(folder))
-            or not scope.is_older(build_file(folder), UNFINISHED_SECONDS)
-        )
-    }
-    ended = {folder: build for folder, build in builds.items() if folder not in live}
+    live, ended = _builds(scope, gone_names)
 
     needed = {key for dataset in kept for key in dataset.partitions}
     needed |= {key for build in live.values() for key in build.partitions}
@@ -270,12 +259,40 @@ def _places(scope: Scope) -> Iterator[Place]:
     tokenizers = root / ".tokenizers"
     used = _used_tokenizers(tokenizers, kept)
     yield Place("tokenizer", tokenizers, used, age=UNFINISHED_SECONDS)
+    yield from _downloads(scope, live.values(), ended.values())
+    yield Place("record", root / ".builds", _in_json(live), _in_json(ended))
+    yield from _records(scope)
+    for folder in (root, root / ".partitions"):
+        names = {path.name for path in visible(folder)}
+        yield Place("lock", folder / ".locks", names | {f"{name}.pull" for name in names})
+    yield Place("dataset", root, {path.name for path in visible(root)} - gone_names, gone_names)
 
+
+def _builds(
+    scope: Scope, gone_names: Collection[str]
+) -> tuple[dict[Path, Build], dict[Path, Build]]:
+    """The builds that were noted: those of datasets that stay or may still be made, and others."""
+    live, ended = dict[Path, Build](), dict[Path, Build]()
+    for folder, build in read_builds(scope.datasets_dir):
+        is_under_way = is_locked(build_lock(folder)) or not scope.is_older(
+            build_file(folder), UNFINISHED_SECONDS
+        )
+        is_live = folder.name not in gone_names and (folder.exists() or is_under_way)
+        (live if is_live else ended)[folder] = build
+    return live, ended
+
+
+def _in_json(builds: Iterable[Path]) -> list[str]:
+    return [build_file(folder).name for folder in builds]
+
+
+def _downloads(scope: Scope, live: Iterable[Build], ended: Iterable[Build]) -> Iterator[Place]:
+    """The downloaded files, and the listings that name them."""
     listings = Place(
         "record",
-        root / ".listings",
-        {"hub", *(build.listing for build in live.values())},
-        {build.listing for build in ended.values()},
+        scope.datasets_dir / ".listings",
+        {"hub", *(build.listing for build in live)},
+        {build.listing for build in ended},
         UNFINISHED_SECONDS,
     )
     going = {*listings.unreferenced(scope)}
@@ -288,8 +305,10 @@ def _places(scope: Scope) -> Iterator[Place]:
     # The files of a hub dataset, by commit: a list that is missing is asked for again.
     yield Place("record", listings.folder / "hub", (), age=UNFINISHED_SECONDS)
 
-    is_live = [f"{folder.name}.json" for folder in live]
-    yield Place("record", root / ".builds", is_live, [f"{folder.name}.json" for folder in ended])
+
+def _records(scope: Scope) -> Iterator[Place]:
+    """What is noted of runs and files, and the pictures that a server shows."""
+    root = scope.datasets_dir
     # Where the folder of all runs is missing too, a disk may only be out of sight.
     runs = [
         file.name
@@ -306,10 +325,6 @@ def _places(scope: Scope) -> Iterator[Place]:
         shown = {f"{storage.sha256(path)}.png" for path in plots}
         for pictures in sorted(scope.output_dir.glob("prefect*/pictures")):
             yield Place("picture", pictures, shown)
-    for folder in (root, root / ".partitions"):
-        names = {path.name for path in visible(folder)}
-        yield Place("lock", folder / ".locks", names | {f"{name}.pull" for name in names})
-    yield Place("dataset", root, {path.name for path in visible(root)} - gone_names, gone_names)
 
 
 class _Dataset(NamedTuple):

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +37,8 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
+        from importlib.metadata import version
+
         typer.echo(f"infini-llama {version('infini-llama')}")
         raise typer.Exit
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from infini_model.config import Config, merge, parse_override, validate
-from infini_model.runtime.claims import name_prefix
 from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.runs import name_prefix
 
 # How much of a value goes into the name of a run.
 VALUE_LENGTH = 40

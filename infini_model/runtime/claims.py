@@ -30,6 +30,7 @@ from infini_model.runtime.runs import (
     find_run,
     is_finished,
     is_started,
+    name_prefix,
     note_run,
     read_run,
     read_run_config,
@@ -232,11 +233,6 @@ def _record_claim(run_dir: Path, owner: Owner, dataset_dir: Path, address: str |
     claimed = record.model_copy(update=change)
     if claimed != record:
         write_record(run_dir / RUN, claimed)
-
-
-def name_prefix(config: Config) -> str:
-    """What the name of a run begins with that the user does not name."""
-    return (config.run.preset or "run").replace("+", "-")  # arxiv+stable: a name has no plus sign
 
 
 def free_name(config: Config, dataset_key: str) -> str:

@@ -117,6 +117,11 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
     return read_tree(path)
 
 
+def name_prefix(config: Config) -> str:
+    """What the name of a run begins with that the user does not name."""
+    return (config.run.preset or "run").replace("+", "-")  # arxiv+stable: a name has no plus sign
+
+
 def latest_run(config: Config) -> Path:
     """The folder of `run.name`, or of the newest run. Raises `DataError` if there is none."""
     run_dir = config.run.runs_dir / (config.run.name or "latest")

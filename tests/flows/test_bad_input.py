@@ -50,6 +50,13 @@ def test_a_mistake_is_told_before_anything_starts(
     assert not output.exists()
 
 
+def test_the_command_line_is_read_without_any_large_library(alone: Environment) -> None:
+    large = {"torch", "prefect", "mlflow", "pyarrow", "numpy", "obstore"}
+    code = f"import sys, flows.cli\nprint(sorted({large} & sys.modules.keys()))"
+    done = run([sys.executable, "-c", code], alone)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_an_unknown_run_is_told_without_importing_torch_or_prefect(
     tmp_path: Path, alone: Environment
 ) -> None:

@@ -18,21 +18,6 @@ from infini_model.runtime.errors import ConfigError
 OF_SEVERAL_STAGES = ("pipeline", "compare")
 # The stage for which a flow needs the GPUs of this machine first; preprocessing needs none.
 ON_GPUS = {"pipeline": "train", "compare": "train", "train": "train", "evaluate": "evaluate"}
-# The start of Prefect's messages about a Ctrl-C.
-INTERRUPTED = (
-    "Crash detected! Execution was aborted by",
-    "Finished in state Crashed('Execution was aborted by",
-)
-
-
-class _WithoutReason(logging.Filter):
-    """Drops the reason why a flow ended, which the command prints as its last line.
-
-    It filters the loggers: Prefect replaces their handlers whenever it sets up logging.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not hasattr(record, "is_reason") and not record.getMessage().startswith(INTERRUPTED)
 
 
 def _check(name: str, config: Config) -> None:
@@ -68,7 +53,6 @@ def run_flow(name: str, asked: Invocation) -> Any:
         flow = getattr(importlib.import_module(f"flows.{name}"), name)
         for logger in map(logging.getLogger, ("prefect.flow_runs", "prefect.task_runs")):
             logger.setLevel(config.run.log_level.upper())
-            logger.addFilter(_WithoutReason())
         # Its warning about unsent events would come last, after what matters.
         logging.getLogger("EventsWorker").setLevel(logging.ERROR)
         wait_until_up()

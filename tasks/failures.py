@@ -50,6 +50,11 @@ ECHOES = (
     "Task run failed with state",
     "Task run was aborted",
 )
+# The same of a Ctrl-C, of which a command speaks in its last line.
+INTERRUPTIONS = (
+    "Crash detected! Execution was aborted by",
+    "Finished in state Crashed('Execution was aborted by",
+)
 RETRY = "Task run failed with %s: %r - Retry %s/%s will start %s"
 # Attempts in a row that end by SIGKILL before it is taken for the kernel's, which says so only to
 # those who may read its log.
@@ -86,15 +91,13 @@ class _WithoutEchoes(logging.Filter):
             start = f"in {math.ceil(float(delay))} s" if is_later else delay
             record.msg = "%s; retry %s of %s %s"
             record.args = (message, number, retries, start)
-        return not record.getMessage().startswith(ECHOES)
+        echoes = ECHOES if _is_started_by_worker() else (*ECHOES, *INTERRUPTIONS)
+        return not record.getMessage().startswith(echoes)
 
 
-def _install(log_filter: logging.Filter) -> None:
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(log_filter)
-
-
-_install(_WithoutEchoes())
+_without_echoes = _WithoutEchoes()
+for _name in LOGGERS:
+    logging.getLogger(_name).addFilter(_without_echoes)
 
 
 def reason(error: BaseException) -> str:
@@ -129,12 +132,16 @@ def _in_words_of_the_form(message: str) -> str:
     return SETTING.sub(lambda found: titles.get(found[0], found[0]), message)
 
 
+def _is_started_by_worker() -> bool:
+    return "PREFECT__FLOW_RUN_ID" in os.environ
+
+
 def _is_retried_in_ui() -> bool:
     """Whether a flow run is retried in the UI: a worker has started it, and not a command.
 
     Where there is no flow run, it is `infini serve` that speaks of one.
     """
-    return FlowRunContext.get() is None or "PREFECT__FLOW_RUN_ID" in os.environ
+    return FlowRunContext.get() is None or _is_started_by_worker()
 
 
 def note_training(
@@ -210,7 +217,8 @@ def report_failure(function: Callable[P, R]) -> Callable[P, R]:
             with library_logged():
                 return function(*args, **kwargs)
         except EXPECTED as error:
-            get_run_logger().error(reason(error), extra={"is_reason": True})
+            if _is_started_by_worker():  # A command says it in its last line.
+                get_run_logger().error(reason(error))
             artifacts.show(KEY, _explanation(error))
             if advice := _advice(error):
                 error.add_note(advice)  # for the last line of a command

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from infini_model.config.locations import LocalFolder, Place, RayAddress
-from infini_model.config.section import Fraction, Section
+from infini_model.config.section import Fraction, NonEmptyList, Section
 
 MEBIBYTE = 1 << 20
 
@@ -92,29 +92,20 @@ class FilesSource(Section):
     """Text files. Local files are read in place, remote files are downloaded first."""
 
     kind: Literal["files"] = Field("files", description=KIND)
-    paths: Annotated[list[str], BeforeValidator(_listed)] = Field(
-        default=["{stdlib}/**/*.py"],
-        min_length=1,
-        description="Globs or URLs (http, https, s3 and whatever else fsspec supports); {stdlib} "
-        "is the folder of Python's standard library. .txt, .md, .rst and .py files hold one "
-        "document each; .jsonl (also .gz, .zst), .parquet and .arrow files hold one per row.",
-    )
-    column: str = Field(
-        "text", description="Column of .jsonl, .parquet and .arrow files that holds the text."
-    )
-    errors: Literal["fail", "skip", "replace"] = Field(
-        "fail",
-        description="What to do with a document that is not valid UTF-8: fail stops and names it, "
-        "skip leaves it out, replace substitutes U+FFFD for the invalid bytes.",
-    )
-    separator: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        description="Text that separates the documents in a .txt, .md, .rst or .py file, such as "
-        "a blank line; null (default) reads each file as one document.",
-    )
-    min_characters: NonNegativeInt = Field(
-        0, description="Shortest document to keep, in characters; 0 drops empty documents only."
-    )
+    paths: Annotated[NonEmptyList[str], BeforeValidator(_listed)] = ["{stdlib}/**/*.py"]
+    """Globs or URLs (http, https, s3 and whatever else fsspec supports); {stdlib} is the folder of
+    Python's standard library. .txt, .md, .rst and .py files hold one document each; .jsonl (also
+    .gz, .zst), .parquet and .arrow files hold one per row."""
+    column: str = "text"
+    """Column of .jsonl, .parquet and .arrow files that holds the text."""
+    errors: Literal["fail", "skip", "replace"] = "fail"
+    """What to do with a document that is not valid UTF-8: fail stops and names it, skip leaves it
+    out, replace substitutes U+FFFD for the invalid bytes."""
+    separator: Annotated[str, Field(min_length=1)] | None = None
+    """Text that separates the documents in a .txt, .md, .rst or .py file, such as a blank line;
+    null (default) reads each file as one document."""
+    min_characters: NonNegativeInt = 0
+    """Shortest document to keep, in characters; 0 drops empty documents only."""
     pairs: Pairs = False
     template: Template = TEMPLATE
 
@@ -123,23 +114,22 @@ class HubSource(Section):
     """Dataset on the Hugging Face Hub, streamed to local files."""
 
     kind: Literal["hub"] = Field("hub", description=KIND)
-    repository: str = Field(description="Name on the Hub, such as ccdv/arxiv-summarization.")
-    configuration: str | None = Field(
-        None, description="Configuration (subset) of the dataset; null uses its default one."
-    )
-    split: str = Field("train", description="Split of the Hub dataset to read.")
-    revision: str | None = Field(
-        None,
-        description="Commit, tag or branch, resolved to a commit when the download starts; null "
-        "uses the default branch.",
-    )
-    column: str = Field("text", description="Column that holds the text.")
-    limit: PositiveInt | None = Field(None, description="Rows to read; null reads all.")
-    min_characters: NonNegativeInt = Field(
-        0,
-        description="Shortest document to keep, in characters, applied after limit; 0 drops empty "
-        "documents only.",
-    )
+    repository: str
+    """Name on the Hub, such as ccdv/arxiv-summarization."""
+    configuration: str | None = None
+    """Configuration (subset) of the dataset; null uses its default one."""
+    split: str = "train"
+    """Split of the Hub dataset to read."""
+    revision: str | None = None
+    """Commit, tag or branch, resolved to a commit when the download starts; null uses the default
+    branch."""
+    column: str = "text"
+    """Column that holds the text."""
+    limit: PositiveInt | None = None
+    """Rows to read; null reads all."""
+    min_characters: NonNegativeInt = 0
+    """Shortest document to keep, in characters, applied after limit; 0 drops empty documents
+    only."""
     pairs: Pairs = False
     template: Template = TEMPLATE
 
@@ -160,31 +150,26 @@ Source = Annotated[
 class TokenizerConfig(Section):
     """Tokenizer: how text becomes token ids."""
 
-    spec: str = Field(
-        "bytes",
-        min_length=1,
-        description="bytes (each UTF-8 byte is a token), train (train a byte-level BPE on the "
-        "corpus), model (that of model.initial_weights), a path to a tokenizer.json, or the name "
-        "of a tokenizer on the Hub, optionally with @revision.",
-    )
-    vocab_size: Annotated[int, Field(ge=257, le=1 << 24)] = Field(
-        4096, description="Vocabulary size of the tokenizer that spec=train trains."
-    )
-    retrain: bool = Field(
-        False,
-        description="Train again on the source as it is now (spec=train); by default datasets of "
-        "the same data.name keep the tokenizer that was trained first.",
-    )
+    spec: str = Field("bytes", min_length=1)
+    """bytes (each UTF-8 byte is a token), train (train a byte-level BPE on the corpus), model (that
+    of model.initial_weights), a path to a tokenizer.json, or the name of a tokenizer on the Hub,
+    optionally with @revision."""
+    vocab_size: Annotated[int, Field(ge=257, le=1 << 24)] = 4096
+    """Vocabulary size of the tokenizer that spec=train trains."""
+    retrain: bool = False
+    """Train again on the source as it is now (spec=train); by default datasets of the same
+    data.name keep the tokenizer that was trained first."""
 
 
 class SplitsConfig(Section):
     """Fraction of the documents in each split; a hash of its content assigns each document."""
 
-    train: Fraction = Field(0.9, description="Fraction of the documents to train on.")
-    validation: Fraction = Field(0.05, description="Fraction of the documents to validate on.")
-    test: Fraction = Field(
-        0.05, description="Fraction of the documents held out for the final test."
-    )
+    train: Fraction = 0.9
+    """Fraction of the documents to train on."""
+    validation: Fraction = 0.05
+    """Fraction of the documents to validate on."""
+    test: Fraction = 0.05
+    """Fraction of the documents held out for the final test."""
 
     @model_validator(mode="after")
     def _sum_to_one(self) -> Self:
@@ -202,80 +187,53 @@ class DataConfig(Section):
     # It decides the dataset, and a run is tied to that by the dataset's content key.
     decides_weights = False
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
-        "corpus", description="Prefix of the dataset folder's name; a content key is appended."
-    )
-    source: Source = Field(FilesSource(errors="skip"), description="Where the text comes from.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "corpus"
+    """Prefix of the dataset folder's name; a content key is appended."""
+    source: Source = FilesSource(errors="skip")
+    """Where the text comes from."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     splits: SplitsConfig = SplitsConfig()
-    folder: Place | None = Field(
-        None,
-        description="Finished dataset to use: its name, with or without the key, its folder or "
-        "address (s3://, gs:// or az://), or an output folder, of which the newest is used; null "
-        "builds the dataset from source, or reuses it if it exists.",
-    )
-    cache_dir: LocalFolder | None = Field(
-        None,
-        description="Folder for the shards that training and evaluation copy from an object "
-        "store; null (default) is the working folder of the store.",
-    )
-    cache_gigabytes: PositiveFloat | None = Field(
-        None,
-        description="Largest size of these copies, in GB. A dataset that fits, beside those in "
-        "use, is copied before training, and what was not used for longest makes room; of a "
-        "larger one nothing is copied. null (default) copies every dataset and removes none.",
-    )
-    keep: PositiveInt | None = Field(
-        None,
-        description="Datasets of this name to keep, those used last; at its end, preprocess "
-        "removes the others that no run refers to, and what only they needed. null (default) "
-        "removes nothing.",
-    )
-    partition_megabytes: PositiveInt = Field(
-        32,
-        description="Size of a partition, in MiB of text. A partition, a range of a large file or "
-        "several small files, is the unit of parallel work and of reuse.",
-    )
-    engine: Literal["local", "ray"] = Field(
-        "local",
-        description="Where partitions are made: local is threads of this machine, ray the nodes of "
-        "a Ray cluster, one task per partition.",
-    )
-    ray_address: RayAddress = Field(
-        "auto",
-        description="Ray cluster to join, HOST:PORT of its head; auto is that of RAY_ADDRESS, or "
-        "the one that runs on this machine. This machine must be one of its nodes.",
-    )
-    ray_cpus: Units = Field(1.0, description="CPUs that a task on Ray reserves.")
-    ray_gpus: Units = Field(
-        1.0,
-        description="GPUs that a task on Ray reserves if data.device is cuda; with 0.5, two tasks "
-        "share one.",
-    )
-    ray_memory_gigabytes: PositiveFloat | None = Field(
-        None, description="Memory that a task on Ray reserves, in GB; null (default) is none."
-    )
-    share: Annotated[str, AfterValidator(_check_share)] | None = Field(
-        None,
-        description="Part of the partitions to make, as I/N: the I-th of N shares, each made by a "
-        "command of its own; the last one to finish assembles the dataset. null (default) is "
-        "all of them.",
-    )
-    workers: NonNegativeInt = Field(
-        0,
-        description="Threads that read and tokenise; 0 (default) is one per available core, plus "
-        "one for tokenising.",
-    )
-    device: Device = Field(
-        "auto",
-        description="Where to tokenise: cpu (auto is the same), cuda (all GPUs), cuda:N (one GPU) "
-        "or mixed (all GPUs and the remaining cores). The tokens are identical on all of them.",
-    )
-    batch_size: PositiveInt = Field(
-        1 << 16,
-        description="Most documents to tokenise in one batch; a batch also ends at 8 MiB of text, "
-        "unless it is a single document.",
-    )
+    folder: Place | None = None
+    """Finished dataset to use: its name, with or without the key, its folder or address (s3://,
+    gs:// or az://), or an output folder, of which the newest is used; null builds the dataset from
+    source, or reuses it if it exists."""
+    cache_dir: LocalFolder | None = None
+    """Folder for the shards that training and evaluation copy from an object store; null (default)
+    is the working folder of the store."""
+    cache_gigabytes: PositiveFloat | None = None
+    """Largest size of these copies, in GB. A dataset that fits, beside those in use, is copied
+    before training, and what was not used for longest makes room; of a larger one nothing is
+    copied. null (default) copies every dataset and removes none."""
+    keep: PositiveInt | None = None
+    """Datasets of this name to keep, those used last; at its end, preprocess removes the others
+    that no run refers to, and what only they needed. null (default) removes nothing."""
+    partition_megabytes: PositiveInt = 32
+    """Size of a partition, in MiB of text. A partition, a range of a large file or several small
+    files, is the unit of parallel work and of reuse."""
+    engine: Literal["local", "ray"] = "local"
+    """Where partitions are made: local is threads of this machine, ray the nodes of a Ray cluster,
+    one task per partition."""
+    ray_address: RayAddress = "auto"
+    """Ray cluster to join, HOST:PORT of its head; auto is that of RAY_ADDRESS, or the one that runs
+    on this machine. This machine must be one of its nodes."""
+    ray_cpus: Units = 1.0
+    """CPUs that a task on Ray reserves."""
+    ray_gpus: Units = 1.0
+    """GPUs that a task on Ray reserves if data.device is cuda; with 0.5, two tasks share one."""
+    ray_memory_gigabytes: PositiveFloat | None = None
+    """Memory that a task on Ray reserves, in GB; null (default) is none."""
+    share: Annotated[str, AfterValidator(_check_share)] | None = None
+    """Part of the partitions to make, as I/N: the I-th of N shares, each made by a command of its
+    own; the last one to finish assembles the dataset. null (default) is all of them."""
+    workers: NonNegativeInt = 0
+    """Threads that read and tokenise; 0 (default) is one per available core, plus one for
+    tokenising."""
+    device: Device = "auto"
+    """Where to tokenise: cpu (auto is the same), cuda (all GPUs), cuda:N (one GPU) or mixed (all
+    GPUs and the remaining cores). The tokens are identical on all of them."""
+    batch_size: PositiveInt = 1 << 16
+    """Most documents to tokenise in one batch; a batch also ends at 8 MiB of text, unless it is a
+    single document."""
 
     @model_validator(mode="after")
     def _ray_chooses_the_gpu(self) -> Self:
@@ -296,27 +254,20 @@ class PackingConfig(Section):
 
     decides_weights = True
 
-    mode: Literal["packed", "document", "aligned"] = Field(
-        "packed",
-        description="packed cuts the token stream into windows that may span documents; document "
-        "cuts each document separately; aligned starts each document on a segment boundary and "
-        "resets the memory there.",
-    )
-    context_length: PositiveInt = Field(
-        512, description="Tokens in one window; a multiple of model.segment_length."
-    )
-    context_schedule: dict[Fraction, PositiveInt] | None = Field(
-        None,
-        description="Segments of a training window from a fraction of the steps on, such as {0: 2, "
-        "0.25: 8, 0.5: 32}: a memory learns sooner from short windows, and to last from long ones. "
-        "Each divides the next, and the last makes packing.context_length. A step has as many "
-        "tokens throughout. null (default) has windows of context_length from the start.",
-    )
-    remainder: Literal["drop", "pad"] = Field(
-        "drop",
-        description="What to do with the tokens after a document's last full window (mode=document "
-        "only): drop them, or pad them to a full window.",
-    )
+    mode: Literal["packed", "document", "aligned"] = "packed"
+    """packed cuts the token stream into windows that may span documents; document cuts each
+    document separately; aligned starts each document on a segment boundary and resets the memory
+    there."""
+    context_length: PositiveInt = 512
+    """Tokens in one window; a multiple of model.segment_length."""
+    context_schedule: dict[Fraction, PositiveInt] | None = None
+    """Segments of a training window from a fraction of the steps on, such as {0: 2, 0.25: 8, 0.5:
+    32}: a memory learns sooner from short windows, and to last from long ones. Each divides the
+    next, and the last makes packing.context_length. A step has as many tokens throughout. null
+    (default) has windows of context_length from the start."""
+    remainder: Literal["drop", "pad"] = "drop"
+    """What to do with the tokens after a document's last full window (mode=document only): drop
+    them, or pad them to a full window."""
 
     @field_validator("context_schedule", mode="after")
     @classmethod

@@ -25,19 +25,16 @@ class RopeScaling(Section):
     between are interpolated.
     """
 
-    rope_type: Literal["llama3"] = Field("llama3", description="Scaling method; only llama3.")
-    factor: Annotated[float, Field(ge=1.0)] = Field(
-        description="Factor by which the longest wavelengths are multiplied."
-    )
-    low_freq_factor: PositiveFloat = Field(
-        description="Below this ratio of original length to wavelength, scaling is full."
-    )
-    high_freq_factor: PositiveFloat = Field(
-        description="Above this ratio of original length to wavelength, nothing is scaled."
-    )
-    original_max_position_embeddings: PositiveInt = Field(
-        description="Context length in pretraining, in tokens."
-    )
+    rope_type: Literal["llama3"] = "llama3"
+    """Scaling method; only llama3."""
+    factor: Annotated[float, Field(ge=1.0)]
+    """Factor by which the longest wavelengths are multiplied."""
+    low_freq_factor: PositiveFloat
+    """Below this ratio of original length to wavelength, scaling is full."""
+    high_freq_factor: PositiveFloat
+    """Above this ratio of original length to wavelength, nothing is scaled."""
+    original_max_position_embeddings: PositiveInt
+    """Context length in pretraining, in tokens."""
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
@@ -80,89 +77,66 @@ class ModelConfig(Section):
 
     decides_weights = True
 
-    initial_weights: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        description="Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub, "
-        "such as meta-llama/Llama-3.2-1B, optionally with @revision. The shape comes from there; "
-        "only segment_length, which is then required, memory, memory_key_shift, "
-        "memory_query_shift, gate_start, mask_token_id and ignore_tokenizer may be set beside it. "
-        "null (default) draws the weights from run.seed.",
-    )
-    ignore_tokenizer: bool = Field(
-        False,
-        description="Whether initial_weights may be trained on a dataset whose tokenizer gives "
-        "other ids than theirs.",
-    )
-    vocab_size: PositiveInt | None = Field(
-        None, description="Vocabulary size; null (default) uses the tokenizer's."
-    )
-    hidden_size: PositiveInt = Field(128, description="Width of the residual stream.")
-    num_hidden_layers: PositiveInt = Field(2, description="Number of decoder layers.")
-    num_attention_heads: PositiveInt = Field(4, description="Query heads per layer.")
-    num_key_value_heads: PositiveInt | None = Field(
-        None, description="Key-value heads per layer; null (default) is one per query head."
-    )
-    head_dim: PositiveInt = Field(
-        default_factory=_default_head_dim,
-        description="Width of a head; the default is hidden_size / num_attention_heads.",
-    )
-    intermediate_size: PositiveInt = Field(
-        384, description="Width of the SwiGLU feed-forward layer."
-    )
-    rope_theta: PositiveFloat = Field(10_000.0, description="Base period of the rotary embedding.")
-    rope_scaling: RopeScaling | None = Field(
-        None, description="Llama 3.1 scaling of the rotary frequencies; null (default) is off."
-    )
-    rms_norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of RMSNorm.")
-    tie_word_embeddings: bool = Field(
-        False, description="Whether the output layer shares the weights of the embedding."
-    )
-    initializer_range: PositiveFloat = Field(
-        0.02, description="Standard deviation of the initial weights."
-    )
-    segment_length: PositiveInt = Field(
-        128,
-        description="Tokens in a segment: attention is exact within it, earlier segments are read "
-        "from the compressive memory. For masked_diffusion it is the longest window; the default "
-        "is that of initial_weights, or packing.context_length.",
-    )
-    memory: Literal["linear", "delta", "residual", "none"] = Field(
-        "residual",
-        description="Compressive memory: residual adds new values under sharp features, and what "
-        "it reads to the attention, by a weight that starts at 0; linear is that of the paper, and "
-        "delta first removes the values stored under the same keys; none turns the memory off, so "
-        "that no segment sees an earlier one.",
-    )
-    memory_key_shift: bool = Field(
-        True,
-        description="Whether the memory stores a value under a learned mix of its own and the "
-        "previous token's key, so that it can recall what followed a token; false is the form in "
-        "the paper.",
-    )
-    memory_query_shift: bool | None = Field(
-        None,
-        description="Whether the memory is read with a learned mix of a token's own and the "
-        "previous token's query, so that a masked token can be asked for by the one before it; "
-        "null (default) is true with training.objective=block_diffusion, false otherwise.",
-    )
-    gate_start: float = Field(
-        -2.0,
-        description="Initial gate of every head; its sigmoid is the share of the memory in the "
-        "head's output, 12% at the default of -2. With training.objective=block_diffusion and new "
-        "weights the default is 0. Weights that have gates keep theirs; a residual memory has "
-        "none.",
-    )
+    initial_weights: Annotated[str, Field(min_length=1)] | None = None
+    """Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub, such as
+    meta-llama/Llama-3.2-1B, optionally with @revision. The shape comes from there; only
+    segment_length, which is then required, memory, memory_key_shift, memory_query_shift,
+    gate_start, mask_token_id and ignore_tokenizer may be set beside it. null (default) draws the
+    weights from run.seed."""
+    ignore_tokenizer: bool = False
+    """Whether initial_weights may be trained on a dataset whose tokenizer gives other ids than
+    theirs."""
+    vocab_size: PositiveInt | None = None
+    """Vocabulary size; null (default) uses the tokenizer's."""
+    hidden_size: PositiveInt = 128
+    """Width of the residual stream."""
+    num_hidden_layers: PositiveInt = 2
+    """Number of decoder layers."""
+    num_attention_heads: PositiveInt = 4
+    """Query heads per layer."""
+    num_key_value_heads: PositiveInt | None = None
+    """Key-value heads per layer; null (default) is one per query head."""
+    head_dim: PositiveInt = Field(default_factory=_default_head_dim)
+    """Width of a head; the default is hidden_size / num_attention_heads."""
+    intermediate_size: PositiveInt = 384
+    """Width of the SwiGLU feed-forward layer."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base period of the rotary embedding."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 scaling of the rotary frequencies; null (default) is off."""
+    rms_norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    tie_word_embeddings: bool = False
+    """Whether the output layer shares the weights of the embedding."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    segment_length: PositiveInt = 128
+    """Tokens in a segment: attention is exact within it, earlier segments are read from the
+    compressive memory. For masked_diffusion it is the longest window; the default is that of
+    initial_weights, or packing.context_length."""
+    memory: Literal["linear", "delta", "residual", "none"] = "residual"
+    """Compressive memory: residual adds new values under sharp features, and what it reads to the
+    attention, by a weight that starts at 0; linear is that of the paper, and delta first removes
+    the values stored under the same keys; none turns the memory off, so that no segment sees an
+    earlier one."""
+    memory_key_shift: bool = True
+    """Whether the memory stores a value under a learned mix of its own and the previous token's
+    key, so that it can recall what followed a token; false is the form in the paper."""
+    memory_query_shift: bool | None = None
+    """Whether the memory is read with a learned mix of a token's own and the previous token's
+    query, so that a masked token can be asked for by the one before it; null (default) is true with
+    training.objective=block_diffusion, false otherwise."""
+    gate_start: float = -2.0
+    """Initial gate of every head; its sigmoid is the share of the memory in the head's output, 12%
+    at the default of -2. With training.objective=block_diffusion and new weights the default is 0.
+    Weights that have gates keep theirs; a residual memory has none."""
 
-    bidirectional: bool = Field(
-        False,
-        description="Whether a position sees its whole segment, not only what precedes it; "
-        "training.objective sets it.",
-    )
-    mask_token_id: NonNegativeInt | None = Field(
-        None,
-        description="Token that stands for a masked one in diffusion; null (default) takes "
-        "that of initial_weights, or adds one to the vocabulary.",
-    )
+    bidirectional: bool = False
+    """Whether a position sees its whole segment, not only what precedes it; training.objective sets
+    it."""
+    mask_token_id: NonNegativeInt | None = None
+    """Token that stands for a masked one in diffusion; null (default) takes that of
+    initial_weights, or adds one to the vocabulary."""
 
     @property
     def key_value_heads(self) -> int:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import itertools
+import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+T = TypeVar("T")
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonEmptyList = Annotated[list[T], Field(min_length=1)]
 
 
 class _DecidesWeights:
@@ -18,6 +30,7 @@ DECIDES_WEIGHTS = _DecidesWeights()
 class Section(BaseModel):
     """Part of the tree: immutable, without unknown keys, all numbers finite.
 
+    The docstring below a field is its description in the list of all settings and in the form.
     Numbers are accepted for string fields, since YAML reads `launch.gpus=0` as a number.
 
     Attributes:
@@ -48,5 +61,28 @@ class Section(BaseModel):
             update[name] = below.updated(**change) if nested else change
         return self.model_copy(update=update)
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        # Not by `use_attribute_docstrings`, which reads all sources whenever a process starts.
+        schema = handler(core_schema)
+        fields = handler.resolve_ref_schema(schema)["properties"]
+        for section in (base for base in cls.__mro__ if issubclass(base, Section)):
+            for name, docstring in _docstrings(section.__module__)[section.__name__].items():
+                fields[name].setdefault("description", docstring)
+        return schema
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+@functools.cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """By class the docstrings below its fields, each as one line."""
+    found: dict[str, dict[str, str]] = {}
+    for section in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(section, ast.ClassDef):
+            fields = found.setdefault(section.name, {})
+            for field, below in itertools.pairwise(section.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        fields[name] = " ".join(text.split())
+    return found

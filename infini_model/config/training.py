@@ -65,19 +65,17 @@ class LoraConfig(Section):
     There is no dropout: no layer draws random numbers, so that a resumed run takes the same steps.
     """
 
-    r: PositiveInt = Field(16, description="Rank of the trained product beside each matrix.")
-    lora_alpha: PositiveInt = Field(
-        32, description="Scale of that product: it is multiplied by lora_alpha / r."
+    r: PositiveInt = 16
+    """Rank of the trained product beside each matrix."""
+    lora_alpha: PositiveInt = 32
+    """Scale of that product: it is multiplied by lora_alpha / r."""
+    target_modules: tuple[LoraTarget, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1
     )
-    target_modules: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj"),
-        description="Linear layers of every decoder layer that are adapted.",
-    )
-    modules_to_save: tuple[SavedModule, ...] = Field(
-        (),
-        description="Modules trained whole, and saved with the adapter, by the end of their names: "
-        "norm stands for all norms. Long contexts need [embed_tokens, norm].",
-    )
+    """Linear layers of every decoder layer that are adapted."""
+    modules_to_save: tuple[SavedModule, ...] = ()
+    """Modules trained whole, and saved with the adapter, by the end of their names: norm stands for
+    all norms. Long contexts need [embed_tokens, norm]."""
 
 
 class TrainingConfig(Section):
@@ -85,64 +83,49 @@ class TrainingConfig(Section):
 
     decides_weights = True
 
-    objective: Literal["causal", "masked_diffusion", "block_diffusion"] = Field(
-        "causal",
-        description="What the model learns: causal predicts each next token; masked_diffusion "
-        "(LLaDA) fills in masked tokens and generates in any order; block_diffusion does so in "
-        "each segment, and reads those before it from the memory.",
-    )
-    diffusion_noise: Literal["count", "time"] = Field(
-        "count",
-        description="How masked_diffusion masks a window, and block_diffusion a segment: count "
-        "draws the number of masked tokens, evenly over the windows; time is LLaDA's form, which "
-        "masks each token with a drawn probability. Both bound the same likelihood; count has a "
-        "third of the variance.",
-    )
-    epochs: PositiveFloat | None = Field(
-        None,
-        description="Passes over the training split, such as 3 or 0.5; set this or max_steps. "
-        "Converted to steps when training starts.",
-    )
-    max_steps: PositiveInt | None = Field(
-        default_factory=_default_max_steps,
-        description="Total optimizer steps; the default is 200, or null if epochs is set.",
-    )
-    batch_size: PositiveInt = Field(
-        8,
-        description="Windows per process and micro-batch; the global batch is batch_size × "
-        "gradient_accumulation_steps × processes.",
-    )
-    gradient_accumulation_steps: PositiveInt = Field(
-        1, description="Micro-batches accumulated per optimizer step."
-    )
-    learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate of AdamW.")
-    gate_learning_rate: PositiveFloat = Field(
-        1e-2, description="Peak learning rate of the memory's weights, gates and shifts."
-    )
-    min_learning_rate_ratio: Fraction = Field(
-        0.1, description="Final learning rate of the cosine schedule, as a fraction of the peak."
-    )
-    warmup_steps: NonNegativeInt = Field(20, description="Optimizer steps of linear warm-up.")
-    weight_decay: NonNegativeFloat = Field(
-        0.1, description="AdamW's weight decay, applied to matrices only."
-    )
-    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW's beta1.")
-    adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's beta2.")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
-    max_grad_norm: PositiveFloat = Field(
-        1.0, description="Gradient norm above which gradients are clipped."
-    )
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        "auto",
-        description="Data type of matrix products; auto is fp32 on the CPU, bf16 on GPUs that have "
-        "it (compute capability 8.0), else fp16, which scales the loss and skips steps whose "
-        "gradients overflow. Weights and optimizer state stay in float32.",
-    )
-    lora: LoraConfig | None = Field(
-        None,
-        description="Trains low-rank adapters, in peft's format, beside the frozen "
-        "model.initial_weights; null (default) trains all weights.",
-    )
+    objective: Literal["causal", "masked_diffusion", "block_diffusion"] = "causal"
+    """What the model learns: causal predicts each next token; masked_diffusion (LLaDA) fills in
+    masked tokens and generates in any order; block_diffusion does so in each segment, and reads
+    those before it from the memory."""
+    diffusion_noise: Literal["count", "time"] = "count"
+    """How masked_diffusion masks a window, and block_diffusion a segment: count draws the number of
+    masked tokens, evenly over the windows; time is LLaDA's form, which masks each token with a
+    drawn probability. Both bound the same likelihood; count has a third of the variance."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training split, such as 3 or 0.5; set this or max_steps. Converted to steps
+    when training starts."""
+    max_steps: PositiveInt | None = Field(default_factory=_default_max_steps)
+    """Total optimizer steps; the default is 200, or null if epochs is set."""
+    batch_size: PositiveInt = 8
+    """Windows per process and micro-batch; the global batch is batch_size ×
+    gradient_accumulation_steps × processes."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Micro-batches accumulated per optimizer step."""
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate of AdamW."""
+    gate_learning_rate: PositiveFloat = 1e-2
+    """Peak learning rate of the memory's weights, gates and shifts."""
+    min_learning_rate_ratio: Fraction = 0.1
+    """Final learning rate of the cosine schedule, as a fraction of the peak."""
+    warmup_steps: NonNegativeInt = 20
+    """Optimizer steps of linear warm-up."""
+    weight_decay: NonNegativeFloat = 0.1
+    """AdamW's weight decay, applied to matrices only."""
+    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's beta1."""
+    adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """AdamW's beta2."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradient norm above which gradients are clipped."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Data type of matrix products; auto is fp32 on the CPU, bf16 on GPUs that have it (compute
+    capability 8.0), else fp16, which scales the loss and skips steps whose gradients overflow.
+    Weights and optimizer state stay in float32."""
+    lora: LoraConfig | None = None
+    """Trains low-rank adapters, in peft's format, beside the frozen model.initial_weights; null
+    (default) trains all weights."""
 
     @property
     def total_steps(self) -> int:
@@ -163,83 +146,54 @@ class LaunchConfig(Section):
 
     decides_weights = False
 
-    gpus: Gpus = Field(
-        "auto",
-        description="auto (the GPUs with the most free memory, all of them unless processes is "
-        "set; the CPU if there is none), all, GPU numbers such as 0,3, or cpu.",
-    )
-    processes: PositiveInt | None = Field(
-        None,
-        description="Processes on this machine; null (default) is one per GPU, or one on the CPU.",
-    )
-    launcher: Literal["local", "ray"] = Field(
-        "local",
-        description="Where the processes are started: local is this machine, ray the nodes of a "
-        "Ray cluster. With ray, losing a node costs the steps since the last checkpoint; the "
-        "training continues on the remaining nodes.",
-    )
-    nodes: Nodes | None = Field(
-        None,
-        description="Nodes of the Ray cluster to train on, a number or a range such as 2-4; null "
-        "(default) is one.",
-    )
-    ray_address: RayAddress = Field(
-        "auto",
-        description="Ray cluster to join if launcher is ray, HOST:PORT of its head; auto is that "
-        "of RAY_ADDRESS, or the one that runs on this machine.",
-    )
-    num_nodes: PositiveInt = Field(
-        1, description="Number of machines that train together, each with a launcher of its own."
-    )
-    node_rank: NonNegativeInt = Field(
-        0, description="Rank of this machine, from 0 to num_nodes - 1."
-    )
-    rdzv_endpoint: str | None = Field(
-        None, description="host:port of the machine of rank 0; required if num_nodes is over 1."
-    )
-    strategy: Literal["ddp", "fsdp"] = Field(
-        "ddp",
-        description="How processes share the model: ddp keeps a full copy in each; fsdp shards it, "
-        "for models too large for one device. May change when a run resumes.",
-    )
-    attention_backend: AttentionBackend = Field(
-        "auto",
-        description="Kernel for the attention within segments: flash_attn is the package of that "
-        "name, tiled is this library's CPU kernel, the others are PyTorch's; auto uses the fastest "
-        "one available. On a GPU flash_attn, flash and cudnn need 16-bit precision; where the "
-        "computation is in float32, auto decides. cudnn needs launch.deterministic=false.",
-    )
-    gradient_checkpointing: bool = Field(
-        False,
-        description="Whether to recompute activations in the backward pass instead of storing "
-        "them: less memory, about a third more time, identical results.",
-    )
-    deterministic: bool = Field(
-        True,
-        description="Whether GPUs use deterministic kernels only, so that on the same machine a "
-        "resumed run ends bit-identical to an uninterrupted one; an operation without such a "
-        "kernel ends the training. false may be faster, and resumes without that guarantee.",
-    )
-    compile: bool | None = Field(
-        None,
-        description="Whether torch.compile fuses what a layer computes around its matrix products, "
-        "in training steps only. The first step takes longer, results agree up to rounding. null "
-        "(default) is yes on a GPU where Triton and a C compiler are installed, no on the CPU.",
-    )
-    hang_timeout_seconds: PositiveFloat | None = Field(
-        None,
-        description="Seconds without a step after which training counts as hung and is killed; "
-        "null (default) is 20 times the usual step time, at least 60 s.",
-    )
-    force: bool = Field(
-        False,
-        description="Whether to train even where the memory estimate says that it cannot fit.",
-    )
-    skip_non_finite: bool = Field(
-        False,
-        description="Whether a retry after a NaN or infinite loss or gradient skips the global "
-        "batch that caused it.",
-    )
+    gpus: Gpus = "auto"
+    """auto (the GPUs with the most free memory, all of them unless processes is set; the CPU if
+    there is none), all, GPU numbers such as 0,3, or cpu."""
+    processes: PositiveInt | None = None
+    """Processes on this machine; null (default) is one per GPU, or one on the CPU."""
+    launcher: Literal["local", "ray"] = "local"
+    """Where the processes are started: local is this machine, ray the nodes of a Ray cluster. With
+    ray, losing a node costs the steps since the last checkpoint; the training continues on the
+    remaining nodes."""
+    nodes: Nodes | None = None
+    """Nodes of the Ray cluster to train on, a number or a range such as 2-4; null (default) is
+    one."""
+    ray_address: RayAddress = "auto"
+    """Ray cluster to join if launcher is ray, HOST:PORT of its head; auto is that of RAY_ADDRESS,
+    or the one that runs on this machine."""
+    num_nodes: PositiveInt = 1
+    """Number of machines that train together, each with a launcher of its own."""
+    node_rank: NonNegativeInt = 0
+    """Rank of this machine, from 0 to num_nodes - 1."""
+    rdzv_endpoint: str | None = None
+    """host:port of the machine of rank 0; required if num_nodes is over 1."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """How processes share the model: ddp keeps a full copy in each; fsdp shards it, for models too
+    large for one device. May change when a run resumes."""
+    attention_backend: AttentionBackend = "auto"
+    """Kernel for the attention within segments: flash_attn is the package of that name, tiled is
+    this library's CPU kernel, the others are PyTorch's; auto uses the fastest one available. On a
+    GPU flash_attn, flash and cudnn need 16-bit precision; where the computation is in float32, auto
+    decides. cudnn needs launch.deterministic=false."""
+    gradient_checkpointing: bool = False
+    """Whether to recompute activations in the backward pass instead of storing them: less memory,
+    about a third more time, identical results."""
+    deterministic: bool = True
+    """Whether GPUs use deterministic kernels only, so that on the same machine a resumed run ends
+    bit-identical to an uninterrupted one; an operation without such a kernel ends the training.
+    false may be faster, and resumes without that guarantee."""
+    compile: bool | None = None
+    """Whether torch.compile fuses what a layer computes around its matrix products, in training
+    steps only. The first step takes longer, results agree up to rounding. null (default) is yes on
+    a GPU where Triton and a C compiler are installed, no on the CPU."""
+    hang_timeout_seconds: PositiveFloat | None = None
+    """Seconds without a step after which training counts as hung and is killed; null (default) is
+    20 times the usual step time, at least 60 s."""
+    force: bool = False
+    """Whether to train even where the memory estimate says that it cannot fit."""
+    skip_non_finite: bool = False
+    """Whether a retry after a NaN or infinite loss or gradient skips the global batch that caused
+    it."""
 
     @model_validator(mode="after")
     def _nodes_can_connect(self) -> Self:
@@ -275,18 +229,15 @@ class LoggingConfig(Section):
 
     decides_weights = False
 
-    logging_steps: PositiveInt = Field(10, description="Steps between log lines.")
-    eval_steps: PositiveInt = Field(50, description="Steps between validations.")
-    tensorboard_dir: LocalFolder | None = Field(
-        None,
-        description="Folder for TensorBoard files; null (default) is logs/tensorboard in the run "
-        "folder.",
-    )
-    debug: bool = Field(
-        False,
-        description="Whether to print a report of the tensors at fault when a loss or gradient is "
-        "NaN or infinite.",
-    )
+    logging_steps: PositiveInt = 10
+    """Steps between log lines."""
+    eval_steps: PositiveInt = 50
+    """Steps between validations."""
+    tensorboard_dir: LocalFolder | None = None
+    """Folder for TensorBoard files; null (default) is logs/tensorboard in the run folder."""
+    debug: bool = False
+    """Whether to print a report of the tensors at fault when a loss or gradient is NaN or
+    infinite."""
 
 
 class CheckpointConfig(Section):
@@ -294,7 +245,7 @@ class CheckpointConfig(Section):
 
     decides_weights = False
 
-    save_steps: PositiveInt = Field(50, description="Steps between checkpoints.")
-    save_total_limit: PositiveInt = Field(
-        2, description="Checkpoints to keep; older ones are deleted."
-    )
+    save_steps: PositiveInt = 50
+    """Steps between checkpoints."""
+    save_total_limit: PositiveInt = 2
+    """Checkpoints to keep; older ones are deleted."""

@@ -39,23 +39,20 @@ class TrackingConfig(Section):
 
     decides_weights = False
 
-    mlflow: bool = Field(True, description="Whether to record runs in MLflow.")
-    tracking_uri: str | None = Field(
-        None,
-        description="MLflow tracking URI; null (default) is a SQLite file in run.output_dir.",
-    )
-    experiment_name: str = Field("infini-llama", description="MLflow experiment to record runs in.")
-    log_model: bool = Field(
-        True,
-        description="Whether to log the final model to MLflow, so that it can be loaded from "
-        "there; stores a copy of the weights, four bytes per parameter.",
-    )
-    registered_model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
-        None,
-        description="Name to register the logged model under in MLflow; the alias best points to "
-        "the version with the lowest validation loss. null (default) does not register it.",
-    )
-    tensorboard: bool = Field(True, description="Whether to write TensorBoard files.")
+    mlflow: bool = True
+    """Whether to record runs in MLflow."""
+    tracking_uri: str | None = None
+    """MLflow tracking URI; null (default) is a SQLite file in run.output_dir."""
+    experiment_name: str = "infini-llama"
+    """MLflow experiment to record runs in."""
+    log_model: bool = True
+    """Whether to log the final model to MLflow, so that it can be loaded from there; stores a copy
+    of the weights, four bytes per parameter."""
+    registered_model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """Name to register the logged model under in MLflow; the alias best points to the version with
+    the lowest validation loss. null (default) does not register it."""
+    tensorboard: bool = True
+    """Whether to write TensorBoard files."""
 
     @model_validator(mode="after")
     def _registered_model_is_logged(self) -> Self:
@@ -67,38 +64,33 @@ class TrackingConfig(Section):
 class StageConfig(Section):
     """Retries and timeout of a Prefect task."""
 
-    retries: NonNegativeInt = Field(2, description="Retries after a failure.")
-    retry_delay_seconds: NonNegativeFloat = Field(
-        2.0,
-        description="Seconds before the first retry; doubled for each further one, with jitter.",
-    )
-    timeout_seconds: PositiveFloat | None = Field(
-        None,
-        description="Seconds after which the stage and all its processes are killed; null "
-        "(default) is no limit.",
-    )
+    retries: NonNegativeInt = 2
+    """Retries after a failure."""
+    retry_delay_seconds: NonNegativeFloat = 2.0
+    """Seconds before the first retry; doubled for each further one, with jitter."""
+    timeout_seconds: PositiveFloat | None = None
+    """Seconds after which the stage and all its processes are killed; null (default) is no
+    limit."""
 
 
 class FetchStageConfig(StageConfig):
     """The same for a stage that fetches over the network."""
 
-    retries: NonNegativeInt = Field(4, description="Retries after a failure.")
+    retries: NonNegativeInt = 4
 
 
 class CleanStageConfig(StageConfig):
     """The same for the cleaning, which is not worth a retry."""
 
-    retries: NonNegativeInt = Field(0, description="Retries after a failure.")
+    retries: NonNegativeInt = 0
 
 
 class FlowStageConfig(StageConfig):
     """The same for a stage with a flow of its own, which a worker elsewhere can run."""
 
-    deployment: Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)?$")] | None = Field(
-        None,
-        description="Deployment of the stage's flow, NAME or FLOW/NAME: the pipeline and a sweep "
-        "run the stage as a flow run of it, in its work pool; null (default) runs it in place.",
-    )
+    deployment: Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)?$")] | None = None
+    """Deployment of the stage's flow, NAME or FLOW/NAME: the pipeline and a sweep run the stage as
+    a flow run of it, in its work pool; null (default) runs it in place."""
 
 
 class StagesConfig(Section):
@@ -127,16 +119,12 @@ class ComparisonConfig(Section):
 
     decides_weights = False
 
-    runs: list[str] = Field(
-        [],
-        description="Names or folders of runs to compare. The losses of the others are compared "
-        "with those of the first one that is evaluated.",
-    )
-    sweep: list[str] = Field(
-        [],
-        description="Settings whose combinations are run first, one after another, each as "
-        "KEY=VALUE,VALUE such as model.memory=linear,none.",
-    )
+    runs: list[str] = []
+    """Names or folders of runs to compare. The losses of the others are compared with those of the
+    first one that is evaluated."""
+    sweep: list[str] = []
+    """Settings whose combinations are run first, one after another, each as KEY=VALUE,VALUE such as
+    model.memory=linear,none."""
 
 
 class RunConfig(Section):
@@ -144,44 +132,30 @@ class RunConfig(Section):
 
     decides_weights = False
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
-        None,
-        description="Name of the run folder in runs/; null (default) resumes an interrupted run of "
-        "the same settings or numbers a new one after the preset.",
-    )
-    preset: str | None = Field(None, description="Preset the settings are based on.")
-    chosen_for: str | None = Field(
-        None,
-        description="Key of the typed settings for which infini run chose the preset; infini run "
-        "sets it, so that the same command resumes.",
-    )
-    output_dir: SplitFolder = Field(
-        Path("outputs"),
-        description="Folder for datasets/, runs/ and the tracking records; the default is outputs, "
-        "or the environment variable INFINI_OUTPUT_DIR. An address (s3://, gs:// or az://) sets "
-        "store, and a working folder in ~/.cache/infini-llama.",
-    )
-    data_dir: SplitFolder | None = Field(
-        None,
-        description="Folder for datasets; null (default) is datasets/ in output_dir. An address "
-        "sets data_store.",
-    )
-    store: StoreAddress | None = Field(
-        None,
-        description="Address of an object store that keeps datasets and runs for all machines; "
-        "output_dir is then a working copy.",
-    )
-    data_store: StoreAddress | None = Field(
-        None, description="Address for datasets; null (default) is datasets/ in store."
-    )
-    seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = Field(
-        0,
-        description="Seed of the initial weights, the window order, what an objective draws, and "
-        "samples.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest severity of messages to print."
-    )
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """Name of the run folder in runs/; null (default) resumes an interrupted run of the same
+    settings or numbers a new one after the preset."""
+    preset: str | None = None
+    """Preset the settings are based on."""
+    chosen_for: str | None = None
+    """Key of the typed settings for which infini run chose the preset; infini run sets it, so that
+    the same command resumes."""
+    output_dir: SplitFolder = Path("outputs")
+    """Folder for datasets/, runs/ and the tracking records; the default is outputs, or the
+    environment variable INFINI_OUTPUT_DIR. An address (s3://, gs:// or az://) sets store, and a
+    working folder in ~/.cache/infini-llama."""
+    data_dir: SplitFolder | None = None
+    """Folder for datasets; null (default) is datasets/ in output_dir. An address sets
+    data_store."""
+    store: StoreAddress | None = None
+    """Address of an object store that keeps datasets and runs for all machines; output_dir is then
+    a working copy."""
+    data_store: StoreAddress | None = None
+    """Address for datasets; null (default) is datasets/ in store."""
+    seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = 0
+    """Seed of the initial weights, the window order, what an objective draws, and samples."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest severity of messages to print."""
 
     @model_validator(mode="before")
     @classmethod

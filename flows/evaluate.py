@@ -31,7 +31,7 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
         data=config.data.updated(folder=folder),
         launch=config.launch,
         evaluation=config.evaluation,
-        stages=config.stages.in_place,
+        stages=config.in_place.stages,
     )
 
 

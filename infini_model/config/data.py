@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,48 +18,40 @@ from pydantic import (
     PositiveInt,
     Tag,
     WithJsonSchema,
-    field_validator,
-    model_validator,
 )
 
 from infini_model.config.locations import LocalFolder, Place, RayAddress
-from infini_model.config.section import Fraction, NonEmptyList, Section
+from infini_model.config.section import Fraction, Name, NonEmpty, NonEmptyList, Section, takes
 
 MEBIBYTE = 1 << 20
 
-
-def _check_device(value: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?|mixed", value):
-        return value
-    raise ValueError("takes auto, cpu, cuda, cuda:N, or mixed")
-
-
-# Pattern for the form. The validator's message is clearer than a failed pattern match.
-DEVICE_SCHEMA = {"type": "string", "pattern": r"^(auto|cpu|cuda(:\d+)?|mixed)$"}
-Device = Annotated[str, AfterValidator(_check_device), WithJsonSchema(DEVICE_SCHEMA)]
-
-
-def _check_units(value: float) -> float:
-    if value < 1 or value == int(value):
-        return value
-    raise ValueError("takes a fraction of 1 or a whole number, as Ray does")
-
-
+# The form checks the pattern. Here a message is clearer than a failed pattern match.
+DEVICE = r"^(auto|cpu|cuda(:\d+)?|mixed)$"
+Device = Annotated[
+    str,
+    takes("auto, cpu, cuda, cuda:N, or mixed", re.compile(DEVICE).fullmatch),
+    WithJsonSchema({"type": "string", "pattern": DEVICE}),
+]
 # CPUs or GPUs of a task.
-Units = Annotated[PositiveFloat, AfterValidator(_check_units)]
+Units = Annotated[
+    PositiveFloat,
+    takes(
+        "a fraction of 1 or a whole number, as Ray does",
+        lambda units: units < 1 or units.is_integer(),
+    ),
+]
 
 
-def _check_share(value: str) -> str:
+def _is_share(value: str) -> bool:
     number, _, count = value.partition("/")
-    if re.fullmatch(r"\d+/\d+", value) and 1 <= int(number) <= int(count):
-        return value
-    raise ValueError("takes I/N with 1 <= I <= N, such as 2/4")
+    return bool(re.fullmatch(r"\d+/\d+", value)) and 1 <= int(number) <= int(count)
 
 
-def _check_template(value: str) -> str:
-    if value.count("{content}") == 1 and "{role}" in value.partition("{content}")[0]:
-        return value
-    raise ValueError("takes text with one {content}, and {role} in front of it")
+Share = Annotated[str, takes("I/N with 1 <= I <= N, such as 2/4", _is_share)]
+
+
+def _is_template(value: str) -> bool:
+    return value.count("{content}") == 1 and "{role}" in value.partition("{content}")[0]
 
 
 Pairs = Annotated[
@@ -71,7 +63,7 @@ Pairs = Annotated[
 ]
 Template = Annotated[
     str,
-    AfterValidator(_check_template),
+    takes("text with one {content}, and {role} in front of it", _is_template),
     Field(
         description="How a message becomes text, if data.source.pairs; the last message of the "
         "assistant is the answer, and what precedes its {content} belongs to the prompt."
@@ -101,7 +93,7 @@ class FilesSource(Section):
     errors: Literal["fail", "skip", "replace"] = "fail"
     """What to do with a document that is not valid UTF-8: fail stops and names it, skip leaves it
     out, replace substitutes U+FFFD for the invalid bytes."""
-    separator: Annotated[str, Field(min_length=1)] | None = None
+    separator: NonEmpty | None = None
     """Text that separates the documents in a .txt, .md, .rst or .py file, such as a blank line;
     null (default) reads each file as one document."""
     min_characters: NonNegativeInt = 0
@@ -150,7 +142,7 @@ Source = Annotated[
 class TokenizerConfig(Section):
     """Tokenizer: how text becomes token ids."""
 
-    spec: str = Field("bytes", min_length=1)
+    spec: NonEmpty = "bytes"
     """bytes (each UTF-8 byte is a token), train (train a byte-level BPE on the corpus), model (that
     of model.initial_weights), a path to a tokenizer.json, or the name of a tokenizer on the Hub,
     optionally with @revision."""
@@ -171,23 +163,18 @@ class SplitsConfig(Section):
     test: Fraction = 0.05
     """Fraction of the documents held out for the final test."""
 
-    @model_validator(mode="after")
-    def _sum_to_one(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         total = self.train + self.validation + self.test
         if not math.isclose(total, 1.0, abs_tol=1e-6):
-            raise ValueError(f"train + validation + test must be 1, not {total:g}")
+            yield f"train + validation + test must be 1, not {total:g}"
         if self.train == 0.0:
-            raise ValueError("train must be more than 0")
-        return self
+            yield "train must be more than 0"
 
 
 class DataConfig(Section):
     """Dataset: its source, tokenizer and splits."""
 
-    # It decides the dataset, and a run is tied to that by the dataset's content key.
-    decides_weights = False
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "corpus"
+    name: Name = "corpus"
     """Prefix of the dataset folder's name; a content key is appended."""
     source: Source = FilesSource(errors="skip")
     """Where the text comes from."""
@@ -222,7 +209,7 @@ class DataConfig(Section):
     """GPUs that a task on Ray reserves if data.device is cuda; with 0.5, two tasks share one."""
     ray_memory_gigabytes: PositiveFloat | None = None
     """Memory that a task on Ray reserves, in GB; null (default) is none."""
-    share: Annotated[str, AfterValidator(_check_share)] | None = None
+    share: Share | None = None
     """Part of the partitions to make, as I/N: the I-th of N shares, each made by a command of its
     own; the last one to finish assembles the dataset. null (default) is all of them."""
     workers: NonNegativeInt = 0
@@ -235,11 +222,9 @@ class DataConfig(Section):
     """Most documents to tokenise in one batch; a batch also ends at 8 MiB of text, unless it is a
     single document."""
 
-    @model_validator(mode="after")
-    def _ray_chooses_the_gpu(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device {self.device} needs engine=local; Ray takes cpu or cuda")
-        return self
+            yield f"device {self.device} needs engine=local; Ray takes cpu or cuda"
 
     @property
     def share_of(self) -> tuple[int, int] | None:
@@ -249,10 +234,22 @@ class DataConfig(Section):
         return int(number), int(count)
 
 
+def _in_order(schedule: dict[float, int]) -> dict[float, int]:
+    ordered = dict(sorted(schedule.items()))
+    fractions = list(ordered)
+    if not fractions or fractions[0] != 0.0 or fractions[-1] == 1.0:
+        raise ValueError("the first fraction must be 0, and all below 1")
+    for shorter, longer in itertools.pairwise(ordered.values()):
+        if longer % shorter:
+            raise ValueError(f"{longer} segments are not a multiple of the {shorter} before")
+    return ordered
+
+
+ContextSchedule = Annotated[dict[Fraction, PositiveInt], AfterValidator(_in_order)]
+
+
 class PackingConfig(Section):
     """How the token stream is cut into windows; changing it needs no new tokenisation."""
-
-    decides_weights = True
 
     mode: Literal["packed", "document", "aligned"] = "packed"
     """packed cuts the token stream into windows that may span documents; document cuts each
@@ -260,7 +257,7 @@ class PackingConfig(Section):
     there."""
     context_length: PositiveInt = 512
     """Tokens in one window; a multiple of model.segment_length."""
-    context_schedule: dict[Fraction, PositiveInt] | None = None
+    context_schedule: ContextSchedule | None = None
     """Segments of a training window from a fraction of the steps on, such as {0: 2, 0.25: 8, 0.5:
     32}: a memory learns sooner from short windows, and to last from long ones. Each divides the
     next, and the last makes packing.context_length. A step has as many tokens throughout. null
@@ -268,17 +265,3 @@ class PackingConfig(Section):
     remainder: Literal["drop", "pad"] = "drop"
     """What to do with the tokens after a document's last full window (mode=document only): drop
     them, or pad them to a full window."""
-
-    @field_validator("context_schedule", mode="after")
-    @classmethod
-    def _is_in_order(cls, schedule: dict[float, int] | None) -> dict[float, int] | None:
-        if schedule is None:
-            return None
-        fractions = sorted(schedule)
-        if not fractions or fractions[0] != 0.0 or fractions[-1] == 1.0:
-            raise ValueError("the first fraction must be 0, and all below 1")
-        ordered = {fraction: schedule[fraction] for fraction in fractions}
-        for shorter, longer in itertools.pairwise(ordered.values()):
-            if longer % shorter:
-                raise ValueError(f"{longer} segments are not a multiple of the {shorter} before")
-        return ordered

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from infini_model.config.section import NonEmptyList, Section
 
@@ -112,14 +106,10 @@ class NeedlesConfig(PasskeyConfig):
     needles: Annotated[int, Field(ge=2, le=16)] = 4
     """Needles in a sequence, at different depths."""
 
-    @model_validator(mode="after")
-    def _depths_differ(self) -> Self:
-        if self.needles > len(set(self.depths)):
-            raise ValueError(
-                f"{self.needles} needles in a sequence need as many depths, got "
-                f"{len(set(self.depths))}"
-            )
-        return self
+    def conflicts(self) -> Iterator[str]:
+        depths = len(set(self.depths))
+        if self.needles > depths:
+            yield f"{self.needles} needles in a sequence need as many depths, got {depths}"
 
 
 class RecallConfig(Section):
@@ -171,8 +161,6 @@ class SampleConfig(Section):
 
 class EvaluationConfig(Section):
     """What is scored, and what the report contains."""
-
-    decides_weights = False
 
     max_windows: PositiveInt | None = None
     """Windows of the validation and of the test split to score: a fixed sample over the whole

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from infini_model.config.tree import Config, identity_keys
+from infini_model.config.tree import DECIDE_WEIGHTS, Config
 
 # What the user is to give for a key that a preset leaves open.
 WHAT_TO_GIVE = {
@@ -258,7 +258,8 @@ def _leaves(
 
 
 def _line(key: str, schema: Schema, definitions: dict[str, Schema]) -> str:
-    star = "\\*" if any(f"{key}.".startswith(f"{each}.") for each in identity_keys()) else ""
+    section, name = key.split(".")[:2]
+    star = "\\*" if name in DECIDE_WEIGHTS.get(section, ()) else ""
     default = ""
     if "default" in schema:
         default = f", default `{json.dumps(schema['default'], ensure_ascii=False)}`"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+
+from infini_model.config.section import takes
 
 STORES = ("s3://", "gs://", "az://")
 
@@ -19,56 +20,39 @@ def is_url(value: Any) -> bool:
     return isinstance(value, str) and "://" in value
 
 
-def _is_store(value: Any) -> bool:
+def is_store(value: Any) -> bool:
+    """Whether a setting is an address in an object store."""
     return isinstance(value, str) and value.startswith(STORES)
 
 
-def _check_scheme(value: Any) -> Any:
-    if not isinstance(value, str | Path) or (is_url(value) and not _is_store(value)):
-        raise ValueError(f"takes a folder, or an address ({', '.join(STORES)})")
-    return value
+def _to_place(value: str | Path) -> Path | str:
+    return str(value).rstrip("/") if is_url(value) else Path(value)
 
 
-def _check_store(value: str) -> str:
-    if not _is_store(value):
-        raise ValueError(f"takes an address ({', '.join(STORES)})")
-    return value
-
-
-def _to_place(value: Any) -> Path | str:
-    checked: Path | str = _check_scheme(value)
-    return str(checked).rstrip("/") if is_url(checked) else Path(checked)
-
-
+_AN_ADDRESS = f"an address ({', '.join(STORES)})"
+_FOLDER_OR_ADDRESS = takes(
+    f"a folder, or {_AN_ADDRESS}",
+    lambda value: is_store(value) or (isinstance(value, str | Path) and not is_url(value)),
+    BeforeValidator,
+)
 # A folder of this machine, or an address in an object store, which stays a string.
 Place = Annotated[
     Path | str,
-    PlainValidator(_to_place),
+    _FOLDER_OR_ADDRESS,
+    AfterValidator(_to_place),
     WithJsonSchema({"type": "string", "format": "path"}),
 ]
-
-# A folder of this machine; an address is taken from it before (`split_addresses`).
-SplitFolder = Annotated[Path, BeforeValidator(_check_scheme)]
-StoreAddress = Annotated[str, AfterValidator(_check_store)]
-
-
-def _refuse_address(value: Any) -> Any:
-    if is_url(value):
-        raise ValueError("takes a local folder, not an address")
-    return value
-
-
-LocalFolder = Annotated[Path, BeforeValidator(_refuse_address)]
-
-
-def _check_cluster(value: str) -> str:
-    if re.fullmatch(r"auto|[^\s/:]+:\d+", value):
-        return value
-    raise ValueError("takes auto or HOST:PORT; this machine must be a node of the cluster")
-
-
+# A folder of this machine; an address is taken from it before (`RunConfig`).
+SplitFolder = Annotated[Path, _FOLDER_OR_ADDRESS]
+LocalFolder = Annotated[
+    Path, takes("a local folder, not an address", lambda value: not is_url(value), BeforeValidator)
+]
+StoreAddress = Annotated[str, takes(_AN_ADDRESS, is_store)]
 # A Ray cluster to join.
-RayAddress = Annotated[str, AfterValidator(_check_cluster)]
+_CLUSTER = re.compile(r"auto|[^\s/:]+:\d+")
+RayAddress = Annotated[
+    str, takes("auto or HOST:PORT; this machine must be a node of the cluster", _CLUSTER.fullmatch)
+]
 
 
 def working_folder(address: str) -> Path:
@@ -94,20 +78,3 @@ def local_folder(folder: Path | None, address: str | None) -> Path | None:
     """
     here = None if address is None else working_folder(address)
     return here if folder and here and folder.name == here.name else folder
-
-
-def split_addresses(values: Any) -> Any:
-    """Divide folders that are addresses into the store and its local working folder.
-
-    `output_dir` is by default that of the environment, `INFINI_OUTPUT_DIR`.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    values = dict(values)
-    if "INFINI_OUTPUT_DIR" in os.environ:
-        values.setdefault("output_dir", os.environ["INFINI_OUTPUT_DIR"])
-    for folder, store in (("output_dir", "store"), ("data_dir", "data_store")):
-        address = values.get(folder)
-        if _is_store(address):
-            values |= {folder: working_folder(address), store: address.rstrip("/")}
-    return values

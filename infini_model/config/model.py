@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -11,10 +12,9 @@ from pydantic import (
     PositiveInt,
     SerializerFunctionWrapHandler,
     model_serializer,
-    model_validator,
 )
 
-from infini_model.config.section import Section
+from infini_model.config.section import NonEmpty, Section
 
 
 class RopeScaling(Section):
@@ -36,36 +36,27 @@ class RopeScaling(Section):
     original_max_position_embeddings: PositiveInt
     """Context length in pretraining, in tokens."""
 
-    @model_validator(mode="after")
-    def _low_is_below_high(self) -> Self:
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor {self.low_freq_factor:g} must be below "
-                f"high_freq_factor {self.high_freq_factor:g}"
-            )
-        return self
+    def conflicts(self) -> Iterator[str]:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low >= high:
+            yield f"low_freq_factor {low:g} must be below high_freq_factor {high:g}"
 
 
 # What may be set beside `initial_weights`; the rest of the shape comes from there.
-BESIDE_INITIAL_WEIGHTS = frozenset(
-    {
-        "initial_weights",
-        "segment_length",
-        "memory",
-        "memory_key_shift",
-        "memory_query_shift",
-        "gate_start",
-        "mask_token_id",
-        "ignore_tokenizer",
-    }
-)
+BESIDE_INITIAL_WEIGHTS = {
+    "initial_weights",
+    "segment_length",
+    "memory",
+    "memory_key_shift",
+    "memory_query_shift",
+    "gate_start",
+    "mask_token_id",
+    "ignore_tokenizer",
+}
 
 # Names, in config.json, a tokenizer that has no file; `transformers` preserves and ignores it.
 TOKENIZER_NAME = "infini_tokenizer"
-
-
-def _default_head_dim(fields: dict[str, Any]) -> int:
-    return int(fields["hidden_size"] // fields["num_attention_heads"])
+GATE_START = -2.0
 
 
 class ModelConfig(Section):
@@ -75,9 +66,7 @@ class ModelConfig(Section):
     until `infini_model.training.initial_weights` has resolved them, and are not dumped.
     """
 
-    decides_weights = True
-
-    initial_weights: Annotated[str, Field(min_length=1)] | None = None
+    initial_weights: NonEmpty | None = None
     """Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub, such as
     meta-llama/Llama-3.2-1B, optionally with @revision. The shape comes from there; only
     segment_length, which is then required, memory, memory_key_shift, memory_query_shift,
@@ -96,7 +85,9 @@ class ModelConfig(Section):
     """Query heads per layer."""
     num_key_value_heads: PositiveInt | None = None
     """Key-value heads per layer; null (default) is one per query head."""
-    head_dim: PositiveInt = Field(default_factory=_default_head_dim)
+    head_dim: PositiveInt = Field(
+        default_factory=lambda fields: fields["hidden_size"] // fields["num_attention_heads"]
+    )
     """Width of a head; the default is hidden_size / num_attention_heads."""
     intermediate_size: PositiveInt = 384
     """Width of the SwiGLU feed-forward layer."""
@@ -126,7 +117,7 @@ class ModelConfig(Section):
     """Whether the memory is read with a learned mix of a token's own and the previous token's
     query, so that a masked token can be asked for by the one before it; null (default) is true with
     training.objective=block_diffusion, false otherwise."""
-    gate_start: float = -2.0
+    gate_start: float = GATE_START
     """Initial gate of every head; its sigmoid is the share of the memory in the head's output, 12%
     at the default of -2. With training.objective=block_diffusion and new weights the default is 0.
     Weights that have gates keep theirs; a residual memory has none."""
@@ -164,33 +155,17 @@ class ModelConfig(Section):
             tree.pop("head_dim", None)
         return tree
 
-    @model_validator(mode="after")
-    def _gates_have_a_start(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # The default may come from the file of a run with another memory.
-        default = type(self).model_fields["gate_start"].default
-        if self.memory == "residual" and self.gate_start != default:
-            raise ValueError("gate_start: memory=residual has no gates; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _mask_is_a_token(self) -> Self:
+        if self.memory == "residual" and self.gate_start != GATE_START:
+            yield "gate_start: memory=residual has no gates; leave it out"
         size, mask = self.vocab_size, self.mask_token_id
         if size is not None and mask is not None and mask >= size:
-            raise ValueError(f"mask_token_id {mask} is outside the vocabulary of {size} tokens")
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
+            yield f"mask_token_id {mask} is outside the vocabulary of {size} tokens"
+        width, heads, groups = self.hidden_size, self.num_attention_heads, self.key_value_heads
+        if width % heads:
+            yield f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for the rotary embedding, not {self.head_dim}")
-        if self.num_attention_heads % self.key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.key_value_heads}"
-            )
-        return self
+            yield f"head_dim must be even for the rotary embedding, not {self.head_dim}"
+        if heads % groups:
+            yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"

@@ -1,4 +1,4 @@
-"""Base class of every section of the configuration tree."""
+"""What the sections of the configuration tree have in common: their base class, and types."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 T = TypeVar("T")
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+NonEmpty = Annotated[str, Field(min_length=1)]
 NonEmptyList = Annotated[list[T], Field(min_length=1)]
-
-
-class _DecidesWeights:
-    """Marks a field that decides the weights in a section that otherwise does not."""
-
-
-DECIDES_WEIGHTS = _DecidesWeights()
 
 
 class Section(BaseModel):
@@ -32,14 +35,7 @@ class Section(BaseModel):
 
     The docstring below a field is its description in the list of all settings and in the form.
     Numbers are accepted for string fields, since YAML reads `launch.gpus=0` as a number.
-
-    Attributes:
-        decides_weights: Whether changing a field of this section changes the final weights of a
-            run. Fields that do not may be changed when a run resumes. Every direct section of
-            `Config` sets this, and it covers the sections nested in it.
     """
-
-    decides_weights: ClassVar[bool]
 
     model_config = ConfigDict(
         extra="forbid",
@@ -60,6 +56,16 @@ class Section(BaseModel):
             nested = isinstance(below, Section) and isinstance(change, Mapping)
             update[name] = below.updated(**change) if nested else change
         return self.model_copy(update=update)
+
+    def conflicts(self) -> Iterator[str]:
+        """What is wrong with values that are each right by themselves; the first is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_conflicts(self) -> Self:
+        for conflict in self.conflicts():
+            raise ValueError(conflict)
+        return self
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -86,3 +92,21 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
                     case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                         fields[name] = " ".join(text.split())
     return found
+
+
+def takes(
+    what: str,
+    is_taken: Callable[[Any], Any],
+    when: type[AfterValidator | BeforeValidator] = AfterValidator,
+) -> AfterValidator | BeforeValidator:
+    """Refuses values that `is_taken` is false of; the error says "takes " and `what`.
+
+    It looks at the value as it was given if `when` is `BeforeValidator`.
+    """
+
+    def check(value: Any) -> Any:
+        if not is_taken(value):
+            raise ValueError(f"takes {what}")
+        return value
+
+    return when(check)

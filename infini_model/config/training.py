@@ -6,57 +6,42 @@ They are named after Hugging Face's `TrainingArguments`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     WithJsonSchema,
-    model_validator,
 )
 
 from infini_model.config.locations import LocalFolder, RayAddress
-from infini_model.config.section import Fraction, Section
+from infini_model.config.section import Fraction, Section, takes
+
+# The form checks the pattern. Here a message is clearer than a failed pattern match.
+GPUS = r"^(auto|all|cpu|\d+(,\d+)*)$"
+Gpus = Annotated[
+    str,
+    takes("auto, all, cpu, or device numbers such as 0,3", re.compile(GPUS).fullmatch),
+    WithJsonSchema({"type": "string", "pattern": GPUS}),
+]
 
 
-def _check_gpus(value: str) -> str:
-    if value in ("auto", "all", "cpu") or re.fullmatch(r"\d+(,\d+)*", value):
-        return value
-    raise ValueError("takes auto, all, cpu, or device numbers such as 0,3")
-
-
-# Pattern for the form. The validator's message is clearer than a failed pattern match.
-GPUS_SCHEMA = {"type": "string", "pattern": r"^(auto|all|cpu|\d+(,\d+)*)$"}
-Gpus = Annotated[str, AfterValidator(_check_gpus), WithJsonSchema(GPUS_SCHEMA)]
-
-
-def _to_text(value: Any) -> Any:
-    # YAML and the command line give a single number as an integer.
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _check_nodes(value: str) -> str:
+def _is_range(value: str) -> bool:
     least, _, most = value.partition("-")
-    if re.fullmatch(r"\d+(-\d+)?", value) and 1 <= int(least) <= int(most or least):
-        return value
-    raise ValueError("takes a number of nodes, or a range such as 2-4")
+    return bool(re.fullmatch(r"\d+(-\d+)?", value)) and 1 <= int(least) <= int(most or least)
 
 
-Nodes = Annotated[str, BeforeValidator(_to_text), AfterValidator(_check_nodes)]
+Nodes = Annotated[str, takes("a number of nodes, or a range such as 2-4", _is_range)]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SavedModule = Literal[
     "embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"
 ]
 AttentionBackend = Literal["auto", "flash_attn", "flash", "cudnn", "efficient", "math", "tiled"]
-
-
-def _default_max_steps(fields: dict[str, Any]) -> int | None:
-    return 200 if fields.get("epochs") is None else None
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class LoraConfig(Section):
@@ -81,8 +66,6 @@ class LoraConfig(Section):
 class TrainingConfig(Section):
     """Optimizer, schedule and batches."""
 
-    decides_weights = True
-
     objective: Literal["causal", "masked_diffusion", "block_diffusion"] = "causal"
     """What the model learns: causal predicts each next token; masked_diffusion (LLaDA) fills in
     masked tokens and generates in any order; block_diffusion does so in each segment, and reads
@@ -94,7 +77,9 @@ class TrainingConfig(Section):
     epochs: PositiveFloat | None = None
     """Passes over the training split, such as 3 or 0.5; set this or max_steps. Converted to steps
     when training starts."""
-    max_steps: PositiveInt | None = Field(default_factory=_default_max_steps)
+    max_steps: PositiveInt | None = Field(
+        default_factory=lambda fields: 200 if fields.get("epochs") is None else None
+    )
     """Total optimizer steps; the default is 200, or null if epochs is set."""
     batch_size: PositiveInt = 8
     """Windows per process and micro-batch; the global batch is batch_size ×
@@ -111,9 +96,9 @@ class TrainingConfig(Section):
     """Optimizer steps of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.1
     """AdamW's weight decay, applied to matrices only."""
-    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    adam_beta1: Beta = 0.9
     """AdamW's beta1."""
-    adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    adam_beta2: Beta = 0.95
     """AdamW's beta2."""
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
@@ -134,17 +119,13 @@ class TrainingConfig(Section):
             raise ValueError("training.epochs is converted to steps when training starts")
         return self.max_steps
 
-    @model_validator(mode="after")
-    def _one_duration(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if (self.max_steps is None) == (self.epochs is None):
-            raise ValueError("takes exactly one of max_steps and epochs")
-        return self
+            yield "takes exactly one of max_steps and epochs"
 
 
 class LaunchConfig(Section):
     """Hardware and processes of a training run, and how hangs and failures are handled."""
-
-    decides_weights = False
 
     gpus: Gpus = "auto"
     """auto (the GPUs with the most free memory, all of them unless processes is set; the CPU if
@@ -195,27 +176,18 @@ class LaunchConfig(Section):
     """Whether a retry after a NaN or infinite loss or gradient skips the global batch that caused
     it."""
 
-    @model_validator(mode="after")
-    def _nodes_can_connect(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if self.node_rank >= self.num_nodes:
-            raise ValueError(f"node_rank {self.node_rank} must be below num_nodes {self.num_nodes}")
+            yield f"node_rank {self.node_rank} must be below num_nodes {self.num_nodes}"
         if self.num_nodes > 1 and self.rdzv_endpoint is None:
-            raise ValueError("num_nodes over 1 needs rdzv_endpoint=host:port")
-        return self
-
-    @model_validator(mode="after")
-    def _ray_chooses_the_nodes(self) -> Self:
+            yield "num_nodes over 1 needs rdzv_endpoint=host:port"
         if self.launcher == "local":
             if self.nodes is not None:
-                raise ValueError("nodes needs launcher=ray; elsewhere num_nodes is their number")
-            return self
-        if self.num_nodes > 1:
-            raise ValueError("num_nodes needs launcher=local; on Ray nodes is their number")
-        if self.gpus not in ("auto", "all", "cpu"):
-            raise ValueError(
-                f"gpus {self.gpus} needs launcher=local; Ray chooses the GPUs of a node"
-            )
-        return self
+                yield "nodes needs launcher=ray; elsewhere num_nodes is their number"
+        elif self.num_nodes > 1:
+            yield "num_nodes needs launcher=local; on Ray nodes is their number"
+        elif self.gpus not in ("auto", "all", "cpu"):
+            yield f"gpus {self.gpus} needs launcher=local; Ray chooses the GPUs of a node"
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -226,8 +198,6 @@ class LaunchConfig(Section):
 
 class LoggingConfig(Section):
     """What a training run reports while it runs, and how often."""
-
-    decides_weights = False
 
     logging_steps: PositiveInt = 10
     """Steps between log lines."""
@@ -242,8 +212,6 @@ class LoggingConfig(Section):
 
 class CheckpointConfig(Section):
     """How often checkpoints are saved, and how many are kept."""
-
-    decides_weights = False
 
     save_steps: PositiveInt = 50
     """Steps between checkpoints."""

@@ -6,23 +6,18 @@ torch, so that a worker or the UI loads the tree quickly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
-from infini_model.config.locations import SplitFolder, StoreAddress, split_addresses
+from infini_model.config.locations import SplitFolder, StoreAddress, is_store, working_folder
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
-from infini_model.config.section import DECIDES_WEIGHTS, Section
+from infini_model.config.section import Name, Section
 from infini_model.config.training import (
     CheckpointConfig,
     LaunchConfig,
@@ -30,14 +25,20 @@ from infini_model.config.training import (
     TrainingConfig,
 )
 
+# The settings that decide the weights, by section. With other values a run cannot be resumed; what
+# `data` decides, the dataset's own key says.
+DECIDE_WEIGHTS = {
+    "run": {"seed"},
+    "packing": {*PackingConfig.model_fields},
+    "model": {*ModelConfig.model_fields},
+    "training": {*TrainingConfig.model_fields},
+}
 # The value of `data.tokenizer.spec` that stands for the tokenizer of `model.initial_weights`.
 MODEL_SPEC = "model"
 
 
 class TrackingConfig(Section):
     """Experiment tracking: MLflow and TensorBoard."""
-
-    decides_weights = False
 
     mlflow: bool = True
     """Whether to record runs in MLflow."""
@@ -48,17 +49,15 @@ class TrackingConfig(Section):
     log_model: bool = True
     """Whether to log the final model to MLflow, so that it can be loaded from there; stores a copy
     of the weights, four bytes per parameter."""
-    registered_model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    registered_model: Name | None = None
     """Name to register the logged model under in MLflow; the alias best points to the version with
     the lowest validation loss. null (default) does not register it."""
     tensorboard: bool = True
     """Whether to write TensorBoard files."""
 
-    @model_validator(mode="after")
-    def _registered_model_is_logged(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if self.registered_model is not None and not (self.mlflow and self.log_model):
-            raise ValueError("registered_model needs mlflow and log_model")
-        return self
+            yield "registered_model needs mlflow and log_model"
 
 
 class StageConfig(Section):
@@ -99,8 +98,6 @@ class StagesConfig(Section):
     `shard` is the flow preprocess: the download, the plan and the shards.
     """
 
-    decides_weights = False
-
     weights: FetchStageConfig = FetchStageConfig()
     download: FetchStageConfig = FetchStageConfig()
     shard: FlowStageConfig = FlowStageConfig()
@@ -108,16 +105,9 @@ class StagesConfig(Section):
     evaluate: FlowStageConfig = FlowStageConfig()
     clean: CleanStageConfig = CleanStageConfig()
 
-    @property
-    def in_place(self) -> Self:
-        here = {"deployment": None}
-        return self.updated(shard=here, train=here, evaluate=here)
-
 
 class ComparisonConfig(Section):
     """What `infini compare` compares: existing runs, and those of a sweep, which it runs first."""
-
-    decides_weights = False
 
     runs: list[str] = []
     """Names or folders of runs to compare. The losses of the others are compared with those of the
@@ -130,9 +120,7 @@ class ComparisonConfig(Section):
 class RunConfig(Section):
     """Name, folders, seed and log level of a run."""
 
-    decides_weights = False
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    name: Name | None = None
     """Name of the run folder in runs/; null (default) resumes an interrupted run of the same
     settings or numbers a new one after the preset."""
     preset: str | None = None
@@ -152,7 +140,7 @@ class RunConfig(Section):
     a working copy."""
     data_store: StoreAddress | None = None
     """Address for datasets; null (default) is datasets/ in store."""
-    seed: Annotated[NonNegativeInt, DECIDES_WEIGHTS] = 0
+    seed: NonNegativeInt = 0
     """Seed of the initial weights, the window order, what an objective draws, and samples."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of messages to print."""
@@ -160,7 +148,17 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _split_addresses(cls, values: Any) -> Any:
-        return split_addresses(values)
+        """Divide folders that are addresses into the store and its local working folder."""
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        if "INFINI_OUTPUT_DIR" in os.environ:
+            values.setdefault("output_dir", os.environ["INFINI_OUTPUT_DIR"])
+        for folder, store in (("output_dir", "store"), ("data_dir", "data_store")):
+            address = values.get(folder)
+            if is_store(address):
+                values |= {folder: working_folder(address), store: address.rstrip("/")}
+        return values
 
     @property
     def datasets_dir(self) -> Path:
@@ -208,111 +206,82 @@ class Config(Section):
         if not all(isinstance(section, Mapping) for section in sections):
             return values
         training, model, packing = sections
-        is_new = model.get("initial_weights") is None
+        objective, is_new = training.get("objective"), model.get("initial_weights") is None
         shape: dict[str, Any] = {}
-        if training.get("objective") == "masked_diffusion":
+        if objective == "masked_diffusion":
             shape["memory"] = "none"
             if is_new:
-                default = PackingConfig.model_fields["context_length"].default
-                shape["segment_length"] = packing.get("context_length", default)
-        elif training.get("objective") == "block_diffusion" and is_new:
-            has_gates = model.get("memory") in ("linear", "delta")
-            shape = {"gate_start": 0.0} if has_gates else {}
+                whole = packing.get("context_length", PackingConfig().context_length)
+                shape["segment_length"] = whole
+        if objective == "block_diffusion" and is_new and model.get("memory") in ("linear", "delta"):
+            shape["gate_start"] = 0.0
         return {**values, "model": shape | dict(model)} if shape else values
 
-    @model_validator(mode="after")
-    def _shape_comes_with_initial_weights(self) -> Self:
-        model = self.model
-        if model.initial_weights is None:
-            return self
-        for name in type(model).model_fields:
-            if name in model.model_fields_set and name not in BESIDE_INITIAL_WEIGHTS:
-                raise ValueError(f"model.{name}: comes from model.initial_weights; leave it out")
-        cuts_windows = self.training.objective != "masked_diffusion"
-        if cuts_windows and "segment_length" not in model.model_fields_set:
-            raise ValueError(
-                "model.segment_length: missing; model.initial_weights does not say where its "
-                "context is to be cut"
-            )
-        return self
+    def conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_with_the_weights()
+        yield from self._conflicts_with_the_objective()
+        if self.launch.num_nodes > 1 and self.run.name is None:
+            yield "launch.num_nodes over 1 needs run.name, the same on every machine"
 
-    @model_validator(mode="after")
-    def _tokenizer_of_the_model_has_a_model(self) -> Self:
-        if self.data.tokenizer.spec == MODEL_SPEC and self.model.initial_weights is None:
-            raise ValueError(
+    def _conflicts_with_the_weights(self) -> Iterator[str]:
+        model = self.model
+        if model.initial_weights is not None:
+            for name in type(model).model_fields:
+                if name in model.model_fields_set - BESIDE_INITIAL_WEIGHTS:
+                    yield f"model.{name}: comes from model.initial_weights; leave it out"
+            cuts_windows = self.training.objective != "masked_diffusion"
+            if cuts_windows and "segment_length" not in model.model_fields_set:
+                yield (
+                    "model.segment_length: missing; model.initial_weights does not say where its "
+                    "context is to be cut"
+                )
+            return
+        if self.data.tokenizer.spec == MODEL_SPEC:
+            yield (
                 "data.tokenizer.spec: model is the tokenizer of model.initial_weights, which is "
                 "not set"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _lora_has_weights_to_adapt(self) -> Self:
-        if self.training.lora is not None and self.model.initial_weights is None:
-            raise ValueError(
+        if self.training.lora is not None:
+            yield (
                 "training.lora: adapts model.initial_weights, which is not set; set it, or "
                 "training.lora=null"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _segments_fill_the_context(self) -> Self:
-        if self.training.objective == "masked_diffusion":
-            return self
-        if self.packing.context_length % self.model.segment_length:
-            raise ValueError(
-                f"packing.context_length {self.packing.context_length} is not a multiple of "
-                f"model.segment_length {self.model.segment_length}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _windows_grow_to_the_context(self) -> Self:
-        schedule = self.packing.context_schedule
-        if schedule is None:
-            return self
-        if self.training.objective == "masked_diffusion":
-            raise ValueError("packing.context_schedule: masked_diffusion has no segments")
-        longest = [*schedule.values()][-1] * self.model.segment_length
-        if longest != self.packing.context_length:
-            raise ValueError(
-                f"packing.context_schedule: ends with windows of {longest} tokens, not of "
-                f"packing.context_length {self.packing.context_length}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _model_fits_the_objective(self) -> Self:
-        model, length = self.model, self.packing.context_length
-        if self.training.objective == "causal":
-            if model.bidirectional:
-                raise ValueError(
-                    "model.bidirectional: needs training.objective=masked_diffusion or "
-                    "block_diffusion"
+    def _conflicts_with_the_objective(self) -> Iterator[str]:
+        objective, model = self.training.objective, self.model
+        length, schedule = self.packing.context_length, self.packing.context_schedule
+        if objective == "masked_diffusion":
+            if schedule is not None:
+                yield "packing.context_schedule: masked_diffusion has no segments"
+            if model.memory != "none":
+                yield (
+                    f"model.memory: {model.memory} does not combine with "
+                    "training.objective=masked_diffusion; set it to none"
                 )
-            return self
-        if self.training.objective == "block_diffusion":
-            if model.memory == "none":
-                raise ValueError(
-                    "model.memory: none, but block_diffusion reads the segments before from it"
+            if "segment_length" in model.model_fields_set and model.segment_length < length:
+                yield (
+                    f"model.segment_length: {model.segment_length} is less than "
+                    f"packing.context_length {length}; masked_diffusion sees whole windows"
                 )
-            return self
-        if model.memory != "none":
-            raise ValueError(
-                f"model.memory: {model.memory} does not combine with "
-                "training.objective=masked_diffusion; set it to none"
+            return
+        if length % model.segment_length:
+            yield (
+                f"packing.context_length {length} is not a multiple of "
+                f"model.segment_length {model.segment_length}"
             )
-        if "segment_length" in model.model_fields_set and model.segment_length < length:
-            raise ValueError(
-                f"model.segment_length: {model.segment_length} is less than "
-                f"packing.context_length {length}; masked_diffusion sees whole windows"
+        if schedule is not None:
+            longest = [*schedule.values()][-1] * model.segment_length
+            if longest != length:
+                yield (
+                    f"packing.context_schedule: ends with windows of {longest} tokens, not of "
+                    f"packing.context_length {length}"
+                )
+        if objective == "causal" and model.bidirectional:
+            yield (
+                "model.bidirectional: needs training.objective=masked_diffusion or block_diffusion"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_share_a_run(self) -> Self:
-        if self.launch.num_nodes > 1 and self.run.name is None:
-            raise ValueError("launch.num_nodes over 1 needs run.name, the same on every machine")
-        return self
+        if objective == "block_diffusion" and model.memory == "none":
+            yield "model.memory: none, but block_diffusion reads the segments before from it"
 
     @property
     def data_to_tokenize(self) -> DataConfig:
@@ -325,19 +294,19 @@ class Config(Section):
     @property
     def deployments(self) -> dict[str, str]:
         """The deployments as which stages run, by stage; `data.folder` leaves nothing to shard."""
-        named = {
+        return {
             name: stage.deployment
             for name, stage in self.stages
-            if isinstance(stage, FlowStageConfig) and stage.deployment is not None
+            if isinstance(stage, FlowStageConfig)
+            and stage.deployment is not None
+            and not (name == "shard" and self.data.folder is not None)
         }
-        if self.data.folder is not None:
-            named.pop("shard", None)
-        return named
 
     @property
     def in_place(self) -> Self:
         """The same with all stages in place, for the flow of a stage."""
-        return self.updated(stages=self.stages.in_place)
+        here = {"deployment": None}
+        return self.updated(stages={"shard": here, "train": here, "evaluate": here})
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -345,7 +314,7 @@ class Config(Section):
 
         The dataset is not part of it: its own key, which depends on content only, identifies it.
         """
-        return self.model_dump(mode="json", include=_IDENTITY)
+        return self.model_dump(mode="json", include=DECIDE_WEIGHTS)
 
     @property
     def tracking_uri(self) -> str:
@@ -353,26 +322,3 @@ class Config(Section):
         if self.tracking.tracking_uri is not None:
             return self.tracking.tracking_uri
         return f"sqlite:///{(self.run.output_dir / 'mlflow' / 'mlflow.db').resolve()}"
-
-
-def _deciding_fields(section: type[Section]) -> set[str]:
-    """Names of the fields of a section of `Config` that decide the weights."""
-    return {
-        name
-        for name, field in section.model_fields.items()
-        if section.decides_weights or DECIDES_WEIGHTS in field.metadata
-    }
-
-
-_IDENTITY = {
-    name: fields
-    for name, field in Config.model_fields.items()
-    if (fields := _deciding_fields(cast("type[Section]", field.annotation)))
-}
-
-
-def identity_keys() -> frozenset[str]:
-    """The keys that decide the weights, those of nested sections with their own."""
-    return frozenset(
-        f"{section}.{name}" for section, fields in _IDENTITY.items() for name in fields
-    )

@@ -171,7 +171,7 @@ def test_a_stage_elsewhere_has_the_same_settings_and_no_stage_that_is_elsewhere_
     # All of them: what is null here is not to be the deployment's own.
     assert parameters.keys() == {"preset", *settings_of(name), "advanced"}
     there = resolve(**parameters)
-    assert there == config.updated(data={"keep": None}, stages=config.stages.in_place)
+    assert there == config.in_place.updated(data={"keep": None})
     assert there.deployments == {}
     assert there.stages.train == FlowStageConfig(retries=7)
     # A dataset that is given leaves nothing to shard.

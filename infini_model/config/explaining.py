@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from infini_model.config.tree import DECIDE_WEIGHTS, Config
-
-# What the user is to give for a key that a preset leaves open.
-WHAT_TO_GIVE = {
-    "model.initial_weights": "a pretrained Llama: model.initial_weights=FOLDER or "
-    "meta-llama/Llama-3.2-1B"
-}
 
 
 def one_line(error: ValidationError) -> str:
@@ -42,7 +36,10 @@ def left_open(key: str, tree: Mapping[str, Any]) -> str:
     run = tree.get("run")
     preset = run.get("preset") if isinstance(run, Mapping) else None
     needs = "give" if preset is None else f"the preset {preset} needs"
-    return f"{key}: missing; {needs} {WHAT_TO_GIVE.get(key, f'a value: {key}=VALUE')}"
+    value = f"a value: {key}=VALUE"
+    if key == "model.initial_weights":
+        value = f"a pretrained Llama: {key}=FOLDER or meta-llama/Llama-3.2-1B"
+    return f"{key}: missing; {needs} {value}"
 
 
 def meant_by(name: str, names: Iterable[str]) -> str | None:
@@ -57,74 +54,33 @@ def meant_by(name: str, names: Iterable[str]) -> str | None:
     return longer[0] if len(longer) == 1 else None
 
 
-@functools.cache
-def all_keys() -> tuple[str, ...]:
-    """Full name of every setting, such as `training.max_steps`, in tree order."""
-    return tuple(dict.fromkeys(_keys_below(Config, "")))
-
-
-def _keys_below(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        below = list(_sections(field.annotation))
-        for inner in below:
-            yield from _keys_below(inner, f"{prefix}{name}.")
-        if not below:
-            yield f"{prefix}{name}"
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Sections that a field may hold: none for a plain value, two for a source."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _sections(argument)
-
-
 def _unknown(key: str, value: Any) -> str:
     """Message for an unknown key, or for the first key in an unknown section."""
-    if key in all_keys():
+    keys = all_keys()
+    if key in keys:
         return f"{key}: unknown key for this kind of source"
     section, _, name = key.rpartition(".")
-    near = meant_by(name, _names_in(section))
+    inside = f"{section}." if section else ""
+    below = [known for known in keys if known.startswith(inside)]
+    near = meant_by(name, dict.fromkeys(known[len(inside) :].split(".")[0] for known in below))
     if isinstance(value, Mapping) and value and not near:
         inner = next(iter(value))
         return _unknown(f"{key}.{inner}", value[inner])
     if meant := NAMES.get(key, NAMES.get(name)):
-        return f"{key}: unknown key; {f'it is {meant}' if meant in all_keys() else meant}"
-    others = _keys_like(key)
+        return f"{key}: unknown key; {f'it is {meant}' if meant in keys else meant}"
+    # Who knows the section of a setting does not mean one far below another.
+    depth = key.count(".")
+    others = [known for known in keys if not below or known in below or known.count(".") == depth]
     if namesakes := [known for known in others if known.rpartition(".")[2] == name]:
-        return f"{key}: unknown key; it is {_either(namesakes)}"
+        *most, last = namesakes
+        either = f"{', '.join(most)} or {last}" if most else last
+        return f"{key}: unknown key; it is {either}"
     if near:
-        return f"{key}: unknown key; did you mean {section and section + '.'}{near}?"
+        return f"{key}: unknown key; did you mean {inside}{near}?"
     leaves = {known.rpartition(".")[2]: known for known in reversed(others)}
     if near := meant_by(name, leaves):
         return f"{key}: unknown key; did you mean {leaves[near]}?"
     return f"{key}: unknown key"
-
-
-def _keys_like(key: str) -> list[str]:
-    """The keys below the section of a key and as deep elsewhere; all if there is no such section.
-
-    Who knows the section of a setting does not mean one far below another.
-    """
-    section, depth = key.rpartition(".")[0], key.count(".")
-    below = [known for known in all_keys() if known.startswith(f"{section}.")]
-    return [
-        known for known in all_keys() if not below or known in below or known.count(".") == depth
-    ]
-
-
-def _either(names: list[str]) -> str:
-    """`a`, `a or b`, `a, b or c`."""
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _names_in(section: str) -> list[str]:
-    """Keys and subsections directly in a section; empty if the section does not exist."""
-    prefix = f"{section}." if section else ""
-    below = (key[len(prefix) :] for key in all_keys() if key.startswith(prefix))
-    return list(dict.fromkeys(name.partition(".")[0] for name in below))
 
 
 _COUNTED_IN_WINDOWS = "use evaluation.max_windows instead, which counts windows, not batches"
@@ -184,26 +140,6 @@ NAMES: dict[str, str] = {
     "tokenizer_name_or_path": "data.tokenizer.spec",
 }
 
-
-def renamed(tree: dict[str, Any]) -> dict[str, Any]:
-    """A file's tree, in which the names of the guides' own files stand for the keys here.
-
-    `training.num_workers` has no key: finished shards need no loader workers.
-    """
-    tree = copy.deepcopy(tree)
-    training, system = tree.get("training"), tree.get("system")
-    if isinstance(training, dict):
-        training.pop("num_workers", None)
-        if "grad_accum_nums" in training:
-            training["gradient_accumulation_steps"] = training.pop("grad_accum_nums")
-    if isinstance(system, dict) and system.keys() <= {"device", "device_id"}:
-        del tree["system"]
-        device = str(system.get("device", "cuda"))
-        gpus = str(system.get("device_id", "auto")) if device == "cuda" else device
-        tree["launch"] = {"gpus": gpus} | dict(tree.get("launch") or {})
-    return tree
-
-
 HEADING = """# Settings
 
 Every setting with the values it takes, its default and what it decides. Those with a star decide
@@ -216,71 +152,82 @@ TYPES = {"string": "text", "boolean": "true or false"}
 Schema = dict[str, Any]
 
 
-def reference(prefix: str = "") -> str:
-    """The settings at and below `prefix`, all of them by default, with their sections.
+@functools.cache
+def _schemas() -> dict[str, Schema]:
+    """JSON schema of every setting by its key, in tree order, and of sections that may be null.
 
-    Raises `LookupError` if there are none.
+    The kinds of a source have keys in common: the first kind counts.
     """
-    schema = Config.model_json_schema()
-    definitions: dict[str, Schema] = schema["$defs"]
-    lines = [] if prefix else [HEADING]
-    for name, section in schema["properties"].items():
-        found: dict[str, Schema] = {}
-        for key, leaf in _leaves(name, section, definitions):
-            if f"{key}.".startswith(f"{prefix}." if prefix else ""):
-                # The kinds of a source have keys in common.
-                found.setdefault(key, leaf)
-        listed = [_line(key, leaf, definitions) for key, leaf in found.items()]
-        if listed:
-            about = definitions[_names(section)[0]]["description"]
-            lines += [f"## {name}\n", f"{about.splitlines()[0]}\n", *listed, ""]
-    if not lines:
-        raise LookupError(f"{prefix}: no such setting or section")
-    return "\n".join(lines).rstrip()
+    whole = Config.model_json_schema()
+    found: dict[str, Schema] = {}
+
+    def gather(prefix: str, section: Schema) -> None:
+        for name, schema in section["properties"].items():
+            below = _sections(schema)
+            if not below or {"type": "null"} in schema.get("anyOf", []):
+                found.setdefault(f"{prefix}{name}", schema)
+            for inner in below:
+                gather(f"{prefix}{name}.", whole["$defs"][inner])
+
+    gather("", whole)
+    return found
 
 
-def _names(schema: Schema) -> list[str]:
+def _sections(schema: Schema) -> list[str]:
     """The definitions of the sections that a value may be."""
     options = [schema, *schema.get("anyOf", []), *schema.get("oneOf", [])]
     return [each["$ref"].rpartition("/")[2] for each in options if "$ref" in each]
 
 
-def _leaves(
-    key: str, schema: Schema, definitions: dict[str, Schema]
-) -> Iterator[tuple[str, Schema]]:
-    """The values below a key, and what may be null or a section."""
-    sections = _names(schema)
-    if not sections or {"type": "null"} in schema.get("anyOf", []):
-        yield key, schema
-    for section in sections:
-        for name, inner in definitions[section]["properties"].items():
-            yield from _leaves(f"{key}.{name}", inner, definitions)
+@functools.cache
+def all_keys() -> tuple[str, ...]:
+    """Full name of every setting, such as `training.max_steps`, in tree order."""
+    return tuple(key for key, schema in _schemas().items() if not _sections(schema))
 
 
-def _line(key: str, schema: Schema, definitions: dict[str, Schema]) -> str:
+def reference(prefix: str = "") -> str:
+    """The settings at and below `prefix`, all of them by default, with their sections.
+
+    Raises `LookupError` if there are none.
+    """
+    found = {
+        key: schema
+        for key, schema in _schemas().items()
+        if f"{key}.".startswith(prefix and f"{prefix}.")
+    }
+    if not found:
+        raise LookupError(f"{prefix}: no such setting or section")
+    lines = [] if prefix else [HEADING]
+    for name, keys in itertools.groupby(found, lambda key: key.partition(".")[0]):
+        about = str(Config.model_fields[name].annotation.__doc__).splitlines()[0]
+        lines += [f"## {name}\n", f"{about}\n", *(_line(key, found[key]) for key in keys), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _line(key: str, schema: Schema) -> str:
     section, name = key.split(".")[:2]
     star = "\\*" if name in DECIDE_WEIGHTS.get(section, ()) else ""
     default = ""
     if "default" in schema:
         default = f", default `{json.dumps(schema['default'], ensure_ascii=False)}`"
-    return f"- `{key}`{star} ({_type(schema, definitions)}{default}): {schema['description']}"
+    return f"- `{key}`{star} ({_type(schema)}{default}): {schema['description']}"
 
 
-def _type(schema: Schema, definitions: dict[str, Schema]) -> str:
+def _type(schema: Schema) -> str:
     if "anyOf" in schema:
-        return " or ".join(_type(each, definitions) for each in schema["anyOf"])
+        return " or ".join(map(_type, schema["anyOf"]))
     if "$ref" in schema:
         return "section"
     if "const" in schema:  # of one of several kinds
         return "text"
     if "enum" in schema:
         return " | ".join(map(str, schema["enum"]))
-    kind = schema["type"]
-    if kind == "array":
-        return f"list of {_type(schema['items'], definitions)}"
-    if kind == "object":
-        return f"mapping to {_type(schema['additionalProperties'], definitions)}"
-    bounds = [f"{sign} {schema[name]:,}" for name, sign in BOUNDS.items() if name in schema]
     if schema.get("format") == "path":
         return "path"
+    kind = schema["type"]
+    if kind == "array":
+        return f"list of {_type(schema['items'])}"
+    if kind == "object":
+        return f"mapping to {_type(schema['additionalProperties'])}"
+    bounds = [f"{sign} {schema[name]:,}" for name, sign in BOUNDS.items() if name in schema]
     return " ".join([TYPES.get(kind, str(kind)), *bounds])

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from infini_model.config.data import source_kind
-from infini_model.config.explaining import left_open, one_line, renamed
+from infini_model.config.explaining import left_open, one_line
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
 from infini_model.config.tree import Config
 from infini_model.runtime.errors import ConfigError
@@ -26,50 +26,53 @@ LEFT_OPEN = "???"
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
-def _parse_yaml(text: str) -> Any:
-    """Read YAML. Raises `ValueError`. PyYAML is imported here: reading JSON does not need it."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-def _parse_json(text: str) -> Any:
-    """Read JSON with `//` and `/* */` comments. Raises `ValueError` that names the line."""
-
-    def blank(found: re.Match[str]) -> str:
-        if found[0].startswith('"'):
-            return found[0]
-        return re.sub(r"[^\n]", " ", found[0])  # Keep line and column numbers.
-
-    return json.loads(_STRING_OR_COMMENT.sub(blank, text))
-
-
-def _parse_mapping(text: str, origin: str) -> dict[str, Any]:
-    try:
-        tree = _parse_json(text) if origin.endswith(".json") else _parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{origin}: holds {type(tree).__name__}, needs a mapping of sections")
-    return tree
-
-
 def read_tree(path: Path) -> dict[str, Any]:
     """The unvalidated tree in a YAML or JSON file; JSON may have comments, and the guides' names.
 
     Raises `ConfigError` that names the file, and the line of a syntax error.
     """
+    import yaml
+
     try:
-        return renamed(_parse_mapping(path.read_text(encoding="utf-8"), str(path)))
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            tree = json.loads(_STRING_OR_COMMENT.sub(_blank_comment, text))
+        else:
+            tree = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds {type(tree).__name__}, needs a mapping of sections")
+    _rename(tree)
+    return tree
+
+
+def _blank_comment(found: re.Match[str]) -> str:
+    """Spaces for a comment, so that lines and columns keep their numbers."""
+    return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+
+
+def _rename(tree: dict[str, Any]) -> None:
+    """Put the keys here in place of the names of the guides' own files.
+
+    `training.num_workers` has no key: finished shards need no loader workers.
+    """
+    training, system = tree.get("training"), tree.get("system")
+    if isinstance(training, dict):
+        training.pop("num_workers", None)
+        if "grad_accum_nums" in training:
+            training["gradient_accumulation_steps"] = training.pop("grad_accum_nums")
+    if isinstance(system, dict) and system.keys() <= {"device", "device_id"}:
+        del tree["system"]
+        device = str(system.get("device", "cuda"))
+        gpus = str(system.get("device_id", "auto")) if device == "cuda" else device
+        tree["launch"] = {"gpus": gpus} | dict(tree.get("launch") or {})
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:

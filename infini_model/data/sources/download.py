@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from infini_model.config import DataConfig, FilesSource, HubSource
+from infini_model.config.locations import is_store
 from infini_model.data.sources.documents import Progress
 from infini_model.data.sources.files import FileRange, Listing, SourceFile
 from infini_model.data.sources.fingerprints import fingerprint
@@ -17,7 +18,6 @@ from infini_model.data.sources.objects import list_objects
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache_here
-from infini_model.runtime.object_stores.object_store import is_address
 
 STDLIB = "{stdlib}"
 # Folders below the standard library that are not part of it.
@@ -95,7 +95,7 @@ def list_files(source: FilesSource, raw_dir: Path, progress: Progress | None = N
     addresses: list[str] = []
     for pattern in source.paths:
         if "://" in pattern:
-            addresses += [] if is_address(pattern) else [pattern]
+            addresses += [] if is_store(pattern) else [pattern]
         else:
             found.update(_expand(pattern))
     for path in sorted(found):
@@ -113,7 +113,7 @@ def list_stored(source: FilesSource) -> list[SourceFile]:
     Raises `DataError` if an address matches nothing or an object has an unknown extension.
     """
     found: dict[str, SourceFile] = {}
-    for pattern in filter(is_address, source.paths):
+    for pattern in filter(is_store, source.paths):
         for file in list_objects(pattern):
             check_format(file.address)
             found[file.address] = file

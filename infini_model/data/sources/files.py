@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
+from infini_model.config.locations import is_store
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.object_stores.object_store import Version, is_address, locate
+from infini_model.runtime.object_stores.object_store import Version, locate
 from infini_model.runtime.records import Record
 
 
@@ -75,7 +76,7 @@ def open_source(file: SourceFile) -> Iterator[pa.NativeFile]:
         with open_file(file.address, file.bytes) as opened:
             yield opened
         return
-    if is_address(file.address):
+    if is_store(file.address):
         store, key = locate(file.address)
         with store.open(key, file.bytes, Version(file.version or None)) as opened:
             yield opened
@@ -92,7 +93,7 @@ def open_source(file: SourceFile) -> Iterator[pa.NativeFile]:
 
 def read_source(file: SourceFile) -> bytes:
     """The content of a file. Raises as `open_source` does."""
-    if is_address(file.address) or file.address.startswith("hf://"):
+    if is_store(file.address) or file.address.startswith("hf://"):
         with open_source(file) as opened:
             content: bytes = opened.read()
         return content

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
+from infini_model.config.locations import STORES
 from infini_model.runtime import storage
 from infini_model.runtime.errors import (
     ObjectChangedError,
@@ -35,7 +36,6 @@ from infini_model.runtime.object_stores.requests import VARIABLES, client, persi
 
 T = TypeVar("T")
 
-SCHEMES = tuple(f"{scheme}://" for scheme in VARIABLES)
 PATIENCE = 60.0  # seconds
 # One request reads at most this much: what is cut is read again, and an answer is held in memory.
 REQUEST_BYTES = 16 << 20
@@ -72,11 +72,6 @@ class StoredObject:
     modified: datetime
 
 
-def is_address(text: str) -> bool:
-    """Whether `text` is an address of an object store, rather than a path or another URL."""
-    return text.startswith(SCHEMES)
-
-
 def split_address(address: str) -> tuple[str, str]:
     """The bucket, as an address, and the key, which may be empty or a glob.
 
@@ -85,9 +80,7 @@ def split_address(address: str) -> tuple[str, str]:
     """
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in VARIABLES:
-        raise StoreError(
-            f"{_harmless(address)}: unknown kind of address; takes {' '.join(SCHEMES)}"
-        )
+        raise StoreError(f"{_harmless(address)}: unknown kind of address; takes {' '.join(STORES)}")
     bucket, _, key = rest.partition("/")
     if "@" in bucket or SIGNATURE.search(rest):
         raise StoreError(

@@ -19,10 +19,5 @@ from infini_model.config.reading import (
     read_tree,
     validate,
 )
-from infini_model.config.training import (
-    AttentionBackend,
-    LaunchConfig,
-    LoraConfig,
-    TrainingConfig,
-)
+from infini_model.config.training import AttentionBackend, LaunchConfig, LoraConfig, TrainingConfig
 from infini_model.config.tree import Config, FlowStageConfig, StageConfig

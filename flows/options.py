@@ -17,7 +17,7 @@ import typer
 
 from flows.presets import DEFAULT_PRESET, Invocation
 from flows.sweep import values_of
-from infini_model.config import Config, check_typed, merge, parse_override
+from infini_model.config import Config, check_typed, merge, nested, parse_override
 from infini_model.config.explaining import NAMES, meant_by
 from infini_model.config.locations import is_url
 from infini_model.runtime.errors import ConfigError, UserError
@@ -291,7 +291,7 @@ def _single_keys(given: Mapping[str, Any], command: str) -> Iterator[Tree]:
             value = [task.strip() for task in value.split(",")]
         else:
             value = option.value if option.kind is bool else str(value)
-        yield functools.reduce(lambda below, part: {part: below}, reversed(key.split(".")), value)
+        yield nested(key, value)
     if given["debug"]:
         yield {"run": {"log_level": "debug"}}
 

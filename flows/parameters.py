@@ -22,7 +22,7 @@ from pydantic_core import MISSING
 
 from flows.presets import DEFAULT_PRESET, configure, preset_choices
 from flows.serving import engine
-from infini_model.config import Config, check_typed, load_config
+from infini_model.config import Config, check_typed, load_config, merge, nested
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.stored.working_copy import refresh_runs
@@ -141,11 +141,8 @@ def resolve(
 
 def _change(name: str, value: Any) -> Tree:
     """A named setting as a part of the configuration tree."""
-    *sections, leaf = SETTINGS[name].key.split(".")
-    change: Tree = {"kind": "files", leaf: value} if name == "documents" else {leaf: value}
-    for section in reversed(sections):
-        change = {section: change}
-    return change
+    change = nested(SETTINGS[name].key, value)
+    return merge(change, {"data": {"source": {"kind": "files"}}}) if name == "documents" else change
 
 
 def _resumed(changes: list[Mapping[str, Any]]) -> Config:

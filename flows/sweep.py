@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from infini_model.config import Config, merge, parse_override, validate
+from infini_model.config import Config, merge, nested, parse_override, validate
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.runs import name_prefix
 
@@ -78,13 +78,7 @@ def _dimension(text: str) -> Dimension:
 
 def _variant(base: dict[str, Any], values: dict[str, Any], name: str) -> Config:
     """The settings with these values, and the name of the run."""
-    tree = base
-    for key, value in values.items():
-        nested = functools.reduce(
-            lambda below, part: {part: below}, reversed(key.split(".")), value
-        )
-        tree = merge(tree, nested)
-    config = validate(tree)
+    config = validate(functools.reduce(merge, itertools.starmap(nested, values.items()), base))
     for key in values:
         if key.partition(".")[0] in SHARED_SECTIONS and key != SEED:
             raise ConfigError(f"{key}: cannot be swept; it is the same for all runs of a sweep")

@@ -15,6 +15,7 @@ from infini_model.config.reading import (
     dump_config,
     load_config,
     merge,
+    nested,
     parse_override,
     read_tree,
     validate,

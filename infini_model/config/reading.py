@@ -6,6 +6,7 @@ partial trees or dotted strings such as `training.max_steps=20`.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,11 +116,12 @@ def parse_override(text: str) -> dict[str, Any]:
         tree: Any = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}: {value!r} is not valid YAML") from error
-    *sections, leaf = key.split(".")
-    change = {leaf: tree}
-    for part in reversed(sections):
-        change = {part: change}
-    return change
+    return nested(key, tree)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """The tree with one value, such as `{"training": {"max_steps": 20}}`."""
+    return functools.reduce(lambda below, part: {part: below}, reversed(key.split(".")), value)
 
 
 def check_typed(changes: Iterable[Mapping[str, Any]]) -> None:

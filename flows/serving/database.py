@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import itertools
-import threading
-import time
 from typing import TYPE_CHECKING
 
 from infini_model.runtime.errors import UserError
@@ -17,18 +13,8 @@ if TYPE_CHECKING:
     from prefect.server.database.configurations import AioSqliteConfiguration
     from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
-
 DRIVER = "postgresql+asyncpg"
 CONNECT_SECONDS = 10.0
-
-
-async def _connect(address: str) -> None:
-    from sqlalchemy.ext.asyncio import create_async_engine
-
-    engine = create_async_engine(address)
-    async with asyncio.timeout(CONNECT_SECONDS), engine.connect():
-        pass
-    await engine.dispose()
 
 
 def check_database(address: str) -> None:
@@ -36,9 +22,15 @@ def check_database(address: str) -> None:
 
     The message never quotes the address, which may contain a password.
     """
-    from asyncpg import InterfaceError, PostgresError  # type: ignore[import-untyped]
     from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+    from sqlalchemy.exc import ArgumentError
+    from sqlalchemy.ext.asyncio import create_async_engine
+    from sqlalchemy.pool import NullPool
+
+    async def connect() -> None:
+        engine = create_async_engine(url, poolclass=NullPool)
+        async with asyncio.timeout(CONNECT_SECONDS), engine.connect():
+            pass
 
     expected = UserError(f"--database: expected {DRIVER}://USER:PASSWORD@HOST:PORT/NAME")
     try:
@@ -48,31 +40,20 @@ def check_database(address: str) -> None:
     if url.drivername != DRIVER:
         raise expected
     try:
-        asyncio.run(_connect(address))
+        asyncio.run(connect())
     except TimeoutError as error:
         raise UserError(f"--database: {url.host} does not answer") from error
-    except (
-        OSError,
-        TypeError,
-        ValueError,
-        SQLAlchemyError,
-        InterfaceError,
-        PostgresError,
-    ) as error:
-        raise UserError(f"--database: {str(error).splitlines()[0]}") from error
-
-
-YOUNG_SECONDS = 1.0
-# The oldest generation holds every module of the server: a collection of it takes a second.
-YOUNG_PER_FULL = 60
+    except Exception as error:  # asyncpg, SQLAlchemy and the network raise their own
+        reason, _, _ = str(error).partition("\n")
+        raise UserError(f"--database: {reason}") from error
 
 
 def take_write_locks_at_once() -> None:
     """Make every transaction of Prefect's server that may write take SQLite's write lock at once.
 
-    Prefect begins most of them as readers. If another transaction writes before such a reader does,
-    SQLite fails it immediately, regardless of the timeout: the API answers 503, which Prefect's
-    client retries but its UI does not ("Unknown error" after *Submit*).
+    Prefect 3.9.1 begins most of them as readers. If another transaction writes before such a reader
+    does, SQLite fails it immediately, regardless of the timeout: the API answers 503, which
+    Prefect's client retries but its UI does not ("Unknown error" after *Submit*).
     """
     from prefect.server.database.configurations import AioSqliteConfiguration
 
@@ -86,21 +67,3 @@ def take_write_locks_at_once() -> None:
         return begin(self, session, with_for_update=True)
 
     AioSqliteConfiguration.begin_transaction = begin_immediate  # type: ignore[assignment, method-assign]
-
-
-def collect_garbage_in_a_thread() -> None:
-    """Keep the garbage collector out of the thread that runs the server's event loop.
-
-    Collecting an SQLite cursor that was not read to its end waits for its connection, which may be
-    waiting for the write lock in a thread of its own. If the event loop's thread collects it while
-    one of its tasks holds that lock, all of them wait for the 60 seconds that Prefect grants, and
-    the server answers nothing. Any other thread can wait.
-    """
-    gc.disable()
-    threading.Thread(target=_collect, name="garbage collector", daemon=True).start()
-
-
-def _collect() -> None:
-    for turn in itertools.count(1):
-        time.sleep(YOUNG_SECONDS)
-        gc.collect(2 if turn % YOUNG_PER_FULL == 0 else 1)

@@ -24,7 +24,7 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
-from flows.serving.database import collect_garbage_in_a_thread, take_write_locks_at_once
+from flows.serving.database import take_write_locks_at_once
 from infini_model.config import load_config
 from infini_model.runtime import pictures
 from infini_model.training.mlflow_client import open_tracking
@@ -97,7 +97,6 @@ def prefect_app() -> ASGIApp:
     from prefect.server.api.server import create_app
 
     take_write_locks_at_once()
-    collect_garbage_in_a_thread()
     app = create_app()
     shown = StaticFiles(directory=os.environ[pictures.FOLDER], check_dir=False)
     # Before the UI, which answers on every path.

@@ -184,35 +184,6 @@ def test_a_command_loads_prefect_only_once_it_knows_the_server() -> None:
     )
 
 
-# To collect an SQLite cursor may mean to wait for a lock that a task of the server holds: whoever
-# serves that task must not.
-COLLECTED_BY = """
-import threading
-from flows.serving.database import collect_garbage_in_a_thread
-
-class Garbage:
-    def __init__(self):
-        self.itself = self
-
-    def __del__(self):
-        names.append(threading.current_thread().name)
-        is_collected.set()
-
-names, is_collected = [], threading.Event()
-collect_garbage_in_a_thread()
-Garbage()
-kept = [[] for _ in range(200_000)]  # many times what makes Python look for garbage
-is_collected.wait()
-print(*names)
-"""
-
-
-def test_the_thread_that_serves_collects_no_garbage() -> None:
-    words = [sys.executable, "-c", COLLECTED_BY]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PATIENCE)
-    assert done.stdout == "garbage collector\n", done.stderr
-
-
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[str]:
     """HOST:PORT of a dedicated PostgreSQL server with an empty database `records`."""

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.report import Cell, Ratio, publish, run, spread, take_turns
 from flows.presets import configure
 from flows.serving.connection import served_url
-from flows.serving.services import HOST, free_port
+from flows.serving.servers import HOST, free_port
 from infini_model.config import Config, dump_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner

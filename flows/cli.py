@@ -309,7 +309,7 @@ def serve(
     """
     from flows.serving import serve as serving
 
-    serving.serve(asked.config, serving.Options(port, mlflow_port, auth, database))
+    serving.serve(asked.config, port=port, mlflow_port=mlflow_port, auth=auth, database=database)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flows.serving.access import Access, stored_access
 from flows.serving.connection import configured_auth, configured_url, served_url, status_of
-from flows.serving.services import HOST, prefect_dir
+from flows.serving.servers import HOST, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.errors import DeviceError, UserError
 from infini_model.runtime.machine import (

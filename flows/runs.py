@@ -19,7 +19,7 @@ from uuid import UUID
 
 from flows.presets import Invocation
 from flows.serving.connection import configured_url, served_mlflow, served_url, use_server
-from flows.serving.services import own_server
+from flows.serving.servers import own_server
 from flows.sweep import runs_of
 from infini_model.config import Config, check_typed, load_config, merge, parse_override
 from infini_model.config.locations import is_url

@@ -25,7 +25,7 @@ from commands import (
 )
 from ports import free_port
 
-from flows.serving.services import HOST, start_prefect
+from flows.serving.servers import HOST, start_prefect
 from infini_model.config import load_config
 from infini_model.runtime.processes import end_tree
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import time
 import urllib.error
@@ -18,16 +17,14 @@ from http import HTTPStatus
 from pathlib import Path
 
 from flows.serving.access import authorized_request, stored_access
-from flows.serving.engine import ENGINES
-from flows.serving.services import (
+from flows.serving.engine import ENGINES, engines_dir, serve_lock
+from flows.serving.servers import (
     HOST,
-    engines_dir,
     free_port,
     own_server,
     prefect_dir,
     prefect_environment,
     start_prefect,
-    wait_until_up,
 )
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError
@@ -41,37 +38,31 @@ ANSWER_SECONDS = 10.0
 PAUSE_SECONDS = 0.5
 
 
-def _has_profile() -> bool:
-    """Whether a Prefect profile may hold settings; importing Prefect to ask costs a second."""
+def _configured(variable: str) -> str | None:
+    """A setting of Prefect in the user's environment or Prefect profile."""
     home = Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
-    return (home / "profiles.toml").is_file()
+    value = os.environ.get(variable)
+    if value or not (home / "profiles.toml").is_file():  # importing Prefect takes a second
+        return value or None
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().to_environment_variables().get(variable)
 
 
 def configured_url() -> str | None:
-    """The API address in the user's environment or Prefect profile."""
-    url = os.environ.get("PREFECT_API_URL")
-    if url or not _has_profile():
-        return url or None
-    from prefect.settings import get_current_settings
-
-    return get_current_settings().api.url
+    """The API address that the user has configured."""
+    return _configured("PREFECT_API_URL")
 
 
 def configured_auth() -> str | None:
-    """The "user:password" for that API in the user's environment or Prefect profile."""
-    auth_string = os.environ.get("PREFECT_API_AUTH_STRING")
-    if auth_string or not _has_profile():
-        return auth_string or None
-    from prefect.settings import get_current_settings
-
-    secret = get_current_settings().api.auth_string
-    return None if secret is None else secret.get_secret_value()
+    """The "user:password" that the user has configured for that API."""
+    return _configured("PREFECT_API_AUTH_STRING")
 
 
 def _served(config: Config) -> dict[str, str]:
     """The addresses of a running `infini serve` for the same output folder; empty without one."""
     home = prefect_dir(config)
-    if not is_locked(home / "serve.lock"):
+    if not is_locked(serve_lock(home)):
         return {}
     try:
         return dict(json.loads((home / "serve.json").read_text(encoding="utf-8")))
@@ -103,8 +94,8 @@ def status_of(url: str, auth_string: str | None) -> int:
         except urllib.error.HTTPError as error:
             return error.code
         except OSError as error:
-            stall = getattr(error, "reason", error)
-            is_stalled = isinstance(stall, TimeoutError | ConnectionResetError | BrokenPipeError)
+            reason = getattr(error, "reason", error)
+            is_stalled = isinstance(reason, TimeoutError | ConnectionResetError | BrokenPipeError)
             if not is_stalled or time.monotonic() > deadline:
                 raise
         time.sleep(PAUSE_SECONDS)
@@ -133,11 +124,12 @@ def use_server(config: Config) -> str | None:
     started with its records in the output folder. Call it before Prefect is imported, which reads
     the environment once.
     """
-    access = stored_access(prefect_dir(config))
+    home = prefect_dir(config)
+    access = stored_access(home)
     os.environ.update(access.mlflow_client(config.tracking_uri))
     configured, served = configured_url(), served_url(config)
     # By the lock in it `infini serve` finds out that a command was killed, whatever its server is.
-    os.environ[ENGINES] = str(engines_dir(config))
+    os.environ[ENGINES] = str(engines_dir(home))
     if configured is not None and configured.rstrip("/").replace("localhost", HOST) != served:
         os.environ["PREFECT_API_URL"] = configured
         return configured
@@ -169,16 +161,9 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     os.environ.update(own_server(service.url))
     with contextlib.closing(service):
         try:
-            yield lambda: wait_until_up(service, "/api/health")
+            yield service.wait_until_up
         finally:
-            _send_logs()
+            from prefect.logging.handlers import APILogWorker
 
-
-def _send_logs() -> None:
-    """Send queued log lines before the server ends; at exit Prefect would wait minutes for it."""
-    from prefect.logging.handlers import APILogHandler
-
-    for logger in ("prefect.flow_runs", "prefect.task_runs"):
-        for handler in logging.getLogger(logger).handlers:
-            if isinstance(handler, APILogHandler):
-                handler.flush()
+            # What is queued; at exit, without a server, Prefect would try for minutes to send it.
+            APILogWorker.drain_all(timeout=5)

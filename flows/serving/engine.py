@@ -8,38 +8,46 @@ process between the worker and the engine makes sure that
 - a resumed flow run waits until its previous engine has saved and ended;
 - the engine saves a checkpoint and ends when `infini serve` is gone.
 
-The engine inherits a locked file named after its flow run. The kernel releases the lock when the
-engine ends for any reason, so that `is_alive` needs no process ids. `flows.serving.reconcile`
-removes the file once the flow run has its final state.
+The engine inherits a locked file named after its flow run, in which its process id stands. The
+kernel releases the lock when the engine ends for any reason. `flows.serving.reconcile` removes the
+file once the flow run has its final state. A flow run of a command in a terminal locks a file
+without a process id: `infini serve` records its end, but does not stop it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from infini_model.runtime.processes import wait_until
 from infini_model.runtime.storage import is_locked, take_lock
 
-# The folder of the lock files and logs, and the process of `infini serve` as "pid created".
+# Environment variable of workers and commands: the folder of the lock files and logs.
 ENGINES = "INFINI_ENGINES"
-SERVE = "INFINI_SERVE_PROCESS"
-# The first word of a lock file, before the process id: how the engine was started.
-ENGINE, COMMAND = "engine", "command"
 ENGINE_COMMAND = [sys.executable, "-m", "prefect.engine"]
 POLL_SECONDS = 0.5
 # From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute. An engine without
 # children has nothing to save, and only waits for a server that is gone.
 GRACE_SECONDS = 75.0
 CHILDLESS_SECONDS = 5.0
+
+
+def serve_lock(home: Path) -> Path:
+    """The file that `infini serve` holds locked, in the folder of Prefect's records."""
+    return home / "serve.lock"
+
+
+def engines_dir(home: Path) -> Path:
+    """The folder of the engines' lock files and logs, in that of Prefect's records."""
+    return home / "engines"
 
 
 def lock_of(folder: Path, flow_run_id: str) -> Path:
@@ -52,18 +60,12 @@ def log_of(lock: Path) -> Path:
     return lock.with_suffix(".log")
 
 
-def is_alive(folder: Path, flow_run_id: str) -> bool:
-    """Whether the engine of a flow run is running on this machine."""
-    return is_locked(lock_of(folder, flow_run_id))
-
-
 def running_engines(folder: Path) -> dict[str, int]:
     """The running engines of `infini serve`: flow run id to process id."""
     found = {}
     for path in folder.glob("*.lock"):
-        if is_locked(path):
-            kind, _, pid = path.read_text(encoding="ascii").partition(" ")
-            if kind == ENGINE and pid:
+        with contextlib.suppress(FileNotFoundError):  # the reconciler has just removed it
+            if is_locked(path) and (pid := path.read_text(encoding="ascii")):
                 found[path.stem] = int(pid)
     return found
 
@@ -75,35 +77,38 @@ def mark_as_engine(flow_run_id: str | None) -> None:
     """
     folder = os.environ.get(ENGINES)
     is_started_here = flow_run_id == os.environ.get("PREFECT__FLOW_RUN_ID")
-    if flow_run_id is None or folder is None or is_started_here:
-        return
-    # Left open on purpose: the kernel closes it when this process ends. This blocks only while
-    # `is_alive` or the reconciler briefly holds the lock.
-    descriptor = take_lock(lock_of(Path(folder), flow_run_id))
-    if descriptor is not None:
-        _write_starter(descriptor, COMMAND, os.getpid())
-
-
-def _write_starter(descriptor: int, kind: str, pid: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{kind} {pid}".encode("ascii"), 0)
-
-
-def serve_process() -> str:
-    """This process as the value of `SERVE`."""
-    process = psutil.Process()
-    return f"{process.pid} {process.create_time()}"
+    if flow_run_id is not None and folder is not None and not is_started_here:
+        # Left open on purpose: the kernel closes it when this process ends. This blocks only while
+        # the reconciler briefly holds the lock.
+        take_lock(lock_of(Path(folder), flow_run_id))
 
 
 def _serve_is_gone() -> bool:
-    pid, created = os.environ[SERVE].split()
-    try:
-        process = psutil.Process(int(pid))
-        # A process that was not waited for is still listed.
-        is_zombie = process.status() == psutil.STATUS_ZOMBIE
-        return is_zombie or process.create_time() != float(created)
-    except psutil.NoSuchProcess:
-        return True
+    return not is_locked(serve_lock(Path(os.environ[ENGINES]).parent))
+
+
+def main() -> int:
+    """Run the engine of the flow run in PREFECT__FLOW_RUN_ID; returns its exit status."""
+    if ENGINES not in os.environ:
+        # A worker outside `infini serve` manages its engines itself.
+        os.execv(sys.executable, ENGINE_COMMAND)  # noqa: S606 - there is no shell
+    lock = lock_of(Path(os.environ[ENGINES]), os.environ["PREFECT__FLOW_RUN_ID"])
+    stops: list[int] = []
+    taken: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: stops.append(number))
+
+    def is_taken() -> bool:
+        # Opened anew each time: the file of an engine that has ended is removed.
+        if (descriptor := take_lock(lock, wait=False)) is not None:
+            os.ftruncate(descriptor, 0)  # it names the engine before
+            taken.append(descriptor)
+        return bool(taken)
+
+    wait_until(lambda: is_taken() or bool(stops) or _serve_is_gone(), every_seconds=POLL_SECONDS)
+    if not taken:
+        return 128 + signal.SIGTERM
+    status = _wait(_start(lock, taken[0]), stops)
+    return status if status >= 0 else 128 - status
 
 
 def _start(lock: Path, descriptor: int) -> subprocess.Popen[bytes]:
@@ -116,62 +121,28 @@ def _start(lock: Path, descriptor: int) -> subprocess.Popen[bytes]:
             start_new_session=True,
             pass_fds=(descriptor,),
         )
-    _write_starter(descriptor, ENGINE, process.pid)
+    os.pwrite(descriptor, str(process.pid).encode("ascii"), 0)
     os.close(descriptor)
     return process
 
 
-def main() -> int:
-    """Run the engine of the flow run in PREFECT__FLOW_RUN_ID; returns its exit status."""
-    if SERVE not in os.environ:
-        # A worker outside `infini serve` manages its engines itself.
-        os.execv(sys.executable, ENGINE_COMMAND)  # noqa: S606 - there is no shell
-    flow_run_id = os.environ["PREFECT__FLOW_RUN_ID"]
-    lock = lock_of(Path(os.environ[ENGINES]), flow_run_id)
-    stops: list[int] = []
-    taken: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        stops.append(number)
-
-    signal.signal(signal.SIGTERM, note)
-
-    def is_taken() -> bool:
-        # Opened anew each time: the file of an engine that has ended is removed.
-        if (descriptor := take_lock(lock, wait=False)) is not None:
-            os.ftruncate(descriptor, 0)  # it names the engine before
-            taken.append(descriptor)
-        return bool(taken)
-
-    wait_until(lambda: is_taken() or bool(stops) or _serve_is_gone(), every_seconds=POLL_SECONDS)
-    if not taken:
-        return 128 + signal.SIGTERM
-    return _wait(_start(lock, taken[0]), stops)
-
-
 def _wait(process: subprocess.Popen[bytes], stops: list[int]) -> int:
     """Wait for the engine, forward SIGTERM, and end it when `infini serve` is gone."""
-    forwarded, deadline = False, float("inf")
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = process.wait(POLL_SECONDS)
-            return status if status >= 0 else 128 - status
-        gone, now = _serve_is_gone(), time.monotonic()
-        if (stops or gone) and not forwarded:
-            process.terminate()
-            forwarded = True
-        if gone:
-            patience = GRACE_SECONDS if _has_children(process.pid) else CHILDLESS_SECONDS
-            deadline = min(deadline, now + patience)
-        if now > deadline:
-            process.kill()
 
+    def wait_for_end(unless: Callable[[], bool], timeout_seconds: float = math.inf) -> None:
+        wait_until(
+            lambda: process.poll() is not None or unless(),
+            every_seconds=POLL_SECONDS,
+            timeout_seconds=timeout_seconds,
+        )
 
-def _has_children(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).children())
-    except psutil.NoSuchProcess:
-        return False
+    wait_for_end(unless=lambda: bool(stops) or _serve_is_gone())
+    process.terminate()
+    wait_for_end(unless=_serve_is_gone)
+    wait_for_end(lambda: not psutil.Process(process.pid).children(), GRACE_SECONDS)
+    wait_for_end(lambda: False, CHILDLESS_SECONDS)
+    process.kill()
+    return process.wait()
 
 
 if __name__ == "__main__":

@@ -8,36 +8,32 @@ machine has started left a lock file (`flows.serving.engine`), which goes once a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed, Scheduled, Suspended
 
-from flows.serving.deploy import WORK_POOL
-from flows.serving.engine import is_alive, log_of
+from flows.serving.engine import engines_dir, lock_of, log_of
+from flows.serving.servers import WORK_POOL, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.holders import holder_of
 from infini_model.runtime.runs import CHECKPOINTS, find_run, read_run
-from infini_model.runtime.storage import lock
+from infini_model.runtime.storage import is_locked, lock
 from infini_model.training.callbacks.mlflow_record import end_record
-from infini_model.training.run_status import saved_step
 from tasks.control import end, end_tasks
-from tasks.failures import TRACEBACK_LINES
+from tasks.failures import TRACEBACK_LINES, saved_note
 
+# Between two checks for dead flow runs.
+EVERY_SECONDS = 5.0
 # What Prefect's worker says of every run that it cancelled, and of one whose process was killed.
 WORKER_MESSAGE = "Flow run was cancelled successfully."
 WORKER_KILLED = "Process exited with status code: 137. "
@@ -46,6 +42,64 @@ CONTINUES = " continues it"
 # The worker sets a cancelled run to Cancelled again, after 30 seconds at the latest, and the last
 # events of a killed engine arrive late.
 SETTLED = timedelta(minutes=5)
+
+
+def reconcile_at_start(config: Config) -> Iterator[str]:
+    """Settle what an earlier `infini serve` has left; call it before a worker starts.
+
+    Yields a line on each change.
+    """
+    engines = engines_dir(prefect_dir(config))
+    with get_client(sync_client=True) as client:
+        yield from settle(client, engines, config)
+        yield from _reschedule_lost_runs(client, engines)
+
+
+def _reschedule_lost_runs(client: SyncPrefectClient, engines: Path) -> Iterator[str]:
+    """Reschedule the flow runs that a worker took and never started."""
+    pending, pool = {"type": {"any_": [StateType.PENDING]}}, {"any_": [WORK_POOL]}
+    for flow_run in client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"state": pending}),
+        work_pool_filter=WorkPoolFilter.model_validate({"name": pool}),
+    ):
+        if not is_locked(lock_of(engines, str(flow_run.id))):
+            client.set_flow_run_state(flow_run.id, Scheduled(), force=True)
+            yield f"Flow run {flow_run.name} had not started; it is rescheduled"
+
+
+def reconcile_for_ever(config: Config, say: Callable[[str], None]) -> None:
+    """Settle periodically; in a thread, because a dead API blocks."""
+    said: list[str] = []
+    with get_client(sync_client=True) as client:
+        while True:
+            lines: list[str] = []
+            try:
+                lines.extend(settle(client, engines_dir(prefect_dir(config)), config))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next check may pass
+                failure = f"{type(error).__name__}: {error}"
+                lines.append(f"Checking for dead flow runs failed: {failure}")
+            # What is still wrong has been said before.
+            for line in lines:
+                if line not in said:
+                    say(line)
+            said = lines
+            time.sleep(EVERY_SECONDS)
+
+
+def suspend(flow_run_id: str) -> bool:
+    """Ask an engine, through the API, to save and end; False if the API does not answer."""
+    message = "infini serve was stopped; Resume continues from the newest checkpoint"
+    try:
+        with get_client(sync_client=True) as client:
+            if client.api_healthcheck() is not None:
+                return False
+            state = client.read_flow_run(UUID(flow_run_id)).state
+            if state is not None and (state.is_running() or state.is_pending()):
+                suspended: State = Suspended(message=message)
+                client.set_flow_run_state(UUID(flow_run_id), suspended, force=True)
+    except Exception:  # noqa: BLE001 - whatever keeps the API from answering
+        return False
+    return True
 
 
 def settle(client: SyncPrefectClient, engines: Path, config: Config) -> Iterator[str]:
@@ -135,8 +189,7 @@ def _correct(
     if own is not None and _is_training(own):
         return None
     was = cast("State", flow_run.state)
-    step = None if run_dir is None else saved_step(run_dir)
-    saved = "" if step is None else f"step {step} is saved"
+    saved = "" if run_dir is None else saved_note(run_dir)
     if was.is_cancelling() or was.is_cancelled():
         state: State = Cancelled(message="; ".join(filter(None, ["Cancelled", saved])))
         end(client, flow_run, state)
@@ -144,18 +197,15 @@ def _correct(
         message = "" if was.is_running() else (was.message or "").rstrip(".")
         is_killed = not message or message.startswith(WORKER_KILLED)
         why = "Its process was killed" if is_killed else message
-        next_step = "; ".join(filter(None, [saved, _remedy(flow_run, run_dir)]))
+        # One without a deployment cannot be retried in the UI.
+        command = "the same command" if run_dir is None else f"infini resume {run_dir.name}"
+        remedy = "Retry" if flow_run.deployment_id is not None else command
+        next_step = "; ".join(filter(None, [saved, f"{remedy}{CONTINUES}"]))
         state = Crashed(message=f"{why}; {next_step}")
         end(client, flow_run, state, _explanation(why, next_step, log_of(path)))
     if own is not None:
         end_record(own, "KILLED" if state.is_cancelled() else "FAILED")
     return f"Flow run {flow_run.name}: {state.message}"
-
-
-def _remedy(flow_run: FlowRun, run_dir: Path | None) -> str:
-    """What continues a flow run; one without a deployment cannot be retried in the UI."""
-    what = "the same command" if run_dir is None else f"infini resume {run_dir.name}"
-    return ("Retry" if flow_run.deployment_id is not None else what) + CONTINUES
 
 
 def _explanation(why: str, next_step: str, log: Path) -> str:
@@ -170,16 +220,3 @@ def _explanation(why: str, next_step: str, log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         parts += ["## Last lines of the log", "\n".join(["```", *lines[-TRACEBACK_LINES:], "```"])]
     return "\n\n".join(parts)
-
-
-def reschedule_lost_runs(client: SyncPrefectClient, engines: Path) -> list[FlowRun]:
-    """Reschedule runs that a worker took and never started; call it before a worker starts."""
-    pending = FlowRunFilterStateType(any_=[StateType.PENDING])
-    taken = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=pending)),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[WORK_POOL])),
-    )
-    lost = [flow_run for flow_run in taken if not is_alive(engines, str(flow_run.id))]
-    for flow_run in lost:
-        client.set_flow_run_state(flow_run.id, Scheduled(), force=True)
-    return lost

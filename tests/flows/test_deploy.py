@@ -47,6 +47,7 @@ from flows.serving.engine import lock_of, log_of
 from flows.serving.reconcile import WORKER_KILLED, WORKER_MESSAGE, settle
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
+from infini_model.runtime.processes import wait_until
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.mlflow_client import open_tracking
 from tasks.shard import NEW_DATASET
@@ -467,24 +468,37 @@ def test_an_engine_that_waits_for_the_one_before_holds_a_file_that_is_still_ther
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file of an engine that has ended may be removed just then."""
-    path, before = lock_of(tmp_path, "one"), contextlib.ExitStack()
+    engines, before, removed = engine.engines_dir(tmp_path), contextlib.ExitStack(), list[Path]()
+    path = lock_of(engines, "one")
     before.enter_context(lock(path))
 
-    def poll_while_it_is_removed(is_taken: Callable[[], bool], *, every_seconds: float) -> None:
-        assert not is_taken()
-        path.unlink()
-        before.close()
-        assert is_taken()
+    def poll_while_it_is_removed(is_over: Callable[[], bool], **options: float) -> bool:
+        if not removed:
+            assert not is_over()
+            path.unlink()
+            removed.append(path)
+            before.close()
+            assert is_over()
+        return wait_until(is_over, **options)
 
     ask = "import sys; from infini_model.runtime import storage; sys.exit(storage.is_locked(PATH))"
     command = [sys.executable, "-c", ask.replace("PATH", repr(str(path)))]
     monkeypatch.setattr(engine, "wait_until", poll_while_it_is_removed)
     monkeypatch.setattr(engine, "ENGINE_COMMAND", command)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for name, value in {
-        "PREFECT__FLOW_RUN_ID": "one",
-        engine.ENGINES: str(tmp_path),
-        engine.SERVE: engine.serve_process(),
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert engine.main() == 1
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "one")
+    monkeypatch.setenv(engine.ENGINES, str(engines))
+    with lock(engine.serve_lock(tmp_path)):
+        assert engine.main() == 1
+
+
+def test_the_file_of_an_engine_may_be_removed_while_the_running_ones_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(path: Path) -> bool:
+        path.unlink()
+        return True
+
+    lock_of(tmp_path, "one").touch()
+    monkeypatch.setattr(engine, "is_locked", remove)
+    assert engine.running_engines(tmp_path) == {}

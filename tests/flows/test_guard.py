@@ -26,13 +26,12 @@ from flows.serving.access import (
     secret_file,
     stored_access,
 )
-from flows.serving.services import (
+from flows.serving.servers import (
     HOST,
     Service,
     prefect_environment,
     start_mlflow,
     start_prefect,
-    wait_until_up,
 )
 from infini_model.config import load_config
 from infini_model.runtime import pictures
@@ -87,8 +86,8 @@ def closed(
         "mlflow": start_mlflow(config, free_port(), access),
     }
     with closing(services["prefect"]), closing(services["mlflow"]):
-        for name, service in services.items():
-            wait_until_up(service, "/api/health" if name == "prefect" else "/health")
+        for service in services.values():
+            service.wait_until_up()
         yield services
 
 

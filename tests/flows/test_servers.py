@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import asyncpg
@@ -22,18 +23,17 @@ from flows.serving import connection, database
 from flows.serving.access import create_access
 from flows.serving.connection import status_of
 from flows.serving.database import check_database
-from flows.serving.engine import ENGINES
-from flows.serving.services import (
+from flows.serving.engine import ENGINES, engines_dir
+from flows.serving.servers import (
     HOST,
+    MOST_EXITS,
     PROJECT,
+    WITHIN_SECONDS,
     Service,
     check_port,
-    engines_dir,
     prefect_dir,
     start_prefect,
-    wait_until_up,
 )
-from flows.serving.supervise import MOST_EXITS, WITHIN_SECONDS, Supervised
 from infini_model.config import load_config
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import lock, write_json
@@ -112,67 +112,77 @@ def test_infini_serve_finds_any_command_that_was_killed_and_tells_only_its_clien
         assert connection.use_server(config) == os.environ["PREFECT_API_URL"] == address
     is_its_client = address.startswith("http://127.0.0.1")
     assert os.environ.get("PREFECT_API_AUTH_STRING") == (secret if is_its_client else None)
-    assert os.environ[ENGINES] == str(engines_dir(config))
+    assert os.environ[ENGINES] == str(engines_dir(home))
 
 
-class Services:
-    """Starts services without a process, of which `die` ends the newest; is their clock, too."""
+class Processes:
+    """Stands for `subprocess.Popen`: processes of which `die` ends the newest."""
 
     def __init__(self) -> None:
-        self.processes: list[Mock] = []
-        self.now = 1000.0
+        self.started: list[Mock] = []
 
-    def __call__(self) -> Service:
-        self.processes.append(Mock(**{"poll.return_value": None}))
-        return Service("the service", self.processes[-1], url="", log=Path("its.log"))
+    def __call__(self, *_: Any, **__: Any) -> Mock:
+        self.started.append(Mock(**{"poll.return_value": None}))
+        return self.started[-1]
 
     def die(self) -> None:
-        self.processes[-1].poll.return_value = -9
+        self.started[-1].poll.return_value = -9
 
 
-def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up() -> None:
-    services, said, is_up = Services(), list[str](), True
-    supervised = Supervised(services, lambda: is_up, clock=lambda: services.now)
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    processes = Processes()
+    monkeypatch.setattr(subprocess, "Popen", processes)
+    return processes
 
-    def starts(after: float = 0.0) -> int:
-        services.now += after
-        supervised.check(said.append)
-        return len(services.processes)
 
-    assert starts() == 1
-    services.die()
-    assert starts() == 1
+def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up(
+    processes: Processes, tmp_path: Path
+) -> None:
+    said, is_up = list[str](), True
+    service = Service("the service", [], tmp_path / "its.log", needs=lambda: is_up)
+
+    def starts(now: float) -> int:
+        service.restart_if_exited(said.append, now)
+        return len(processes.started)
+
+    assert starts(0.0) == 1
+    processes.die()
+    assert starts(1.0) == 1
     assert said == ["the service has exited (-9); restarting it in 1 s"]
-    assert starts(after=0.9) == 1
+    assert starts(1.9) == 1
     is_up = False
-    assert starts(after=0.2) == 1
+    assert starts(2.1) == 1
     is_up = True
-    assert starts() == 2
-    assert supervised.service.process is services.processes[-1]
+    assert starts(2.1) == 2
+    assert service.process is processes.started[-1]
     assert len(said) == 1
 
 
-def test_a_service_that_exits_too_often_is_an_error_that_names_its_log() -> None:
-    services, said = Services(), list[str]()
-    supervised = Supervised(services, clock=lambda: services.now)
+def test_a_service_that_exits_too_often_is_an_error_that_names_its_log(
+    processes: Processes, tmp_path: Path
+) -> None:
+    said, now = list[str](), 0.0
+    service = Service("the service", [], tmp_path / "its.log")
 
     def exit_after(seconds: float) -> None:
-        services.now += seconds
-        services.die()
-        supervised.check(said.append)
-        services.now += float(said[-1].split()[-2])
-        supervised.check(said.append)
+        nonlocal now
+        now += seconds
+        processes.die()
+        service.restart_if_exited(said.append, now)
+        now += float(said[-1].split()[-2])
+        service.restart_if_exited(said.append, now)
 
     exit_after(0.0)
     # The first exit is forgotten by then, and the delays begin anew.
     exit_after(WITHIN_SECONDS)
     for _ in range(MOST_EXITS - 2):
         exit_after(0.0)
-    error = "^the service has exited 5 times within 5 minutes; see its.log$"
+    error = f"^the service has exited 5 times within 5 minutes; see {tmp_path}/its.log$"
     with pytest.raises(UserError, match=error):
         exit_after(0.0)
     assert [line.rpartition(" in ")[2] for line in said] == ["1 s", "1 s", "2 s", "4 s", "8 s"]
-    assert len(services.processes) == MOST_EXITS + 1
+    assert len(processes.started) == MOST_EXITS + 1
 
 
 def test_a_command_loads_prefect_only_once_it_knows_the_server() -> None:
@@ -228,7 +238,7 @@ def test_prefect_keeps_its_records_in_postgresql(postgresql: str, tmp_path: Path
     config = load_config(overrides=[f"run.output_dir={tmp_path}"])
     service = start_prefect(config, free_port(), database=f"postgresql+asyncpg://{address}")
     with closing(service):
-        wait_until_up(service, "/api/health")
+        service.wait_until_up()
         api(f"{service.url}/api", "flows/", name="kept")
 
     async def flows() -> list[str]:

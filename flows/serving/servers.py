@@ -1,7 +1,7 @@
-"""The servers around the flows: Prefect's API and UI, and MLflow's.
+"""The processes of `infini serve`: Prefect's server, MLflow's server and the worker.
 
-All of them bind to loopback, keep their records in the output folder, and die with the process that
-started them.
+The servers bind to loopback and keep their records in the output folder. Each process dies with the
+one that started it, and `Service.restart_if_exited` starts it again after each exit of its own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import secrets
 import socket
 import subprocess
 import sys
-import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import quote
@@ -30,19 +29,94 @@ from infini_model.runtime.storage import make_folder
 from infini_model.training.callbacks.mlflow_record import page_url
 
 HOST = "127.0.0.1"
+WORK_POOL = "infini"
+PROJECT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0
 GRACE_SECONDS = 10.0
-PROJECT = Path(__file__).resolve().parents[2]
+# Exits within this time after which a process is considered broken.
+MOST_EXITS = 5
+WITHIN_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Service:
-    """A running server process, the address that it serves and its log file."""
+    """A process that is started at once, and again when it has exited.
+
+    Attributes:
+        name: What messages call it.
+        command: The program and its arguments.
+        log: The file that its output is appended to.
+        env: Added to the environment of this process.
+        url: The address that it serves; empty for the worker.
+        health: The path below `url` that answers once it is up.
+        needs: Whether what it depends on is up; a restart waits for that.
+        process: The one that was started last.
+    """
 
     name: str
-    process: subprocess.Popen[bytes]
-    url: str
+    command: Sequence[str]
     log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    health: str = ""
+    needs: Callable[[], bool] = lambda: True
+    process: subprocess.Popen[bytes] = field(init=False)
+    _exits: list[float] = field(init=False, default_factory=list)
+    _due: float | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        make_folder(self.log.parent)
+        self._start()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                bound(self.command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **self.env, "PWD": str(PROJECT)},
+                cwd=PROJECT,
+            )
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(self.url + self.health, timeout=1.0).close()  # noqa: S310
+            return True
+        return False
+
+    def wait_until_up(self) -> None:
+        """Block until it answers. Raises `UserError` naming the log if it does not."""
+        in_time = wait_until(
+            lambda: self.process.poll() is not None or self.answers(),
+            every_seconds=0.05,
+            timeout_seconds=START_SECONDS,
+        )
+        if not in_time or self.process.poll() is not None:
+            raise UserError(f"{self.name} did not start; see {self.log}")
+
+    def restart_if_exited(self, say: Callable[[str], None], now: float) -> None:
+        """Restart the process if it has exited, after a delay that doubles each time.
+
+        `now` is the time in seconds. Raises `UserError` in one line when it exits too often.
+        """
+        status = self.process.poll()
+        if status is None:
+            return
+        if self._due is None:
+            self._exits = [then for then in self._exits if now - then <= WITHIN_SECONDS] + [now]
+            if len(self._exits) >= MOST_EXITS:
+                raise UserError(
+                    f"{self.name} has exited {MOST_EXITS} times within "
+                    f"{WITHIN_SECONDS / 60:g} minutes; see {self.log}"
+                )
+            delay = 2.0 ** (len(self._exits) - 1)
+            self._due = now + delay
+            say(f"{self.name} has exited ({status}); restarting it in {delay:g} s")
+        if now >= self._due and self.needs():
+            self._due = None
+            self._start()
 
     def close(self) -> None:
         """End the process and everything it started, by SIGKILL after the grace period."""
@@ -54,10 +128,6 @@ def prefect_dir(config: Config) -> Path:
     node = config.launch.node_rank
     name = f"prefect-node-{node}" if node else "prefect"
     return config.run.output_dir.resolve() / name
-
-
-def engines_dir(config: Config) -> Path:
-    return prefect_dir(config) / "engines"
 
 
 def prefect_environment(config: Config) -> dict[str, str]:
@@ -114,47 +184,10 @@ def check_port(port: int, option: str) -> None:
             raise UserError(f"{option}: port {port} is in use; choose another") from error
 
 
-def start(
-    name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str], url: str = ""
-) -> Service:
-    """Start a server process that dies with this one; its output is appended to `log`."""
-    make_folder(log.parent)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            bound(command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **env, "PWD": str(PROJECT)},
-            cwd=PROJECT,
-        )
-    return Service(name, process, url, log)
-
-
-def answers(service: Service, path: str = "/api/health") -> bool:
-    with contextlib.suppress(urllib.error.URLError, OSError):
-        urllib.request.urlopen(service.url + path, timeout=1.0).close()  # noqa: S310 - loopback
-        return True
-    return False
-
-
-def wait_until_up(service: Service, path: str) -> None:
-    """Block until `service` answers at `path`. Raises `UserError` naming its log if it does not."""
-    failure = UserError(f"{service.name} did not start; see {service.log}")
-
-    def is_up() -> bool:
-        if service.process.poll() is not None:
-            raise failure
-        return answers(service, path)
-
-    if not wait_until(is_up, every_seconds=0.05, timeout_seconds=START_SECONDS):
-        raise failure
-
-
-def _uvicorn(factory: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "uvicorn", "--factory", f"flows.serving.guard:{factory}"]
-    return [*command, "--host", HOST, "--port", str(port)]
+def _uvicorn(factory: str, port: int, *options: str) -> list[str]:
+    app = f"flows.serving.guard:{factory}"
+    where = ["--host", HOST, "--port", str(port)]
+    return [sys.executable, "-m", "uvicorn", "--factory", app, *where, *options]
 
 
 def start_prefect(
@@ -165,7 +198,7 @@ def start_prefect(
     `database` is the address of its database; None is a SQLite file in the output folder.
     """
     records = {} if database is None else {"PREFECT_API_DATABASE_CONNECTION_URL": database}
-    return start(
+    return Service(
         "the Prefect server",
         _uvicorn("prefect_app", port),
         log=prefect_dir(config) / "server.log",
@@ -180,18 +213,19 @@ def start_prefect(
             ),
         },
         url=f"http://{HOST}:{port}",
+        health="/api/health",
     )
 
 
 def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Service:
     """Start MLflow's server and UI on loopback; they are up a few seconds later."""
-    root = make_folder(config.run.output_dir.resolve() / "mlflow")
+    root = config.run.output_dir.resolve() / "mlflow"
     logging_file = metadata.distribution("mlflow").locate_file(
         "mlflow/server/uvicorn_log_config.yaml"
     )
-    return start(
+    return Service(
         "the MLflow server",
-        [*_uvicorn("mlflow_app", port), "--log-config", str(logging_file)],
+        _uvicorn("mlflow_app", port, "--log-config", str(logging_file)),
         log=root / "server.log",
         env={
             **access.servers(),
@@ -200,6 +234,17 @@ def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Ser
             EXPERIMENT: config.tracking.experiment_name,
         },
         url=f"http://{HOST}:{port}",
+        health="/health",
+    )
+
+
+def start_worker(config: Config, prefect: Service) -> Service:
+    """Start the worker of the work pool, whose restarts wait for Prefect's server."""
+    return Service(
+        "the worker",
+        [sys.executable, "-m", "prefect", "worker", "start", "--pool", WORK_POOL],
+        log=prefect_dir(config) / "worker.log",
+        needs=prefect.answers,
     )
 
 

@@ -323,10 +323,11 @@ def deploy(
 
     With them, the work pool and automations.
     """
-    from flows.serving import deploy as deployment
     from flows.serving.connection import prefect_api
 
     with prefect_api(_places(output_dir)) as wait_until_up:
+        from flows.serving import deploy as deployment
+
         wait_until_up()
         deployment.deploy(os.environ["PREFECT_API_URL"], reset=reset)
     typer.echo("Deployed.")

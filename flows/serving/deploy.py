@@ -4,6 +4,8 @@ Edits on the server are kept. A deployment of prefect.yaml is created if it is m
 only the fields that follow the code are updated: parameters, schedules, paused state, tags and
 concurrency limit belong to the user, a deployment that was moved to another work pool is left
 alone. An automation is never changed. What was deleted stays so. `reset=True` restores everything.
+
+Import this once the environment is set up: Prefect reads its settings when it is imported.
 """
 
 from __future__ import annotations
@@ -12,25 +14,36 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 from urllib.parse import urlsplit
+from uuid import UUID
 
+import httpx
 import yaml
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+    WorkPoolUpdate,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.events import AutomationCore, EventTrigger, ResourceSpecification
+from prefect.events.actions import ChangeFlowRunState, RunDeployment
+from prefect.events.schemas.automations import Posture
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.flows import Flow, load_flow_from_entrypoint
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.processutils import command_to_string
+from prefect.variables import Variable
 
+from flows.serving.servers import PROJECT, WORK_POOL
 from infini_model.runtime.errors import UserError
+from tasks.shard import NEW_DATASET
 
-if TYPE_CHECKING:
-    from uuid import UUID
-
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import Variable
-    from prefect.client.schemas.responses import DeploymentResponse
-    from prefect.events import AutomationCore
-    from prefect.flows import Flow
-
-WORK_POOL = "infini"
-PROJECT = Path(__file__).resolve().parents[2]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Longer than Prefect's default of 180 s between heartbeats, which applies to runs whose environment
 # does not come from one of our templates.
@@ -38,60 +51,43 @@ HEARTBEAT_TIMEOUT = timedelta(minutes=5)
 # The variable that names the deployments and automations that were once created, in the server's
 # own database.
 DEPLOYED = "infini_deployments"
-TERMINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")
+# The names of the states of a flow run whose process has ended, or is gone on purpose.
+ENDED = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", "Suspended", "Paused")
 
 
 def deploy(api_url: str, *, reset: bool = False) -> None:
     """Create or update the work pool, the deployments and the automations at `api_url`.
 
-    Set up the environment first: Prefect reads its settings when it is imported. Raises `UserError`
-    in one line if the server does not answer or rejects a request.
+    Raises `UserError` in one line if the server does not answer or rejects a request.
     """
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
     with (
         temporary_settings({PREFECT_API_URL: api_url}),
         _one_line_errors(api_url),
         get_client(sync_client=True) as client,
     ):
         _apply_work_pool(client)
-        definitions = {definition["name"]: definition for definition in _read_definitions()}
-        known = client.read_variable_by_name(DEPLOYED)
-        created = set[str]() if known is None or reset else {*cast("list[str]", known.value)}
-        ids = {
-            name: _apply_deployment(client, definition, reset=reset, is_new=name not in created)
-            for name, definition in definitions.items()
-        }
-        enabled = urlsplit(api_url).hostname not in LOOPBACK
-        automations = [_crash_silent_runs(list(ids), enabled=enabled)]
-        if train := ids["train"]:
-            automations.append(_train_on_new_datasets(train))
-        for each in automations:
-            is_new = each.name not in created
-            ids[each.name] = _apply_automation(client, each, reset=reset, is_new=is_new)
+        known: list[str] = Variable.get(DEPLOYED, default=[])
+        created = set() if reset else set(known)
+        ids: dict[str, UUID | None] = {}
+        for definition in _read_definitions():
+            name = definition["name"]
+            is_new = name not in created
+            ids[name] = _apply_deployment(client, definition, reset=reset, is_new=is_new)
+        is_local = urlsplit(api_url).hostname in LOOPBACK
+        for automation in _automations(list(ids), ids["train"], watch_heartbeats=not is_local):
+            is_new = automation.name not in created
+            ids[automation.name] = _apply_automation(client, automation, reset=reset, is_new=is_new)
         if deleted := [name for name, number in ids.items() if number is None]:
             print(
                 f"{', '.join(deleted)}: deleted on the server and not created again; infini deploy "
                 "--reset restores everything"
             )
-        _remember(client, known, {*created, *ids})
-
-
-def _remember(client: SyncPrefectClient, known: Variable | None, names: set[str]) -> None:
-    from prefect.client.schemas.actions import VariableCreate, VariableUpdate
-
-    if known is None:
-        client.create_variable(VariableCreate(name=DEPLOYED, value=sorted(names)))
-    elif known.value != sorted(names):
-        client.update_variable(VariableUpdate(name=DEPLOYED, value=sorted(names)))
+        if known != (names := sorted({*created, *ids})):
+            Variable.set(DEPLOYED, names, overwrite=True)
 
 
 @contextlib.contextmanager
 def _one_line_errors(api_url: str) -> Iterator[None]:
-    import httpx
-    from prefect.exceptions import PrefectHTTPStatusError
-
     try:
         yield
     except PrefectHTTPStatusError as error:
@@ -112,8 +108,6 @@ def job_template() -> dict[str, Any]:
     mentions. It also merges `env` into a template whose `env` is a dictionary, so this one has
     none: a run inherits the worker's environment.
     """
-    from prefect.utilities.processutils import command_to_string
-
     return {
         "variables": {"type": "object", "properties": {}, "additionalProperties": False},
         "job_configuration": {
@@ -125,9 +119,6 @@ def job_template() -> dict[str, Any]:
 
 
 def _apply_work_pool(client: SyncPrefectClient) -> None:
-    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
-    from prefect.exceptions import ObjectNotFound
-
     template = job_template()
     try:
         pool = client.read_work_pool(WORK_POOL)
@@ -157,9 +148,6 @@ def _read_definitions() -> list[dict[str, Any]]:
 
 def _code_fields(definition: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a deployment that follow the code, as the API names them."""
-    from prefect.flows import load_flow_from_entrypoint
-    from prefect.utilities.callables import parameter_schema
-
     flow: Flow[..., Any] = load_flow_from_entrypoint(str(PROJECT / definition["entrypoint"]))
     return {
         "entrypoint": definition["entrypoint"],
@@ -179,10 +167,6 @@ def _apply_deployment(
     client: SyncPrefectClient, definition: Mapping[str, Any], *, reset: bool, is_new: bool
 ) -> UUID | None:
     """Create a deployment or update the one that is there; None if it was deleted."""
-    from prefect.client.schemas.actions import DeploymentScheduleCreate
-    from prefect.client.schemas.schedules import CronSchedule
-    from prefect.exceptions import ObjectNotFound
-
     name = definition["name"]
     if not reset:
         with contextlib.suppress(ObjectNotFound):
@@ -210,9 +194,6 @@ def _update(
     client: SyncPrefectClient, existing: DeploymentResponse, definition: Mapping[str, Any]
 ) -> None:
     """Update the fields that follow the code, if they have changed."""
-    from prefect.client.schemas.actions import DeploymentUpdate
-    from prefect.exceptions import PrefectHTTPStatusError
-
     if existing.work_pool_name not in (None, WORK_POOL):
         return
     code = _code_fields(definition)
@@ -234,26 +215,22 @@ def _update(
         )
 
 
-def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
-    """Set runs of `flows` to Crashed when their heartbeats stop although the run has not ended.
+def _automations(
+    flows: list[str], train: UUID | None, *, watch_heartbeats: bool
+) -> list[AutomationCore]:
+    """The automations for the deployments `flows`; `train` is the id of that one, if it is there.
 
-    Suspended and Paused count as an end: their process is gone on purpose. Disabled on a server
-    that only this machine can reach: `infini serve` notices dead processes within seconds, while a
-    server that was down for longer than the timeout would take healthy runs for dead on its return.
+    Heartbeats are watched on a server that other machines reach: `infini serve` notices dead
+    processes within seconds, while a server that was down for longer than the timeout would take
+    healthy runs for dead on its return. Trainings start once the user enables that.
     """
-    from prefect.client.schemas.objects import StateType
-    from prefect.events import AutomationCore, EventTrigger, ResourceSpecification
-    from prefect.events.actions import ChangeFlowRunState
-    from prefect.events.schemas.automations import Posture
-
     heartbeat = "prefect.flow-run.heartbeat"
-    states = (*TERMINAL_STATES, "Suspended", "Paused")
     minutes = int(HEARTBEAT_TIMEOUT.total_seconds() // 60)
-    return AutomationCore(
+    crash_silent_runs = AutomationCore(
         name="infini: crash runs without heartbeat",
         description="Marks runs as Crashed, so that they can be retried, when their process or "
         "machine has died. Not needed for runs on the machine of infini serve.",
-        enabled=enabled,
+        enabled=watch_heartbeats,
         trigger=EventTrigger(
             posture=Posture.Proactive,
             match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
@@ -262,7 +239,7 @@ def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
             ),
             for_each={"prefect.resource.id"},
             after={heartbeat},
-            expect={heartbeat, *(f"prefect.flow-run.{state}" for state in states)},
+            expect={heartbeat, *(f"prefect.flow-run.{state}" for state in ENDED)},
             threshold=1,
             within=HEARTBEAT_TIMEOUT,
         ),
@@ -274,18 +251,10 @@ def _crash_silent_runs(flows: list[str], *, enabled: bool) -> AutomationCore:
             )
         ],
     )
-
-
-def _train_on_new_datasets(train: UUID) -> AutomationCore:
-    """Start a training on every new dataset, once the user enables it."""
-    from prefect.events import AutomationCore, EventTrigger
-    from prefect.events.actions import RunDeployment
-    from prefect.events.schemas.automations import Posture
-
-    from tasks.shard import NEW_DATASET
-
+    if train is None:
+        return [crash_silent_runs]
     folder = {"__prefect_kind": "jinja", "template": "{{ event.payload.folder }}"}
-    return AutomationCore(
+    train_on_new_datasets = AutomationCore(
         name="infini: train on every new dataset",
         description="Runs the train deployment on every newly built dataset. Disabled until you "
         "enable it.",
@@ -293,6 +262,7 @@ def _train_on_new_datasets(train: UUID) -> AutomationCore:
         trigger=EventTrigger(posture=Posture.Reactive, expect={NEW_DATASET}, threshold=1),
         actions=[RunDeployment(deployment_id=train, parameters={"dataset": folder})],
     )
+    return [crash_silent_runs, train_on_new_datasets]
 
 
 def _apply_automation(

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import asyncpg
 import pytest
-from commands import PATIENCE, api
+from commands import PATIENCE, Environment, api, run
 from ports import free_port
 
 from flows.serving import connection, database
@@ -113,6 +113,18 @@ def test_infini_serve_finds_any_command_that_was_killed_and_tells_only_its_clien
     is_its_client = address.startswith("http://127.0.0.1")
     assert os.environ.get("PREFECT_API_AUTH_STRING") == (secret if is_its_client else None)
     assert os.environ[ENGINES] == str(engines_dir(home))
+
+
+def test_a_profile_of_prefect_names_a_server_and_its_password(
+    tmp_path: Path, alone: Environment
+) -> None:
+    (tmp_path / "profiles.toml").write_text(
+        'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "http://prefect.example/api"\n'
+        'PREFECT_API_AUTH_STRING = "user:pass"\n'
+    )
+    asked = "from flows.serving.connection import *; print(configured_url(), configured_auth())"
+    done = run([sys.executable, "-c", asked], alone | {"PREFECT_HOME": str(tmp_path)})
+    assert done.stdout == "http://prefect.example/api user:pass\n", done.stderr
 
 
 class Processes:

@@ -80,7 +80,9 @@ def mark_as_engine(flow_run_id: str | None) -> None:
     if flow_run_id is not None and folder is not None and not is_started_here:
         # Left open on purpose: the kernel closes it when this process ends. This blocks only while
         # the reconciler briefly holds the lock.
-        take_lock(lock_of(Path(folder), flow_run_id))
+        descriptor = take_lock(lock_of(Path(folder), flow_run_id))
+        if descriptor is not None:
+            os.ftruncate(descriptor, 0)  # it may name an engine from before
 
 
 def _serve_is_gone() -> bool:

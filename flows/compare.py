@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +78,7 @@ def compare(config: Config) -> State[dict[str, Any]]:
 def _run_sweep(config: Config) -> Iterator[Swept]:
     """Run all combinations, one after another."""
     runs, log = runs_of(config), get_run_logger()
-    datasets = _earlier_datasets()
+    datasets = _earlier_datasets(runs)
     for number, run in enumerate(runs, 1):
         ready = _with_dataset(run, datasets)
         name = str(ready.run.name)
@@ -96,13 +95,19 @@ def _run_sweep(config: Config) -> Iterator[Swept]:
         yield Swept(name, None, failure)
 
 
-def _earlier_datasets() -> dict[str, Dataset]:
-    """The datasets of the runs that an earlier attempt has begun, unless they are damaged since."""
-    known = dict[str, Dataset]()
-    for part in earlier_subflows():
+def _earlier_datasets(runs: Sequence[Config]) -> dict[str, Dataset]:
+    """The datasets that an earlier attempt has made for these runs, unless they are damaged."""
+    keys = {_dataset_key(run) for run in runs}
+    made = dict[str, Config]()
+    for part in earlier_subflows(swept_run.name):
         config = validate(part.parameters["advanced"])
-        with contextlib.suppress(DataError):
-            known[_dataset_key(config.updated(data={"folder": None}))] = use_dataset(config)
+        made[_dataset_key(config.updated(data={"folder": None}))] = config
+    known = dict[str, Dataset]()
+    for key in keys & made.keys():
+        try:
+            known[key] = use_dataset(made[key])
+        except DataError as error:
+            get_run_logger().warning("%s; rebuilding it", error)
     return known
 
 

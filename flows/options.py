@@ -307,11 +307,9 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
         words, comparison = _comparison(words, sweep=given["sweep"])
         changes.append(comparison)
     for word in words:
-        if "=" not in word and command in ("run", "preprocess"):
-            raise ConfigError(
-                f"{word}: settings are written section.key=value; documents are named by "
-                f"data.source.paths='[{word}]'"
-            )
+        if "=" not in word and ("*" in word or "/" in word) and command in ("run", "preprocess"):
+            advice = f"""documents are named by data.source.paths='["{word}"]'"""
+            raise ConfigError(f"{word}: settings are written section.key=value; {advice}")
     changes += [parse_override(text) for text in words]
     check_typed(changes)
     typed = functools.reduce(merge, changes, dict[str, Any]())

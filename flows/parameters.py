@@ -50,7 +50,12 @@ SETTINGS = {
     "run": Setting(
         "run.name", EVALUATE, "Name of the run folder to evaluate; the newest run if empty."
     ),
-    "sweep": Setting("comparison.sweep", COMPARE),
+    "sweep": Setting(
+        "comparison.sweep",
+        COMPARE,
+        "Settings to vary, each as KEY=VALUE,VALUE such as `model.memory=linear,none`. All "
+        "combinations are run first, one after another; finished ones are reused.",
+    ),
     "runs": Setting("comparison.runs", COMPARE),
     "documents": Setting(
         "data.source.paths",
@@ -85,14 +90,25 @@ SETTINGS = {
         "removed at the end; all are kept if empty.",
     ),
     "steps": Setting("training.max_steps", (*TRAINING, *COMPARE), "Total optimizer steps."),
-    "learning_rate": Setting("training.learning_rate", TRAINING),
+    "learning_rate": Setting(
+        "training.learning_rate", TRAINING, "Peak of the learning rate schedule, such as 3e-4."
+    ),
     "batch_size": Setting("training.batch_size", (*TRAINING, *COMPARE)),
     "context_length": Setting("packing.context_length", TRAINING),
-    "tasks": Setting("evaluation.tasks", EVALUATE),
+    "tasks": Setting(
+        "evaluation.tasks",
+        EVALUATE,
+        "What to measure, in the order of the report; those of the preset if empty.",
+    ),
     "windows": Setting(
         "evaluation.max_windows", EVALUATE, "Maximum number of windows to score in each split."
     ),
-    "devices": Setting("launch.gpus", (*TRAINING, *COMPARE, *EVALUATE)),
+    "devices": Setting(
+        "launch.gpus",
+        (*TRAINING, *COMPARE, *EVALUATE),
+        "auto (GPUs with the most free memory first, or the CPU), all, GPU numbers such as 0,3, or "
+        "cpu.",
+    ),
     "resume": Setting(
         "run.name",
         TRAINING,

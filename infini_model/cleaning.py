@@ -381,11 +381,14 @@ def _referred_by_runs(scope: Scope) -> set[str]:
     A name ends in the dataset's key, so that it is enough to know a dataset by, even if the output
     folder was moved since. Raises `DataError` if a run cannot be read.
     """
-    noted = [note for _, note in noted_runs(scope.datasets_dir) if not note.is_gone]
+    noted = {note.dataset for _, note in noted_runs(scope.datasets_dir) if not note.is_gone}
     places = {scope.output_dir, scope.datasets_dir.parent}
     folders = [path for place in places for path in run_folders(place / "runs")]
-    started = filter(is_started, [*folders, *(note.run for note in noted)])
-    return {note.dataset for note in noted} | {read_run(each).dataset.name for each in started}
+    try:
+        started = [path for path in folders if is_started(path)]
+    except PermissionError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return noted | {read_run(path).dataset.name for path in started}
 
 
 def _used_tokenizers(folder: Path, datasets: Iterable[_Dataset]) -> set[str]:

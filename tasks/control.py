@@ -61,7 +61,7 @@ class _Watch(threading.Thread):
     """Reads the states of some flow runs until one is no longer Running.
 
     Those are the flow run of a stage and its parent. A parent in another process only cancels a
-    subflow. An API that is down is waited for.
+    subflow. While the API is down, nothing has changed.
     """
 
     def __init__(self, flow_run: FlowRun) -> None:

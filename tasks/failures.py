@@ -204,9 +204,10 @@ def failure_as_state(stage: Callable[P, R]) -> Callable[P, R]:
 def report_failure(function: Callable[P, R]) -> Callable[P, R]:
     """Make a flow's function report its failure, and send all log lines before the process ends.
 
-    A failure is reported in one line of the log and in the artifact `failure`; an expected one is
-    returned as the state of the flow run. Log lines are sent even if the flow run is cancelled or
-    the process gets SIGTERM.
+    A failure is reported in the artifact `failure` and, if a worker has started the flow run, in
+    one line of the log; who calls the flow gets the exception. An expected one is returned as the
+    state of the flow run. Log lines are sent even if the flow run is cancelled or the process gets
+    SIGTERM.
     """
 
     @wraps(function)

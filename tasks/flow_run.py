@@ -11,7 +11,7 @@ from typing import Any
 
 from coolname import data
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
@@ -163,16 +163,18 @@ def dataset_before() -> str | None:
     return None
 
 
-def earlier_subflows() -> list[FlowRun]:
-    """The subflows that earlier attempts of the current flow run have begun."""
+def earlier_subflows(flow_name: str) -> list[FlowRun]:
+    """The subflows of a flow that earlier attempts of the current flow run have begun."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow_run.run_count <= 1:
         return []
-    wanted = FlowRunFilter(
-        parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[context.flow_run.id])
-    )
+    within = {"parent_flow_run_id": {"any_": [context.flow_run.id]}}
     with get_client(sync_client=True) as client:
-        return client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.START_TIME_ASC)
+        return client.read_flow_runs(
+            flow_filter=FlowFilter.model_validate({"name": {"any_": [flow_name]}}),
+            flow_run_filter=FlowRunFilter.model_validate(within),
+            sort=FlowRunSort.START_TIME_ASC,
+        )
 
 
 def _top(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:

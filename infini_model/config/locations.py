@@ -21,7 +21,7 @@ def is_url(value: Any) -> bool:
 
 
 def is_store(value: Any) -> bool:
-    """Whether a setting is an address in an object store."""
+    """Whether a path of a setting or of a source is an address in an object store."""
     return isinstance(value, str) and value.startswith(STORES)
 
 

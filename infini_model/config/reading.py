@@ -32,19 +32,15 @@ def read_tree(path: Path) -> dict[str, Any]:
 
     Raises `ConfigError` that names the file, and the line of a syntax error.
     """
-    import yaml
-
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            tree = json.loads(_STRING_OR_COMMENT.sub(_blank_comment, text))
-        else:
-            tree = yaml.safe_load(text)
+        parse = _parse_json if path.suffix == ".json" else _parse_yaml
+        tree = parse(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     if tree is None:
         return {}
@@ -52,6 +48,19 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: holds {type(tree).__name__}, needs a mapping of sections")
     _rename(tree)
     return tree
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(_STRING_OR_COMMENT.sub(_blank_comment, text))
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def _blank_comment(found: re.Match[str]) -> str:

@@ -63,7 +63,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _has_no_conflicts(self) -> Self:
-        for conflict in self.conflicts():
+        if conflict := next(self.conflicts(), None):
             raise ValueError(conflict)
         return self
 

@@ -175,8 +175,8 @@ class _Request:
         runs_dir, prefix = self.config.run.runs_dir, name_prefix(self.config)
         existing = _numbered_folders(runs_dir, prefix)
         yield from filter(self.may_have, existing)
-        highest = existing[0].name.rpartition("-")[2] if existing else 0
-        for number in itertools.count(int(highest) + 1):
+        highest = int(existing[0].name.rpartition("-")[2]) if existing else 0
+        for number in itertools.count(highest + 1):
             yield runs_dir / f"{prefix}-{number}"
 
 

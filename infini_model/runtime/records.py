@@ -44,9 +44,8 @@ def parse_record(content: bytes, place: str, kind: type[RecordType]) -> RecordTy
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise DataError(
-            f"{place}: is damaged: {where}: {first['msg']}".replace("\n", " ")
-        ) from error
+        parts = [place, "is damaged", *filter(None, [where]), first["msg"]]
+        raise DataError(": ".join(parts).replace("\n", " ")) from error
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from infini_model.config import Config, read_tree, validate
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.holders import Holder, holder_of
-from infini_model.runtime.records import Record, read_record, write_record
+from infini_model.runtime.records import Record, parse_record, read_record, write_record
 from infini_model.runtime.storage import MANIFEST, content_key, write_json
 from infini_model.runtime.stored.record import stored_holder
 
@@ -42,7 +42,7 @@ class RunRecord(Record):
     """What a run belongs to, in `run.json`.
 
     Attributes:
-        dataset: Folder of the dataset, on the machine that claimed the run first.
+        dataset: Folder of the dataset, on the machine that claimed the run last without it.
         dataset_key: Content key of the dataset.
         dataset_address: The dataset in an object store, if the folder is a working copy of it.
         max_steps: Total optimizer steps; None with `training.epochs` until training starts.
@@ -60,9 +60,11 @@ class RunRecord(Record):
 
 def read_run(run_dir: Path) -> RunRecord:
     """The record of a run. Raises `DataError` if there is none, or it is damaged."""
-    if not is_started(run_dir):
-        raise DataError(f"{run_dir}: not a run folder (it has no {RUN})")
-    return read_record(run_dir / RUN, RunRecord)
+    try:
+        content = (run_dir / RUN).read_bytes()
+    except OSError as error:
+        raise DataError(f"{run_dir}: not a run folder (its {RUN} cannot be read)") from error
+    return parse_record(content, str(run_dir / RUN), RunRecord)
 
 
 def is_started(run_dir: Path) -> bool:
@@ -96,9 +98,9 @@ def is_finished(run_dir: Path) -> bool:
     try:
         evaluated = json.loads((run_dir / EVALUATION).read_text(encoding="utf-8"))["step"]
         last = read_run(run_dir).max_steps
+        return last is not None and int(evaluated) >= last
     except (OSError, DataError, ValueError, KeyError, TypeError):
         return False
-    return last is not None and evaluated >= last
 
 
 def read_run_config(run_dir: Path) -> Config:
@@ -181,7 +183,9 @@ class RunNote(Record):
     @property
     def is_gone(self) -> bool:
         """Whether the run's folder is; one of another machine may only be out of sight."""
-        return self.host == socket.gethostname() and not self.run.is_dir()
+        with contextlib.suppress(PermissionError):  # It is there, but another user's.
+            return self.host == socket.gethostname() and not self.run.is_dir()
+        return False
 
 
 def note_run(dataset_dir: Path, run_dir: Path) -> None:
@@ -216,8 +220,8 @@ def run_folders(runs_dir: Path) -> list[Path]:
 def find_run(runs_dir: Path, owner_id: str) -> Path | None:
     """The folder that the owner claimed, even if another owner has resumed it since."""
     former = None
-    for run_dir in filter(is_started, run_folders(runs_dir)):
-        with contextlib.suppress(DataError):
+    for run_dir in run_folders(runs_dir):
+        with contextlib.suppress(DataError):  # It is empty, damaged or another user's.
             record = read_run(run_dir)
             if record.owner == owner_id:
                 return run_dir

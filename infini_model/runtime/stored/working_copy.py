@@ -20,7 +20,7 @@ from pathlib import Path
 from infini_model.runtime.errors import ObjectDamagedError, ObjectMissingError
 from infini_model.runtime.holders import Holder, hold, holder_of
 from infini_model.runtime.object_stores.object_store import PATIENCE, ObjectStore, StoredObject
-from infini_model.runtime.runs import CHECKPOINTS, INITIAL_WEIGHTS, LOCK, step_key
+from infini_model.runtime.runs import CHECKPOINTS, EVALUATION, INITIAL_WEIGHTS, LOCK, RUN, step_key
 from infini_model.runtime.storage import make_folder, point_latest, write_json
 from infini_model.runtime.stored.copies import (
     complete_steps,
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 # What commands that list or choose runs read.
 RECORDS = frozenset(
     {
-        *("config.yaml", "run.json", "metrics.jsonl", "evaluation.json", "recovery.json"),
+        *("config.yaml", RUN, "metrics.jsonl", EVALUATION, "recovery.json"),
         *(INITIAL_WEIGHTS, "logs/mlflow.json"),
     }
 )
@@ -155,7 +155,7 @@ def _get_files(store: ObjectStore, run_dir: Path, objects: Collection[StoredObje
     there = shared_objects(objects)
     if _is_ahead(run_dir, [each.key for each in objects]):
         # Who has owned the run is not a matter of steps.
-        there = {key: there[key] for key in ("run.json",) if key in there}
+        there = {key: there[key] for key in (RUN,) if key in there}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(lambda key: store.download(key, run_dir / key), there))
 

@@ -56,7 +56,7 @@ def test_an_interrupted_run_is_resumed_and_a_finished_one_is_not(tmp_path: Path)
     second = claim(config)
     assert second.name == "debug-2"
     assert latest_run(config) == second
-    for damage in ("{", '"text"'):
+    for damage in ("{", '"text"', '{"step": null}'):
         (first / "evaluation.json").write_text(damage)
         assert not is_finished(first)
 

@@ -82,7 +82,7 @@ def print_stages(file: Path) -> None:
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     config = load_config(file=file)
     importlib.import_module("infini_model.data.sources.download")
-    importlib.import_module("infini_model.data.shards.plan")
+    importlib.import_module("infini_model.data.build")
     importlib.import_module("pyarrow.parquet")
     pa.array([0])  # for the first array Arrow imports pandas, where that is installed
     began, cpu_began, bytes_began = time.perf_counter(), cpu_seconds(), read_bytes()

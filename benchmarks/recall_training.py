@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from infini_model.config import Config
+from infini_model.data.build import build_dataset
 from infini_model.data.loading.windows import Batch
-from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED

@@ -4,7 +4,7 @@ Three stages run on a simulated dataset, each in a process of its own:
 
 - `shard` divides the source, and puts the dataset together as if all partitions had been made.
 - `plan` finds the same dataset again, as on a night without new text.
-- `train` opens its training split.
+- `train` reads its manifest, as every rank does.
 
 No text is read and no shard is written: the source is a listing of invented objects, and the store,
 which this program serves, lists shards that do not exist. Their records are what it would have
@@ -35,15 +35,12 @@ from urllib.parse import parse_qs, urlsplit
 from benchmarks.report import Cell, publish, run, spread
 from infini_model.__main__ import OBJECTS_BETWEEN_COLLECTIONS
 from infini_model.config import MEBIBYTE, Config
-from infini_model.data.keeping.stored_datasets import LATEST, StoredDatasets
-from infini_model.data.manifest import SPLITS, Shard
-from infini_model.data.shards.dataset import requested_dataset
-from infini_model.data.shards.folder import make_manifest
-from infini_model.data.shards.partition_store import RECORD
-from infini_model.data.shards.partitions import PartitionRecord
-from infini_model.data.shards.plan import plan_dataset
-from infini_model.data.shards.stream import open_split
+from infini_model.data.build import plan_dataset, requested_dataset
+from infini_model.data.datasets import LATEST, RECORD, make_manifest
+from infini_model.data.manifest import SPLITS, Shard, read_manifest
+from infini_model.data.partitions import PartitionRecord
 from infini_model.data.sources.files import FileRange, Listing, SourceFile
+from infini_model.data.store import StoredDatasets
 from infini_model.runtime.records import parse_record, read_record, write_record
 
 SIZES = (10_000, 100_000, 1_000_000)
@@ -98,6 +95,7 @@ def _record() -> bytes:
                 path=f"{KEY}/{split}-0.arrow",
                 documents=8000,
                 tokens=8_000_000,
+                buffers=(512, 32_512),
                 bytes=SHARD_BYTES,
                 sha256="a" * 64,
             )
@@ -125,7 +123,7 @@ def shard(config: Config, listing: Listing, folder: Path) -> Seconds:
         return [parse_record(content, ADDRESS, PartitionRecord) for content in named]
 
     made = _timed(seconds, "read records", records)
-    record = wanted.recipe.tokenizer
+    record = wanted.defaults.tokenizer
     manifest = _timed(
         seconds,
         "make manifest",
@@ -145,10 +143,10 @@ def plan(config: Config, listing: Listing, _folder: Path) -> Seconds:
 
 
 def train(config: Config, _listing: Listing, _folder: Path) -> Seconds:
-    """Open the training split."""
+    """Read the manifest, as every rank does."""
     seconds: Seconds = {}
     folder = (config.run.datasets_dir / LATEST).resolve()
-    _timed(seconds, "open split", lambda: open_split(folder, "train"))
+    _timed(seconds, "read manifest", lambda: read_manifest(folder))
     return seconds
 
 

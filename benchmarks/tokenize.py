@@ -47,8 +47,8 @@ from benchmarks.report import (
     stopwatch,
     take_turns,
 )
+from infini_model.data.loading.stream import open_split
 from infini_model.data.manifest import SPLITS
-from infini_model.data.shards.stream import open_split
 from infini_model.data.tokenizers.bpe import END_OF_TEXT, LLAMA3_PATTERN, train_tokenizer
 from infini_model.runtime.machine import available_cores
 

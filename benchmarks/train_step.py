@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, take_turns
 from flows.presets import configure
 from infini_model.config import Config, dump_config, load_config
-from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.build import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import read_metrics

@@ -31,7 +31,7 @@ from benchmarks.memory_trial import NEAR, common_key, folder_name, train_and_sco
 from benchmarks.report import Cell, Ratio, publish, spread
 from flows.presets import configure
 from infini_model.config import Config
-from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.build import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.evaluation.statistics import bootstrap
 from infini_model.runtime.runs import MODEL

@@ -13,10 +13,9 @@ import typer
 from infini_model.cleaning import Scope, find_garbage, remove_garbage, usage
 from infini_model.config import Config
 from infini_model.config.locations import is_url
-from infini_model.data.keeping.named import dataset_folder
+from infini_model.data.finished import dataset_folder, stored_dataset
 from infini_model.data.manifest import Shard, read_origin
-from infini_model.data.shards.plan import stored_dataset
-from infini_model.data.verification import Progress, examine_dataset
+from infini_model.data.verify import Progress, examine_dataset
 from infini_model.runtime.errors import DataError, UserError
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -72,22 +71,20 @@ def _verify_stored(address: str, config: Config) -> _Verified:
     datasets, name = stored_dataset(address, config.run)
     with _bar(name) as progress:
         manifest, faults = datasets.examine(name, progress)
-    return _Verified(datasets.place_of(name), [shard for _, shard in manifest.files()], faults)
+    return _Verified(address, [shard for _, shard in manifest.files()], faults)
 
 
 def _verify_folder(folder: Path) -> _Verified:
     folder = folder.resolve()
     with _bar(folder.name) as progress:
-        manifest, faults = examine_dataset(folder, every=True, progress=progress)
+        manifest, faults = examine_dataset(folder, checksums="all", progress=progress)
     shards, origin = dict(manifest.files()), read_origin(folder)
     if origin is None:
         return _Verified(str(folder), list(shards.values()), faults)
-    typer.echo(f"note: only the shards on this machine are verified, not {origin.partitions}")
+    typer.echo(f"note: only the shards on this machine are verified, not {origin.datasets}")
     # What is in a store is not here until a training needs it.
     here = [shard for name, shard in shards.items() if (folder / name).exists()]
-    return _Verified(
-        str(folder), here, faults, "the next training copies them again from the store"
-    )
+    return _Verified(str(folder), here, faults, "the next training downloads them again")
 
 
 @contextmanager

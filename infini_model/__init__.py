@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infini_model.config import load_config
-    from infini_model.data.loading.gpu_dataloader import get_gpu_train_dataloader, gpu_clm_process
+    from infini_model.data.loading.gpu import get_gpu_train_dataloader, gpu_clm_process
     from infini_model.data.tokenizers.load import load_tokenizer
     from infini_model.model.attention import infini_attention
     from infini_model.model.generation.causal import generate
@@ -41,8 +41,8 @@ _MODULES = {
     "InfiniLlama": "model.llama",
     "Memory": "model.memory",
     "generate": "model.generation.causal",
-    "get_gpu_train_dataloader": "data.loading.gpu_dataloader",
-    "gpu_clm_process": "data.loading.gpu_dataloader",
+    "get_gpu_train_dataloader": "data.loading.gpu",
+    "gpu_clm_process": "data.loading.gpu",
     "infini_attention": "model.attention",
     "load_config": "config",
     "load_tokenizer": "data.tokenizers.load",

@@ -31,7 +31,7 @@ def _weights(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.builds import listing_file
+    from infini_model.data.build import listing_file
     from infini_model.data.sources.download import download, using_raw_files
     from infini_model.runtime.records import write_record
 
@@ -48,7 +48,8 @@ def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.shards.plan import finished_dataset, plan_dataset
+    from infini_model.data.build import plan_dataset
+    from infini_model.data.finished import finished_dataset
     from infini_model.data.sources.files import Listing
     from infini_model.runtime.records import read_record
 
@@ -59,7 +60,7 @@ def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.shards.dataset import build_dataset, make_share
+    from infini_model.data.build import build_dataset, make_share
     from infini_model.data.sources.files import Listing
     from infini_model.runtime.records import read_record
 
@@ -100,12 +101,12 @@ def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.keeping.staging import staged_dataset
+    from infini_model.data.store import download_shards
     from infini_model.evaluation.reporting.report import evaluate_run
     from infini_model.evaluation.tracking import log_evaluation
 
-    with staged_dataset(arguments.dataset, config.data.cache_dir, config.data.cache_gigabytes):
-        result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)
+    download_shards(arguments.dataset)
+    result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)
     log_evaluation(arguments.run_dir, arguments.dataset, config, result)
     return result.model_dump(mode="json")
 

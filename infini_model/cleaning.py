@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infini_model.data.builds import Build, build_file, build_lock, read_builds, removals
-from infini_model.data.keeping.holds import cache_lock, held_partitions
+from infini_model.data.datasets import Build, build_file, build_lock, read_builds, removals
 from infini_model.data.sources.download import raw_files_lock
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.data.tokenizers.shelf import PinnedTokenizer
@@ -253,9 +252,7 @@ def _places(scope: Scope) -> Iterator[Place]:
     needed = {key for dataset in kept for key in dataset.partitions}
     needed |= {key for build in live.values() for key in build.partitions}
     freed = {key for dataset in gone for key in dataset.partitions}
-    copies = root / ".staged"
     yield Place("partition", root / ".partitions", needed, freed)
-    yield Place("partition", copies, needed | held_partitions(copies), freed)
     tokenizers = root / ".tokenizers"
     used = _used_tokenizers(tokenizers, kept)
     yield Place("tokenizer", tokenizers, used, age=UNFINISHED_SECONDS)
@@ -445,20 +442,16 @@ def _find_checkpoints(run_dir: Path) -> Garbage:
 
 def _retire_data(scope: Scope, wanted: Collection[Item], removed: Garbage) -> None:
     """Take what nobody needs out of everybody's sight, under the locks of those who make it."""
-    raw, copies = scope.output_dir / "raw", scope.datasets_dir / ".staged"
+    raw = scope.output_dir / "raw"
     with contextlib.ExitStack() as held:
         held.enter_context(removals(scope.datasets_dir))
-        busy = [
-            folder
-            for folder, path in (
-                (raw, raw_files_lock(scope.output_dir)),
-                (copies, cache_lock(copies)),
-            )
-            if folder.is_dir() and not held.enter_context(storage.lock(path, wait=False))
-        ]
-        removed.notes += [f"{folder}: is in use; nothing there is removed" for folder in busy]
+        is_busy = raw.is_dir() and not held.enter_context(
+            storage.lock(raw_files_lock(scope.output_dir), wait=False)
+        )
+        if is_busy:
+            removed.notes.append(f"{raw}: is in use; nothing there is removed")
         for item in _find_data(scope).items:
-            if item in wanted and item.path.parent not in busy:
+            if item in wanted and not (is_busy and item.path.parent == raw):
                 _retire(item, removed)
 
 

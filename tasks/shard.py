@@ -16,8 +16,8 @@ from prefect.runtime import task_run
 from prefect.states import Completed
 
 from infini_model.config import Config
+from infini_model.data.build import Plan
 from infini_model.data.manifest import SPLITS, Manifest, read_manifest
-from infini_model.data.shards.plan import Plan
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.runs import dataset_here, find_run, is_started, read_run_config
 from infini_model.training.initial_weights import InitialWeights

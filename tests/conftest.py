@@ -21,7 +21,7 @@ from shared import once
 from words import WORDS
 
 from infini_model.config import validate
-from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.build import build_dataset
 from infini_model.data.sources.download import download
 
 if TYPE_CHECKING:

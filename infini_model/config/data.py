@@ -20,7 +20,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from infini_model.config.locations import LocalFolder, Place, RayAddress
+from infini_model.config.locations import Place, RayAddress
 from infini_model.config.section import Fraction, Name, NonEmpty, NonEmptyList, Section, takes
 
 MEBIBYTE = 1 << 20
@@ -184,13 +184,6 @@ class DataConfig(Section):
     """Finished dataset to use: its name, with or without the key, its folder or address (s3://,
     gs:// or az://), or an output folder, of which the newest is used; null builds the dataset from
     source, or reuses it if it exists."""
-    cache_dir: LocalFolder | None = None
-    """Folder for the shards that training and evaluation copy from an object store; null (default)
-    is the working folder of the store."""
-    cache_gigabytes: PositiveFloat | None = None
-    """Largest size of these copies, in GB. A dataset that fits, beside those in use, is copied
-    before training, and what was not used for longest makes room; of a larger one nothing is
-    copied. null (default) copies every dataset and removes none."""
     keep: PositiveInt | None = None
     """Datasets of this name to keep, those used last; at its end, preprocess removes the others
     that no run refers to, and what only they needed. null (default) removes nothing."""

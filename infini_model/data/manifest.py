@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,8 +15,9 @@ from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.records import Record, parse_record, read_bytes, read_record
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 ORIGIN = "origin.json"
+PARTITIONS = ".partitions"  # the shards of all datasets of a folder or an address
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
@@ -24,12 +26,18 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 # memory.
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Shard:
-    """An Arrow file of a split; `path` is where its partition has it: `<partition key>/<name>`."""
+    """An Arrow file of a split.
+
+    `path` is where its partition has it, `<partition key>/<name>`. `buffers` is where in the file
+    its arrays begin: int32 [documents + 1], the documents' starts; [tokens], the ids; and if the
+    documents are pairs, int32 [documents], the lengths of their prompts.
+    """
 
     file: str
     path: str
     documents: int
     tokens: int
+    buffers: tuple[int, ...]
     bytes: int
     sha256: str
 
@@ -166,18 +174,25 @@ def metadata_files(manifest: Manifest) -> Iterator[str]:
 
 
 class Origin(Record):
-    """Where the shards of a dataset folder are that the folder itself does not have.
+    """The datasets in an object store that a dataset folder is a working copy of, by address."""
 
-    `partitions` is an address: the shard `shard` is the object `<partitions>/<shard.path>`.
-    """
-
-    partitions: str
+    datasets: str
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """The origin of a dataset folder's shards; None if they are all in the folder.
+    """The origin of a working copy; None if the folder is no copy.
 
     Raises `DataError` if the record is damaged.
     """
     path = folder / ORIGIN
     return read_record(path, Origin) if path.exists() else None
+
+
+def has_own_shards(folder: Path, manifest: Manifest) -> bool:
+    """Whether the shards of a dataset are in its folder.
+
+    Of one without any, such as in a bucket that is mounted, they are in `.partitions` beside it.
+    """
+    # No `Path`: making one takes longer than asking for the file.
+    own = any(os.path.exists(f"{folder}/{name}") for name, _ in manifest.files())  # noqa: PTH110
+    return own or not (folder.parent / PARTITIONS).is_dir()

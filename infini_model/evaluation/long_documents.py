@@ -16,10 +16,9 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from infini_model.config.evaluation import LossByPositionConfig
-from infini_model.data.loading.validation import sample_windows
-from infini_model.data.loading.windows import Batch
+from infini_model.data.loading.stream import TokenStream, open_split
+from infini_model.data.loading.windows import Batch, sample_windows
 from infini_model.data.manifest import Split
-from infini_model.data.shards.stream import TokenStream, open_split
 from infini_model.evaluation.statistics import Interval, bootstrap
 from infini_model.evaluation.subject import Subject
 

@@ -14,8 +14,13 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from infini_model.config import Config
-from infini_model.data.loading.validation import sample_windows, validation_batches
-from infini_model.data.loading.windows import Batch, Windows, open_windows
+from infini_model.data.loading.windows import (
+    Batch,
+    Windows,
+    open_windows,
+    sample_windows,
+    validation_batches,
+)
 from infini_model.data.manifest import Manifest, Split, read_manifest
 from infini_model.evaluation.cells import Cells
 from infini_model.evaluation.score import EMPTY, Score

@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import time
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ KEEP_DAYS = 60
 KEEP_SECONDS = KEEP_DAYS * DAY_SECONDS
 # The day of use is only written again after this long, so that most runs write nothing.
 REFRESH_DAYS = 7
-FORGOTTEN: list[Any] = [None, 0]
 
 
 class FactCache:
@@ -43,7 +42,7 @@ class FactCache:
         return _read(self._path)
 
     def get(self, key: str) -> Any | None:
-        value, day = self._new.get(key) or self._facts.get(key) or FORGOTTEN
+        value, day = self._new.get(key) or self._facts.get(key) or (None, 0)
         if value is not None and self._today - day >= REFRESH_DAYS:
             self.put(key, value)
         return value
@@ -51,9 +50,6 @@ class FactCache:
     def put(self, key: str, value: Any) -> None:
         """Remember a fact, from the next `save` on also for other processes."""
         self._new[key] = [value, self._today]
-
-    def forget(self, key: str) -> None:
-        self._new[key] = FORGOTTEN
 
     def save(self) -> None:
         """Write the new facts to the file; where that is impossible they are found again later."""
@@ -78,6 +74,7 @@ class FactCache:
         return kept
 
 
+@cache
 def fact_cache_here(folder: Path) -> FactCache:
     """What this machine remembers about files, kept in a shared `folder`.
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from infini_model.config import Config, LoraConfig
-from infini_model.data.loading.loader import Loader
-from infini_model.data.loading.phases import make_phases
+from infini_model.data.loading.loader import Loader, make_phases
 from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.manifest import Manifest, read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer

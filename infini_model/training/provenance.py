@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.stream import Span
 from infini_model.data.loading.windows import Batch, Windows
 from infini_model.data.manifest import Split, read_manifest
-from infini_model.data.shards.stream import Span
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.objectives.objective import Inputs

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infini_model.data.loading.validation import validation_batches
-from infini_model.data.loading.windows import Windows
+from infini_model.data.loading.windows import Windows, validation_batches
 from infini_model.model.inspection.memory_use import MemoryUse
 from infini_model.training.parallel.distributed import World
 from infini_model.training.replica import Replica

@@ -32,9 +32,9 @@ from stopping import Halt, is_pending
 from trials import Make, Start
 
 from infini_model.config import load_config
-from infini_model.data.keeping.staging import staged_dataset
+from infini_model.data.store import download_shards
 from infini_model.runtime.errors import DeviceError
-from infini_model.runtime.on_ray.joining import joined
+from infini_model.runtime.ray import connect
 from infini_model.training.launch.on_ray import gangs
 
 pytestmark = pytest.mark.story
@@ -152,8 +152,8 @@ def test_a_flow_on_nodes_that_share_only_a_store_makes_the_bytes_of_the_local_en
     shown = Server(server).artifacts(flow_run(server, output)["id"])
     assert shown["shard-progress"] == 100.0
     (folder,) = (tmp_path / "cache").glob("*/tiny-*")
-    with staged_dataset(folder):
-        found = {f"datasets/{folder.name}/{name}": each for name, each in shards(folder).items()}
+    download_shards(folder)
+    found = {f"datasets/{folder.name}/{name}": each for name, each in shards(folder).items()}
     assert found
     assert found == {name: each for name, each in expected.items() if folder.name in name}
 
@@ -284,7 +284,7 @@ def test_what_the_cluster_cannot_give_is_one_line(
         "nodes=3": f"nodes: got 3: {where} has 3 with 1 CPU each; 3 x 1 processes cannot split the "
         "global batch of 8 windows",
     }
-    with joined(cluster.address, "launch"):
+    with connect(cluster.address, "launch"):
         for setting, refusal in refusals.items():
             config = load_config(overrides=["launch.launcher=ray", f"launch.{setting}"])
             with pytest.raises(DeviceError) as refused:

@@ -18,9 +18,10 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from infini_model.config import Config, FilesSource, ModelConfig, SampleConfig, load_config
+from infini_model.data.build import build_dataset
 from infini_model.data.manifest import Manifest
-from infini_model.data.shards.dataset import build_dataset
 from infini_model.data.sources.download import download
+from infini_model.data.store import download_shards
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
 from infini_model.evaluation.chat import Conversation
@@ -58,6 +59,7 @@ def make_run(
     with claim_run(config, manifest.key, folder, address=address) as run_dir:
         if config.model.initial_weights is not None:
             recorded(config, run_dir)
+        download_shards(folder)
         train(config, folder, run_dir)
     return manifest, run_dir
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infini_model.config import Config, validate
-from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.build import build_dataset
 from infini_model.data.sources.download import download
 
 MakeConfig = Callable[..., Config]

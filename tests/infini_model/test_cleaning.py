@@ -18,10 +18,9 @@ import pytest
 from infini_model.__main__ import STAGES
 from infini_model.cleaning import Scope, find_garbage, remove_garbage, usage
 from infini_model.config import load_config
-from infini_model.data.builds import build_file, build_lock, note_use
-from infini_model.data.keeping.holds import cache_lock, hold
+from infini_model.data.datasets import build_file, build_lock, register_use
 from infini_model.data.manifest import read_manifest
-from infini_model.data.verification import examine_dataset
+from infini_model.data.verify import examine_dataset
 from infini_model.runtime import pictures, storage
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.runs import record_evaluation
@@ -116,7 +115,7 @@ def state(folder):
 
 def assert_intact(*folders):
     for folder in folders:
-        assert not examine_dataset(folder, every=True).faults
+        assert not examine_dataset(folder, checksums="all").faults
 
 
 def assert_left(output, *folders):
@@ -146,30 +145,6 @@ def test_the_newest_stay_and_what_is_freed_is_what_du_says(made, output, folders
     assert preprocess(output, made[1]) == new
 
 
-def test_copies_of_partitions_that_no_dataset_lists_go_unless_they_are_used(output, folders):
-    old, _, new = folders
-    used = min(listed(old) - listed(new))
-    copies = output / "datasets" / ".staged"
-    shutil.copytree(output / "datasets" / ".partitions", copies)
-    shutil.rmtree(copies / ".locks")
-    (copies / ("0" * 32)).mkdir()
-
-    def kept():
-        return {path.name for path in copies.glob("[!.]*")}
-
-    whole = kept()
-    with storage.lock(cache_lock(copies)):
-        notes = clean_up(output, keep=1).notes
-    assert notes == [f"{copies}: is in use; nothing there is removed"]
-    assert (datasets(output), kept()) == ({new}, whole)
-    with hold(copies, [used, *listed(new)]):
-        clean_up(output, keep=1)
-    clean_up(output, later=0, keep=1)
-    assert kept() == {used} | listed(new)  # Used lately, as its time says.
-    clean_up(output, keep=1)
-    assert kept() == listed(new)
-
-
 def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders, tmp_path):
     others = []
     for name in ("one", "two"):
@@ -180,8 +155,8 @@ def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders,
     assert [path for kind, path in found if kind == "dataset"] == others[:1]
     for folder in (*folders, *others):
         age(folder, 2 * DAY)
-    note_use(folders[0])
-    note_use(folders[2])
+    register_use(folders[0])
+    register_use(folders[2])
     clean_up(output, later=0, keep=1)
     assert datasets(output) == {folders[0], folders[2], others[1]}  # The last made is `latest`.
 
@@ -491,7 +466,7 @@ BUILDING = """
 import itertools, sys
 from pathlib import Path
 from infini_model.config import load_config
-from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.build import build_dataset
 from infini_model.data.sources.download import download
 output_dir, source, enough = map(Path, sys.argv[1:])
 for number in itertools.count():

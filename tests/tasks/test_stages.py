@@ -27,7 +27,7 @@ from commands import (
 from serving import Server
 
 from infini_model.config import ModelConfig, load_config
-from infini_model.data.builds import build_file
+from infini_model.data.datasets import build_file
 from infini_model.data.manifest import read_manifest
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import DataError

@@ -5,27 +5,30 @@ keyed by (seed, epoch). A global batch is the next batch_size × accumulation ×
 and each process takes its share. So the loader's state is two integers, resuming is O(1), and any
 number of processes sees the same global batches.
 
-Where windows grow (`infini_model.data.loading.phases`), each phase counts positions of its own, and
-its permutations are keyed by (seed, phase, epoch). Where it begins is known beforehand, so the same
-two integers say which phase it is and how many of its windows are consumed.
+Windows may grow during a training, `packing.context_schedule`: a memory learns sooner from short
+ones, and to keep what it holds from long ones. A phase has windows of one length, as many more of
+them in a batch as they are shorter. It counts positions of its own, and its permutations are keyed
+by (seed, phase, epoch). Where it begins is known beforehand, so the same two integers say which
+phase it is and how many of its windows are consumed.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 import torch
 
-from infini_model.data.loading.permutation import permute
-from infini_model.data.loading.phases import Phase
-from infini_model.data.loading.read_ahead import ReadAhead, Request
-from infini_model.data.loading.windows import Batch, Windows
+from infini_model.config import PackingConfig
+from infini_model.data.loading.packing import pack
+from infini_model.data.loading.windows import Batch, Windows, permute
 from infini_model.runtime.errors import DataError
 
 # A permutation is hundreds of small operations, which are mostly overhead for so few positions.
@@ -36,6 +39,48 @@ TOKENS_AT_ONCE = 1 << 17
 EPOCHS_OF_A_PHASE = 1 << 32
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Windows of one length.
+
+    Attributes:
+        windows: The windows.
+        first: Where it begins, in windows of `packing.context_length` consumed before.
+        parts: How many of its windows have the tokens of one of these.
+        first_key: The key of its first window, `Batch.keys`; those before it have smaller ones.
+    """
+
+    windows: Windows
+    first: int = 0
+    parts: int = 1
+    first_key: int = 0
+
+
+def make_phases(
+    windows: Windows,
+    config: PackingConfig,
+    segment_length: int,
+    *,
+    total_steps: int,
+    global_batch: int,
+) -> Sequence[Phase]:
+    """The phases of a training of `total_steps` steps, each of `global_batch` of `windows`.
+
+    `windows` are those of `config`; the phases before the last cut the same tokens shorter.
+    """
+    phases: list[Phase] = []
+    for fraction, segments in (config.context_schedule or {}).items():
+        length = segments * segment_length
+        first, key = math.ceil(fraction * total_steps) * global_batch, 0
+        if phases:
+            before = phases[-1]
+            key = before.first_key + (first - before.first) * before.parts
+        shorter = config.updated(context_length=length)
+        cut = replace(windows, packing=pack(windows.stream, shorter, segment_length))
+        phases.append(Phase(cut, first, config.context_length // length, key))
+    return phases or [Phase(windows)]
+
+
 class Loader:
     """An endless iterator: `next()` returns this rank's micro-batches of the next global batch.
 
@@ -43,8 +88,7 @@ class Loader:
     seed another loader resumes from there. With `phases`, whose last is of `windows`, shorter
     windows count by their tokens. `wait_seconds` is how long the last `next()` waited. A thread
     prefetches batches while the caller works; on CUDA it copies them to the device on a separate
-    stream. Windows that are in a store are read further ahead, by more threads. `close()` stops all
-    of them.
+    stream. `close()` stops it.
 
     Raises `DataError` if the split has fewer windows than one global batch; `next()` raises what
     `Windows.gather` does.
@@ -84,7 +128,7 @@ class Loader:
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._read_ahead = ReadAhead(windows, self._requests())
+        self._gathered = consumed  # by the thread
         self._thread = ThreadPoolExecutor(1, "loader", initializer=self._use_device)
         self._ready: deque[list[Batch]] = deque()
         self._prefetched: Future[list[list[Batch]]] | None = None
@@ -155,21 +199,15 @@ class Loader:
         positions: np.ndarray = np.add.outer(starts, share.reshape(len(share), -1))
         return positions
 
-    def _requests(self) -> Iterator[Request]:
-        """The windows of the next few global batches, and those of the next few, and so on."""
-        consumed = self.consumed
-        while True:
-            phase = self.phases[self._phase_at(consumed)]
-            positions = self._positions(consumed, self._steps_at_once)
-            end = consumed + len(positions) * self.global_batch
-            numbers = [self.numbers(each) for each in range(consumed, end, self.global_batch)]
-            keys = phase.first_key + positions
-            yield Request(phase.windows, np.concatenate(numbers).reshape(-1), keys.reshape(-1))
-            consumed = end
-
     def _gather(self) -> list[list[Batch]]:
         """The micro-batches of the next few global batches."""
-        together = next(self._read_ahead)
+        phase = self.phases[self._phase_at(self._gathered)]
+        positions = self._positions(self._gathered, self._steps_at_once)
+        end = self._gathered + len(positions) * self.global_batch
+        steps = range(self._gathered, end, self.global_batch)
+        numbers = np.concatenate([self.numbers(step) for step in steps]).reshape(-1)
+        together = phase.windows.gather(numbers, (phase.first_key + positions).reshape(-1))
+        self._gathered = end
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 # PyTorch's pinned allocator keeps the pinned copy alive until the transfer is done.
@@ -192,8 +230,7 @@ class Loader:
                     tensor.record_stream(current)
 
     def close(self) -> None:
-        """Stop all threads and discard prefetched batches."""
-        self._read_ahead.close()
+        """Stop the thread and discard prefetched batches."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._ready.clear()
         self._prefetched = None

@@ -3,17 +3,19 @@
 A window of context length C predicts C tokens from the C before them, so it reads C + 1 tokens of
 the stream, or fewer at the end of a document. Every mode is a table of rows, each with a start in
 the stream and a number of predicting positions. A window is one row (`packed`, `document`) or one
-row per segment (`aligned`, so that each document starts on a segment boundary).
+row per segment (`aligned`, so that each document starts on a segment boundary). Prompts and answers
+have a window each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from infini_model.config import PackingConfig
+from infini_model.runtime.errors import ConfigError
 
 # Documents whose rows are counted anew for each row that is located in one of them.
 BLOCK = 16
@@ -56,23 +58,6 @@ class Documents(Protocol):
         `shards` int64 [N], in which to look, in ascending order; `places` int64 [N, K], numbers of
         documents in these shards. A place past the last document gives the end of the shard.
         """
-
-
-class OffsetsInMemory:
-    """Documents of a single shard, by their `offsets` int64 [documents + 1]."""
-
-    def __init__(self, offsets: np.ndarray) -> None:
-        self.token_starts = np.array([0, offsets[-1]], np.int64)
-        self.document_starts = np.array([0, len(offsets) - 1], np.int64)
-        self._offsets = offsets
-
-    def lengths(self) -> Iterator[np.ndarray]:
-        """All lengths, as one array."""
-        yield np.diff(self._offsets)
-
-    def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:  # noqa: ARG002
-        """Where documents start; `shards` are all 0."""
-        return self._offsets.take(places, mode="clip")
 
 
 class Packing(Protocol):
@@ -211,3 +196,57 @@ def pack(documents: Documents, config: PackingConfig, segment_length: int) -> Pa
     return DocumentPacking(
         documents, segment_length, pad=True, rows_per_window=length // segment_length
     )
+
+
+class PairPacking:
+    """Windows of a pair each, which is cut or padded to `row_length`.
+
+    A pair without a token of its answer within the row has no window. `skipped` counts those, `cut`
+    the windows in which the answer does not end. `prompts` int64 [windows] is the number of tokens
+    of the prompt of each.
+    """
+
+    rows_per_window = 1
+
+    def __init__(
+        self, lengths: Iterable[np.ndarray], prompts: Iterable[np.ndarray], row_length: int
+    ) -> None:
+        """`lengths` and `prompts` count the tokens of all pairs and of their prompts, in order."""
+        sizes = np.concatenate([np.zeros(0, np.int32), *lengths]).astype(np.int64)
+        before = np.concatenate([np.zeros(0, np.int32), *prompts]).astype(np.int64)
+        kept = np.flatnonzero(before < row_length)
+        self.row_length = row_length
+        self.windows = len(kept)
+        self.skipped = len(sizes) - len(kept)
+        self.cut = int((sizes[kept] > row_length + 1).sum())
+        self._starts = (np.cumsum(sizes) - sizes)[kept]
+        self._valid = np.minimum(sizes[kept] - 1, row_length)
+        self.prompts = before[kept]
+
+    def locate(self, windows: np.ndarray) -> Rows:
+        """Row w starts with its pair."""
+        valid = self._valid[windows]
+        return Rows(self._starts[windows], valid, np.ones(len(valid), bool))
+
+    @property
+    def shortfall(self) -> str | None:
+        """What does not fit into the windows, in words; None if everything does."""
+        if not self.skipped and not self.cut:
+            return None
+        return (
+            f"packing.context_length={self.row_length} is too short for {self.skipped:,} prompts, "
+            f"which are skipped with their answers, and for {self.cut:,} answers, which are cut"
+        )
+
+
+def check_pair_packing(config: PackingConfig, place: object) -> None:
+    """Raise `ConfigError` if the dataset at `place`, of pairs, cannot be cut as `config` says."""
+    if config.mode != "document" or config.remainder != "pad":
+        raise ConfigError(
+            f"packing.mode: {place} has prompts and answers, which need packing.mode=document and "
+            "packing.remainder=pad"
+        )
+    if config.context_schedule is not None:
+        raise ConfigError(
+            f"packing.context_schedule: {place} has prompts and answers, which need whole windows"
+        )

@@ -1,15 +1,14 @@
 """Windows of a token stream, read from its shards on demand.
 
 A window is raw: rows of consecutive tokens. An objective (`infini_model.objectives`) turns it into
-inputs and targets.
+inputs and targets. Windows are read in the order of a keyed permutation of their numbers, of which
+a validation takes a fixed sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +17,14 @@ import torch
 from torch import Tensor
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading.packing import Packing, Rows, pack
-from infini_model.data.loading.pairs import PairPacking, check_pair_packing
-from infini_model.data.shards.stream import Span, TokenStream, open_split
+from infini_model.data.loading.packing import Packing, PairPacking, check_pair_packing, pack
+from infini_model.data.loading.stream import Span, TokenStream, open_split
+
+# Rounds of the Feistel network.
+ROUNDS = 6
+GOLDEN = 0x9E3779B97F4A7C15
+# Of the windows to score: not the run's seed, so that runs are compared on the same windows.
+SAMPLE_SEED = 0
 
 
 class Batch(NamedTuple):
@@ -102,32 +106,11 @@ class Windows:
         Raises:
             IndexError: A number is out of range.
             DataError: A shard is missing, damaged, or not the one in the manifest.
-            UnreachableError: A store that has shards does not answer.
-        """
-        return self.begin(numbers, keys)()
-
-    def begin(
-        self, numbers: np.ndarray, keys: np.ndarray | None = None, pool: Executor | None = None
-    ) -> Callable[[], Batch]:
-        """Begin what `gather` does; the result finishes it.
-
-        Shards that are elsewhere are read by the threads of `pool`, or before this returns.
         """
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"{self.name}: has {len(self)} windows, asked for {numbers.max()}")
-        rows = self.packing.locate(numbers)
-        tokens = self.stream.begin(rows.starts, self.packing.row_length + 1, pool)
-        return partial(self._batch, numbers, numbers if keys is None else keys, rows, tokens)
-
-    def _batch(
-        self,
-        numbers: np.ndarray,
-        keys: np.ndarray,
-        rows: Rows,
-        read_tokens: Callable[[], np.ndarray],
-    ) -> Batch:
-        length = self.packing.row_length
-        tokens = read_tokens().astype(np.int64)
+        rows, length = self.packing.locate(numbers), self.packing.row_length
+        tokens = self.stream.gather(rows.starts, length + 1).astype(np.int64)
         short = np.flatnonzero(rows.valid < length)
         if len(short):
             closed = tokens[short]
@@ -138,7 +121,7 @@ class Windows:
             torch.from_numpy(tokens.reshape(*shape, length + 1)),
             torch.from_numpy(rows.valid.reshape(shape)) if len(short) else None,
             torch.from_numpy(rows.first.reshape(shape)) if self.aligned else None,
-            torch.from_numpy(keys),
+            torch.from_numpy(numbers if keys is None else keys),
             None if self.pairs is None else torch.from_numpy(self.pairs.prompts[numbers, None]),
         )
 
@@ -161,18 +144,85 @@ def open_windows(
     """The windows of a split of a dataset folder.
 
     Raises `DataError` if the folder is not a complete dataset, `ConfigError` if its documents are
-    prompts and answers and `config` has another mode for them, `UnreachableError` if a store that
-    has shards does not answer.
+    prompts and answers and `config` has another mode for them.
     """
     stream = open_split(dataset_dir, split)
     if stream.pairs:
         check_pair_packing(config, dataset_dir)
-    if config.mode != "packed":
-        # Every window is found by the documents around it.
-        stream.shards.keep_offsets()
     name = f"{dataset_dir}: split {split}"
     if stream.pairs:
-        pairs = PairPacking(stream.lengths(), stream.shards.prompts(), config.context_length)
+        pairs = PairPacking(stream.lengths(), stream.prompts(), config.context_length)
         return Windows(stream, pairs, aligned=False, name=name, pairs=pairs)
     packing = pack(stream, config, segment_length)
     return Windows(stream, packing, config.mode == "aligned", name)
+
+
+def sample_windows(count: int, max_windows: int | None) -> np.ndarray:
+    """Numbers of the windows to score out of `count`: int64, at most `max_windows`, all if None.
+
+    The sample is spread over the whole split, and a larger sample contains the smaller ones.
+    """
+    size = count if max_windows is None else min(count, max_windows)
+    positions = np.arange(size)
+    if size == count:
+        return positions
+    return np.sort(permute(positions, count, SAMPLE_SEED, np.zeros_like(positions)))
+
+
+def validation_batches(
+    windows: Windows,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    max_windows: int | None = None,
+) -> Iterator[Batch]:
+    """This rank's batches of `sample_windows`; each window is in one batch of one rank.
+
+    Every rank yields the same number of batches, as collective operations require; the last may be
+    partial. A rank with no window left yields one without valid positions, which adds nothing to a
+    sum over targets.
+    """
+    numbers = sample_windows(len(windows), max_windows)
+    together = batch_size * world_size
+    steps = [numbers[start : start + together] for start in range(0, len(numbers), together)]
+    shares = [step[rank * batch_size : (rank + 1) * batch_size] for step in steps]
+    for step, mine in zip(steps, shares, strict=True):
+        batch = windows.gather(mine if len(mine) else step[:1])
+        if not len(mine):
+            none = torch.zeros(batch.tokens.shape[:2], dtype=torch.int64)
+            batch = batch._replace(valid=none)
+        yield batch
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64: every output bit depends on every input bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def permute(positions: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
+    """Map each of `positions` (0 … size - 1) to its place in its epoch: int64, the same shape.
+
+    A Feistel network is a bijection on 2b-bit numbers for any round function. Results of `size` or
+    more are fed back in until they are below (cycle walking), which makes it a bijection on 0 …
+    size - 1 in constant memory.
+
+    `epochs` has the shape of `positions`. For a given seed and epoch the map is a bijection.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    low = np.uint64((1 << int(half)) - 1)
+    key = _mix(
+        _mix(np.full(1, seed % (1 << 64), np.uint64) + np.uint64(GOLDEN)) ^ epochs.astype(np.uint64)
+    )
+    values = positions.astype(np.uint64)
+    todo = np.arange(len(values))
+    while len(todo):
+        left, right = values[todo] >> half, values[todo] & low
+        for turn in range(ROUNDS):
+            salt = key[todo] + np.uint64((turn + 1) * GOLDEN % (1 << 64))
+            left, right = right, left ^ (_mix(right + salt) & low)
+        values[todo] = (left << half) | right
+        todo = todo[values[todo] >= size]
+    return values.astype(np.int64)

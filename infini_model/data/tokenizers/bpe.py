@@ -43,8 +43,11 @@ class BPETokenizer:
     """A `tokenizer.json`.
 
     `make_fast` is called before the first text is encoded, since many tokenizers never encode any;
-    it returns a `gigatoken.Tokenizer` of the same file, or None to use only `tokenizers`.
+    it returns a `gigatoken.Tokenizer` of the same file, or None to use only `tokenizers`. With
+    `parallel` false it encodes in the caller's thread, otherwise on all cores.
     """
+
+    parallel: bool | None = None
 
     def __init__(
         self, spec: str, text: str, *, make_fast: Callable[[BPETokenizer], Any] | None = None
@@ -134,7 +137,7 @@ class BPETokenizer:
         if not len(array):
             return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
         if self._fast is not None:
-            return _encode_fast(self._fast, array)
+            return _encode_fast(self._fast, array, parallel=self.parallel)
         encodings = self._reference.encode_batch_fast(array.to_pylist(), add_special_tokens=False)
         rows = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
         offsets = np.zeros(len(rows) + 1, np.int64)
@@ -185,7 +188,7 @@ def checked_gigatoken(tokenizer: BPETokenizer) -> Any:
         return None
     try:
         fast = Fast.from_json(tokenizer.text)
-        ragged = _encode_fast(fast, as_array(list(PROBE)))
+        ragged = _encode_fast(fast, as_array(list(PROBE)), parallel=False)
     except Exception as error:  # noqa: BLE001 -- whatever it cannot do, `tokenizers` can
         log.info("%s: not using gigatoken: %s", tokenizer.spec, _first_line(error))
         return None
@@ -196,7 +199,7 @@ def checked_gigatoken(tokenizer: BPETokenizer) -> Any:
     return None
 
 
-def _encode_fast(fast: Any, texts: pa.StringArray) -> Ragged:
+def _encode_fast(fast: Any, texts: pa.StringArray, *, parallel: bool | None) -> Ragged:
     """Encode with `gigatoken`, which reads Arrow's buffers through an awkward array."""
     import awkward as ak  # type: ignore[import-untyped]
 
@@ -205,7 +208,7 @@ def _encode_fast(fast: Any, texts: pa.StringArray) -> Ragged:
     strings = ak.contents.ListOffsetArray(
         ak.index.Index64(offsets.astype(np.int64)), characters, parameters={"__array__": "string"}
     )
-    layout = fast.encode_batch(ak.Array(strings)).layout
+    layout = fast.encode_batch(ak.Array(strings), parallel=parallel).layout
     return Ragged(
         np.asarray(layout.content.data).view(np.int32),
         np.asarray(layout.offsets.data, dtype=np.int64),

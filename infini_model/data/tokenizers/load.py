@@ -95,6 +95,18 @@ def on_device(tokenizer: Tokenizer, device: str) -> Tokenizer:
     """The tokenizer on a device, or itself with a warning if it cannot run on that GPU."""
     if not device.startswith("cuda"):
         return tokenizer
+    reason = why_unsupported(tokenizer)
+    if reason is not None:
+        log.warning("%s is not used: %s; tokenising on the CPU", device, reason)
+        return tokenizer
+    # The kernels need Triton, which is there if this tokenizer is supported.
+    from infini_model.data.tokenizers.gpu.device_tokenizer import put_on_device
+
+    return put_on_device(tokenizer, device)
+
+
+def why_unsupported(tokenizer: Tokenizer) -> str | None:
+    """Why the tokenizer cannot run on a GPU, or None if it can."""
     from infini_model.data.tokenizers.gpu.supported import (
         UnsupportedTokenizerError,
         check_supported,
@@ -102,13 +114,9 @@ def on_device(tokenizer: Tokenizer, device: str) -> Tokenizer:
 
     try:
         check_supported(tokenizer)
-        # The kernels need Triton, which is there if this tokenizer is supported.
-        from infini_model.data.tokenizers.gpu.device_tokenizer import put_on_device
-
-        return put_on_device(tokenizer, device)
     except UnsupportedTokenizerError as error:
-        log.warning("%s is not used: %s; tokenising on the CPU", device, error)
-        return tokenizer
+        return str(error)
+    return None
 
 
 def load_saved(folder: Path, spec: str) -> Tokenizer:

@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
+from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime import storage
-from infini_model.runtime.errors import ObjectMissingError
+from infini_model.runtime.errors import DataError, ObjectMissingError
 from infini_model.runtime.object_stores.object_store import ObjectStore, Version
 from infini_model.runtime.records import Record, parse_record, write_record
 
@@ -43,7 +44,7 @@ class Pin(NamedTuple):
         return parse_record(self.content, self.place, PinnedTokenizer)
 
 
-class Shelf:
+class TokenizerStore:
     """The tokenizers of a datasets folder, and of the address `store` that it is a copy of.
 
     With a store, every method raises `StoreError` and `UnreachableError`.
@@ -85,6 +86,15 @@ class Shelf:
         if self._store is not None and spec != "bytes" and not self._file(key).is_file():
             self._store.download(f"{key}/{TOKENIZER_FILE}", self._file(key))
         return load_saved(self.folder / key, spec)
+
+    def planned(self, key: str, record: TokenizerRecord) -> Tokenizer:
+        """The tokenizer that a partition was planned with. Raises `DataError` if it is damaged."""
+        tokenizer = self.load(key, record.spec)
+        if tokenizer.fingerprint != record.fingerprint:
+            raise DataError(
+                f"{self.place_of(key)}: is not the tokenizer that the partition was planned with"
+            )
+        return tokenizer
 
     def discard(self, key: str) -> None:
         """Remove a tokenizer that is damaged, so that it is made again."""

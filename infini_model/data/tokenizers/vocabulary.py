@@ -20,7 +20,7 @@ from infini_model.data.sources.files import FileRange
 from infini_model.data.sources.formats import Reading, content_of
 from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, train_tokenizer
 from infini_model.data.tokenizers.load import check_device, load_tokenizer
-from infini_model.data.tokenizers.shelf import Pin, PinnedTokenizer, Shelf
+from infini_model.data.tokenizers.shelf import Pin, PinnedTokenizer, TokenizerStore
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, StoreError
@@ -48,7 +48,7 @@ def dataset_tokenizer(
     partitions: Sequence[Sequence[FileRange]],
     reading: Reading,
     config: DataConfig,
-    shelf: Shelf,
+    shelf: TokenizerStore,
 ) -> DatasetTokenizer:
     """The tokenizer that `config` asks for.
 
@@ -83,7 +83,7 @@ def dataset_tokenizer(
     return DatasetTokenizer(tokenizer, counts.key)
 
 
-def _reuse(pin: Pin, config: DataConfig, shelf: Shelf) -> DatasetTokenizer | None:
+def _reuse(pin: Pin, config: DataConfig, shelf: TokenizerStore) -> DatasetTokenizer | None:
     """The tokenizer that a pin names, if it is what is asked for and is intact."""
     asked = config.tokenizer
     if asked.retrain:
@@ -102,7 +102,9 @@ def _reuse(pin: Pin, config: DataConfig, shelf: Shelf) -> DatasetTokenizer | Non
     return None if tokenizer is None else DatasetTokenizer(tokenizer, pinned.key, pinned)
 
 
-def _load_intact(key: str, shelf: Shelf, fingerprint: str | None = None) -> Tokenizer | None:
+def _load_intact(
+    key: str, shelf: TokenizerStore, fingerprint: str | None = None
+) -> Tokenizer | None:
     """A tokenizer from the shelf; removed and None if damaged or of another fingerprint."""
     fault = "is not the tokenizer that was trained"
     try:
@@ -119,7 +121,10 @@ def _load_intact(key: str, shelf: Shelf, fingerprint: str | None = None) -> Toke
 
 
 def _train(
-    partitions: Sequence[Sequence[FileRange]], reading: Reading, vocab_size: int, shelf: Shelf
+    partitions: Sequence[Sequence[FileRange]],
+    reading: Reading,
+    vocab_size: int,
+    shelf: TokenizerStore,
 ) -> tuple[Tokenizer, str]:
     """Train a tokenizer, unless one was trained on the same text; returns its key as well."""
     # Neither the names nor the order of the files decide what is learnt.

@@ -28,7 +28,7 @@ SEED = "run.seed"
 # Names and places, and what is done about failures: they say nothing of how a run was made.
 LEFT_OUT = (
     *("run.name", "run.preset", "run.output_dir", "run.data_dir", "run.store", "run.data_store"),
-    *("run.log_level", "data.name", "data.folder", "data.cache_dir", "logging.tensorboard_dir"),
+    *("run.log_level", "data.name", "data.folder", "logging.tensorboard_dir"),
     *("comparison", "tracking", "stages"),
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from infini_model.data.shards.stream import TokenStream
+from infini_model.data.loading.stream import TokenStream
 from infini_model.evaluation.retrieval.haystack import Encode
 
 # Draws at least so many tokens.

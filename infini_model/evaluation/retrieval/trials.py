@@ -8,7 +8,7 @@ import numpy as np
 from torch.nn import functional
 
 from infini_model.config.evaluation import PasskeyConfig
-from infini_model.data.shards.stream import open_split
+from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.retrieval.filler import (
     Filler,

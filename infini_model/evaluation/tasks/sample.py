@@ -7,8 +7,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import SampleConfig
+from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.manifest import Manifest
-from infini_model.data.shards.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.prompt import new_tokens
 from infini_model.evaluation.reporting.markdown import fenced
@@ -151,7 +151,7 @@ def _first_prompt(stream: TokenStream, longest: int | None) -> tuple[int, int]:
     None has any number. If there is no such document, the first with no tokens.
     """
     first = 0
-    for lengths in stream.shards.prompts():
+    for lengths in stream.prompts():
         fits = (lengths > 0) & (lengths <= (longest or lengths))
         if fits.any():
             here = int(fits.argmax())

@@ -8,16 +8,15 @@ to the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect. No pro
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from infini_model.config import Config, dump_config
-from infini_model.data.keeping.staging import GIGABYTE, staged_dataset
+from infini_model.data.store import GIGABYTE, download_shards
 from infini_model.runtime import processes
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.machine import available_cores
@@ -36,7 +35,7 @@ GRACE_SECONDS = 60.0
 # What ending the launchers of a Ray cluster takes besides.
 CLUSTER_SECONDS = 30.0
 # Between two lines on the progress of copying shards.
-STAGING_SECONDS = 10.0
+DOWNLOAD_SECONDS = 10.0
 # Anything else that ends a launch is a stop from outside: a signal, or what `stop` returned.
 FAILED = (failures.TrainingFailure, UserError)
 
@@ -116,10 +115,14 @@ def train_here(
     stop: Callable[[], Exception | None],
 ) -> None:
     """Train on this machine, with exactly these settings. Arguments and errors are `launch`'s."""
-    with (
-        _staged(config, dataset_dir, on_line, stop),
-        reserve(config, run_dir, on_line=on_line, stop=stop) as gpus,
-    ):
+    told = rate_limited(
+        lambda done, total: on_line(
+            f"downloaded {done / GIGABYTE:.3g} of {total / GIGABYTE:.3g} GB of shards"
+        ),
+        interval_seconds=DOWNLOAD_SECONDS,
+    )
+    download_shards(dataset_dir, progress=told, tell=on_line, stop=stop)
+    with reserve(config, run_dir, on_line=on_line, stop=stop) as gpus:
         ranks = _LocalRanks.of(config, gpus)
         # Lines without a known prefix: torchrun's, or those of native code in the only rank.
         other = "rank-0.log" if ranks.is_single else "torchrun.log"
@@ -162,35 +165,6 @@ def _train_on_ray(
             environment=_same_package(),
             grace_seconds=GRACE_SECONDS + CLUSTER_SECONDS,
         )
-
-
-@contextlib.contextmanager
-def _staged(
-    config: Config,
-    dataset_dir: Path,
-    on_line: Callable[[str], None],
-    stop: Callable[[], Exception | None],
-) -> Iterator[None]:
-    """Copy what the dataset folder lacks of its shards, before the ranks of this machine start.
-
-    The copies stay while the block runs.
-    """
-    tell = rate_limited(
-        lambda done, total: on_line(
-            f"copied {done / GIGABYTE:.3g} of {total / GIGABYTE:.3g} GB of shards"
-        ),
-        interval_seconds=STAGING_SECONDS,
-    )
-    data = config.data
-    with staged_dataset(
-        dataset_dir,
-        data.cache_dir,
-        data.cache_gigabytes,
-        progress=tell,
-        tell=on_line,
-        stop=stop,
-    ):
-        yield
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,6 @@ REFUSED = {
     "run.output_dir=ftp://h/x": "run.output_dir: got 'ftp://h/x': takes a folder, or an address",
     "run.data_dir=http://h/x": "run.data_dir: got 'http://h/x': takes a folder, or an address",
     "run.store=team": "run.store: got 'team': takes an address",
-    "data.cache_dir=s3://b/x": "data.cache_dir: got 's3://b/x': takes a local folder, not",
     "logging.tensorboard_dir=gs://b/x": "logging.tensorboard_dir: got 'gs://b/x': takes a",
     "data.device=gpu": "data.device: got 'gpu': takes auto, cpu, cuda, cuda:N, or mixed",
     "data={engine: ray, device: mixed}": "data: device mixed needs engine=local; Ray takes",

@@ -3,14 +3,13 @@
 The latter are for processes of their own, which have little to import.
 """
 
-import contextlib
 import itertools
 import multiprocessing
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +18,12 @@ from typing import Any
 from trainings import PRELOADED
 
 from infini_model.config import Config, DataConfig, validate
-from infini_model.data.keeping.staging import staged_dataset
+from infini_model.data.build import Plan, build_dataset, plan_dataset
+from infini_model.data.engines import LocalEngine
+from infini_model.data.finished import finished_dataset
 from infini_model.data.manifest import Manifest
-from infini_model.data.shards.dataset import build_dataset
-from infini_model.data.shards.engine import LocalEngine
-from infini_model.data.shards.plan import Plan, finished_dataset, plan_dataset
 from infini_model.data.sources.download import download
+from infini_model.data.store import download_shards
 from infini_model.runtime.object_stores.object_store import ObjectStore
 
 
@@ -59,10 +58,10 @@ class Machine:
             make_engine=engine,
         )
 
-    def make(self, specs, store, advance):
+    def make(self, specs, datasets, advance):
         """Make partitions, as an engine does, and note their keys."""
         self.made = [spec.key for spec in specs]
-        self._engine.make(specs, store, advance)
+        self._engine.make(specs, datasets, advance)
 
     def plan(self, data: DataConfig, previous: str | None = None) -> Plan:
         """What there is to do."""
@@ -73,17 +72,11 @@ class Machine:
         """The dataset to train on."""
         return finished_dataset(self.config(data))
 
-    def stage(self, data: DataConfig) -> Path:
-        """Copy the shards of the dataset; returns its folder."""
-        with self.staged(data) as folder:
-            return folder
-
-    @contextlib.contextmanager
-    def staged(self, data: DataConfig) -> Iterator[Path]:
-        """The same, and use the copies while the block runs."""
+    def download(self, data: DataConfig) -> Path:
+        """Download the shards of the dataset; returns its folder."""
         folder = self.finished(data).folder
-        with staged_dataset(folder, data.cache_dir, data.cache_gigabytes):
-            yield folder
+        download_shards(folder)
+        return folder
 
 
 def _work_with(environment: Mapping[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
@@ -105,7 +98,7 @@ def in_a_fork(work: Callable[..., Any], *arguments: Any) -> Any:
 def killed_in_a_request(
     machine: Machine, task: str, data: DataConfig, method: str, calls: int
 ) -> None:
-    """Build or stage until this process is killed, after so many calls of a method of the store."""
+    """Build or download until this process is killed, after so many calls of a store's method."""
     plain, moments = getattr(ObjectStore, method), itertools.count()
 
     def die(*arguments, **named):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infini_model.config import DataConfig, FilesSource
-from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.build import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.data.sources.files import FileRange, SourceFile, local_version
 from infini_model.data.sources.formats import Reading, read_range

@@ -5,16 +5,14 @@ import pyarrow as pa
 import pytest
 import torch
 from corpora import make_pairs, make_texts, pair_dataset
-from stored_datasets import without_shards
 from templates import with_bos
 
 from infini_model.config import PackingConfig, SplitsConfig
+from infini_model.data import make_partition
 from infini_model.data.loading.loader import Loader
-from infini_model.data.loading.validation import validation_batches
-from infini_model.data.loading.windows import open_windows
+from infini_model.data.loading.stream import open_split
+from infini_model.data.loading.windows import open_windows, validation_batches
 from infini_model.data.manifest import SPLITS, read_manifest
-from infini_model.data.shards import partitions, writing
-from infini_model.data.shards.stream import open_split
 from infini_model.data.sources.content import hash_documents, splits_of
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
@@ -29,7 +27,7 @@ EOS = 255
 def in_shards(folder, split):
     """The prompts and answers of a split, as ids."""
     stream = open_split(folder, split)
-    prompts = [int(each) for part in stream.shards.prompts() for each in part]
+    prompts = [int(each) for part in stream.prompts() for each in part]
     documents = [stream.document(number) for number in range(stream.documents)]
     return [
         (document[:prompt].tolist(), document[prompt:].tolist())
@@ -53,7 +51,7 @@ def test_every_pair_is_in_the_shards_with_its_boundary(
 ):
     import datasets
 
-    monkeypatch.setattr(partitions, "ENCODE_BYTES", 500)
+    monkeypatch.setattr(make_partition, "ENCODE_BYTES", 500)
     given = {"spec": str(llama_tokenizer) if spec == "llama" else spec, "vocab_size": 300}
     folder = pair_dataset(tmp_path, PAIRS, tokenizer=given, splits=THIRDS, batch_size=7)
     tokenizer = load_dataset_tokenizer(folder)
@@ -85,8 +83,8 @@ def packing(length, **fields):
 def dataset(tmp_path_factory):
     """A dataset of several shards a split, and an empty split."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "SHARD_BYTES", 3000)
-        patch.setattr(partitions, "ENCODE_BYTES", 500)
+        patch.setattr(make_partition, "SHARD_BYTES", 3000)
+        patch.setattr(make_partition, "ENCODE_BYTES", 500)
         folder = pair_dataset(tmp_path_factory.mktemp("pairs"), PAIRS, splits=SPLIT_SIZES)
     assert len(read_manifest(folder).splits["train"].shards) > 3
     return folder
@@ -156,14 +154,3 @@ def test_the_loader_and_validation_give_the_prompts_with_their_windows(dataset):
     ranks = [list(validation_batches(windows, 4, rank, 2)) for rank in range(2)]
     found = torch.cat([each.prompts for both in zip(*ranks, strict=True) for each in both])
     assert torch.equal(found[: len(windows)], every.prompts)
-
-
-def test_pairs_in_a_store_are_those_of_the_folder(dataset, tmp_path, bucket):
-    elsewhere = without_shards(dataset, tmp_path / "elsewhere", bucket, ["train"])
-    for split in SPLITS:
-        assert in_shards(elsewhere, split) == in_shards(dataset, split)
-    local, distant = (
-        whole(open_windows(place, "train", packing(200), 4)) for place in (dataset, elsewhere)
-    )
-    for ours, theirs in zip(local, distant, strict=True):
-        assert torch.equal(ours, theirs) if ours is not None else theirs is None

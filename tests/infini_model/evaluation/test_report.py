@@ -11,8 +11,8 @@ from curves import curve
 from torch.nn import functional
 from trained_run import make_dataset, make_run, settings
 
+from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows
-from infini_model.data.shards.stream import open_split
 from infini_model.evaluation.prompt import continue_text
 from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.evaluation.subject import Subject

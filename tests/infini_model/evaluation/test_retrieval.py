@@ -17,7 +17,7 @@ from trained_run import make_dataset, make_run, settings
 
 from infini_model.config import Config
 from infini_model.config.evaluation import EvaluationTaskName
-from infini_model.data.shards.stream import open_split
+from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer

@@ -15,9 +15,8 @@ from tiny_models import draw_memory_parameters
 from torch.nn import functional
 from trained_run import make_dataset, make_run, settings
 
-from infini_model.data.loading.validation import sample_windows
-from infini_model.data.loading.windows import open_windows
-from infini_model.data.shards.stream import open_split
+from infini_model.data.loading.stream import open_split
+from infini_model.data.loading.windows import open_windows, sample_windows
 from infini_model.evaluation.long_documents import find_long_documents, measure
 from infini_model.evaluation.reporting.memory import verdict
 from infini_model.evaluation.statistics import Interval, bootstrap

@@ -5,7 +5,7 @@ import json
 import torch
 
 from infini_model.config import load_config
-from infini_model.data.shards.dataset import build_dataset
+from infini_model.data.build import build_dataset
 from infini_model.data.sources.download import download
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision

@@ -249,7 +249,7 @@ def test_the_datasets_folder_of_another_machine_becomes_that_of_this_one(
 
 
 def test_a_dataset_that_is_not_here_is_found_by_its_address(tmp_path: Path) -> None:
-    """If it is in a store of its own; in the run's: `test_stored_datasets.py`."""
+    """If it is in a store of its own; in the run's: `test_store.py`."""
     dataset, address = tmp_path / "copy" / "mine-1", "s3://other/datasets/mine-1"
     dataset.mkdir(parents=True)
     config = config_of(tmp_path)

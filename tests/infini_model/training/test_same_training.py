@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 from curves import curve, repeatable, weights
 from llamas import from_weights, recorded, write_llama
-from stored_datasets import without_shards
 from trainings import cut_off, on_two_ranks, train_traced, with_adapters
 
 from infini_model.config import merge
@@ -51,7 +50,7 @@ KINDS = {
     # The gates get no gradient.
     "one segment": Kind("ddp", ONE_SEGMENT | RECOMPUTED),
     "one segment, tied": Kind("fsdp", ONE_SEGMENT | {"model": {"tie_word_embeddings": True}}),
-    "documents in a store": Kind("ddp", {"packing": {"mode": "document"}}, data="stored"),
+    "documents": Kind("ddp", {"packing": {"mode": "document"}}),
     "fp16": Kind("fsdp", {"training": {"precision": "fp16"}} | RECOMPUTED, rounding=2e-3),
     "masked diffusion of answers": Kind(
         "fsdp",
@@ -77,12 +76,6 @@ KINDS = {
     "a Llama": Kind(None, {}, weights="llama"),
     "LoRA": Kind("fsdp", RECOMPUTED, weights="adapters"),
 }
-
-
-@pytest.fixture
-def stored(dataset, tmp_path, bucket):
-    """The dataset folder without any shard."""
-    return without_shards(dataset, tmp_path / "stored", f"{bucket}/partitions")
 
 
 @pytest.fixture
@@ -128,7 +121,7 @@ def test_a_training_is_the_same_whole_resumed_or_on_two_ranks(
 ):
     data = request.getfixturevalue(kind.data)
     config, whole = begin(kind, 4, "whole")
-    train(config, dataset if kind.data == "stored" else data, whole)
+    train(config, data, whole)
     losses = curve(whole, "validation/loss")
     assert losses[6] < losses[0]
 

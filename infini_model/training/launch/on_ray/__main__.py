@@ -15,8 +15,8 @@ from pathlib import Path
 
 from infini_model.config import load_config
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.on_ray.joining import joined
 from infini_model.runtime.processes import deferred_signals
+from infini_model.runtime.ray import connect
 from infini_model.training.launch.failures import (
     EXIT_CRASH,
     EXIT_USER_ERROR,
@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(file=arguments.config)
     try:
         # Ray installs a handler of its own when it joins.
-        with joined(config.launch.ray_address, "launch") as address, deferred_signals() as received:
+        with (
+            connect(config.launch.ray_address, "launch") as address,
+            deferred_signals() as received,
+        ):
             folders = arguments.dataset, arguments.run_dir
             Gangs(config, *folders, address, lambda: bool(received)).train()
     except (UserError, ConnectionError, TrainingFailure) as error:

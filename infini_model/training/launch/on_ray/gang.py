@@ -11,7 +11,7 @@ from typing import Any
 
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.on_ray.nodes import marked, on_node, sources_fingerprint
+from infini_model.runtime.ray import marked, on_node, sources_fingerprint
 from infini_model.runtime.stage_protocol import write_progress
 from infini_model.training.launch.failures import Report, first_cause
 from infini_model.training.launch.on_ray.node import (

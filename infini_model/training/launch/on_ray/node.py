@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import load_config
-from infini_model.runtime.on_ray.nodes import check_mark, check_sources
+from infini_model.runtime.ray import check_mark, check_sources
 from infini_model.training.launch.failures import Preempted, Report
 from infini_model.training.launch.launcher import train_here
 

@@ -10,22 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import write_shard
+from streams import stream_of, write_shard
 from templates import with_bos
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading.gpu_dataloader import (
+from infini_model.data.loading.gpu import (
     get_gpu_train_dataloader,
     gpu_clm_process,
-    gpu_clm_windows,
 )
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.packing import pack
-from infini_model.data.loading.permutation import permute
-from infini_model.data.loading.validation import sample_windows, validation_batches
-from infini_model.data.loading.windows import Windows, open_windows
-from infini_model.data.shards.shard_files import ShardFiles
-from infini_model.data.shards.stream import TokenStream
+from infini_model.data.loading.windows import (
+    Windows,
+    open_windows,
+    permute,
+    sample_windows,
+    validation_batches,
+)
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime.errors import DataError
@@ -175,35 +176,27 @@ def test_the_gpu_dataloader_is_a_loader(byte_dataset, each_device):
                 assert_same(mine, theirs)
 
 
-def as_a_dataset(tmp_path, texts, host, packing):
+@pytest.mark.parametrize("begun", [False, True])
+def test_windows_of_texts_match_those_of_their_dataset(tmp_path, texts, each_device, begun):
+    host = train_tokenizer([texts], 300)
+    if begun:
+        host = BPETokenizer("x", with_bos(host.text))
+    windows = gpu_clm_process(texts, host, 32, each_device)
+    assert torch.equal(windows.cpu(), as_a_dataset(tmp_path, texts, host, 32))
+
+
+def as_a_dataset(tmp_path, texts, host, length):
     """The windows of a dataset of the texts."""
     ids, offsets = host.encode_batch(texts)
     bos = [] if host.bos_token_id is None else [host.bos_token_id]
     documents = [[*bos, *row, host.eos_token_id] for row in np.split(ids, offsets[1:-1])]
     closed = np.concatenate(documents, dtype=np.int32)
     shard = write_shard(tmp_path / "texts.arrow", closed, [len(each) for each in documents])
-    stream = TokenStream(ShardFiles(tmp_path, [shard], closed.dtype), host.eos_token_id)
-    rows = pack(stream, packing, 8)
-    return Windows(stream, rows, packing.mode == "aligned", "texts").gather(np.arange(rows.windows))
-
-
-@pytest.mark.parametrize(
-    ("mode", "remainder", "begun"),
-    [("packed", "drop", False), ("document", "pad", True), ("aligned", "drop", True)],
-)
-def test_windows_of_texts_match_those_of_their_dataset(
-    tmp_path, texts, each_device, mode, remainder, begun
-):
-    host = train_tokenizer([texts], 300)
-    if begun:
-        host = BPETokenizer("x", with_bos(host.text))
-    packing = PackingConfig(mode=mode, context_length=32, remainder=remainder)
-    expected = as_a_dataset(tmp_path, texts, host, packing)
-    assert len(expected.tokens) > 100
-    assert_same(gpu_clm_windows(texts, host, packing, 8, each_device), expected)
-    if mode == "packed":
-        windows = gpu_clm_process(texts, host, 32, each_device)
-        assert torch.equal(windows.cpu(), expected.tokens.squeeze(1))
+    stream = stream_of(tmp_path, [shard])
+    rows = pack(stream, PackingConfig(context_length=length), 8)
+    windows = Windows(stream, rows, aligned=False, name="texts")
+    assert len(windows) > 50
+    return windows.gather(np.arange(len(windows))).tokens.squeeze(1)
 
 
 @pytest.mark.cuda
@@ -213,11 +206,6 @@ def test_windows_of_a_gpu_tokenizer_match_those_of_the_dataset(tmp_path, texts, 
 
     texts = texts[:3]
     host = BPETokenizer("x", with_bos(train_tokenizer([texts], 300).text))
-    on_gpu = DeviceTokenizer(host, gpu, 1 << 12)
-    for mode in ("packed", "aligned"):
-        packing = PackingConfig(mode=mode, context_length=32, remainder="pad")
-        expected = as_a_dataset(tmp_path, texts, host, packing)
-        assert_same(gpu_clm_windows(texts, on_gpu, packing, 8, gpu), expected)
-    batch = gpu_clm_windows([], ByteTokenizer(), packing, 8, gpu)  # Too little text gives none.
-    assert (batch.tokens.shape, batch.valid) == ((0, 4, 9), None)
+    windows = gpu_clm_process(texts, DeviceTokenizer(host, gpu, 1 << 12), 8, gpu)
+    assert torch.equal(windows.cpu(), as_a_dataset(tmp_path, texts, host, 8))
     assert gpu_clm_process(["a"], ByteTokenizer(), 4, gpu).shape == (0, 5)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from streams import numbered_stream
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading.packing import BLOCK, DocumentPacking, OffsetsInMemory, pack
+from infini_model.data.loading import stream as streams
+from infini_model.data.loading.packing import BLOCK, DocumentPacking, pack
 from infini_model.data.loading.windows import Windows
-from infini_model.data.shards import shard_files
 from infini_model.model.loss import IGNORED
 from infini_model.objectives.causal import CausalLM
 
@@ -73,19 +73,17 @@ def test_rows_are_those_of_the_plain_definition(
 ):
     stream = numbered_stream(shard_folder, shape, max_mapped=2)
     flat = [length for lengths in shape for length in lengths]
-    in_memory = OffsetsInMemory(np.cumsum([0, *flat]))
     expected = plain_rows(flat, row_length, pad)
-    for documents in (stream, in_memory):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shard_files, "DOCUMENTS_AT_ONCE", at_once)
-            packing = DocumentPacking(documents, row_length, pad=pad, rows_per_window=together)
-        assert packing.windows == len(expected) // together
-        if packing.windows:
-            number = st.integers(0, packing.windows - 1)
-            chosen = data.draw(st.lists(number, max_size=20) | st.just(range(packing.windows)))
-            found = packing.locate(np.array(chosen, np.int64))
-            rows = [expected[each * together + k] for each in chosen for k in range(together)]
-            assert list(zip(*(part.tolist() for part in found), strict=True)) == rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "DOCUMENTS_AT_ONCE", at_once)
+        packing = DocumentPacking(stream, row_length, pad=pad, rows_per_window=together)
+    assert packing.windows == len(expected) // together
+    if packing.windows:
+        number = st.integers(0, packing.windows - 1)
+        chosen = data.draw(st.lists(number, max_size=20) | st.just(range(packing.windows)))
+        found = packing.locate(np.array(chosen, np.int64))
+        rows = [expected[each * together + k] for each in chosen for k in range(together)]
+        assert list(zip(*(part.tolist() for part in found), strict=True)) == rows
 
 
 @given(shapes, st.integers(1, 12))
@@ -146,10 +144,10 @@ def test_the_spans_of_a_window_are_its_tokens_by_shard_and_document(
         tokens = {t for t in inputs[index].tolist() if t != EOS}
         tokens |= {t for t in labels[index].tolist() if t != IGNORED}
         spans = windows.spans(index)
-        found = [stream.shards[s.shard].values[s.first : s.last].tolist() for s in spans]
+        found = [stream.shard(s.shard).values[s.first : s.last].tolist() for s in spans]
         assert [token for part in found for token in part] == sorted(tokens)
         for span, part in zip(spans, found, strict=True):
-            begin, end = stream.shards[span.shard].offsets[span.row :][:2]
+            begin, end = stream.shard(span.shard).offsets[span.row :][:2]
             assert begin <= span.first < span.last <= end
             assert set(part) <= set(stream.document(span.document).tolist())
         places = [(span.document, span.first) for span in spans]

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading.loader import Loader
-from infini_model.data.loading.phases import make_phases
+from infini_model.data.loading.loader import Loader, make_phases
 from infini_model.data.loading.windows import open_windows
 
 SEGMENT = 16

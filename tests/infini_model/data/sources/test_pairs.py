@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.config import DataConfig, FilesSource, HubSource
-from infini_model.data.shards.layout import divide
+from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.documents import read_documents
 from infini_model.data.sources.download import download, reading_of
 from infini_model.data.sources.files import FileRange
@@ -141,7 +141,7 @@ def test_a_wrong_row_is_named_in_one_line(tmp_path):
 def test_a_file_without_pairs_is_refused_before_it_is_divided(tmp_path, name, reason):
     pq.write_table(pa.table({"text": ["a"], "prompt": ["b"]}), tmp_path / name)
     with pytest.raises(DataError, match=reason):
-        divide(cut_file(tmp_path / name), READING, 100, FactCache(tmp_path / "kept.json"))
+        plan_partitions(cut_file(tmp_path / name), READING, 100, FactCache(tmp_path / "kept.json"))
 
 
 @pytest.mark.parametrize(("name", "place"), [("a.jsonl", "line 2"), ("a.parquet", "row 2")])

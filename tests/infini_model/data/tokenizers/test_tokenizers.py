@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from templates import BOS, with_bos
 from tokenizers import Tokenizer as Reference
 
-from infini_model.data.shards import dataset
+from infini_model.data import build as builds
 from infini_model.data.tokenizers.bpe import END_BYTES, BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError, check_supported
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
@@ -200,7 +200,7 @@ def test_a_wrong_fast_tokenizer_is_detected_and_replaced(tmp_path, trained, capl
     made = []
     for tokenizer in (wrong, BPETokenizer("x", trained.text)):
         given = DatasetTokenizer(tokenizer, "kept")
-        monkeypatch.setattr(dataset, "dataset_tokenizer", lambda *_, given=given: given)
+        monkeypatch.setattr(builds, "dataset_tokenizer", lambda *_, given=given: given)
         with caplog.at_level(logging.WARNING):
             made.append(build(config, tmp_path / str(len(made)))[0])
     assert caplog.text.count("the fast tokenizer and tokenizers disagree") == 1

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from infini_model.runtime.errors import UnreachableError, UserError
-from infini_model.runtime.on_ray.joining import joined
+from infini_model.runtime.ray import connect
 
 
 @pytest.mark.parametrize("section", ["data", "launch"])
@@ -15,7 +15,7 @@ def test_a_cluster_that_does_not_answer(section):
         deaf.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
         message = rf"^{section}\.ray_address: {address}: no Ray cluster answers: .*refused$"
-        with pytest.raises(UnreachableError, match=message), joined(address, section):
+        with pytest.raises(UnreachableError, match=message), connect(address, section):
             pass
 
 
@@ -23,6 +23,6 @@ def test_an_address_of_the_environment_that_is_none(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with (
         pytest.raises(UserError, match=r"^RAY_ADDRESS: got 'ray://head:10001': takes auto or HOST"),
-        joined("auto", "data"),
+        connect("auto", "data"),
     ):
         pass

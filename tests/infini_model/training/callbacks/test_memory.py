@@ -11,8 +11,7 @@ import torch
 from curves import curve, weights
 from stopping import StopAfter
 
-from infini_model.data.loading.validation import sample_windows
-from infini_model.data.loading.windows import open_windows
+from infini_model.data.loading.windows import open_windows, sample_windows
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.callbacks import defaults, memory

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from infini_model.config import LaunchConfig
-from infini_model.runtime.on_ray.nodes import attempt, marked, sources_fingerprint
+from infini_model.runtime.ray import attempt, marked, sources_fingerprint
 from infini_model.training.launch.on_ray.gangs import needs_of
 from infini_model.training.launch.on_ray.node import Place, survey
 

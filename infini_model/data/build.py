@@ -1,0 +1,391 @@
+"""From the files of a source to a dataset folder of memory-mapped token shards and a manifest.
+
+The work is done partition by partition, and each partition is kept by what decides its content, so
+that only what is new is made. The dataset folder appears when it is complete; it links to the
+partitions' files, or names the object store that has them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infini_model.config import MEBIBYTE, Config, DataConfig
+from infini_model.config.tree import MODEL_SPEC
+from infini_model.data.datasets import (
+    Build,
+    Datasets,
+    build_lock,
+    dataset_key,
+    make_manifest,
+    make_newest,
+    register_build,
+)
+from infini_model.data.engines import Engine, make_engine
+from infini_model.data.make_partition import Advance, id_dtype
+from infini_model.data.manifest import PARTITIONS, SPLITS, Manifest, TokenizerRecord
+from infini_model.data.partitions import (
+    Partition,
+    PartitionDefaults,
+    PartitionRecord,
+    PartitionSpec,
+    plan_partitions,
+)
+from infini_model.data.sources.documents import Progress
+from infini_model.data.sources.download import reading_of
+from infini_model.data.sources.files import Listing
+from infini_model.data.store import datasets_at
+from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.data.tokenizers.shelf import PinnedTokenizer, TokenizerStore
+from infini_model.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, sample_of
+from infini_model.data.tokenizers.vocabulary import dataset_tokenizer
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError, StoreError, UnreachableError
+from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.records import Record
+
+log = logging.getLogger(__name__)
+
+
+def listing_file(listing: Listing, name: str) -> str:
+    """The name of the file that keeps a listing, for datasets of this name."""
+    contents = sorted(
+        f"{part.file.fingerprint} {part.file.address} {part.start} {part.stop} {part.rows}"
+        for part in listing.ranges
+    )
+    return f"{name}-{storage.content_key(contents)[:16]}.json"
+
+
+@dataclass(frozen=True)
+class RequestedDataset:
+    """What a configuration asks for: its folder, its key, its tokenizer and its partitions.
+
+    `partition_keys` are in order, and `partitions` in the same; equal files make equal partitions.
+    `pin` is that of a tokenizer that was trained for an earlier dataset of this name. `listing` is
+    the name of the file that keeps the listing it is made from.
+    """
+
+    folder: Path
+    key: str
+    tokenizer: Tokenizer
+    pin: PinnedTokenizer | None
+    defaults: PartitionDefaults
+    partition_keys: list[str]
+    partitions: list[Partition]
+    listing: str
+
+    @property
+    def build(self) -> Build:
+        """What the dataset is made from, as it is noted before it is made."""
+        return Build(listing=self.listing, partitions=self.partition_keys)
+
+    def specs(self, *, without: Container[str] = ()) -> list[PartitionSpec]:
+        """The specs of the partitions in order, each once, `without` those of some keys."""
+        distinct = dict(zip(self.partition_keys, self.partitions, strict=True))
+        return [
+            self.defaults.spec(key, partition)
+            for key, partition in distinct.items()
+            if key not in without
+        ]
+
+
+def requested_dataset(
+    listing: Listing, config: DataConfig, datasets_dir: Path, store: str | None = None
+) -> RequestedDataset:
+    """The dataset that the files of a source become. Trains the tokenizer if it has to be.
+
+    `datasets_dir` is the working folder of the address `store`, if there is one.
+
+    No text is read, but for training a tokenizer. Raises `DataError` in one line for a bad
+    tokenizer or a Parquet file that cannot be read.
+    """
+    reading = reading_of(config)
+    facts = fact_cache_here(datasets_dir)
+    target_bytes = config.partition_megabytes * MEBIBYTE
+    partitions = plan_partitions(listing.ranges, reading, target_bytes, facts)
+    facts.save()
+    tokenizer, kept, pin = dataset_tokenizer(
+        [partition.ranges for partition in partitions],
+        reading,
+        config,
+        TokenizerStore(datasets_dir, store),
+    )
+    record = TokenizerRecord(
+        spec=tokenizer.spec,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        fingerprint=tokenizer.fingerprint,
+        dtype=id_dtype(tokenizer.vocab_size).name,
+    )
+    defaults = PartitionDefaults(reading, record, kept, config.splits, config.batch_size)
+    keyed = defaults.keyed(partitions)
+    partition_keys = [each for each, _ in keyed]
+    key = dataset_key(partition_keys)
+    return RequestedDataset(
+        folder=datasets_dir / f"{config.name}-{key[:16]}",
+        key=key,
+        tokenizer=tokenizer,
+        pin=pin,
+        defaults=defaults,
+        partition_keys=partition_keys,
+        partitions=[partition for _, partition in keyed],
+        listing=listing_file(listing, config.name),
+    )
+
+
+def build_dataset(
+    listing: Listing,
+    config: DataConfig,
+    output_dir: Path,
+    *,
+    datasets_dir: Path | None = None,
+    store: str | None = None,
+    previous: str | None = None,
+    progress: Progress | None = None,
+    make_engine: Callable[[DataConfig, Tokenizer], Engine] = make_engine,
+) -> Manifest:
+    """Build `<datasets_dir>/<name>-<key>/`, or reuse it; `latest` then, as a rule, is this one.
+
+    `datasets_dir` defaults to `<output_dir>/datasets`. With `store`, the address of datasets that
+    machines share, partitions and dataset are made there, and the folder has no shards. What
+    `previous` does is what `make_newest` says.
+
+    An existing dataset is reused if it is intact; otherwise only the partitions that are missing or
+    damaged are made. If two processes of a machine ask for the same dataset, one does the work.
+    `progress(done, total)` counts the bytes of text to tokenise.
+
+    Raises `DataError` in one line for a bad tokenizer, a file that cannot be read or has changed
+    since it was listed, or a source without documents; `UserError` for a full disk or a folder that
+    cannot be written; `StoreError` and `UnreachableError` for a store that refuses or stays away.
+    """
+    datasets_dir = datasets_dir or output_dir / "datasets"
+    wanted = requested_dataset(listing, config, datasets_dir, store)
+    datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
+    with storage.lock(build_lock(wanted.folder)):
+        register_build(wanted.folder, wanted.build)
+        manifest = _find_intact(datasets, name)
+        if manifest is None:
+            began = time.monotonic()
+            engine = make_engine(config, wanted.tokenizer)
+            what, keys = f"dataset {datasets.place}/{name}", wanted.partition_keys
+            records = _partitions(wanted, keys, what, datasets, engine, progress)
+            if not sum(record.documents for record in records):
+                raise DataError(_no_documents(listing, wanted, records))
+            manifest = make_manifest(
+                config.name,
+                wanted.partition_keys,
+                wanted.defaults.tokenizer,
+                records,
+                time.monotonic() - began,
+                pairs=wanted.defaults.reading.template is not None,
+            )
+            datasets.write(manifest, wanted.tokenizer)
+        make_newest(datasets, name, previous)
+    if skipped := manifest.corpus.skipped:
+        documents = "1 document is" if skipped == 1 else f"{skipped:,} documents are"
+        log.info("dataset %s: %s left out, as %s", name, documents, _skipped(wanted))
+    for split in SPLITS:
+        if not manifest.splits[split].documents and getattr(config.splits, split):
+            log.warning(
+                "dataset %s: no document is in the %s split; more documents, or a larger "
+                "data.splits.%s, give it some",
+                name,
+                split,
+                split,
+            )
+    return manifest
+
+
+def make_share(
+    listing: Listing,
+    config: DataConfig,
+    datasets_dir: Path,
+    *,
+    store: str | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Make what is missing of `data.share`, one of N shares of the partitions of a dataset.
+
+    A share is every N-th partition in the order of their keys, whether it stands or not: so shares
+    are disjoint, wherever and whenever each is made. No lock is held but those of partitions.
+
+    Returns how many partitions of the other shares are missing; if none is, `build_dataset` finds
+    them all. The arguments are its own, and so are the errors.
+    """
+    number, count = config.share_of or (1, 1)
+    wanted = requested_dataset(listing, config, datasets_dir, store)
+    register_build(wanted.folder, wanted.build)
+    keys = list(dict.fromkeys(wanted.partition_keys))
+    own, what = keys[number - 1 :: count], f"share {number}/{count}"
+    datasets = datasets_at(datasets_dir, store)
+    engine = make_engine(config, wanted.tokenizer)
+    _partitions(wanted, own, what, datasets, engine, progress)
+    return len(set(keys) - set(own) - datasets.partition_keys())
+
+
+def _find_intact(datasets: Datasets, name: str) -> Manifest | None:
+    """The manifest of an existing dataset that is intact, or None."""
+    try:
+        manifest = datasets.find(name)
+    except StoreError:
+        # The store refuses: building the dataset again would not help.
+        raise
+    except DataError as error:
+        log.warning("%s; rebuilding the dataset from its partitions", error)
+        return None
+    if manifest is not None:
+        log.info("dataset %s/%s: reused", datasets.place, name)
+    return manifest
+
+
+def _partitions(
+    wanted: RequestedDataset,
+    keys: Sequence[str],
+    what: str,
+    datasets: Datasets,
+    engine: Engine,
+    progress: Progress | None,
+) -> list[PartitionRecord]:
+    """The partitions of some keys, in their order; makes those that are missing.
+
+    `what` they are is for messages.
+    """
+    records, asked = datasets.find_partitions(keys), set(keys)
+    missing = [spec for spec in wanted.specs(without=records) if spec.key in asked]
+    count = "1 partition" if len(missing) == 1 else f"{len(missing):,} partitions"
+    log.info("%s: %s to make, %s present", what, count, f"{len(records):,}")
+    if missing:
+        text_bytes = sum(spec.bytes for spec in missing)
+        engine.make(missing, datasets, _progress_counter(text_bytes, progress))
+        records |= datasets.find_made([spec.key for spec in missing])
+    for key in keys:
+        if key not in records:
+            raise DataError(
+                f"{datasets.place}/{PARTITIONS}/{key}: was lost after it was made; run again"
+            )
+    return [records[key] for key in keys]
+
+
+def _no_documents(
+    listing: Listing, wanted: RequestedDataset, records: Sequence[PartitionRecord]
+) -> str:
+    """Why nothing is left: files that hold no documents, or only ones that are skipped."""
+    addresses = [part.file.address for part in listing.ranges]
+    first = addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
+    skipped = sum(record.skipped for record in records)
+    return f"{first}: no documents left: {skipped} of {skipped} are {_skipped(wanted)}"
+
+
+def _skipped(wanted: RequestedDataset) -> str:
+    """Which documents are skipped."""
+    reading = wanted.defaults.reading
+    why = "empty" if reading.template is None else "without a prompt or an answer"
+    if reading.min_characters:
+        why += f" or under data.source.min_characters {reading.min_characters}"
+    if reading.errors == "skip":
+        why += " or not UTF-8"
+    return why
+
+
+def _progress_counter(total: int, progress: Progress | None) -> Advance:
+    """Sum up the bytes done and pass them to `progress` with their total."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done = min(done + count, total)
+        if progress is not None:
+            progress(done, total)
+
+    return advance
+
+
+class Plan(Record):
+    """A dataset by its content key, and the folder where it is or will be.
+
+    `address` is the dataset in an object store, of which the folder is a working copy. `intact`
+    means that it is complete and undamaged; `fault` says in one line what is wrong with an existing
+    dataset that is not intact. `new` and `reused` count partitions.
+    """
+
+    key: str
+    folder: Path
+    address: str | None = None
+    intact: bool
+    new: int = 0
+    reused: int = 0
+    fault: str | None = None
+
+
+def plan_dataset(listing: Listing, config: Config, *, previous: str | None = None) -> Plan:
+    """The dataset that a source becomes. Trains the tokenizer if the configuration says so.
+
+    One that stands becomes `latest`, as `make_newest` says of `previous`.
+
+    Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read,
+    `ConfigError` if the tokenizer is not that of the weights that are to be trained.
+    """
+    datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
+    wanted = requested_dataset(listing, config.data_to_tokenize, datasets_dir, store)
+    if wanted.pin is not None:
+        log.info(
+            "tokenizer: reusing the one trained for dataset %s on %s; "
+            "data.tokenizer.retrain=true trains another",
+            config.data.name,
+            wanted.pin.trained,
+        )
+    _check_tokenizer(config, wanted)
+    register_build(wanted.folder, wanted.build)
+    datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
+    keys = set(wanted.partition_keys)
+    plan = Plan(
+        key=wanted.key,
+        folder=wanted.folder.resolve(),
+        address=None if store is None else f"{datasets.place}/{name}",
+        intact=False,
+        reused=len(keys),
+    )
+    try:
+        intact = datasets.find(name) is not None
+    except StoreError:
+        raise
+    except DataError as error:
+        return plan.model_copy(update={"fault": str(error)} | _missing(keys, datasets))
+    if intact:
+        make_newest(datasets, name, previous)
+        plan = plan.model_copy(update={"intact": True})
+    else:
+        plan = plan.model_copy(update=_missing(keys, datasets))
+    log.info("dataset %s: %s", plan.address or plan.folder, partition_counts(plan.new, plan.reused))
+    return plan
+
+
+def _check_tokenizer(config: Config, wanted: RequestedDataset) -> None:
+    """Find out now what the training, which compares too, would refuse the finished dataset for.
+
+    Where the weights cannot be asked, as they are on another machine, that is a warning.
+    """
+    weights, is_own = config.model.initial_weights, config.data.tokenizer.spec == MODEL_SPEC
+    if weights is None or is_own or config.model.ignore_tokenizer:
+        return
+    try:
+        own = sample_of(load_tokenizer(weights))
+    except (DataError, UnreachableError) as error:
+        log.warning("model.initial_weights: the tokenizers are not compared yet: %s", error)
+        return
+    check_tokenizer(weights, own, wanted.tokenizer, str(wanted.folder))
+
+
+def _missing(keys: set[str], datasets: Datasets) -> dict[str, int]:
+    """How many of the partitions have to be made, and how many stand."""
+    new = len(keys - datasets.partition_keys())
+    return {"new": new, "reused": len(keys) - new}
+
+
+def partition_counts(new: int, reused: int) -> str:
+    """How much there is to do, as in `2 partitions new, 1,204 reused`."""
+    return f"{new:,} partition{'' if new == 1 else 's'} new, {reused:,} reused"

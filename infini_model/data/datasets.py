@@ -1,0 +1,353 @@
+"""A folder of datasets, and of the partitions that they share.
+
+A partition is a folder `.partitions/<key>/`: shards, and the record that vouches for them. A
+dataset is a folder `<name>-<key>/`: its manifest, links to the shards of its partitions, and what
+`datasets.load_from_disk` reads beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from infini_model.data.make_partition import Advance, features, make_partition, write_shard
+from infini_model.data.manifest import (
+    FORMAT_VERSION,
+    PARTITIONS,
+    SPLITS,
+    CorpusRecord,
+    Manifest,
+    Split,
+    SplitRecord,
+    TokenizerRecord,
+)
+from infini_model.data.partitions import PartitionRecord, PartitionSpec
+from infini_model.data.tokenizers.shelf import TokenizerStore
+from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
+from infini_model.data.verify import find_faults, verify_dataset
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.records import Record, read_record, write_record
+
+log = logging.getLogger(__name__)
+
+RECORD, LATEST = "partition.json", "latest"
+# Another disk, a file system without hard links, or a file that may have no more of them.
+UNLINKABLE = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
+EMPTY_SHARD = "data-00000-of-00001.arrow"
+
+
+class Datasets:
+    """The datasets in `folder`. Processes that share the folder may use it at the same time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.partitions = folder / PARTITIONS
+        self.tokenizers = TokenizerStore(folder)
+        self._facts = fact_cache_here(folder)
+        self._sweeping, self._is_swept = threading.Lock(), False
+
+    @property
+    def place(self) -> str:
+        """The folder or the address that all machines know it by."""
+        return str(self.folder)
+
+    def partition_keys(self) -> set[str]:
+        """The keys of all finished partitions; their files are not looked at."""
+        try:
+            with os.scandir(self.partitions) as entries:
+                return {entry.name for entry in entries if not entry.name.startswith(".")}
+        except FileNotFoundError:
+            return set()
+
+    def find_partitions(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
+        """The partitions of these keys that are finished and intact.
+
+        Checksums are compared of shards that were written after their partition's record, and of
+        those that this machine has found damaged; a damaged partition is named in the log.
+        """
+        records: dict[str, PartitionRecord] = {}
+        written: dict[str, int] = {}
+        for key in dict.fromkeys(keys):
+            path = f"{self.partitions}/{key}/{RECORD}"
+            try:
+                written[key] = os.stat(path).st_mtime_ns  # noqa: PTH116 - there are many
+                records[key] = read_record(Path(path), PartitionRecord)
+            except FileNotFoundError:
+                continue
+            except DataError as error:
+                log.warning("%s; rebuilding the partition", error)
+        found = [(key, shard) for key, record in records.items() for shard in record.files()]
+        shards = [shard for _, shard in found]
+        # Who wrote the record, perhaps on another machine, has computed the checksums.
+        faults = find_faults(
+            [f"{self.partitions}/{shard.path}" for shard in shards],
+            shards,
+            self._facts,
+            vouched=[written[key] for key, _ in found],
+        )
+        for (key, _), fault in zip(found, faults, strict=True):
+            if fault is not None:
+                log.warning("%s; rebuilding its partition", fault)
+                records.pop(key, None)
+        self._facts.save()
+        return records
+
+    def find_made(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
+        """The partitions of these keys, which were made a moment ago."""
+        return self.find_partitions(keys)
+
+    def make(self, spec: PartitionSpec, tokenizer: Tokenizer, advance: Advance) -> None:
+        """Make the partition of `spec`, unless it stands by now; another process waits for it.
+
+        Raises as `make_partition` does, and `UserError` on a full disk.
+        """
+        self._remove_leftovers_once()
+        with storage.lock(self.partitions / ".locks" / spec.key):
+            if (self.partitions / spec.key / RECORD).exists() and self.find_partitions([spec.key]):
+                return
+            with storage.atomic_folder(self.partitions / spec.key) as folder:
+                record = make_partition(spec, tokenizer, folder, advance)
+                write_record(folder / RECORD, record)
+
+    def _remove_leftovers_once(self) -> None:
+        """Remove what killed processes have left; once, since it looks at all partitions."""
+        with self._sweeping:
+            if self._is_swept:
+                return
+            self._is_swept = True
+            for path in self.partitions.glob(f"{storage.TEMPORARY}*"):
+                key = path.name.removeprefix(storage.TEMPORARY).partition("-")[0]
+                with storage.lock(self.partitions / ".locks" / key, wait=False) as is_idle:
+                    if is_idle:
+                        storage.remove_leftovers(self.partitions, key)
+
+    def find(self, name: str) -> Manifest | None:
+        """A dataset that is intact, or None if there is none.
+
+        Raises `DataError` in one line that names what is missing or damaged.
+        """
+        folder = self.folder / name
+        return verify_dataset(folder) if folder.exists() else None
+
+    def write(self, manifest: Manifest, tokenizer: Tokenizer) -> None:
+        """Put the folder of a dataset together from finished partitions. Raises `UserError`."""
+        folder = self.folder / manifest.folder_name
+        storage.remove_leftovers(self.folder, folder.name)
+        with storage.atomic_folder(folder) as temporary:
+            describe(temporary, manifest)
+            for name, shard in manifest.files():
+                link(self.partitions / shard.path, temporary / name)
+            tokenizer.save(temporary)
+
+    def names(self) -> list[str]:
+        """The names of the finished datasets, the one made last first."""
+        folders = [manifest.parent for manifest in self.folder.glob(f"[!.]*/{storage.MANIFEST}")]
+        folders = [folder for folder in folders if not folder.is_symlink()]
+        ordered = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+        return [folder.name for folder in ordered]
+
+    def newest(self) -> str:
+        """The name of the dataset that was asked for last. Raises `DataError` if there is none."""
+        path = self.folder / LATEST
+        if not os.path.exists(path):  # noqa: PTH110 - False where nothing can be read
+            raise no_latest(self.place)
+        # In a store, of which the folder may be a mounted bucket, it is an object and not a link.
+        return path.read_text().strip() if path.is_file() else path.resolve().name
+
+    def point_latest(self, name: str) -> None:
+        """Make this dataset the newest one."""
+        storage.point_latest(self.folder / name)
+
+
+def no_latest(place: str) -> DataError:
+    """The error to raise if there are no datasets in a folder or at an address."""
+    return DataError(
+        f"{place}/{LATEST}: there is no finished dataset yet; run the preprocess stage first"
+    )
+
+
+def make_newest(datasets: Datasets, name: str, previous: str | None) -> None:
+    """Make a dataset the newest one: that which was asked for last.
+
+    `previous` is what the same schedule asked for before, None if this is not for a schedule. One
+    that asks for the same again changes nothing, so that it takes the place of nobody's choice.
+    """
+    if name == previous:
+        with contextlib.suppress(DataError):
+            datasets.newest()
+            return
+    datasets.point_latest(name)
+
+
+def make_manifest(
+    name: str,
+    keys: Sequence[str],
+    tokenizer: TokenizerRecord,
+    records: Sequence[PartitionRecord],
+    seconds: float,
+    *,
+    pairs: bool = False,
+) -> Manifest:
+    """The manifest of a dataset of these partitions, in the order of the token stream.
+
+    `seconds` is how long it took to make those that were missing; `pairs` tells whether documents
+    are prompts and answers.
+    """
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        name=name,
+        key=dataset_key(keys),
+        partitions=list(keys),
+        corpus=CorpusRecord(
+            documents=sum(record.documents for record in records),
+            bytes=sum(record.bytes for record in records),
+            skipped=sum(record.skipped for record in records),
+        ),
+        pairs=pairs,
+        tokenizer=tokenizer,
+        splits={split: _split_record(split, records) for split in SPLITS},
+        versions=_versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=round(seconds, 3),
+    )
+
+
+def dataset_key(keys: Sequence[str]) -> str:
+    """The key of a dataset, in hexadecimal: a hash of the sorted keys of its partitions."""
+    return storage.content_key(list(keys))
+
+
+def _split_record(split: Split, records: Sequence[PartitionRecord]) -> SplitRecord:
+    shards = [shard for record in records for shard in record.shards[split]]
+    return SplitRecord(
+        documents=sum(shard.documents for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        shards=[
+            dataclasses.replace(shard, file=f"data-{number:05d}-of-{len(shards):05d}.arrow")
+            for number, shard in enumerate(shards)
+        ],
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("infini-llama", "numpy", "pyarrow", "tokenizers", "gigatoken"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def describe(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and what `datasets` reads beside the shards. Raises `OSError`.
+
+    The shards themselves and the tokenizer are left to the caller.
+    """
+    dtype = np.dtype(manifest.tokenizer.dtype)
+    for split, record in manifest.splits.items():
+        (folder / split).mkdir()
+        files = [shard.file for shard in record.shards]
+        if not files:
+            # `datasets` cannot open a split without files.
+            files = [EMPTY_SHARD]
+            empty = Ragged(np.zeros(0, dtype), np.zeros(1, np.int64))
+            prompts = np.zeros(0, np.int32) if manifest.pairs else None
+            write_shard(folder / split / EMPTY_SHARD, empty, prompts)
+        state: dict[str, object] = {
+            "_data_files": [{"filename": file} for file in files],
+            "_fingerprint": hashlib.sha256(f"{manifest.key} {split}".encode()).hexdigest()[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": split,
+        }
+        info = {
+            "citation": "",
+            "description": "",
+            "features": features(dtype, pairs=manifest.pairs),
+            "homepage": "",
+            "license": "",
+        }
+        (folder / split / "state.json").write_text(json.dumps(state, indent=2))
+        (folder / split / "dataset_info.json").write_text(json.dumps(info, indent=2))
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
+    write_record(folder / storage.MANIFEST, manifest)
+
+
+def link(source: Path, target: Path) -> None:
+    """Hard-link the file if that is possible, copy it otherwise. Raises `OSError`."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise
+        shutil.copyfile(source, target)
+
+
+# What datasets are made from, and which of them are in use now: whoever is about to use a dataset
+# registers that first, under the lock that `infini_model.cleaning` holds while it decides what
+# nothing refers to. So a build is seen in time, or starts after the removal and finds what is left.
+
+
+class Build(Record):
+    """What a dataset is made from: the name of its listing's file, and its partitions."""
+
+    listing: str
+    partitions: list[str]
+
+
+def build_lock(folder: Path) -> Path:
+    """The lock that a process holds while it builds the dataset of this folder."""
+    return folder.parent / ".locks" / folder.name
+
+
+def build_file(folder: Path) -> Path:
+    """Where the `Build` of a dataset folder is registered."""
+    return folder.parent / ".builds" / f"{folder.name}.json"
+
+
+def removals(datasets_dir: Path) -> AbstractContextManager[bool]:
+    """The lock of whoever removes something; held for moments only. Names have no leading dot."""
+    return storage.lock(datasets_dir / ".locks" / ".removals")
+
+
+def register_build(folder: Path, build: Build) -> None:
+    """Register what a dataset is made from, before any of it is looked for. Raises `UserError`."""
+    with removals(folder.parent):
+        storage.remove_leftovers(build_file(folder).parent)
+        write_record(build_file(folder), build)
+
+
+def register_use(folder: Path) -> None:
+    """Register that an existing dataset is about to be used, if its folder can be written.
+
+    Where nobody has locked anything yet, such as beside a copy of a dataset, no lock is left.
+    """
+    with contextlib.suppress(OSError, UserError), contextlib.ExitStack() as held:
+        if (folder.parent / ".locks").exists():
+            held.enter_context(removals(folder.parent))
+        os.utime(folder / storage.MANIFEST)
+
+
+def read_builds(datasets_dir: Path) -> Iterator[tuple[Path, Build]]:
+    """The dataset folders whose builds were registered, which need not exist, and the builds."""
+    for path in sorted((datasets_dir / ".builds").glob("*.json")):
+        with contextlib.suppress(DataError):
+            yield datasets_dir / path.stem, read_record(path, Build)

@@ -1,0 +1,144 @@
+"""Who makes the partitions: an engine runs `make_partition` for each spec, wherever it likes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Protocol, TypeAlias, TypeVar
+
+from infini_model.config import DataConfig
+from infini_model.data.datasets import Datasets
+from infini_model.data.make_partition import Advance
+from infini_model.data.partitions import PartitionSpec
+from infini_model.data.tokenizers.bpe import BPETokenizer
+from infini_model.data.tokenizers.load import on_device, why_unsupported
+from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.runtime.machine import available_cores
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Worker: TypeAlias = Callable[[T, Advance], None]
+
+
+class Engine(Protocol):
+    """Makes partitions; nothing of them is returned, since the datasets have it."""
+
+    def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
+        """Make the partitions of `specs` in `datasets`; `advance` receives bytes of text.
+
+        Raises the first error, once no more work is under way; finished partitions are kept.
+        """
+
+
+def make_engine(config: DataConfig, tokenizer: Tokenizer) -> Engine:
+    """The engine that `data.engine` names."""
+    if config.engine == "local":
+        return LocalEngine(config, tokenizer)
+    from infini_model.data.on_ray import RayEngine
+
+    return RayEngine(config, tokenizer)
+
+
+class LocalEngine:
+    """One thread per core or GPU, all taking partitions from one queue, the largest first."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+
+    def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
+        """Make the partitions with no more threads than there are partitions."""
+
+        def one(tokenizer: Tokenizer, spec: PartitionSpec, advance: Advance) -> None:
+            left = spec.bytes
+
+            def limited(count: int) -> None:
+                nonlocal left
+                done = min(count, left)
+                left -= done
+                advance(done)
+
+            datasets.make(spec, tokenizer, limited)
+            advance(left)
+
+        devices = worker_devices(self._config, self._tokenizer)[: len(specs)]
+        if isinstance(self._tokenizer, BPETokenizer):
+            # One partition has all the cores that its tokenizer can use.
+            alone = len(devices) == 1 and self._config.workers != 1
+            self._tokenizer.parallel = None if alone else False
+        workers: list[Worker[PartitionSpec]] = [
+            partial(one, on_device(self._tokenizer, device)) for device in devices
+        ]
+        for_each(sorted(specs, key=lambda spec: -spec.bytes), workers, advance)
+
+
+def worker_devices(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """The device of each worker, GPUs first.
+
+    `data.device: cuda` is every GPU, `mixed` every GPU and the cores that do not feed one. If
+    there is no GPU, or the tokenizer cannot run on one, the CPU does all the work and one warning
+    says so.
+    """
+    # By default one more than cores, since some threads wait for the disk.
+    cpu = ["cpu"] * (config.workers or available_cores() + 1)
+    if config.device in ("auto", "cpu"):
+        return cpu
+    gpus = _gpus(config.device)
+    reason = why_unsupported(tokenizer) if gpus else "this machine has no GPU"
+    if reason:
+        log.warning(
+            "data.device=%s has no effect: %s; tokenising on the CPU with %d threads instead",
+            config.device,
+            reason,
+            len(cpu),
+        )
+        return cpu
+    return [*gpus, *cpu[len(gpus) :]] if config.device == "mixed" else gpus
+
+
+def _gpus(device: str) -> list[str]:
+    if device.startswith("cuda:"):
+        return [device]
+    import torch
+
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+
+
+class _CancelledError(Exception):
+    """Another worker has failed, so this one's result is not needed."""
+
+
+def for_each(items: Iterable[T], workers: Sequence[Worker[T]], advance: Advance) -> None:
+    """Process each item with the next free worker, one thread per worker; return when all are done.
+
+    A worker is called with an item and a function that reports bytes; its calls reach `advance`
+    one at a time. The first error, Ctrl-C included, is raised; the other workers stop at their
+    next report.
+    """
+    queue, lock, stopped = iter(items), threading.Lock(), threading.Event()
+    end = object()
+
+    def report(count: int) -> None:
+        if stopped.is_set():
+            raise _CancelledError
+        with lock:
+            advance(count)
+
+    def run(worker: Worker[T]) -> None:
+        while not stopped.is_set():
+            with lock:
+                item = next(queue, end)
+            if item is end:
+                return
+            worker(item, report)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="data") as pool:
+        try:
+            for future in as_completed([pool.submit(run, worker) for worker in workers]):
+                future.result()
+        except BaseException:
+            stopped.set()
+            raise

@@ -1,0 +1,154 @@
+"""The finished dataset that is meant by a path, a name or an address."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from infini_model.config import Config
+from infini_model.config.locations import is_url, working_folder
+from infini_model.config.tree import RunConfig
+from infini_model.data.build import Plan
+from infini_model.data.datasets import LATEST, register_use
+from infini_model.data.manifest import Manifest, read_origin
+from infini_model.data.store import StoredDatasets, datasets_at, no_dataset
+from infini_model.data.verify import verify_dataset
+from infini_model.runtime.errors import ConfigError, DataError, StoreError
+from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.storage import MANIFEST
+
+KEY = re.compile(r"-[0-9a-f]{16}$")
+# Where the datasets of a folder may be: it holds them, or is an output folder. One above it is not
+# searched: whose datasets are meant there, or are added to by `infini run`, would be a guess.
+BELOW = ("", "/datasets")
+# So many of the datasets that there are are listed for one that there is not.
+LISTED = 10
+
+
+def dataset_folder(spec: Path | str | None, run: RunConfig) -> str:
+    """The folder or the address of the dataset that `spec` means; None is the newest.
+
+    It is the path or the address of a dataset, or of a folder of datasets or an output folder, of
+    which the newest is meant; or a name with or without its key, or `latest`, among the datasets of
+    `run`. A relative path counts from the working directory or the output folder. Nothing is
+    created.
+
+    Raises `DataError` in one line that lists the datasets there are, and as `ObjectStore` does.
+    """
+    own = datasets_at(run.datasets_dir, run.datasets_store)
+    asked = LATEST if spec is None else str(spec).rstrip("/") or os.sep
+    if asked == LATEST:
+        return f"{own.place}/{own.newest()}"
+    for place in [asked] if is_url(asked) else [asked, str(run.output_dir / asked)]:
+        found = _found_at(place)
+        if found is not None:
+            return found
+    names = own.names()
+    # A path may be the folder of a run that another machine has trained.
+    shared = run.datasets_store is not None and not is_url(asked)
+    word = Path(asked).name if shared else asked
+    for name in names:
+        if word == name or asked == KEY.sub("", name):
+            return f"{own.place}/{name}"
+    kept = run.datasets_store or run.datasets_dir
+    if not names:
+        has = "none yet; run the preprocess stage first"
+    else:
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        has = ", ".join(names[:LISTED]) + more
+    raise DataError(f"{asked}: is no dataset; {kept} has {has}")
+
+
+def datasets_place(place: str) -> str | None:
+    """The folder or the address of datasets that is meant by it or an output folder, if any."""
+    for folder in (f"{place}{below}" for below in BELOW):
+        try:
+            datasets_at(folder).newest()
+        except StoreError:
+            raise
+        except DataError:
+            continue
+        return folder
+    return None
+
+
+def is_dataset(place: str) -> bool:
+    """Whether a folder or an address is that of a finished dataset."""
+    if is_url(place):
+        return ObjectStore(place).find(MANIFEST) is not None
+    return os.path.isfile(f"{place}/{MANIFEST}")  # noqa: PTH113 - False where nothing can be read
+
+
+def check_holds_datasets(run: RunConfig) -> None:
+    """Raise `ConfigError` if the place where datasets are to be made is a dataset itself."""
+    place = str(run.datasets_store or run.datasets_dir)
+    if is_dataset(place):
+        raise ConfigError(
+            f"run.data_dir: {place} is a finished dataset, and datasets are made beside each "
+            "other; data.folder uses it as it is"
+        )
+
+
+def _found_at(place: str) -> str | None:
+    """The dataset at a place, or the newest one that is kept there; None if there is neither."""
+    if is_dataset(place):
+        return place
+    folder = datasets_place(place)
+    if folder is None:
+        return None
+    datasets = datasets_at(folder)
+    return f"{datasets.place}/{datasets.newest()}"
+
+
+def finished_dataset(config: Config) -> Plan:
+    """The dataset that `data.folder` means (see `dataset_folder`), or the newest.
+
+    One in an object store is described by its local folder from now on.
+
+    Raises `DataError` in one line if there is none, or a shard is missing or damaged.
+    """
+    place = dataset_folder(config.data.folder, config.run)
+    if is_url(place):
+        stored, name = stored_dataset(place, config.run)
+        return _described(stored, name)
+    folder = Path(place).resolve()
+    origin = read_origin(folder)
+    register_use(folder)
+    if origin is None:
+        return _finished(verify_dataset(folder), folder, None)
+    manifest = _whole(folder)
+    if manifest is None:
+        return _described(StoredDatasets(origin.datasets, folder.parent), folder.name)
+    return _finished(manifest, folder, f"{origin.datasets}/{folder.name}")
+
+
+def stored_dataset(address: str, run: RunConfig) -> tuple[StoredDatasets, str]:
+    """The datasets beside the one at an address, and its name there."""
+    parent, _, name = address.rpartition("/")
+    own = parent == run.datasets_store
+    return StoredDatasets(parent, run.datasets_dir if own else working_folder(parent)), name
+
+
+def _described(datasets: StoredDatasets, name: str) -> Plan:
+    """A dataset in a store, with a local folder that describes it."""
+    folder = datasets.folder / name
+    register_use(folder)
+    manifest = datasets.find(name)
+    if manifest is None:
+        raise no_dataset(f"{datasets.place}/{name}")
+    return _finished(manifest, folder.resolve(), f"{datasets.place}/{name}")
+
+
+def _finished(manifest: Manifest, folder: Path, address: str | None) -> Plan:
+    reused = len(set(manifest.partitions))
+    return Plan(key=manifest.key, folder=folder, address=address, intact=True, reused=reused)
+
+
+def _whole(folder: Path) -> Manifest | None:
+    """The manifest of a working copy with all its shards, for which nobody needs the store."""
+    try:
+        manifest = verify_dataset(folder)
+    except DataError:
+        return None
+    return manifest if all((folder / name).exists() for name, _ in manifest.files()) else None

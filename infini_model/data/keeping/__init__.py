@@ -1,1 +1,0 @@
-"""Where datasets are kept: a folder of this machine, or an object store that machines share."""

@@ -1,0 +1,334 @@
+"""The token stream of a split: its shards, one after the other, read like a single array.
+
+A training reads windows from all over a split, so shards stay mapped; but the kernel limits the
+mappings of a process, and a split may have more shards than that. A pass over the lengths of all
+documents, to count windows, maps nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from infini_model.data.manifest import (
+    PARTITIONS,
+    SPLITS,
+    Shard,
+    has_own_shards,
+    read_manifest,
+)
+from infini_model.runtime.errors import DataError
+
+# Linux allows a process 65,530 mappings (vm.max_map_count). A training has two splits open: with
+# this many each, half of the mappings are left for everything else in the process.
+MAX_MAPPED = 1 << 14
+# How many lengths are in memory at once in a pass over all documents.
+DOCUMENTS_AT_ONCE = 1 << 16
+AGAIN = "run the preprocess stage again"
+
+
+class ShardArrays(NamedTuple):
+    """A shard: `values`, its tokens, and `offsets` int32 [documents + 1], where documents start.
+
+    `prompts` int32 [documents] counts the tokens of each prompt; empty if documents have none.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+    prompts: np.ndarray
+
+
+class _Listed(NamedTuple):
+    """What a manifest says of the shards in `folder`; of the records only what is needed is kept.
+
+    There may be a million of them. `buffers` int64 [shards, 3], where the arrays of each begin.
+    """
+
+    folder: str
+    files: list[str]
+    dtype: np.dtype
+    documents: np.ndarray
+    tokens: np.ndarray
+    buffers: np.ndarray
+
+    def path(self, shard: int) -> str:
+        # No `Path`: making one takes longer than opening the file.
+        return f"{self.folder}/{self.files[shard]}"
+
+
+def map_shard(listed: _Listed, shard: int) -> ShardArrays:
+    """The arrays of a shard, memory-mapped without a copy.
+
+    Raises `DataError` that names the file if it is missing or not the shard in the manifest.
+    """
+    path, dtype = listed.path(shard), listed.dtype
+    documents, tokens = int(listed.documents[shard]), int(listed.tokens[shard])
+    offsets, values, prompts = listed.buffers[shard].tolist()
+    try:
+        # The mapping outlives the file descriptor, so that thousands of shards can be open.
+        with pa.memory_map(path) as file:
+            mapped = file.read_buffer()
+        arrays = ShardArrays(
+            np.frombuffer(mapped, dtype, tokens, values),
+            np.frombuffer(mapped, np.int32, documents + 1, offsets),
+            np.frombuffer(mapped, np.int32, documents if prompts else 0, prompts),
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: is not the shard in the manifest: {error}; {AGAIN}") from error
+    _check_ends(path, (int(arrays.offsets[0]), int(arrays.offsets[-1])), tokens)
+    return arrays
+
+
+def _check_ends(path: str, ends: tuple[int, int], tokens: int) -> None:
+    """Raise `DataError` unless the documents of a shard begin at 0 and end with its tokens."""
+    if ends != (0, tokens):
+        raise DataError(
+            f"{path}: is not the shard in the manifest: its documents have tokens {ends[0]} to "
+            f"{ends[1]}, the manifest says 0 to {tokens}; {AGAIN}"
+        )
+
+
+class Span(NamedTuple):
+    """Tokens of one document: `first` to `last` (exclusive) in shard number `shard`.
+
+    `row` is the document's number in the shard, `document` its number in the split, `start` where
+    it starts in the shard.
+    """
+
+    shard: int
+    row: int
+    document: int
+    first: int
+    last: int
+    start: int
+
+
+class TokenStream:
+    """Consecutive shards in `folder`, of which `files` has the names, read on demand.
+
+    A shard is mapped at its first use. It is unmapped once `max_mapped` others have been used since
+    and none of its arrays are referred to. Several threads may read.
+
+    Attributes:
+        dtype: The type of the tokens.
+        eos_token_id: The token that ends each document.
+        pairs: Whether each document is a prompt and its answer.
+        token_starts: int64 [shards + 1], tokens before each shard, and in all.
+        document_starts: int64 [shards + 1], documents before each shard, and in all.
+
+    Raises `DataError` if a file is missing or differs in size from the manifest or, when it is
+    first used, is not the shard in it.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        files: Sequence[str],
+        shards: Sequence[Shard],
+        dtype: np.dtype,
+        eos_token_id: int,
+        *,
+        pairs: bool = False,
+        max_mapped: int = MAX_MAPPED,
+    ) -> None:
+        self.dtype = dtype
+        self.eos_token_id = eos_token_id
+        self.pairs = pairs
+        # A shard without prompts has none at 0, where the header is.
+        buffers = [(*shard.buffers, 0)[:3] for shard in shards]
+        listed = _Listed(
+            str(folder),
+            list(files),
+            dtype,
+            np.array([shard.documents for shard in shards], np.int64),
+            np.array([shard.tokens for shard in shards], np.int64),
+            np.array(buffers, np.int64).reshape(-1, 3),
+        )
+        for number, shard in enumerate(shards):
+            _check_size(listed.path(number), shard.bytes)
+        self._listed = listed
+        self.token_starts = _starts(listed.tokens)
+        self.document_starts = _starts(listed.documents)
+        # Not a method, as a cycle through the cache would keep all files mapped until the garbage
+        # collector finds it.
+        self.shard = lru_cache(max_mapped)(partial(map_shard, listed))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the stream."""
+        return int(self.token_starts[-1])
+
+    @property
+    def documents(self) -> int:
+        """Number of documents in the stream."""
+        return int(self.document_starts[-1])
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of one document with those that begin and end it."""
+        if not 0 <= index < self.documents:
+            raise IndexError(f"document {index} of {self.documents}")
+        number = int(np.searchsorted(self.document_starts, index, side="right")) - 1
+        shard = self.shard(number)
+        first, last = shard.offsets[index - self.document_starts[number] :][:2]
+        return shard.values[first:last]
+
+    def tokens_of(self, span: Span) -> np.ndarray:
+        """The tokens of a span."""
+        return self.shard(span.shard).values[span.first : span.last]
+
+    def lengths(self) -> Iterator[np.ndarray]:
+        """The number of tokens of every document, in order, without mapping any shard.
+
+        Yields int32 arrays of `DOCUMENTS_AT_ONCE` documents; the last one of each shard is shorter.
+        """
+        listed = self._listed
+        for shard in np.flatnonzero(listed.documents).tolist():
+            documents, tokens = int(listed.documents[shard]), int(listed.tokens[shard])
+            yield from _read_lengths(
+                listed.path(shard), documents, tokens, int(listed.buffers[shard, 0])
+            )
+
+    def prompts(self) -> Iterator[np.ndarray]:
+        """The number of tokens of every prompt, in order, as an int32 array for each shard."""
+        for shard in np.flatnonzero(self._listed.documents).tolist():
+            found = self.shard(shard).prompts
+            if not len(found):
+                path = self._listed.path(shard)
+                raise DataError(f"{path}: has no prompts, the manifest says it has; {AGAIN}")
+            yield found
+
+    def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Where documents start in their shards.
+
+        `shards` int64 [N], in which to look, in ascending order; `places` int64 [N, K], numbers of
+        documents in these shards. Returns int32 [N, K]; a place past the last document gives the
+        end of the shard.
+        """
+        found = np.empty(places.shape, np.int32)
+        for shard, here in _runs(shards):
+            self.shard(shard).offsets.take(places[here], out=found[here], mode="clip")
+        return found
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        """The tokens from `start` to `stop` (exclusive), document by document."""
+        shard = int(np.searchsorted(self.token_starts, start, side="right")) - 1
+        while start < stop:
+            origin, end = (int(edge) for edge in self.token_starts[shard : shard + 2])
+            offsets = self.shard(shard).offsets
+            row = int(np.searchsorted(offsets, start - origin, side="right")) - 1
+            while start < min(stop, end):
+                last = min(stop - origin, int(offsets[row + 1]))
+                document = int(self.document_starts[shard]) + row
+                yield Span(shard, row, document, start - origin, last, int(offsets[row]))
+                start, row = origin + last, row + 1
+            shard += 1
+
+    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Rows of `length` tokens from each of `starts`: [rows, length] in the stored type.
+
+        A row that would run past the end of the stream repeats the last token.
+        """
+        rows = np.empty((len(starts), length), self.dtype)
+        shards = np.searchsorted(self.token_starts, starts, side="right") - 1
+        within = starts - self.token_starts[shards]
+        whole = starts + length <= self.token_starts[shards + 1]
+        inside = np.flatnonzero(whole)
+        inside = inside[np.argsort(shards[inside])]
+        for shard, run in _runs(shards[inside]):
+            here = inside[run]
+            rows[here] = _every_row(self.shard(shard).values, length)[within[here]]
+        crossing = np.flatnonzero(~whole)
+        if len(crossing):
+            rows[crossing] = self._gather_crossing(starts[crossing], length)
+        return rows
+
+    def _gather_crossing(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Rows that cross from one shard into the next, token by token."""
+        positions = np.minimum(starts[:, None] + np.arange(length), self.tokens - 1).reshape(-1)
+        shards = np.searchsorted(self.token_starts, positions, side="right") - 1
+        rows = np.empty(positions.shape, self.dtype)
+        order = np.argsort(shards)
+        for shard, run in _runs(shards[order]):
+            here = order[run]
+            rows[here] = self.shard(shard).values[positions[here] - self.token_starts[shard]]
+        return rows.reshape(len(starts), length)
+
+
+def _check_size(path: str, expected: int) -> None:
+    try:
+        # A third of the time of `Path.stat`, which matters for 100,000 shards.
+        size = os.stat(path).st_size  # noqa: PTH116
+    except OSError as error:
+        raise DataError(f"{path}: is missing; {AGAIN}") from error
+    if size != expected:
+        raise DataError(f"{path}: has {size} bytes, the manifest says {expected}; {AGAIN}")
+
+
+def _read_lengths(path: str, documents: int, tokens: int, start: int) -> Iterator[np.ndarray]:
+    """The lengths of the documents of a shard, whose offsets begin at byte `start`."""
+    begin = end = 0
+    try:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            for first in range(0, documents, DOCUMENTS_AT_ONCE):
+                offsets = np.empty(min(DOCUMENTS_AT_ONCE, documents - first) + 1, np.int32)
+                os.preadv(file.fileno(), [offsets.data], start + first * offsets.itemsize)
+                begin, end = (begin if first else int(offsets[0])), int(offsets[-1])
+                # A third of the time of `np.diff` on a small shard.
+                yield offsets[1:] - offsets[:-1]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {AGAIN}") from error
+    _check_ends(path, (begin, end), tokens)
+
+
+def _every_row(values: np.ndarray, length: int) -> np.ndarray:
+    """The row of `length` values from each place on: [len(values) - length + 1, length], a view.
+
+    `sliding_window_view` with a tenth of its overhead, which is paid for each shard of a batch.
+    """
+    shape, strides = (len(values) - length + 1, length), values.strides * 2
+    return np.ndarray(shape, values.dtype, values, strides=strides)
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """The sum of the sizes before each, and of all: int64 [sizes + 1]."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
+
+
+def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Each shard in `shards` [N], which ascend, with the places at which it is."""
+    edges = [0, *(np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist(), len(shards)]
+    if len(shards):
+        for first, last in itertools.pairwise(edges):
+            yield int(shards[first]), slice(first, last)
+
+
+def open_split(dataset_dir: Path, split: str) -> TokenStream:
+    """Open one split (`train`, `validation` or `test`) of a dataset folder.
+
+    Raises `DataError` if the folder is missing, incomplete or not a dataset, if the split is
+    unknown, or if a shard is missing or differs in size from the manifest.
+    """
+    manifest = read_manifest(dataset_dir)
+    name = next((known for known in SPLITS if known == split), None)
+    if name is None:
+        raise DataError(f"split {split!r} is unknown; there are: {', '.join(SPLITS)}")
+    shards = manifest.splits[name].shards
+    if has_own_shards(dataset_dir, manifest):
+        folder, files = dataset_dir / split, [shard.file for shard in shards]
+    else:
+        folder, files = dataset_dir.parent / PARTITIONS, [shard.path for shard in shards]
+    return TokenStream(
+        folder,
+        files,
+        shards,
+        np.dtype(manifest.tokenizer.dtype),
+        manifest.tokenizer.eos_token_id,
+        pairs=manifest.pairs,
+    )

@@ -1,0 +1,234 @@
+"""Partitions as the tasks of a Ray cluster, a bounded number in flight.
+
+Nothing is kept in Ray: a task gets its spec and gives back an error, if any, and all else is where
+the datasets are. So a worker or a node that is lost costs the partitions that it was making, and
+the loss of the cluster is cured by the same command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infini_model.config import DataConfig
+from infini_model.config.locations import is_url, working_folder
+from infini_model.data.datasets import Datasets
+from infini_model.data.make_partition import Advance
+from infini_model.data.partitions import PartitionSpec
+from infini_model.data.store import datasets_at
+from infini_model.data.tokenizers.load import check_device, on_device, why_unsupported
+from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.runtime.errors import DeviceError, StageError, UnreachableError, UserError
+from infini_model.runtime.ray import (
+    Failure,
+    check_mark,
+    check_sources,
+    connect,
+    marked,
+    on_node,
+    sources_fingerprint,
+)
+from infini_model.runtime.records import Record
+
+log = logging.getLogger(__name__)
+
+# Enough to keep all nodes busy between two looks, and to let a cluster that grows see the demand.
+LEAST_IN_FLIGHT, TASKS_A_SLOT = 256, 2
+POLL_SECONDS, CANCEL_SECONDS = 0.1, 10.0
+# A partition that has lost so many workers is the likely cause.
+MOST_LOSSES = 5
+# The settings that reserve something for a task, by Ray's name of it.
+KEYS = {"CPU": "data.ray_cpus", "GPU": "data.ray_gpus", "memory": "data.ray_memory_gigabytes"}
+
+
+class RayEngine:
+    """One Ray task a partition, the largest first."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+        self._address, self._device = config.ray_address, "cpu"
+        self._needs = reserved(config)
+        if config.device != "cuda":
+            return
+        reason = why_unsupported(tokenizer)
+        if reason is None:
+            self._device = "cuda:0"
+            return
+        log.warning("data.device=cuda has no effect: %s; tokenising on CPUs", reason)
+        del self._needs["GPU"]
+
+    def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
+        """Make the partitions of `specs`; a lost worker or node costs those that it was making.
+
+        Raises also what `connect` and `check_resources` do, and `StageError` for a partition that
+        lost its worker time and again.
+        """
+        with connect(self._address, "data") as address, _job(datasets, self._device) as job:
+            import ray
+
+            check_resources(self._needs, ray.nodes(), address)
+            log.info("making %d partitions on the Ray cluster at %s", len(specs), address)
+            _run(job, specs, self._needs, advance)
+
+
+@contextlib.contextmanager
+def _job(datasets: Datasets, device: str) -> Iterator[Job]:
+    """What the tasks have in common. A file marks the folder of the datasets meanwhile."""
+    place, sources = datasets.place, sources_fingerprint()
+    if is_url(place):
+        yield Job(place=place, mark=None, sources=sources, device=device)
+        return
+    with marked(Path(place)) as mark:
+        yield Job(place=str(mark.parent), mark=str(mark), sources=sources, device=device)
+
+
+def _run(
+    job: Job, specs: Sequence[PartitionSpec], needs: Mapping[str, float], advance: Advance
+) -> None:
+    """Run the tasks. When this ends, by whatever error, none of them is under way."""
+    import ray
+
+    task = _task(needs)
+    common = job.model_dump_json()
+    waiting = deque(sorted(specs, key=lambda spec: -spec.bytes))
+    running: dict[Any, PartitionSpec] = {}
+    losses: Counter[str] = Counter()
+    try:
+        while waiting or running:
+            window = _window(needs, ray.cluster_resources())
+            while waiting and len(running) < window:
+                spec = waiting.popleft()
+                running[task.remote(common, spec.model_dump_json())] = spec
+            done, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_SECONDS)
+            for reference in done:
+                spec = running.pop(reference)
+                if _is_made(reference, spec, losses):
+                    advance(spec.bytes)
+                else:
+                    waiting.append(spec)
+    finally:
+        for reference in running:
+            ray.cancel(reference)
+        if running:
+            ray.wait(list(running), num_returns=len(running), timeout=CANCEL_SECONDS)
+
+
+def _task(needs: Mapping[str, float]) -> Any:
+    """The remote function. Losses are counted here, so that Ray repeats nothing by itself."""
+    import ray
+
+    return ray.remote(
+        num_cpus=needs["CPU"],
+        num_gpus=needs.get("GPU", 0),
+        memory=int(needs.get("memory", 0)) or None,
+        max_retries=0,
+    )(on_node("infini_model.data.on_ray", "make_partition"))
+
+
+def _window(needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:
+    """How many tasks may be in flight on a cluster that has these resources now."""
+    slots = min(int(cluster.get(name, 0.0) / need) for name, need in needs.items())
+    return max(LEAST_IN_FLIGHT, TASKS_A_SLOT * slots)
+
+
+def _is_made(reference: Any, spec: PartitionSpec, losses: Counter[str]) -> bool:
+    """Whether a task that has ended made its partition, or its worker was lost.
+
+    Raises the error that it reports, and `StageError` after `MOST_LOSSES`.
+    """
+    import ray
+    from ray import exceptions
+
+    lost = (
+        exceptions.WorkerCrashedError,
+        exceptions.OutOfMemoryError,
+        exceptions.LocalRayletDiedError,
+        exceptions.NodeDiedError,
+        exceptions.ObjectLostError,
+    )
+    try:
+        failure: Failure | None = ray.get(reference)
+    except lost as error:
+        losses[spec.key] += 1
+        reason = str(error).partition("\n")[0]
+        message = f"partition {spec.key}: its worker was lost ({type(error).__name__}: {reason})"
+        if losses[spec.key] == MOST_LOSSES:
+            raise StageError(f"{message}, for the {MOST_LOSSES}th time") from error
+        log.warning("%s; making it again", message)
+        return False
+    if failure is None:
+        return True
+    kind, message = failure
+    raise UserError(message) if kind == "user" else UnreachableError(message)
+
+
+def reserved(config: DataConfig) -> dict[str, float]:
+    """What a task reserves on its node, by Ray's names."""
+    needs = {"CPU": config.ray_cpus}
+    if config.device == "cuda":
+        needs["GPU"] = config.ray_gpus
+    if config.ray_memory_gigabytes is not None:
+        needs["memory"] = config.ray_memory_gigabytes * 1e9
+    return needs
+
+
+def check_resources(needs: Mapping[str, float], nodes: list[dict[str, Any]], address: str) -> None:
+    """Raise a `UserError` that names the setting if no node ever has room for a task."""
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    for name, need in needs.items():
+        most = max((node.get(name, 0.0) for node in alive), default=0.0)
+        if name == "GPU" and not most:
+            raise DeviceError(f"data.device: got 'cuda': no node of {address} has a GPU")
+        if most < need:
+            unit = 1e9 if name == "memory" else 1.0
+            raise UserError(
+                f"{KEYS[name]}: got {need / unit:g}: no node of {address} has more than "
+                f"{most / unit:g}"
+            )
+    if not any(all(node.get(name, 0.0) >= need for name, need in needs.items()) for node in alive):
+        wanted = ", ".join(KEYS[name] for name in needs)
+        raise UserError(f"{wanted}: no node of {address} has them all")
+
+
+class Job(Record):
+    """What all tasks of a job have in common.
+
+    `place` is the folder or the address of the datasets; `mark` a file in that folder, which a node
+    that sees the same one sees too; `sources` the fingerprint of this package; `device` where to
+    tokenise.
+    """
+
+    place: str
+    mark: str | None
+    sources: str
+    device: str
+
+
+class WorkerState:
+    """What a worker process keeps from one task of its job to the next."""
+
+    def __init__(self, job: Job, spec: PartitionSpec) -> None:
+        check_sources(job.sources)
+        if job.mark is not None:
+            check_mark(Path(job.mark), "use one that all nodes share, or an object store")
+        check_device(job.device)
+        place = working_folder(job.place) if is_url(job.place) else Path(job.place)
+        self.datasets = datasets_at(place, job.place if is_url(job.place) else None)
+        self.tokenizer: Tokenizer = on_device(
+            self.datasets.tokenizers.planned(spec.tokenizer_folder, spec.tokenizer), job.device
+        )
+
+
+_states: dict[str, WorkerState] = {}
+
+
+def make_partition(job: str, spec: str) -> None:
+    """Make the partition of a spec, unless it stands; both arguments are JSON."""
+    wanted = PartitionSpec.model_validate_json(spec)
+    if job not in _states:
+        _states[job] = WorkerState(Job.model_validate_json(job), wanted)
+    state = _states[job]
+    state.datasets.make(wanted, state.tokenizer, lambda _: None)

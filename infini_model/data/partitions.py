@@ -1,0 +1,244 @@
+"""Partitions: the parts of a source that are tokenised by themselves, and kept by content.
+
+The files of a source are divided by a pure function of the set of files.
+
+A file with more text than a partition may have is cut into ranges, each a partition of its own.
+The others are gathered by a hash of their fingerprints: a group whose files outgrow a partition is
+divided by the next bit of the hash. So a file more, or less, touches the group that it falls into
+and nothing else, and neither the names nor the order of the files matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from typing import NamedTuple
+
+from infini_model.config import SplitsConfig
+from infini_model.data.manifest import FORMAT_VERSION, Shard, Split, TokenizerRecord
+from infini_model.data.sources.documents import file_errors
+from infini_model.data.sources.files import FileRange, SourceFile, open_source
+from infini_model.data.sources.formats import (
+    Reading,
+    check_columns,
+    check_rows,
+    content_of,
+    format_of,
+    text_bytes,
+)
+from infini_model.runtime import storage
+from infini_model.runtime.fact_cache import FactCache
+from infini_model.runtime.records import Record
+
+# Text for each byte of a file that is compressed as a whole.
+EXPANSION = 4
+HASH_BITS = 256
+FOOTERS_AT_ONCE = 16
+
+
+class Partition(NamedTuple):
+    """Files, or a range of one, and an estimate of the bytes of their text."""
+
+    ranges: tuple[FileRange, ...]
+    bytes: int
+
+
+class PartitionSpec(Record):
+    """What decides a partition, and its `key`.
+
+    Some fields change nothing in the result: `tokenizer_folder`, where the tokenizer is kept among
+    those of all datasets; `batch_size`, the most documents to encode at once; `bytes`, an estimate
+    of the text.
+    """
+
+    key: str
+    ranges: tuple[FileRange, ...]
+    reading: Reading
+    tokenizer: TokenizerRecord
+    tokenizer_folder: str
+    splits: SplitsConfig
+    batch_size: int
+    bytes: int
+
+
+class PartitionRecord(Record):
+    """A finished partition: its documents, the bytes of their text, and the shards of each split.
+
+    `skipped` counts the documents that were left out.
+    """
+
+    documents: int
+    bytes: int
+    skipped: int
+    shards: dict[Split, list[Shard]]
+
+    def files(self) -> Iterator[Shard]:
+        """The shards of all splits."""
+        for shards in self.shards.values():
+            yield from shards
+
+
+class PartitionDefaults(NamedTuple):
+    """What all partitions of a dataset have in common; the fields are those of `PartitionSpec`."""
+
+    reading: Reading
+    tokenizer: TokenizerRecord
+    tokenizer_folder: str
+    splits: SplitsConfig
+    batch_size: int
+
+    def keyed(self, partitions: Sequence[Partition]) -> list[tuple[str, Partition]]:
+        """The partitions with their keys, in the order of these.
+
+        A key is a hash of exactly what decides the content: not of paths, nor of the files' order.
+        """
+        common = [FORMAT_VERSION, self.tokenizer.fingerprint, self.tokenizer.eos_token_id]
+        common += [self.splits.model_dump(), self.reading.decides]
+        if self.tokenizer.bos_token_id is not None:
+            common += [self.tokenizer.bos_token_id]
+        prefix = storage.content_key(common)
+        contents = (sorted(map(content_of, partition.ranges)) for partition in partitions)
+        keys = [storage.content_key([prefix, content])[:32] for content in contents]
+        return sorted(zip(keys, partitions, strict=True), key=itemgetter(0))
+
+    def spec(self, key: str, partition: Partition) -> PartitionSpec:
+        """The spec of a partition."""
+        return PartitionSpec(
+            key=key, ranges=partition.ranges, bytes=partition.bytes, **self._asdict()
+        )
+
+
+class _Groups(NamedTuple):
+    """Consecutive row groups of a Parquet file: up to `stop`, `bytes` of text in `rows` rows."""
+
+    stop: int
+    bytes: int
+    rows: int
+
+
+def plan_partitions(
+    ranges: Sequence[FileRange], reading: Reading, target_bytes: int, facts: FactCache
+) -> list[Partition]:
+    """The partitions of these files, of about `target_bytes` of text each.
+
+    Of a Parquet file the footer is read, unless it is among the facts. Raises `DataError` that
+    names a file that cannot be read or has no such column.
+    """
+    for part in ranges:
+        check_rows(part, reading)
+    parquet = [part.file for part in ranges if format_of(part.file.address) == "parquet"]
+    groups = _all_groups(parquet, reading, target_bytes, facts)
+    partitions: list[Partition] = []
+    small: list[tuple[FileRange, int]] = []
+    for part in ranges:
+        pieces = list(_pieces(part, reading, target_bytes, groups))
+        if len(pieces) > 1:
+            partitions += [Partition((piece,), size) for piece, size in pieces]
+        else:
+            small += pieces
+    return partitions + list(bucket_small_files(small, target_bytes))
+
+
+def _pieces(
+    part: FileRange,
+    reading: Reading,
+    target_bytes: int,
+    groups: dict[str, list[_Groups]],
+) -> Iterator[tuple[FileRange, int]]:
+    """A file cut into ranges, each with the bytes of its text; some formats cannot be cut."""
+    file, kind = part.file, format_of(part.file.address)
+    if kind == "parquet":
+        yield from _parquet_pieces(part, groups[file.fingerprint])
+    elif part.rows is None and (kind == "jsonl" or (kind == "text" and reading.separator)):
+        for start in range(0, max(1, file.bytes), target_bytes):
+            stop = start + target_bytes
+            last = stop >= file.bytes
+            piece = FileRange(file=file, start=start, stop=None if last else stop)
+            yield piece, min(stop, file.bytes) - start
+    else:
+        expansion = EXPANSION if kind.endswith((".gz", ".zst")) else 1
+        yield part, file.bytes * expansion
+
+
+def _parquet_pieces(part: FileRange, groups: list[_Groups]) -> Iterator[tuple[FileRange, int]]:
+    start, rows = 0, part.rows
+    for piece in groups:
+        if part.stop is not None and start >= part.stop:
+            return
+        stop = piece.stop if part.stop is None else min(piece.stop, part.stop)
+        limit = None if rows is None or rows >= piece.rows else rows
+        yield FileRange(file=part.file, start=start, stop=stop, rows=limit), piece.bytes
+        start = stop
+        rows = None if rows is None else rows - piece.rows
+        if rows is not None and rows <= 0:
+            return
+
+
+def _all_groups(
+    files: Sequence[SourceFile], reading: Reading, target_bytes: int, facts: FactCache
+) -> dict[str, list[_Groups]]:
+    """The row groups of Parquet files, by fingerprint, gathered to about `target_bytes`."""
+    keys = {
+        file.fingerprint: f"{file.fingerprint} {_columns(reading)} {target_bytes}" for file in files
+    }
+    known = {fingerprint: facts.get(key) for fingerprint, key in keys.items()}
+    new = {file.fingerprint: file for file in files if known[file.fingerprint] is None}
+
+    def read(file: SourceFile) -> list[_Groups]:
+        return _groups(file, reading, target_bytes)
+
+    with ThreadPoolExecutor(max_workers=FOOTERS_AT_ONCE) as pool:
+        for file, found in zip(new.values(), pool.map(read, new.values()), strict=True):
+            known[file.fingerprint] = found
+            facts.put(keys[file.fingerprint], found)
+    return {
+        fingerprint: [_Groups(*group) for group in found or []]
+        for fingerprint, found in known.items()
+    }
+
+
+def _columns(reading: Reading) -> str:
+    return reading.column if reading.template is None else "prompt answer"
+
+
+def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Groups]:
+    """The row groups of one file, gathered to about `target_bytes`; reads its footer."""
+    import pyarrow.parquet as pq
+
+    with file_errors(file.address), open_source(file) as opened:
+        metadata = pq.read_metadata(opened)
+    check_columns(file.address, metadata.schema.to_arrow_schema(), reading)
+    gathered: list[_Groups] = []
+    size = rows = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        size += text_bytes(group, reading)
+        rows += group.num_rows
+        if size >= target_bytes or number == metadata.num_row_groups - 1:
+            gathered.append(_Groups(number + 1, size, rows))
+            size = rows = 0
+    return gathered
+
+
+def bucket_small_files(
+    small: Sequence[tuple[FileRange, int]], target_bytes: int
+) -> Iterator[Partition]:
+    """Files that are not cut, in groups of at most `target_bytes` unless a group is one file."""
+    hashed = [(_hash(part), part, size) for part, size in small]
+    pending = [(sorted(hashed, key=lambda member: member[0]), HASH_BITS)]
+    while pending:
+        members, bits = pending.pop()
+        total = sum(size for _, _, size in members)
+        if not bits or len(members) < 2 or total <= target_bytes:
+            if members:
+                yield Partition(tuple(part for _, part, _ in members), total)
+            continue
+        bit = 1 << (bits - 1)
+        pending.append(([member for member in members if member[0] & bit], bits - 1))
+        pending.append(([member for member in members if not member[0] & bit], bits - 1))
+
+
+def _hash(part: FileRange) -> int:
+    return int.from_bytes(hashlib.sha256(content_of(part).encode()).digest())

@@ -1,1 +1,0 @@
-"""From documents to a dataset folder of memory-mapped token shards."""

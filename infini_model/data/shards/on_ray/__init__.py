@@ -1,1 +1,0 @@
-"""Partitions on a Ray cluster: joining it, the tasks, and what runs on its nodes."""

@@ -1,1 +1,0 @@
-"""Shards that are objects of a store, read by ranges of bytes."""

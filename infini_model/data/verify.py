@@ -1,0 +1,152 @@
+"""Comparing shards with their checksums, where something is new.
+
+The checksum of a shard is computed if this machine has not seen the file before or the file was
+written since, and on demand (`infini verify`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+from infini_model.data.manifest import (
+    PARTITIONS,
+    Manifest,
+    Shard,
+    has_own_shards,
+    metadata_files,
+    read_manifest,
+    read_origin,
+)
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError
+from infini_model.runtime.fact_cache import FactCache, fact_cache_here
+from infini_model.runtime.machine import available_cores
+
+# Called with the bytes that are done and those there are in all.
+Progress = Callable[[int, int], None]
+# Which checksums are compared: those of files that this machine has not seen as they are, or all.
+Checksums: TypeAlias = Literal["new", "all", "none"]
+
+
+class Verified(NamedTuple):
+    """A dataset that was verified, and what is wrong with it: one line for each damaged file."""
+
+    manifest: Manifest
+    faults: list[str]
+
+
+def find_faults(
+    paths: Sequence[str],
+    shards: Sequence[Shard],
+    facts: FactCache,
+    *,
+    checksums: Checksums = "new",
+    vouched: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> list[str | None]:
+    """What is wrong with each file in one line, or None if it is what its record says.
+
+    `vouched` is when the record of each was written, in ns: a new file that was not written since
+    then is taken for what its record says. `progress(done, total)` counts the bytes of the files
+    whose checksums are compared.
+    """
+    faults: list[str | None] = [None] * len(paths)
+    to_hash: list[int] = []
+    for number, (path, shard) in enumerate(zip(paths, shards, strict=True)):
+        try:
+            stat = os.stat(path)  # noqa: PTH116 - paths take longer to make than to ask for
+        except OSError as error:
+            faults[number] = _unreadable(path, error)
+            continue
+        if stat.st_size != shard.bytes:
+            faults[number] = f"{path}: has {stat.st_size} bytes, its record says {shard.bytes}"
+            continue
+        known = facts.get(_version(stat))
+        if checksums == "all" or (checksums == "new" and known != shard.sha256):
+            if known is None and checksums == "new" and vouched and _is_old(stat, vouched[number]):
+                facts.put(_version(stat), shard.sha256)
+            else:
+                to_hash.append(number)
+
+    def hashed(number: int) -> str | None:
+        path, shard = paths[number], shards[number]
+        try:
+            version = _version(os.stat(path))  # noqa: PTH116
+            checksum = storage.sha256(path)
+        except OSError as error:
+            return _unreadable(path, error)
+        # Also that of a damaged file: nobody takes it for what its record says.
+        facts.put(version, checksum)
+        if checksum == shard.sha256:
+            return None
+        return f"{path}: is damaged: its checksum differs from its record"
+
+    done, total = 0, sum(shards[number].bytes for number in to_hash)
+    with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
+        for number, fault in zip(to_hash, pool.map(hashed, to_hash), strict=True):
+            faults[number] = fault
+            done += shards[number].bytes
+            if progress is not None:
+                progress(done, total)
+    return faults
+
+
+def _is_old(stat: os.stat_result, vouched: int) -> bool:
+    return stat.st_mtime_ns <= vouched
+
+
+def _version(stat: os.stat_result) -> str:
+    """What changes when a shard is written; not ctime, which making a hard link changes too."""
+    return f"{stat.st_dev}-{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+
+
+def _unreadable(path: str, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{path}: is missing"
+    return f"{path}: cannot be read: {error.strerror}"
+
+
+def verify_dataset(folder: Path) -> Manifest:
+    """Check that a dataset folder is complete and its shards are what the manifest says.
+
+    Raises `DataError` in one line that names the first file that is missing or damaged.
+    """
+    manifest, faults = examine_dataset(folder)
+    if faults:
+        raise DataError(faults[0])
+    return manifest
+
+
+def examine_dataset(
+    folder: Path, *, checksums: Checksums = "new", progress: Progress | None = None
+) -> Verified:
+    """Find every file of a dataset folder that is missing or damaged.
+
+    `checksums` and `progress` are those of `find_faults`. Of shards that are not in the folder but
+    beside it, as in a mounted bucket, "new" ones are not read. A working copy of a dataset in a
+    store may lack shards.
+
+    Raises `DataError` in one line if the folder is not a dataset or its manifest is damaged.
+    """
+    manifest = read_manifest(folder)
+    faults = [
+        f"{folder / name}: is missing"
+        for name in metadata_files(manifest)
+        if not (folder / name).is_file()
+    ]
+    listed = [(f"{folder}/{name}", shard) for name, shard in manifest.files()]
+    if not has_own_shards(folder, manifest):
+        beside = folder.parent / PARTITIONS
+        listed = [(f"{beside}/{shard.path}", shard) for _, shard in listed]
+        checksums = "none" if checksums == "new" else checksums
+    if read_origin(folder) is not None:
+        listed = [(path, shard) for path, shard in listed if os.path.exists(path)]  # noqa: PTH110
+    facts = fact_cache_here(folder.parent)
+    paths, shards = [path for path, _ in listed], [shard for _, shard in listed]
+    found = find_faults(paths, shards, facts, checksums=checksums, progress=progress)
+    facts.save()
+    return Verified(manifest, faults + [fault for fault in found if fault])

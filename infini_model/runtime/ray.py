@@ -1,0 +1,167 @@
+"""Ray clusters: joining one that runs, and what its nodes have in common with this machine.
+
+Whatever is in the way is one line; no cluster is ever started. Nodes import the same package, and
+see the same folder unless everything is in an object store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import infini_model
+from infini_model.runtime import storage
+from infini_model.runtime.errors import ConfigError, DataError, UnreachableError, UserError
+
+# Kinds of failure, as in `infini_model.runtime.stage_protocol`; the message follows.
+Failure = tuple[str, str]
+AUTO, ADDRESS_VARIABLE = "auto", "RAY_ADDRESS"
+CONNECT_SECONDS = 10.0
+# The setting by which a section of the configuration chooses Ray.
+CHOICES = {"data": "data.engine", "launch": "launch.launcher"}
+
+
+@contextlib.contextmanager
+def connect(asked: str, section: Literal["data", "launch"]) -> Iterator[str]:
+    """Be a driver of the cluster at `asked`, HOST:PORT or `auto`, while the block runs.
+
+    Yields the address. What is still under way at the end is ended. `asked` is the `ray_address` of
+    a section of the configuration, which messages name.
+
+    Raises `UserError` if Ray is not installed, or the cluster has other versions of it or of
+    Python; `UnreachableError` if there is no cluster.
+    """
+    try:
+        import ray
+        from ray.exceptions import AuthenticationError
+    except ImportError as error:
+        raise ConfigError(
+            f"{CHOICES[section]}: ray is not installed: pip install -c requirements.lock -r "
+            f"requirements-ray.txt ({error})"
+        ) from error
+    address = os.environ.get(ADDRESS_VARIABLE, AUTO) if asked == AUTO else asked
+    where = f"{section}.ray_address: {address}"
+    _check_reachable(address, where)
+    try:
+        ray.init(address=address, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise UnreachableError(
+            f"{where}: there is no Ray cluster that lets this machine join; "
+            "one with a token needs RAY_AUTH_MODE=token and the same token here"
+        ) from error
+    except AuthenticationError as error:
+        message = "the Ray cluster refuses this token; see RAY_AUTH_MODE"
+        raise UserError(f"{where}: {message}") from error
+    except RuntimeError as error:
+        raise UserError(f"{where}: {_in_one_line(error)}") from error
+    try:
+        yield address
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str, where: str) -> None:
+    """Raise `UnreachableError` if nobody listens at an address: Ray itself takes minutes to."""
+    host, _, port = address.rpartition(":")
+    if address == AUTO:
+        return
+    if not re.fullmatch(r"[^/:]+", host) or not port.isdecimal():
+        raise UserError(f"{ADDRESS_VARIABLE}: got {address!r}: takes auto or HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UnreachableError(
+            f"{where}: no Ray cluster answers: {error.strerror or error}"
+        ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """What Ray says in several lines about two versions that differ, and about anything else."""
+    text = str(error)
+    found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
+    if len(found) != 2:
+        return " ".join(text.split())
+    cluster, here = (f"Ray {ray} and Python {python}" for ray, python in found)
+    return f"the cluster has {cluster}, this machine {here}"
+
+
+@functools.cache
+def sources_fingerprint() -> str:
+    """A hash of the source files of this package: machines with equal ones run the same code."""
+    root = Path(infini_model.__file__).parent
+    return storage.content_key(
+        {str(path.relative_to(root)): storage.sha256(path) for path in root.rglob("*.py")}
+    )
+
+
+def check_sources(expected: str) -> None:
+    """Raise `UserError` if this node has another version of this package than the one expected."""
+    if sources_fingerprint() != expected:
+        raise UserError(
+            f"{Path(infini_model.__file__).parent}: is not the infini_model that started the job; "
+            "install the same one on every node"
+        )
+
+
+@contextlib.contextmanager
+def marked(folder: Path) -> Iterator[Path]:
+    """Create a folder, and mark it with a file while the block runs; yields the file.
+
+    Raises `UserError` if the folder cannot be written.
+    """
+    whole = storage.make_folder(folder).resolve()
+    with (
+        storage.named_os_errors(whole),
+        tempfile.NamedTemporaryFile(prefix=f"{storage.TEMPORARY}ray-", dir=whole) as file,
+    ):
+        yield Path(file.name)
+
+
+def check_mark(mark: Path, remedy: str) -> None:
+    """Raise `DataError`, with a remedy, unless this node sees the folder that `marked` marked."""
+    if not mark.exists():
+        raise DataError(
+            f"{mark.parent}: is not the folder of this name on the machine that started the job; "
+            f"{remedy}"
+        )
+
+
+def on_node(module: str, name: str) -> Callable[..., Any]:
+    """The function `name` of a module of this package, as the function of a Ray task.
+
+    It travels by value, since a node may lack the package, and returns what `attempt` does.
+    """
+
+    def call(*arguments: Any) -> Any:
+        import importlib
+        import socket
+
+        try:
+            function = getattr(importlib.import_module(module), name)
+            from infini_model.runtime.ray import attempt
+        except ImportError as error:
+            host = socket.gethostname()
+            return "user", f"infini_model: cannot be imported on {host}: {error}"
+        return attempt(function, *arguments)
+
+    # Ray shows the name of the task, as that of the process too.
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns, or what a user can mend as a `Failure` that names this node."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        return "user", f"{error} (on {socket.gethostname()})"
+    except ConnectionError as error:
+        return "network", f"{error} (on {socket.gethostname()})"

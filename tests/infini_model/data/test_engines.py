@@ -1,0 +1,218 @@
+"""Who makes partitions: threads, GPUs, shares or other processes all make the same ones, once."""
+
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from corpora import build, files_config, make_texts, shard_bytes, write_files
+
+from infini_model.config import DataConfig
+from infini_model.data import on_ray
+from infini_model.data.build import build_dataset, make_share, requested_dataset
+from infini_model.data.datasets import Datasets
+from infini_model.data.engines import for_each, worker_devices
+from infini_model.data.on_ray import Job, check_resources, make_partition, reserved
+from infini_model.data.sources.download import download
+from infini_model.data.tokenizers import bpe
+from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer
+from infini_model.runtime import storage
+from infini_model.runtime.errors import ConfigError, UserError
+from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.ray import attempt, sources_fingerprint
+
+
+def report_until_stopped(advance):
+    """Only the error that a report raises ends it; without one the test hangs."""
+    while True:
+        advance(1)
+        time.sleep(0.001)
+
+
+def test_the_first_error_of_a_thread_is_raised_and_stops_the_others():
+    started, all_at_work = [], threading.Barrier(3)
+
+    def work(item, advance):
+        started.append(item)
+        all_at_work.wait()
+        if item == 1:
+            raise ValueError("item 1")
+        report_until_stopped(advance)
+
+    with pytest.raises(ValueError, match="item 1"):
+        for_each(range(100), [work] * 3, lambda _: None)
+    assert sorted(started) == [0, 1, 2]
+
+
+def test_ctrl_c_stops_the_threads():
+    def work(_item, advance):
+        os.kill(os.getpid(), signal.SIGINT)
+        report_until_stopped(advance)
+
+    with pytest.raises(KeyboardInterrupt):
+        for_each([1], [work], lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer([make_texts(20)], 280)
+
+
+NO_KERNELS = "tokenizer bytes is not supported on a GPU"
+NO_TRITON = "Triton, which a GPU needs to tokenise, is not installed"
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "reason", "expected"),
+    [
+        ("auto", 2, None, ["cpu"] * 3),
+        ("cuda", 2, None, ["cuda:0", "cuda:1"]),
+        ("cuda:1", 2, None, ["cuda:1"]),
+        ("mixed", 2, None, ["cuda:0", "cuda:1", "cpu"]),
+        ("cuda", 2, NO_KERNELS, ["cpu"] * 3),
+        ("mixed", 0, "this machine has no GPU", ["cpu"] * 3),
+        ("cuda:1", 2, NO_TRITON, ["cpu"] * 3),
+    ],
+)
+def test_workers_have_devices_and_one_without_effect_is_one_warning(
+    monkeypatch, trained, caplog, device, gpus, reason, expected
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if reason == NO_TRITON:
+        monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    tokenizer = ByteTokenizer() if reason == NO_KERNELS else trained
+    assert worker_devices(DataConfig(device=device, workers=3), tokenizer) == expected
+    said = (
+        f"data.device={device} has no effect: {reason}; tokenising on the CPU with 3 threads "
+        "instead"
+    )
+    assert [record.getMessage() for record in caplog.records] == ([said] if reason else [])
+
+
+def made(output_dir):
+    return Datasets(output_dir / "datasets").partition_keys()
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_shares_in_any_order_make_each_partition_once_and_the_same_dataset(
+    tmp_path, several, count
+):
+    """Of more shares than partitions, some are empty."""
+    expected, _ = build(several, tmp_path / "whole")
+    total, output = len(set(expected.partitions)), tmp_path / "shares"
+
+    def share(number, folder):
+        config = several.model_copy(update={"share": f"{number}/{count}"})
+        return make_share(download(config, folder), config, folder / "datasets")
+
+    parts = []
+    for number in random.Random(0).sample(range(1, count + 1), count):
+        before = made(output)
+        missing = share(number, output)
+        parts.append(made(output) - before)
+        assert len(parts[-1]) in (total // count, total // count + 1)
+        assert missing == total - len(made(output))
+    assert missing == 0
+    assert not list((output / "datasets").glob("corpus-*"))
+    manifest = build_dataset(download(several, output), several, output)
+    assert shard_bytes(output) == shard_bytes(tmp_path / "whole")
+    assert manifest.splits == expected.splits
+    # They do not depend on each other.
+    share(number, tmp_path / "elsewhere")
+    assert made(tmp_path / "elsewhere") == parts[-1]
+
+
+def test_shards_that_others_have_made_are_not_read_to_assemble_nor_to_plan(
+    tmp_path, several, monkeypatch
+):
+    """As if a cluster, or the machines of other shares, had made them in a folder that all see."""
+    listing, datasets_dir = download(several, tmp_path), tmp_path / "datasets"
+    for number in (1, 2):
+        config = several.model_copy(update={"share": f"{number}/2"})
+        monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node-{number}")
+        make_share(listing, config, datasets_dir)
+    monkeypatch.setattr(socket, "gethostname", lambda: "driver")
+    fact_cache_here.cache_clear()
+    read = []
+    plain = storage.sha256
+    monkeypatch.setattr(storage, "sha256", lambda path: read.append(path) or plain(path))
+    manifest = build_dataset(listing, several, tmp_path)
+    fact_cache_here.cache_clear()
+    assert Datasets(datasets_dir).find(manifest.folder_name) == manifest
+    assert not [path for path in read if str(path).endswith(".arrow")]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "workers", "expected"), [(1, 2, False), (99, 0, None), (99, 1, False)]
+)
+def test_a_tokenizer_has_all_cores_only_where_one_worker_may(
+    tmp_path, trained, monkeypatch, megabytes, workers, expected
+):
+    (tmp_path / "tokenizer.json").write_text(trained.text)
+    raw = write_files(tmp_path / "raw", [text * 400 for text in make_texts(12)])
+    asked = set()
+    monkeypatch.setattr(
+        bpe,
+        "_encode_fast",
+        lambda fast, texts, *, parallel, plain=bpe._encode_fast: (
+            asked.add(parallel) or plain(fast, texts, parallel=parallel)
+        ),
+    )
+    tokenizer = {"spec": str(tmp_path / "tokenizer.json")}
+    config = files_config(
+        raw / "*", tokenizer=tokenizer, partition_megabytes=megabytes, workers=workers
+    )
+    build(config, tmp_path)
+    assert asked - {False} == {expected} - {False}
+
+
+def test_ray_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    raw = write_files(tmp_path / "raw", make_texts(3))
+    with pytest.raises(ConfigError, match=r"^data\.engine: ray is not installed: pip .*$"):
+        build(files_config(raw / "*", engine="ray"), tmp_path)
+    build(files_config(raw / "*"), tmp_path)
+
+
+def node(alive=True, **resources):
+    return {"Alive": alive, "Resources": resources}
+
+
+def test_a_ray_task_that_fits_no_node_is_refused():
+    nodes = [node(CPU=4.0, memory=8e9), node(CPU=2.0, GPU=1.0, memory=8e9)]
+    nodes.append(node(alive=False, CPU=16.0, GPU=8.0, memory=1e12))
+    check_resources(reserved(DataConfig(ray_cpus=2, device="cuda", engine="ray")), nodes, "head:1")
+    for asked, there, complaint in (
+        ({"ray_cpus": 8}, nodes, "data.ray_cpus: got 8: no node of head:1 has more than 4"),
+        ({"device": "cuda", "ray_gpus": 2}, nodes, "data.ray_gpus: got 2: no node of head:1 has"),
+        ({"ray_memory_gigabytes": 9}, nodes, "data.ray_memory_gigabytes: got 9: no node of head:1"),
+        ({"ray_cpus": 4, "device": "cuda"}, nodes, "data.ray_cpus, data.ray_gpus: no node of head"),
+        ({"device": "cuda"}, nodes[:1], "data.device: got 'cuda': no node of head:1 has a G"),
+    ):
+        with pytest.raises(UserError) as refused:
+            check_resources(reserved(DataConfig(engine="ray", **asked)), there, "head:1")
+        assert str(refused.value).startswith(complaint)
+
+
+def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_ray, "_states", {})
+    config = files_config(write_files(tmp_path / "raw", make_texts(3)) / "*")
+    wanted = requested_dataset(download(config, tmp_path), config, tmp_path / "datasets")
+    (spec,) = wanted.specs()
+    job = Job(
+        place=str(tmp_path / "datasets"),
+        mark=str(tmp_path / "datasets" / "mark"),
+        sources=sources_fingerprint(),
+        device="cpu",
+    )
+    kind, message = attempt(make_partition, job.model_dump_json(), spec.model_dump_json())
+    assert kind == "user"
+    assert message.startswith(f"{job.place}: is not the folder of this name on the machine that")
+    assert message.endswith(f"(on {socket.gethostname()})")
+    assert not made(tmp_path)

@@ -1,0 +1,307 @@
+"""A dataset in an object store is the local one, and only what is new of it is made."""
+
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builds import Machine, in_a_fork, killed_in_a_request
+from commands import leftovers, run_here
+from corpora import build, files_config, shard_bytes
+from s3_server import CREDENTIALS
+
+from infini_model import __main__ as stages
+from infini_model.config import PackingConfig, load_config
+from infini_model.data.finished import finished_dataset
+from infini_model.data.loading.windows import open_windows
+from infini_model.data.manifest import read_manifest
+from infini_model.data.store import StoredDatasets, download_shards
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.data.verify import examine_dataset, verify_dataset
+from infini_model.runtime.claims import claim_run, resume_config
+from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.runs import dataset_here
+from infini_model.runtime.stored.working_copy import refresh_runs
+
+
+@pytest.fixture
+def address(bucket):
+    return f"{bucket}/team/datasets"
+
+
+@pytest.fixture
+def trained(several):
+    """The configuration of several partitions with a tokenizer that is trained on them."""
+    tokenizer = several.tokenizer.model_copy(update={"spec": "train", "vocab_size": 260})
+    return several.model_copy(update={"tokenizer": tokenizer})
+
+
+@pytest.fixture
+def machine(tmp_path, address):
+    return Machine(tmp_path / "first", address)
+
+
+@pytest.fixture
+def other(tmp_path, address):
+    return Machine(tmp_path / "second", address)
+
+
+def test_it_has_the_shards_of_the_local_dataset_and_another_machine_downloads_only_what_is_new(
+    tmp_path, trained, machine, other
+):
+    expected, local = build(trained, tmp_path / "local")
+    manifest = machine.build(trained)
+    folder = machine.folder / manifest.folder_name
+    assert (manifest.key, manifest.splits) == (expected.key, expected.splits)
+    assert not [name for name, _ in manifest.files() if (folder / name).exists()]
+    assert verify_dataset(folder) == manifest
+    assert load_dataset_tokenizer(folder).fingerprint == manifest.tokenizer.fingerprint
+    assert not leftovers(machine.folder)
+
+    plan, count = other.plan(trained), len(set(manifest.partitions))
+    assert (plan.intact, plan.new, plan.reused) == (True, 0, count)
+    assert plan.folder == other.folder / manifest.folder_name
+    assert plan.address == f"{other.address}/{manifest.folder_name}"
+    folder = other.download(trained)
+    assert shard_bytes(folder) == shard_bytes(local)
+    assert verify_dataset(folder) == manifest
+
+    # It goes on with the tokenizer that the first one has trained.
+    copies = {path: path.stat().st_ino for path in (other.folder / ".partitions").rglob("*.arrow")}
+    (tmp_path / "raw" / "more.txt").write_text("quite different " * 99)
+    plan = other.plan(trained)
+    assert (plan.intact, plan.new, plan.reused) == (False, 1, count - 1)
+    assert other.build(trained).tokenizer == manifest.tokenizer
+    assert len(other.made) == 1
+    other.download(trained)
+    now = {path: path.stat().st_ino for path in (other.folder / ".partitions").rglob("*.arrow")}
+    assert copies.items() <= now.items()
+    assert {path.parent.name for path in now.keys() - copies.keys()} == set(other.made)
+
+
+def test_an_address_names_a_dataset_or_the_newest_whose_working_copy_then_looks_new(
+    several, machine, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "cache"))
+    manifest = machine.build(several)
+    place = f"{machine.address}/{manifest.folder_name}"
+    for number, named in enumerate((place, machine.address, f"/elsewhere/{manifest.folder_name}")):
+        asked = several.model_copy(update={"folder": named})
+        elsewhere = Machine(tmp_path / str(number), machine.address)
+        plan = elsewhere.finished(asked)
+        assert plan.key == manifest.key
+        assert read_manifest(plan.folder) == manifest
+        os.utime(plan.folder / "manifest.json", (0, 0))
+        assert elsewhere.download(asked) == plan.folder
+        assert (plan.folder / "manifest.json").stat().st_mtime > 0
+
+
+def test_a_run_is_resumed_elsewhere_with_its_dataset(
+    several, machine, bucket, tmp_path, monkeypatch
+):
+    machine.build(several)
+    run = {"output_dir": f"{bucket}/runs", "preset": "debug"}
+    monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "one"))
+    config = load_config(overrides=[{"run": run | {"data_dir": machine.address}}])
+    plan = finished_dataset(config)
+    with claim_run(config, plan.key, plan.folder, address=plan.address) as run_dir:
+        pass
+    (tmp_path / "one").rename(tmp_path / "gone")
+
+    monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "two"))
+    places = load_config(overrides=[{"run": run}]).run
+    refresh_runs(places.runs_dir, places.store)
+    resumed = resume_config(places.runs_dir / run_dir.name)
+    found = finished_dataset(resumed)
+    assert (found.key, found.address) == (plan.key, plan.address)
+    assert found.folder.is_relative_to(tmp_path / "two")
+    with claim_run(resumed, found.key, found.folder, address=found.address) as again:
+        assert again == places.runs_dir / run_dir.name
+        assert dataset_here(again) == found.folder
+
+
+def build_at_once(*builds):
+    """Build on several machines at once, in threads: they have no folder in common."""
+    with ThreadPoolExecutor(len(builds)) as pool:
+        list(pool.map(lambda each: each[0].build(each[1]), builds))
+
+
+def test_two_builds_at_once_do_no_harm(tmp_path, several, machine, other):
+    with pytest.raises(DataError, match=r"latest: there is no finished dataset yet"):
+        machine.finished(several)
+    build_at_once((machine, several), (other, several))
+    _, local = build(several, tmp_path / "local")
+    for each in (machine, other):
+        assert each.plan(several).intact
+        assert shard_bytes(each.download(several)) == shard_bytes(local)
+
+
+def test_two_machines_that_train_a_tokenizer_agree_on_one(tmp_path, trained, machine, other):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("some other text entirely " * 500)
+    different = files_config(tmp_path / "other" / "*", tokenizer=trained.tokenizer.model_dump())
+    build_at_once((machine, trained), (other, different))
+    fingerprints = {
+        read_manifest(each.folder / "latest").tokenizer.fingerprint for each in (machine, other)
+    }
+    assert len(fingerprints) == 1
+    retrain = {"tokenizer": trained.tokenizer.model_copy(update={"retrain": True})}
+    again = machine.build(trained.model_copy(update=retrain))
+    assert other.build(trained).tokenizer == again.tokenizer
+
+
+def test_what_was_finished_before_a_kill_is_kept(tmp_path, several, bucket):
+    whole = shard_bytes(build(several, tmp_path / "local")[1])
+    for task, method, calls in (
+        ("build", "upload", 3),
+        ("build", "write", 6),
+        ("build", "_request", 12),
+        ("download", "download", 4),
+    ):
+        machine = Machine(tmp_path / method, f"{bucket}/{method}")
+        if task == "download":
+            machine.build(several)
+        with pytest.raises(BrokenProcessPool):
+            in_a_fork(killed_in_a_request, machine, task, several, method, calls)
+        finished = StoredDatasets(machine.address, Path()).partition_keys()
+        here = machine.folder / ".partitions"
+        downloaded = {path: path.stat().st_ino for path in here.glob("[!.]*/*.arrow")}
+        machine.build(several)
+        assert finished.isdisjoint(machine.made)
+        assert shard_bytes(machine.download(several)) == whole
+        assert all(path.stat().st_ino == inode for path, inode in downloaded.items())
+        assert not leftovers(machine.folder)
+
+
+def flip(store, key):
+    content = bytearray(store.read(key)[0])
+    content[len(content) // 2] ^= 1
+    store.write(key, bytes(content))
+
+
+def test_a_torn_partition_is_made_again_alone(several, machine, other):
+    manifest = machine.build(several)
+    store = ObjectStore(f"{machine.address}/.partitions")
+    shard = manifest.splits["train"].shards[1]
+    key = shard.path.partition("/")[0]
+    for harm in (
+        lambda: store.delete([f"{key}/partition.json"]),
+        lambda: store.delete([shard.path]),
+        lambda: flip(store, shard.path),
+    ):
+        harm()
+        plan = machine.plan(several)
+        if not plan.intact:
+            assert key in plan.fault
+        else:
+            with pytest.raises(DataError, match=rf"{shard.path}: is damaged: SHA-256 \w+, not"):
+                other.download(several)
+            assert "partition.json: is missing" in machine.plan(several).fault
+        assert machine.build(several).splits == manifest.splits
+        assert machine.made == [key]
+        assert machine.plan(several).intact
+    assert examine_dataset(other.download(several), checksums="all").faults == []
+
+
+def test_a_damaged_copy_is_downloaded_again(several, machine, caplog):
+    machine.build(several)
+    folder = machine.download(several)
+    name, shard = next(read_manifest(folder).files())
+    (folder / name).write_bytes(bytes(shard.bytes))
+    with pytest.raises(DataError, match="is damaged"):
+        verify_dataset(folder)
+    with caplog.at_level("INFO"):
+        assert machine.download(several) == folder
+    (key,) = set(re.findall(r"(\w+)/train-0.arrow: is damaged", caplog.text))
+    assert key == shard.path.partition("/")[0]
+    assert "downloading 1 of 1 partitions" in caplog.text
+    assert verify_dataset(folder)
+
+
+def test_a_dataset_larger_than_the_disk_is_refused_before_anything_is_downloaded(
+    several, machine, tmp_path, monkeypatch, s3
+):
+    machine.build(several)
+    folder = machine.finished(several).folder
+    usage = shutil.disk_usage(folder)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"GB of .* are to be downloaded, 1e-06 GB are free; .*"):
+        download_shards(folder)
+    assert not list(tmp_path.rglob("*/.partitions/*/*.arrow"))
+
+
+def test_a_dataset_in_a_mounted_bucket_is_read_through_its_manifest(
+    tmp_path, several, machine, bucket
+):
+    """A plain folder that is laid out as the bucket is."""
+    manifest = machine.build(several)
+    store, mounted = ObjectStore(machine.address), tmp_path / "mounted"
+    for each in store.list_below():
+        (mounted / each.key).parent.mkdir(parents=True, exist_ok=True)
+        (mounted / each.key).write_bytes(store.read(each.key)[0])
+    folder = mounted / manifest.folder_name
+    _, local = build(several, tmp_path / "local")
+    for place in (folder, mounted):
+        asked = several.model_copy(update={"folder": place})
+        assert Machine(tmp_path / "work", None).finished(asked).folder == folder
+    packing = PackingConfig(context_length=64)
+    here, there = (open_windows(each, "train", packing, 16) for each in (local, folder))
+    numbers = np.arange(len(here))
+    assert torch.equal(here.gather(numbers).tokens, there.gather(numbers).tokens)
+    shard = mounted / ".partitions" / manifest.splits["train"].shards[0].path
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    faults = examine_dataset(folder, checksums="all").faults
+    assert faults == [f"{shard}: is damaged: its checksum differs from its record"]
+    shard.unlink()
+    with pytest.raises(DataError, match=f"^{shard}: is missing"):
+        verify_dataset(folder)
+
+
+def test_a_build_lists_the_partitions_once_and_reads_no_shard(several, machine, other, monkeypatch):
+    listed, read = [], []
+    plain, plain_read = ObjectStore.list_below, ObjectStore.read
+    monkeypatch.setattr(
+        ObjectStore, "list_below", lambda self, *below: listed.append(self) or plain(self, *below)
+    )
+    monkeypatch.setattr(
+        ObjectStore, "read", lambda self, key: read.append(key) or plain_read(self, key)
+    )
+    machine.build(several)
+    other.plan(several.model_copy(update={"name": "other"}))
+    assert [each.address for each in listed] == [f"{machine.address}/.partitions"] * 2
+    assert not [key for key in read if key.endswith(".arrow")]
+
+
+def test_credentials_are_in_no_file_and_no_output(tmp_path, several, address, s3, caplog):
+    """The stages as Prefect runs them, and everything that they write."""
+    caplog.set_level("DEBUG")
+    config = Machine(tmp_path / "work", address).config(several)
+    file = tmp_path / "work" / "config.json"
+    file.parent.mkdir()
+    file.write_text(config.model_dump_json())
+
+    def run(stage, *arguments):
+        done = run_here(stages.main, stage, "--config", file, *arguments)
+        return done.stdout + done.stderr
+
+    output = run("download")
+    listing = next((tmp_path / "work" / ".listings").glob("*.json"))
+    output += run("plan", "--listing", listing) + run("shard", "--listing", listing)
+    with s3.refusing():
+        refused = run("plan", "--listing", listing)
+    assert f'"address": "{address}/corpus-' in output
+    assert "access denied" in refused
+    told = output + refused + caplog.text
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    written += [
+        ObjectStore(address).read(each.key)[0] for each in ObjectStore(address).list_below()
+    ]
+    for secret in CREDENTIALS.values():
+        assert secret not in told
+        assert not [content for content in written if secret.encode() in content]

@@ -1,0 +1,78 @@
+"""What a dataset folder must have; what is damaged is found, named and mended by the next build."""
+
+import json
+import os
+
+import pytest
+from corpora import build, files_config, make_texts, write_files
+
+from infini_model.config import PackingConfig
+from infini_model.data.loading.windows import open_windows
+from infini_model.data.sources.files import FileRange, Listing, SourceFile
+from infini_model.data.verify import examine_dataset, verify_dataset
+from infini_model.runtime.errors import DataError
+from infini_model.runtime.records import write_record
+
+
+def test_what_is_no_dataset_is_named(tmp_path, byte_dataset):
+    packing, other = PackingConfig(context_length=64), tmp_path / "other"
+    newer = tmp_path / "newer"
+    other.mkdir()
+    newer.mkdir()
+    tree = json.loads((byte_dataset / "manifest.json").read_text())
+    (newer / "manifest.json").write_text(json.dumps(tree | {"format_version": 99}))
+    for read, complaint in (
+        (lambda: verify_dataset(tmp_path / "gone"), "gone: is not a dataset folder"),
+        (lambda: verify_dataset(other), r"other: .*has no manifest\.json"),
+        (lambda: verify_dataset(newer), "has format version 99"),
+        (lambda: open_windows(other, "train", packing, 16), "other: is not a complete"),
+        (lambda: open_windows(byte_dataset, "dev", packing, 16), "split 'dev' is unknown"),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            read()
+
+
+def test_a_record_with_a_name_that_is_not_utf8_is_refused_in_one_line(tmp_path):
+    file = SourceFile(address="/a/\udc80.txt", bytes=3, fingerprint="sha256:ab", version="1")
+    path = tmp_path / "listing.json"
+    with pytest.raises(DataError, match=r"listing\.json: cannot be written: .*'\\udc80'"):
+        write_record(path, Listing(ranges=[FileRange(file=file)]))
+    assert not path.exists()
+
+
+def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path):
+    raw = write_files(tmp_path / "raw", [text * 400 for text in make_texts(12)])
+    config = files_config(raw / "*", partition_megabytes=1, workers=1)
+    manifest, folder = build(config, tmp_path)
+    assert len(manifest.partitions) > 2
+    shards = [(folder / name, shard) for name, shard in manifest.files()]
+    whole = {path: path.read_bytes() for path, _ in shards}
+    partitions = tmp_path / "datasets" / ".partitions"
+    made = {path: path.stat().st_mtime_ns for path in partitions.rglob("*.arrow")}
+    (one, its_shard), (gone, _), (other, _) = shards[0], shards[1], shards[-1]
+    # One bit, as on a bad disk: neither the size nor the timestamps tell.
+    stat, data = one.stat(), bytearray(whole[one])
+    data[len(data) // 2] ^= 1
+    one.write_bytes(data)
+    os.utime(one, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    # What was verified before is only read again on demand.
+    assert verify_dataset(folder) == manifest
+    os.truncate(other, 100)
+    gone.unlink()
+    (folder / "test" / "state.json").unlink()
+    with pytest.raises(DataError, match=r"state\.json: is missing"):
+        verify_dataset(folder)
+    assert examine_dataset(folder, checksums="all").faults == [
+        f"{folder / 'test' / 'state.json'}: is missing",
+        f"{one}: is damaged: its checksum differs from its record",
+        f"{gone}: is missing",
+        f"{other}: has 100 bytes, its record says {shards[-1][1].bytes}",
+    ]
+    # It is known from now on.
+    assert len(examine_dataset(folder).faults) == 4
+    assert build(config, tmp_path)[1] == folder
+    assert {path: path.read_bytes() for path, _ in shards} == whole
+    # Damage to a file damages its partition, too; a missing link is only linked again.
+    anew = {path.parent.name for path, when in made.items() if path.stat().st_mtime_ns != when}
+    assert anew == {shard.path.split("/")[0] for shard in (its_shard, shards[-1][1])}
+    assert not examine_dataset(folder, checksums="all").faults

@@ -132,10 +132,10 @@ def _rows(
     return read_json_lines(file, part, partial(_parse_lines, reading), batch_bytes)
 
 
-def _parse_lines(reading: Reading, block: Block) -> Iterator[pa.Array]:
+def _parse_lines(reading: Reading, block: Block) -> pa.Array:
     if reading.template is None:
         return parse_lines(block, reading.column, reading.errors)
-    return iter([parse_pairs(block, reading.template, reading.errors)])
+    return parse_pairs(block, reading.template, reading.errors)
 
 
 class _Table(NamedTuple):

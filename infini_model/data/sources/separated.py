@@ -8,6 +8,7 @@ start of the file would find as well, so that together the ranges hold each docu
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from infini_model.data.sources.utf8 import Errors, clean, one_row
 from infini_model.runtime.errors import DataError
 
 SEARCH_BYTES = 1 << 18
+CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Block(NamedTuple):
@@ -87,19 +89,36 @@ def read_blocks(
     The blocks, each split at its separators, are the documents. Raises `DataError` if a document
     is too long, `OSError` if the file cannot be read.
     """
-    size = part.file.bytes
+    address, size = part.file.address, part.file.bytes
+    content = decompressed(file, address)
+    if content is not file:
+        check_whole(part)
+        yield from split_blocks(chunks(content, math.inf, chunk_bytes), 0, separator, address)
+        return
     first = _next_document(file, part.start, separator, size)
     after = None if part.stop is None else _next_document(file, part.stop, separator, size)
     if first is None or first == after:
         return
     file.seek(first)
     end = size if after is None else after - len(separator)
-    yield from split_blocks(
-        _chunks(file, end - first, chunk_bytes), first, separator, part.file.address
-    )
+    yield from split_blocks(chunks(file, end - first, chunk_bytes), first, separator, address)
 
 
-def _chunks(file: pa.NativeFile, count: int, chunk_bytes: int) -> Iterator[bytes]:
+def decompressed(file: pa.NativeFile, address: str) -> pa.NativeFile:
+    """The content from its start: `file` itself unless its extension is that of a codec.
+
+    What decompresses it closes `file` when it is deleted.
+    """
+    file.seek(0)
+    codec = next((CODECS[end] for end in CODECS if address.lower().endswith(end)), None)
+    if codec is None:
+        return file
+    # Arrow decompresses 64 KiB at a time, which would be as many requests to a remote store.
+    return pa.CompressedInputStream(pa.BufferedInputStream(file, 1 << 20), codec)
+
+
+def chunks(file: pa.NativeFile, count: float, chunk_bytes: int) -> Iterator[bytes]:
+    """The next `count` bytes of a file, or fewer at its end."""
     while count and (chunk := file.read(min(count, chunk_bytes))):
         count -= len(chunk)
         yield chunk

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.sources.json_lines import beyond_limits, map_lines, parse_object
+from infini_model.data.sources.json_lines import map_rows
 from infini_model.data.sources.pairs.rows import ANSWERS, PROMPT, Pair, pair_columns, pair_of
 from infini_model.data.sources.separated import Block
-from infini_model.data.sources.utf8 import Errors, decode
+from infini_model.data.sources.utf8 import Errors
 from infini_model.runtime.errors import DataError
 
 ANSWER = ANSWERS[0]
@@ -25,20 +25,7 @@ TEXTS = 2
 
 def parse_pairs(block: Block, template: str, errors: Errors) -> pa.StructArray:
     """The pairs of whole JSON lines, null where one is skipped. Raises `LineError`."""
-    return _as_array(map_lines(block, lambda line: _parse_line(line, template, errors)))
-
-
-def _parse_line(line: bytes, template: str, errors: Errors) -> Pair | None:
-    decoded = decode(line, errors)
-    if decoded is None:
-        return None
-    try:
-        row = parse_object(decoded)
-    except DataError:
-        raise
-    except (RecursionError, ValueError) as error:
-        raise beyond_limits(error) from error
-    return pair_of(row, template, errors)
+    return _as_array(map_rows(block, lambda row: pair_of(row, template, errors), errors))
 
 
 def pairs_of_rows(

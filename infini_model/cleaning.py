@@ -288,7 +288,7 @@ def _downloads(scope: Scope, live: Iterable[Build], ended: Iterable[Build]) -> I
     listings = Place(
         "record",
         scope.datasets_dir / ".listings",
-        {"hub", *(build.listing for build in live)},
+        {build.listing for build in live},
         {build.listing for build in ended},
         UNFINISHED_SECONDS,
     )
@@ -299,8 +299,6 @@ def _downloads(scope: Scope, live: Iterable[Build], ended: Iterable[Build]) -> I
     raw = scope.output_dir / "raw"
     yield Place("download", raw, _named_by(staying), _named_by(going), UNFINISHED_SECONDS)
     yield listings
-    # The files of a hub dataset, by commit: a list that is missing is asked for again.
-    yield Place("record", listings.folder / "hub", (), age=UNFINISHED_SECONDS)
 
 
 def _records(scope: Scope) -> Iterator[Place]:

@@ -103,7 +103,7 @@ class FilesSource(Section):
 
 
 class HubSource(Section):
-    """Dataset on the Hugging Face Hub, streamed to local files."""
+    """Dataset on the Hugging Face Hub, read at a pinned commit."""
 
     kind: Literal["hub"] = Field("hub", description=KIND)
     repository: str

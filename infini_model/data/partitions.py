@@ -22,11 +22,11 @@ from infini_model.data.sources.documents import file_errors
 from infini_model.data.sources.files import FileRange, SourceFile, open_source
 from infini_model.data.sources.formats import (
     Reading,
-    check_columns,
     check_rows,
     content_of,
     format_of,
     text_bytes,
+    text_columns,
 )
 from infini_model.runtime import storage
 from infini_model.runtime.fact_cache import FactCache
@@ -207,9 +207,9 @@ def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Grou
     """The row groups of one file, gathered to about `target_bytes`; reads its footer."""
     import pyarrow.parquet as pq
 
-    with file_errors(file.address), open_source(file) as opened:
+    with file_errors(file.address), open_source(file, whole=False) as opened:
         metadata = pq.read_metadata(opened)
-    check_columns(file.address, metadata.schema.to_arrow_schema(), reading)
+    text_columns(file.address, metadata.schema.to_arrow_schema(), reading)
     gathered: list[_Groups] = []
     size = rows = 0
     for number in range(metadata.num_row_groups):

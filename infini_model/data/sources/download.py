@@ -42,27 +42,20 @@ def download(
     Raises `DataError` in one line that names the file or the address; `UnreachableError` if a
     retry may help; `UserError` on a full disk.
     """
-    datasets_dir = datasets_dir or output_dir / "datasets"
+    facts = fact_cache_here(datasets_dir or output_dir / "datasets")
     raw_dir = output_dir / "raw"
     if isinstance(config.source, HubSource):
-        from infini_model.data.sources.hub import fetch_dataset, list_dataset
+        from infini_model.data.sources.hub_datasets import fetch_dataset, list_dataset
 
-        ranges = list_dataset(config.source, datasets_dir)
-        if ranges is not None:
-            return Listing(ranges=ranges)
-        if config.source.pairs:
-            raise DataError(
-                f"dataset {config.source.repository}: data.source.pairs takes Parquet files, or "
-                "JSON lines without a limit; this dataset is stored in another form"
-            )
-        paths, files = [str(path) for path in fetch_dataset(config.source, raw_dir, progress)], []
+        found = list_dataset(config.source, facts)
+        if found is None:
+            streamed = fetch_dataset(config.source, raw_dir, progress)
+            found = fingerprint([str(path) for path in streamed], facts)
     else:
         paths = list_files(config.source, raw_dir, progress)
-        files = list_stored(config.source)
-    facts = fact_cache_here(datasets_dir)
-    files += fingerprint(paths, facts)
+        found = [*list_stored(config.source), *fingerprint(paths, facts)]
     facts.save()
-    return Listing(ranges=[FileRange(file=file) for file in files])
+    return Listing(ranges=[FileRange(file=file) for file in found])
 
 
 def using_raw_files(output_dir: Path) -> AbstractContextManager[bool]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from infini_model.config.locations import is_store
+from infini_model.data.sources.hub import HUB, fetch_file, open_ranges
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.object_stores.object_store import Version, locate
 from infini_model.runtime.records import Record
@@ -62,18 +63,19 @@ def local_version(stat: os.stat_result) -> str:
 
 
 @contextlib.contextmanager
-def open_source(file: SourceFile) -> Iterator[pa.NativeFile]:
+def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]:
     """Open a file for reading at random positions, without loading it.
+
+    A file on the hub is fetched to the hub's cache first, unless only a part of it is needed.
 
     Raises `DataError` that names the file if it is gone, or has changed since it was listed or
     while the block read it. Reading a remote file raises `DataError` if that is refused,
     `UnreachableError` if its host does not answer.
     """
-    if file.address.startswith("hf://"):
-        from infini_model.data.sources.hub.opening import open_file
-
+    if file.address.startswith(HUB):
         # The address names a commit, so that what it holds never changes.
-        with open_file(file.address, file.bytes) as opened:
+        path = fetch_file(file.address) if whole else None
+        with open_ranges(file.address) if path is None else pa.OSFile(str(path)) as opened:
             yield opened
         return
     if is_store(file.address):
@@ -93,7 +95,7 @@ def open_source(file: SourceFile) -> Iterator[pa.NativeFile]:
 
 def read_source(file: SourceFile) -> bytes:
     """The content of a file. Raises as `open_source` does."""
-    if is_store(file.address) or file.address.startswith("hf://"):
+    if is_store(file.address) or file.address.startswith(HUB):
         with open_source(file) as opened:
             content: bytes = opened.read()
         return content

@@ -145,9 +145,9 @@ class _Table(NamedTuple):
     rows: Callable[[pa.RecordBatch, int], Iterator[pa.Array]]
 
 
-def check_columns(address: str, schema: pa.Schema, reading: Reading) -> None:
-    """Raise `DataError` that names the file if a column is missing or holds no text."""
-    _table(address, schema, reading)
+def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
+    """The columns to read; raises `DataError` that names the file if one is missing or no text."""
+    return _table(address, schema, reading).columns
 
 
 def _table(address: str, schema: pa.Schema, reading: Reading) -> _Table:

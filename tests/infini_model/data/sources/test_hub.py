@@ -1,4 +1,4 @@
-"""Of the Hugging Face hub: files read by ranges, datasets streamed, tokenizers and weights."""
+"""Of the Hugging Face hub: files fetched once, datasets streamed, tokenizers and weights."""
 
 import contextlib
 import gzip
@@ -15,7 +15,8 @@ from corpora import make_texts, write_parquet
 from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 
 from infini_model.config import HubSource
-from infini_model.data.sources.hub import fetch_dataset
+from infini_model.data.sources.hub import hub_errors
+from infini_model.data.sources.hub_datasets import fetch_dataset
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime import storage
@@ -26,23 +27,33 @@ CLIENT = """
 import contextlib, json, os, pathlib, sys, tempfile, time
 import pyarrow.parquet as pq
 from infini_model.config import HubSource
-from infini_model.data.sources.files import FileRange
+from infini_model.data.shards.layout import divide
+from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading, read_range
-from infini_model.data.sources.hub import fetch_dataset, fetch_weights, list_dataset
+from infini_model.data.sources.hub import fetch_weights
+from infini_model.data.sources.hub_datasets import fetch_dataset, list_dataset
 from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.runtime.fact_cache import FactCache
 
 time.sleep = lambda seconds: None
 
 def login(token):
     os.environ["HF_TOKEN"] = token
 
-def read(ranges):
-    parts = map(FileRange.model_validate, ranges)
-    arrays = (array for part in parts for array in read_range(part, Reading()))
+def ranges_of(files):
+    return [FileRange(file=SourceFile(**file)) for file in files]
+
+def read(files):
+    arrays = (array for part in ranges_of(files) for array in read_range(part, Reading()))
     return [text for array in arrays for text in array.to_pylist()]
 
-def listing(source, folder=None):
-    found = list_dataset(HubSource(**source), pathlib.Path(folder or tempfile.mkdtemp()))
+def plan(files):
+    facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
+    return len(divide(ranges_of(files), Reading(), 200_000, facts))
+
+def listing(source):
+    facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
+    found = list_dataset(HubSource(**source), facts)
     return found and [one.model_dump() for one in found]
 
 def stream(repository, split):
@@ -50,8 +61,12 @@ def stream(repository, split):
     rows = datasets.load_dataset(repository, split=split, streaming=True)
     return [row["text"] for row in rows]
 
-def fetch(source, folder):
-    paths = fetch_dataset(HubSource(**source), pathlib.Path(folder))
+def fetch(source, folder, most=1 << 40):
+    def progress(done, _):
+        if done > most:
+            raise ConnectionError("killed")
+
+    paths = fetch_dataset(HubSource(**source), pathlib.Path(folder), progress, file_bytes=200_000)
     return [text for path in paths for text in pq.read_table(path)["text"].to_pylist()]
 
 def tokenizer(name):
@@ -124,7 +139,6 @@ def ask(hub, client):
 
     yield both
     hub.cuts = hub.busy = 0
-    hub.ranges = True
 
 
 def parquet(texts, group=None):
@@ -192,15 +206,13 @@ def test_files_hold_what_datasets_streams(repository, of_lines, ask):
     for name in (NAME, "team/lines"):
         for split in ("train", "validation"):
             listed, _ = ask("listing", {"repository": name, "split": split})
-            assert all(one["stop"] is one["rows"] is None for one in listed)
             assert ask("read", listed)[0] == ask("stream", name, split)[0]
 
 
 def test_a_file_is_named_by_commit_and_identified_by_content_without_reading_it(
-    repository, of_lines, ask, tmp_path
+    repository, of_lines, ask
 ):
-    listed, requests = ask("listing", SOURCE, str(tmp_path))
-    zeta, first, _ = [one["file"] for one in listed]
+    (zeta, first, _), requests = ask("listing", SOURCE)
     assert zeta == {
         "address": f"hf://datasets/team/data@{repository.commit}/zeta.parquet",
         "bytes": len(repository.files["zeta.parquet"]),
@@ -208,60 +220,69 @@ def test_a_file_is_named_by_commit_and_identified_by_content_without_reading_it(
         "version": repository.commit,
     }
     assert first["address"].endswith("/parts/a b#1.parquet")
-    # The footer of the first file, for its schema.
-    assert len({each.path for each in ranges_of(requests, "/storage/")}) == 1
-    assert not ranges_of(requests, "parts/")
-    # An unchanged commit is listed once.
-    again, requests = ask("listing", SOURCE, str(tmp_path))
-    assert again == listed
-    assert [each.path for each in requests] == ["/api/datasets/team/data"]
-    assert ask("listing", SOURCE | {"limit": 24}, str(tmp_path))[0] != listed
-    (one,), requests = ask("listing", {"repository": "team/lines", "split": "validation"})
+    assert not ranges_of(requests, ".parquet")
+    (one,), _ = ask("listing", {"repository": "team/lines", "split": "validation"})
     small = of_lines.files["validation/c.jsonl"]
-    assert one["file"]["fingerprint"] == f"git:{git_id(small)}"
-    assert not ranges_of(requests, "/resolve/")
+    assert one["fingerprint"] == f"git:{git_id(small)}"
 
 
-def test_a_limit_is_a_prefix_in_file_order(repository, ask):
-    # At and around the ends of row groups and of files, with the group in which each ends.
-    for limit, stop in ((6, 1), (7, 2), (20, None), (21, 1), (61, None)):
-        listed, requests = ask("listing", SOURCE | {"limit": limit})
-        names = [one["file"]["address"].rpartition("/")[2] for one in listed]
-        needed = 1 + (limit > 20) + (limit > 30)
-        assert names == ["zeta.parquet", "a b#1.parquet", "b.parquet"][:needed]
-        assert listed[-1]["stop"] == stop
-        # A footer each, by one range.
-        assert len(ranges_of(requests, "/storage/")) == needed
-        assert ask("read", listed)[0] == TEXTS[:limit]
+def test_a_limit_is_a_prefix_in_file_order(repository, of_lines, ask, tmp_path):
+    # At and around the ends of row groups and of files.
+    for limit in (6, 7, 20, 21, 61):
+        assert ask("listing", SOURCE | {"limit": limit})[0] is None
+        assert ask("fetch", SOURCE | {"limit": limit}, str(tmp_path))[0] == TEXTS[:limit]
+    lines = {"repository": "team/lines", "limit": 8}
+    assert ask("fetch", lines, str(tmp_path))[0] == ask("stream", "team/lines", "train")[0][:8]
 
 
-def test_only_the_ranges_that_are_needed_are_fetched_though_the_hub_fails_at_times(
-    hub, client, ask
-):
-    texts = ["x" * 1000] * 2000
-    data = parquet(texts, 100)
-    hub.repositories["team/large"] = Repository({"a.parquet": data, "b.parquet": data})
-    listed, requests = ask("listing", {"repository": "team/large", "limit": 150})
-    assert [(one["stop"], one["rows"]) for one in listed] == [(2, 150)]
-    assert sum(each.sent for each in ranges_of(requests, "/storage/")) <= 64 << 10
-    read, requests = ask("read", listed)
-    assert read == texts[:150]
-    fetched = sum(each.sent for each in ranges_of(requests, "/storage/"))
-    assert 200_000 < fetched < 200_000 * 1.1 + (64 << 10)
-    # Nothing but ranges: no listing of a folder, no question whether the repository exists.
-    assert not [each for each in requests if "/api/" in each.path]
-    for name, value in (("cuts", 3), ("busy", 3), ("ranges", False)):
-        setattr(hub, name, value)
-        assert ask("read", listed)[0] == texts[:150]
-        assert not getattr(hub, name)
-        hub.ranges = True
-    address = listed[0]["file"]["address"]
-    for name in ("cuts", "busy"):
-        setattr(hub, name, 1000)
-        _, error = client("read", listed)
-        assert error.startswith(f"UnreachableError: {address}: the hub cannot be reached: ")
-        assert "hf_" not in error.replace(address, "")
-        setattr(hub, name, 0)
+@pytest.fixture(scope="module")
+def large(hub):
+    """Two files of 6 MB, in row groups of 500 kB."""
+    files = {f"{name}.parquet": parquet([name * 1000] * 6000, 500) for name in "ab"}
+    hub.repositories["team/large"] = Repository(files)
+    return {"repository": "team/large"}
+
+
+def sent(requests):
+    return sum(each.sent for each in ranges_of(requests, "/storage/"))
+
+
+def test_planning_fetches_footers_and_reading_each_file_once(large, ask):
+    listed, _ = ask("listing", large)
+    assert sent(ask("plan", listed)[1]) < 200_000
+    read, requests = ask("read", listed[:1])
+    assert read == ["a" * 1000] * 6000
+    assert sent(requests) == listed[0]["bytes"]
+    assert ask("read", listed[:1]) == (read, [])
+
+
+def test_a_limit_does_not_fetch_the_rest(large, ask, tmp_path):
+    read, requests = ask("fetch", large | {"limit": 150}, str(tmp_path))
+    assert read == ["a" * 1000] * 150
+    assert sent(requests) < 7_000_000
+
+
+def test_a_killed_stream_goes_on_where_it_was(large, ask, client, tmp_path):
+    source = large | {"limit": 9000}
+    _, error = client("fetch", source, str(tmp_path), 7_000_000)
+    assert error == "ConnectionError: killed"
+    read, requests = ask("fetch", source, str(tmp_path))
+    assert read == ["a" * 1000] * 6000 + ["b" * 1000] * 3000
+    assert sent(requests) < 7_000_000
+
+
+@pytest.mark.parametrize("failure", ["cuts", "busy"])
+def test_a_file_is_fetched_though_the_hub_fails_at_times(hub, ask, client, failure):
+    hub.repositories["team/failing"] = Repository({"a.parquet": parquet(["x" * 1000] * 200)})
+    listed, _ = ask("listing", {"repository": "team/failing"})
+    setattr(hub, failure, 1000)
+    for command in ("plan", "read"):
+        _, error = client(command, listed)
+        assert error.startswith(f"UnreachableError: {listed[0]['address']}: the hub cannot be ")
+        assert "hf_" not in error
+    setattr(hub, failure, 3)
+    assert ask("read", listed)[0] == ["x" * 1000] * 200
+    assert not getattr(hub, failure)
 
 
 def test_without_a_hub_there_is_a_connection_error(tmp_path):
@@ -277,18 +298,18 @@ def test_without_a_hub_there_is_a_connection_error(tmp_path):
 
 def test_a_file_that_is_gone_is_named(repository, client, ask):
     listed, _ = ask("listing", SOURCE | {"split": "validation"})
-    file = listed[0]["file"]
+    file = listed[0]
     for old, new, reason in (
         ("held_out", "gone", "not found (HTTP 404)"),
         (repository.commit, "0" * 40, "has no such revision (HTTP 404)"),
         (NAME, "team/gone", "does not exist on the hub, or is private"),
     ):
         address = file["address"].replace(old, new)
-        _, error = client("read", [{"file": file | {"address": address}}])
+        _, error = client("read", [file | {"address": address}])
         assert error.startswith(f"DataError: {address}: {reason}")
 
 
-def test_what_does_not_exist_is_named_in_one_line(hub, repository, client):
+def test_what_does_not_exist_is_named_in_one_line(hub, repository, client, tmp_path):
     choice = b"---\nconfigs:\n- config_name: a\n- config_name: b\n---\n"
     hub.repositories["team/choice"] = Repository({"README.md": choice, "a.parquet": b""})
     hub.repositories["team/damaged"] = Repository({"train.parquet": b"PAR1" + b"x" * 100})
@@ -298,10 +319,15 @@ def test_what_does_not_exist_is_named_in_one_line(hub, repository, client):
         ({"configuration": "other"}, "'other' not found. Available: ['main', 'lines']"),
         ({"repository": "team/choice"}, "pick one among the available configs: ['a', 'b']"),
         ({"split": "dev"}, "has no split 'dev'; it has: train, validation"),
-        ({"column": "article"}, "has no column 'article'; it has: text, number, noise"),
-        ({"repository": "team/damaged"}, "train.parquet: cannot be read: "),
+        ({"split": "dev", "limit": 5}, "Bad split: dev. Available splits: ['train', 'validation']"),
+        ({"column": "article", "limit": 5}, "has no column 'article'; it has: text, number, noise"),
+        ({"repository": "team/damaged"}, "train.parquet: "),
+        ({"repository": "team/damaged", "limit": 5}, "dataset team/damaged: "),
     ):
-        _, error = client("listing", SOURCE | fields)
+        source = SOURCE | fields
+        listed, error = client("listing", source)
+        if error is None:
+            _, error = client("plan", listed) if listed else client("fetch", source, str(tmp_path))
         assert error.startswith("DataError: ")
         assert complaint in error
 
@@ -310,7 +336,6 @@ def test_what_is_no_plain_file_is_left_to_streaming(hub, ask):
     for files, fields in (
         ({"train.csv": b"text\nhello\n"}, {}),
         ({"train.jsonl": lines(["a", "b"])}, {"limit": 1}),
-        ({"train.parquet": parquet(["a"])}, {"column": "number"}),
         ({"train.jsonl": lines(["a"]), "test.jsonl": lines(["b"])}, {"split": "train+test"}),
     ):
         hub.repositories["team/other"] = Repository(files)
@@ -339,7 +364,7 @@ def test_a_gated_dataset_needs_a_token_that_no_message_shows(hub, client, ask):
         client("login", token)
         _, error = client("listing", {"repository": source})
         assert error.startswith("DataError: dataset team/gated: ")
-        _, refused = client("read", [{"file": file}])
+        _, refused = client("read", [file])
         assert refused.startswith(f"DataError: {address}: is gated: ask for access")
         assert "hf_wrong" not in error + refused
     client("login", TOKEN)
@@ -348,8 +373,15 @@ def test_a_gated_dataset_needs_a_token_that_no_message_shows(hub, client, ask):
     client("login", "")
     assert read == ["secret"]
     # The storage has its own signature; the token is for the hub alone.
-    assert {each.authorized for each in ranges_of(requests, "/resolve/")} == {True}
-    assert {each.authorized for each in ranges_of(requests, "/storage/")} == {False}
+    for place, authorized in (("/resolve/", True), ("/storage/", False)):
+        assert {each.authorized for each in requests if place in each.path} == {authorized}
+
+
+@pytest.mark.parametrize("error", [KeyError("text"), ValueError("wrong"), RuntimeError("bug")])
+def test_an_error_that_the_hub_has_no_part_in_is_not_the_users(error):
+    with pytest.raises(type(error)) as caught, hub_errors("dataset team/data"):
+        raise error
+    assert caught.value is error
 
 
 def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_path, monkeypatch):
@@ -360,7 +392,7 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
     write_parquet(folder / "train-0.parquet", TEXTS[:40])
     write_parquet(folder / "train-1.parquet", TEXTS[40:])
 
-    def fetched(**fields):
+    def fetched(raw=raw, **fields):
         paths = fetch_dataset(HubSource(repository=str(folder), **fields), raw)
         return [text for path in paths for text in pq.read_table(path)["text"].to_pylist()]
 
@@ -375,6 +407,14 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
     assert there
     assert fetched() == TEXTS
     assert {path: path.stat().st_mtime_ns for path in there} == there
+    for version in ("the same", "another"):
+        with pytest.raises(InterruptedError):
+            fetch_dataset(source, tmp_path / version, end, file_bytes=2000, batch_rows=7)
+        with monkeypatch.context() as patch:
+            if version == "another":
+                patch.setattr(datasets, "__version__", "9.9")
+            fetch_dataset(source, tmp_path / version, file_bytes=2000, batch_rows=7)
+        assert fetched(tmp_path / version) == TEXTS
     assert len(fetch_dataset(source, tmp_path / "anew", file_bytes=2000, batch_rows=7)) > 3
     assert fetched(limit=41) == TEXTS[:41]
 

@@ -174,14 +174,24 @@ def test_any_ranges_of_a_file_hold_each_pair_once(tmp_path):
     assert pairs_in(cut_file(table, 2, 3))[0] == pairs
 
 
-def test_a_hub_dataset_of_pairs_is_read_in_place_or_refused(tmp_path):
+@pytest.mark.parametrize("columns", ["prompt answer", "messages"])
+def test_a_hub_dataset_of_pairs_may_have_any_form_and_a_limit(tmp_path, columns):
     pairs, folder = make_pairs(9), tmp_path / "hub"
+    rows = as_rows(pairs)
+    if columns == "messages":
+        rows = [{"messages": [message("user", a), message("assistant", b)]} for a, b in pairs]
+        pairs = [(f"user:\n{a}\n\nassistant:\n", b) for a, b in pairs]
     folder.mkdir()
-    pq.write_table(pa.Table.from_pylist(as_rows(pairs)), folder / "train.parquet")
-    config = DataConfig(source=HubSource(repository=str(folder), pairs=True, limit=4))
-    listing = download(config, tmp_path / "out")
-    assert pairs_in(listing.ranges, reading_of(config))[0] == pairs[:4]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    source = {"repository": str(folder), "pairs": True}
+
+    def read(**fields):
+        config = DataConfig(source=HubSource(**source, **fields))
+        listing = download(config, tmp_path / "out")
+        return pairs_in(listing.ranges, reading_of(config))[0]
+
+    assert read() == pairs
+    assert read(limit=4) == pairs[:4]
     (folder / "train.parquet").unlink()
-    (folder / "train.json").write_text(json.dumps(as_rows(pairs)))
-    with pytest.raises(DataError, match=r"data\.source\.pairs takes Parquet files, or JSON lines"):
-        download(config, tmp_path / "out")
+    (folder / "train.json").write_text(json.dumps(rows))
+    assert read() == pairs

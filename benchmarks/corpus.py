@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from infini_model.config import DataConfig
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 
 # Small enough that several processes each get a file, with row groups of a typical size.
 FILE_BYTES = 25e6

@@ -24,7 +24,7 @@ from torch import Tensor
 from infini_model.config import Config
 from infini_model.data.build import build_dataset
 from infini_model.data.loading.windows import Batch
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.objectives import make_objective

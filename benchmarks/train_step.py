@@ -28,7 +28,7 @@ from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, ta
 from flows.presets import configure
 from infini_model.config import Config, dump_config, load_config
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.optimizer import make_optimizer

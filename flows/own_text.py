@@ -14,7 +14,7 @@ from typing import Any
 from flows.presets import DEFAULT_PRESET, Invocation
 from infini_model.config import Config, merge
 from infini_model.config.data import FilesSource
-from infini_model.data.sources.download import list_files
+from infini_model.data.sources.listing import list_files
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.runs import is_finished, read_run_config
 from infini_model.runtime.storage import content_key

@@ -32,7 +32,7 @@ def _weights(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.build import listing_file
-    from infini_model.data.sources.download import download, using_raw_files
+    from infini_model.data.sources.listing import download, using_raw_files
     from infini_model.runtime.records import write_record
 
     datasets_dir, output_dir = config.run.datasets_dir, config.run.output_dir

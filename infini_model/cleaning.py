@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infini_model.data.datasets import Build, build_file, build_lock, read_builds, removals
-from infini_model.data.sources.download import raw_files_lock
+from infini_model.data.sources.listing import raw_files_lock
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.data.tokenizers.shelf import PinnedTokenizer
 from infini_model.runtime import storage

@@ -22,7 +22,7 @@ from words import WORDS
 
 from infini_model.config import validate
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 
 if TYPE_CHECKING:
     from commands import Environment, Running

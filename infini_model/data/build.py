@@ -34,9 +34,8 @@ from infini_model.data.partitions import (
     PartitionSpec,
     plan_partitions,
 )
-from infini_model.data.sources.documents import Progress
-from infini_model.data.sources.download import reading_of
 from infini_model.data.sources.files import Listing
+from infini_model.data.sources.listing import reading_of
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.shelf import PinnedTokenizer, TokenizerStore
@@ -46,6 +45,7 @@ from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, StoreError, UnreachableError
 from infini_model.runtime.fact_cache import fact_cache_here
 from infini_model.runtime.records import Record
+from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def build_dataset(
     datasets_dir: Path | None = None,
     store: str | None = None,
     previous: str | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     make_engine: Callable[[DataConfig, Tokenizer], Engine] = make_engine,
 ) -> Manifest:
     """Build `<datasets_dir>/<name>-<key>/`, or reuse it; `latest` then, as a rule, is this one.
@@ -206,7 +206,7 @@ def make_share(
     datasets_dir: Path,
     *,
     store: str | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> int:
     """Make what is missing of `data.share`, one of N shares of the partitions of a dataset.
 
@@ -248,7 +248,7 @@ def _partitions(
     what: str,
     datasets: Datasets,
     engine: Engine,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> list[PartitionRecord]:
     """The partitions of some keys, in their order; makes those that are missing.
 
@@ -291,7 +291,7 @@ def _skipped(wanted: RequestedDataset) -> str:
     return why
 
 
-def _progress_counter(total: int, progress: Progress | None) -> Advance:
+def _progress_counter(total: int, progress: OnProgress | None) -> Advance:
     """Sum up the bytes done and pass them to `progress` with their total."""
     done = 0
 

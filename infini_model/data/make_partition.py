@@ -21,10 +21,9 @@ import pyarrow as pa
 
 from infini_model.data.manifest import SPLITS, Shard, Split
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
-from infini_model.data.sources.content import hash_documents, splits_of
-from infini_model.data.sources.documents import read_documents
-from infini_model.data.sources.pairs.arrays import TEXTS, join
-from infini_model.data.sources.string_arrays import MAX_OFFSET, string_buffers
+from infini_model.data.sources.formats import read_documents
+from infini_model.data.sources.pairs import TEXTS, join
+from infini_model.data.sources.text import MAX_OFFSET, hash_documents, splits_of, string_buffers
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from infini_model.config import SplitsConfig
 from infini_model.data.manifest import FORMAT_VERSION, Shard, Split, TokenizerRecord
-from infini_model.data.sources.documents import file_errors
-from infini_model.data.sources.files import FileRange, SourceFile, open_source
+from infini_model.data.sources.files import FileRange, SourceFile, file_errors, open_source
 from infini_model.data.sources.formats import (
     Reading,
     check_rows,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from infini_model.config import Config, SampleConfig
-from infini_model.data.sources.pairs.rows import ASSISTANT, CONTENT, ROLE
+from infini_model.data.sources.pairs import ASSISTANT, CONTENT, ROLE
 from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
 from infini_model.evaluation.prompt import decode_pieces, load_checkpoint, run_of
 from infini_model.model.generation.causal import PREFILL_TOKENS

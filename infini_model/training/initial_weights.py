@@ -148,7 +148,7 @@ def fetch_folder(
 
 
 def _fingerprint(folder: Path, datasets_dir: Path) -> str:
-    from infini_model.data.sources.fingerprints import fingerprint
+    from infini_model.data.sources.files import fingerprint
     from infini_model.model.hf_checkpoint import CONFIG, weight_files
     from infini_model.runtime.fact_cache import fact_cache_here
 

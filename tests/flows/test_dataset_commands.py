@@ -21,7 +21,7 @@ from infini_model.config import load_config
 from infini_model.data.build import build_dataset
 from infini_model.data.datasets import build_file
 from infini_model.data.manifest import read_manifest
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 from infini_model.runtime.object_stores.object_store import ObjectStore
 
 Told = Callable[..., tuple[int, str, str]]

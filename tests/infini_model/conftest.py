@@ -9,7 +9,7 @@ import pytest
 
 from infini_model.config import Config, validate
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 
 MakeConfig = Callable[..., Config]
 

@@ -467,7 +467,7 @@ import itertools, sys
 from pathlib import Path
 from infini_model.config import load_config
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 output_dir, source, enough = map(Path, sys.argv[1:])
 for number in itertools.count():
     if number >= 8 and enough.exists():

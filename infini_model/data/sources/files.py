@@ -1,4 +1,4 @@
-"""The files of a source: what identifies their content, and opening them by ranges.
+"""The files of a source: what identifies their content, and opening them.
 
 A file is listed once, by its fingerprint, and read later, perhaps on another machine. Its `version`
 is what its store said when it was listed, so that a file that has changed since is never read.
@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pyarrow as pa
 
 from infini_model.config.locations import is_store
 from infini_model.data.sources.hub import HUB, fetch_file, open_ranges
+from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.fact_cache import FactCache
+from infini_model.runtime.machine import available_cores
 from infini_model.runtime.object_stores.object_store import Version, locate
 from infini_model.runtime.records import Record
+
+# A file written this recently could be written again without another timestamp.
+SETTLED_NANOSECONDS = 2_000_000_000
 
 
 class SourceFile(Record):
@@ -51,7 +60,7 @@ class FileRange(Record):
 
 
 class Listing(Record):
-    """The files of a source, whole but for the last one where a limit ends inside it."""
+    """The files of a source, each whole."""
 
     ranges: list[FileRange]
 
@@ -62,14 +71,54 @@ def local_version(stat: os.stat_result) -> str:
     return "-".join(map(str, fields))
 
 
+def fingerprint(paths: Sequence[str], facts: FactCache) -> list[SourceFile]:
+    """Local files by their SHA-256, computed again only if a file is new or was written since.
+
+    Raises `DataError` that names an unreadable file.
+    """
+    stats = [_stat(path) for path in paths]
+    versions = [local_version(stat) for stat in stats]
+    checksums = [facts.get(version) for version in versions]
+    new = [number for number, checksum in enumerate(checksums) if checksum is None]
+    # To hand a small file to a thread takes longer than to read it.
+    large = [number for number in new if stats[number].st_size >= storage.SMALL_BYTES]
+    small = [number for number in new if stats[number].st_size < storage.SMALL_BYTES]
+    with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
+        read_by_threads = pool.map(_checksum, [paths[number] for number in large])
+        found = chain([_checksum(paths[number]) for number in small], read_by_threads)
+        for number, checksum in zip([*small, *large], found, strict=True):
+            checksums[number] = checksum
+            # Another write would surely change the timestamps, whose steps may be coarse.
+            written = max(stats[number].st_mtime_ns, stats[number].st_ctime_ns)
+            is_settled = time.time_ns() - written > SETTLED_NANOSECONDS
+            if is_settled and local_version(_stat(paths[number])) == versions[number]:
+                facts.put(versions[number], checksum)
+    return [
+        SourceFile(
+            address=path, bytes=stat.st_size, fingerprint=f"sha256:{checksum}", version=version
+        )
+        for path, stat, checksum, version in zip(paths, stats, checksums, versions, strict=True)
+    ]
+
+
+def _stat(path: str) -> os.stat_result:
+    with file_errors(path):
+        return os.stat(path)  # noqa: PTH116
+
+
+def _checksum(path: str) -> str:
+    with file_errors(path):
+        return storage.sha256(path)
+
+
 @contextlib.contextmanager
 def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]:
     """Open a file for reading at random positions, without loading it.
 
     A file on the hub is fetched to the hub's cache first, unless only a part of it is needed.
 
-    Raises `DataError` that names the file if it is gone, or has changed since it was listed or
-    while the block read it. Reading a remote file raises `DataError` if that is refused,
+    Raises `OSError` if the file is gone, `DataError` that names it if it has changed since it was
+    listed or while the block read it. Reading a remote file raises `DataError` if that is refused,
     `UnreachableError` if its host does not answer.
     """
     if file.address.startswith(HUB):
@@ -77,20 +126,16 @@ def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]
         path = fetch_file(file.address) if whole else None
         with open_ranges(file.address) if path is None else pa.OSFile(str(path)) as opened:
             yield opened
-        return
-    if is_store(file.address):
+    elif is_store(file.address):
         store, key = locate(file.address)
         with store.open(key, file.bytes, Version(file.version or None)) as opened:
             yield opened
-        return
-    try:
+    else:
         with pa.OSFile(file.address, "rb") as opened:
             _check_version(file, os.fstat(opened.fileno()))
             yield opened
             # Not of `opened`, which a decompressing reader has closed.
             _check_version(file, os.stat(file.address))  # noqa: PTH116 -- half the time of a Path
-    except FileNotFoundError as error:
-        raise DataError(f"{file.address}: does not exist") from error
 
 
 def read_source(file: SourceFile) -> bytes:
@@ -99,17 +144,29 @@ def read_source(file: SourceFile) -> bytes:
         with open_source(file) as opened:
             content: bytes = opened.read()
         return content
-    try:
-        # Half the time of Arrow's file, which matters where each document is a file.
-        with open(file.address, "rb", buffering=0) as local:  # noqa: PTH123
-            _check_version(file, os.fstat(local.fileno()))
-            content = local.readall()
-            _check_version(file, os.fstat(local.fileno()))
-    except FileNotFoundError as error:
-        raise DataError(f"{file.address}: does not exist") from error
+    # Half the time of Arrow's file, which matters where each document is a file.
+    with open(file.address, "rb", buffering=0) as local:  # noqa: PTH123
+        _check_version(file, os.fstat(local.fileno()))
+        content = local.readall()
+        _check_version(file, os.fstat(local.fileno()))
     return content
 
 
 def _check_version(file: SourceFile, stat: os.stat_result) -> None:
     if local_version(stat) != file.version:
         raise DataError(f"{file.address}: changed while it was read; run again")
+
+
+@contextlib.contextmanager
+def file_errors(address: str) -> Iterator[None]:
+    """Turn errors of Arrow and of the operating system into one line that names the file."""
+    try:
+        yield
+    except ConnectionError:
+        raise  # worth a retry, and it names the address
+    except FileNotFoundError as error:
+        raise DataError(f"{address}: does not exist") from error
+    except (pa.ArrowException, OSError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason = getattr(error, "strerror", None) or lines[0]
+        raise DataError(f"{address}: cannot be read: {reason}") from error

@@ -1,26 +1,40 @@
-"""The supported file formats: which reader a file needs, and the readers of Parquet and Arrow.
+"""Documents from files of any supported format, as Arrow strings in batches.
 
-Each reader yields the rows of a range as Arrow strings, or as prompts and answers; a row is null if
-it has no text or is skipped.
+A document is a text, or a prompt and its answer. Every format becomes one stream of `pyarrow`
+string arrays of bounded size, without nulls or empty documents, so that no later code depends on
+where a document came from. What cannot be read raises `DataError` that names the file and the row.
 """
 
 from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from infini_model.data.sources.files import FileRange, open_source
+from infini_model.data.sources.files import FileRange, file_errors, open_source, read_source
 from infini_model.data.sources.json_lines import missing_column, parse_lines, read_json_lines
-from infini_model.data.sources.pairs.arrays import columns_of, pairs_of_rows, parse_pairs
-from infini_model.data.sources.separated import Block, check_whole, read_text, read_whole
-from infini_model.data.sources.string_arrays import MAX_OFFSET
-from infini_model.data.sources.utf8 import Errors, decode_rows
+from infini_model.data.sources.pairs import (
+    alternate,
+    answers,
+    pair_columns,
+    pairs_of_rows,
+    parse_pairs,
+)
+from infini_model.data.sources.text import (
+    MAX_OFFSET,
+    Block,
+    Errors,
+    check_whole,
+    clean,
+    decode_rows,
+    one_row,
+    read_text,
+)
 from infini_model.runtime.errors import DataError
 
 BATCH_BYTES = 4 << 20
@@ -29,6 +43,10 @@ DICTIONARY_ROWS = 1 << 12
 # Otherwise Arrow loads the whole column of a row group at once.
 PARQUET_BUFFER_BYTES = 1 << 20
 TEXT = (".txt", ".md", ".rst", ".py")
+HOLDS_TEXT = (
+    *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+    *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null),
+)
 ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 
 
@@ -56,6 +74,18 @@ class Reading:
             for name, value in vars(self).items()
             if name != "template" or value is not None
         }
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """Documents of one or several files: no nulls, none empty, `texts` valid UTF-8.
+
+    Prompts and answers alternate, and a prompt may be empty. `skipped` counts the documents that
+    were left out since the batch before.
+    """
+
+    texts: pa.StringArray
+    skipped: int
 
 
 def suffix(address: str) -> str:
@@ -93,23 +123,72 @@ def check_rows(part: FileRange, reading: Reading) -> None:
         )
 
 
+def read_documents(
+    ranges: Iterable[FileRange], reading: Reading, batch_bytes: int = BATCH_BYTES
+) -> Iterator[DocumentBatch]:
+    """The documents of ranges of files, in order, in batches of about `batch_bytes`.
+
+    Small files share a batch. The last batch comes even if it is empty, so that `skipped` adds up.
+
+    Raises `DataError` in one line that names the file and, in a file of several documents, the
+    row, the line or the byte.
+    """
+    pending: list[pa.Array] = []
+    size = rows = 0
+    for part in ranges:
+        with file_errors(part.file.address):
+            for texts in read_range(part, reading, batch_bytes):
+                pending.append(texts)
+                size += texts.nbytes
+                rows += len(texts)
+                # Half, since an array has somewhat less than it was asked for, and is then copied.
+                if 2 * size >= batch_bytes or 2 * rows >= BATCH_DOCUMENTS:
+                    yield from _batches(pending, reading.min_characters)
+                    pending, size, rows = [], 0, 0
+    yield from _batches(pending, reading.min_characters)
+
+
+def _batches(pending: list[pa.Array], min_characters: int) -> Iterator[DocumentBatch]:
+    """Concatenate the arrays, or yield them one by one if a single array could not hold them."""
+    if len(pending) > 1 and sum(array.nbytes for array in pending) < MAX_OFFSET:
+        pending = [pa.concat_arrays(pending)]
+    for array in pending or [pa.array([], pa.string())]:
+        is_pairs = pa.types.is_struct(array.type)
+        texts = answers(array) if is_pairs else array
+        # Bytes are cheaper to count than code points, and tell an empty document as well.
+        length = pc.utf8_length(texts) if min_characters > 1 else pc.binary_length(texts)
+        keep = pc.fill_null(pc.greater_equal(length, max(1, min_characters)), False)
+        kept = array if pc.all(keep).as_py() else array.filter(keep)
+        yield DocumentBatch(alternate(kept) if is_pairs else kept, len(array) - len(kept))
+
+
 def read_range(
     part: FileRange, reading: Reading, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[pa.Array]:
     """The rows of a range, in arrays of about `batch_bytes` and at most `BATCH_DOCUMENTS` rows.
 
-    They are strings or, with `reading.template`, structs of two strings: `prompt` and `answer`.
-    Only a single row need fit into memory.
+    They are strings or, with `reading.template`, structs of two strings: `prompt` and `answer`. A
+    row is null if it has no text or is skipped. Only a single row need fit into memory.
 
     Raises `DataError` that names the file and the row, `pa.ArrowException` and `OSError` where
     the file is damaged or missing, `ValueError` if the file cannot be read by ranges.
     """
-    if reading.separator is None and format_of(part.file.address) == "text":
-        yield read_whole(part, reading.errors)
+    kind, separator = format_of(part.file.address), reading.separator
+    if kind == "text" and separator is None:
+        yield _read_whole(part, reading.errors)
         return
-    left = part.rows
     with open_source(part.file) as file:
-        for rows in _rows(file, part, reading, batch_bytes):
+        if kind == "text" and separator:
+            found = read_text(file, part, separator, reading.errors, batch_bytes)
+        elif kind == "parquet":
+            found = _read_parquet(file, part, reading, batch_bytes)
+        elif kind == "arrow":
+            found = _read_arrow(file, part, reading, batch_bytes)
+        else:
+            parse = functools.partial(_parse_lines, reading=reading)
+            found = read_json_lines(file, part, parse, batch_bytes)
+        left = part.rows
+        for rows in found:
             texts = rows[:left]
             for start in range(0, len(texts), BATCH_DOCUMENTS):
                 yield texts[start : start + BATCH_DOCUMENTS]
@@ -119,50 +198,33 @@ def read_range(
                     break
 
 
-def _rows(
-    file: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
-) -> Iterator[pa.Array]:
-    kind = format_of(part.file.address)
-    if kind == "text" and reading.separator:
-        return read_text(file, part, reading.separator, reading.errors, batch_bytes)
-    if kind == "parquet":
-        return _read_parquet(file, part, reading, batch_bytes)
-    if kind == "arrow":
-        return _read_arrow(file, part, reading, batch_bytes)
-    return read_json_lines(file, part, partial(_parse_lines, reading), batch_bytes)
+def _read_whole(part: FileRange, errors: Errors) -> pa.StringArray:
+    check_whole(part)
+    address, size = part.file.address, part.file.bytes
+    if size > MAX_OFFSET:
+        raise DataError(f"{address}: has {size} bytes; a document has at most {MAX_OFFSET}")
+    text = clean(read_source(part.file), address, errors)
+    return pa.nulls(1, pa.string()) if text is None else one_row(text).view(pa.string())
 
 
-def _parse_lines(reading: Reading, block: Block) -> pa.Array:
+def _parse_lines(block: Block, reading: Reading) -> pa.Array:
     if reading.template is None:
         return parse_lines(block, reading.column, reading.errors)
     return parse_pairs(block, reading.template, reading.errors)
 
 
-class _Table(NamedTuple):
-    """The `columns` to read of a table, and what makes rows of a batch, by its first row."""
-
-    columns: list[str]
-    rows: Callable[[pa.RecordBatch, int], Iterator[pa.Array]]
-
-
 def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
     """The columns to read; raises `DataError` that names the file if one is missing or no text."""
-    return _table(address, schema, reading).columns
-
-
-def _table(address: str, schema: pa.Schema, reading: Reading) -> _Table:
-    """Raises `DataError` if a column is missing or holds no text."""
-    template = reading.template
-    if template is not None:
-        return _Table(
-            columns_of(address, schema),
-            lambda batch, row: iter([pairs_of_rows(batch, template, reading.errors, address, row)]),
-        )
-    kind = _column_type(address, schema, reading.column)
-    return _Table(
-        [reading.column],
-        lambda batch, row: _strings(batch.column(0), kind, address, row, reading.errors),
-    )
+    if reading.template is not None:
+        return pair_columns(schema.names, f"{address}: ")
+    column = reading.column
+    if column not in schema.names:
+        raise missing_column(column, schema.names, f"{address}: ")
+    kind = schema.field(column).type
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(test(value) for test in HOLDS_TEXT):
+        raise DataError(f"{address}: column {column!r} is {kind}, not text")
+    return [column]
 
 
 def _read_parquet(
@@ -172,17 +234,15 @@ def _read_parquet(
 
     address = part.file.address
     with pq.ParquetFile(source, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES) as file:
-        table = _table(address, file.schema_arrow, reading)
+        columns = text_columns(address, file.schema_arrow, reading)
         groups = range(file.num_row_groups)[part.start : part.stop]
         row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
         for group in groups:
+            rows = _batch_rows(file.metadata.row_group(group), reading, batch_bytes)
             for batch in file.iter_batches(
-                _batch_rows(file.metadata.row_group(group), reading, batch_bytes),
-                row_groups=[group],
-                columns=table.columns,
-                use_threads=False,
+                rows, row_groups=[group], columns=columns, use_threads=False
             ):
-                yield from table.rows(batch, row)
+                yield from _rows(batch, reading, address, row)
                 row += batch.num_rows
 
 
@@ -224,8 +284,8 @@ def _read_arrow(
     schema = opened(source).schema
     if not schema.names:
         return  # so `datasets` writes no rows at all
-    table = _table(address, schema, reading)
-    fields = [schema.names.index(column) for column in table.columns]
+    columns = text_columns(address, schema, reading)
+    fields = [schema.names.index(column) for column in columns]
     source.seek(0)
     reader = opened(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
@@ -234,34 +294,24 @@ def _read_arrow(
         count = batch.num_rows
         rows = max(1, min(BATCH_DOCUMENTS, batch_bytes * count // max(1, batch.nbytes)))
         for start in range(0, count, rows):
-            slice_ = batch.slice(start, rows)
-            yield from table.rows(slice_, row)
-            row += slice_.num_rows
+            yield from _rows(batch.slice(start, rows), reading, address, row + start)
+        row += count
 
 
-def _column_type(address: str, schema: pa.Schema, column: str) -> pa.DataType:
-    """The type of the texts in a column. Raises `DataError` if it is missing or holds no text."""
-    if column not in schema.names:
-        raise DataError(f"{address}: {missing_column(column, schema.names)}")
-    kind = schema.field(column).type
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    raw = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null)
-    if not any(test(value) for test in (*text, *raw)):
-        raise DataError(f"{address}: column {column!r} is {kind}, not text")
-    return value
-
-
-def _strings(
-    array: pa.Array, kind: pa.DataType, address: str, first_row: int, errors: Errors
-) -> Iterator[pa.StringArray]:
-    """The rows of a column as valid UTF-8, in arrays that 31-bit offsets can address."""
-    if array.type != kind:
-        array = array.cast(kind)
+def _rows(
+    batch: pa.RecordBatch, reading: Reading, address: str, first_row: int
+) -> Iterator[pa.Array]:
+    """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
+    if reading.template is not None:
+        yield pairs_of_rows(batch, reading.template, reading.errors, address, first_row)
+        return
+    array = batch.column(0)
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
     if len(array) > 1 and array.nbytes > MAX_OFFSET:
         half = len(array) // 2
-        yield from _strings(array.slice(0, half), kind, address, first_row, errors)
-        yield from _strings(array.slice(half), kind, address, first_row + half, errors)
+        yield from _rows(batch.slice(0, half), reading, address, first_row)
+        yield from _rows(batch.slice(half), reading, address, first_row + half)
         return
     # Arrow trusts a file that declares its bytes to be UTF-8, so they are validated as bytes.
-    yield decode_rows(array.cast(pa.binary()), address, first_row, errors)
+    yield decode_rows(array.cast(pa.binary()), address, first_row, reading.errors)

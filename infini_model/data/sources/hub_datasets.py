@@ -16,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from infini_model.config import HubSource
-from infini_model.data.sources.files import SourceFile
-from infini_model.data.sources.fingerprints import fingerprint
+from infini_model.data.sources.files import SourceFile, fingerprint
 from infini_model.data.sources.formats import Reading, suffix, text_columns
 from infini_model.data.sources.hub import address_of, hub_errors, pin_repository
 from infini_model.runtime import storage

@@ -15,9 +15,17 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.separated import Block, chunks, decompressed, read_blocks
-from infini_model.data.sources.string_arrays import MAX_OFFSET
-from infini_model.data.sources.utf8 import Errors, decode, is_utf8, join_surrogates
+from infini_model.data.sources.text import (
+    MAX_OFFSET,
+    Block,
+    Errors,
+    chunks,
+    decode,
+    decompressed,
+    is_utf8,
+    join_surrogates,
+    read_blocks,
+)
 from infini_model.runtime.errors import DataError
 
 LEFT_BRACE, RIGHT_BRACE, NEWLINE, RETURN = b"{}\n\r"
@@ -140,6 +148,6 @@ def _object(line: str) -> dict[str, Any]:
     return row
 
 
-def missing_column(column: str, present: Iterable[str]) -> DataError:
+def missing_column(column: str, present: Iterable[str], where: str = "") -> DataError:
     """The error of a row without the column of the text; it names those that are `present`."""
-    return DataError(f"has no column {column!r}; it has: {', '.join(present) or 'none'}")
+    return DataError(f"{where}has no column {column!r}; it has: {', '.join(present) or 'none'}")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.sources.string_arrays import string_buffers
+from infini_model.data.sources.text import string_buffers
 from infini_model.data.tokenizers.tokenizer import PROBE, Ragged, Texts, as_array, without_ends
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError

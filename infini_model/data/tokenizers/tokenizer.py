@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.data.manifest import TokenizerSample
-from infini_model.data.sources.string_arrays import string_buffers
+from infini_model.data.sources.text import string_buffers
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import content_key
 

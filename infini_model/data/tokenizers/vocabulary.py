@@ -15,9 +15,8 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from infini_model.config import DataConfig
-from infini_model.data.sources.documents import read_documents
 from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.formats import Reading, content_of
+from infini_model.data.sources.formats import Reading, content_of, read_documents
 from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, train_tokenizer
 from infini_model.data.tokenizers.load import check_device, load_tokenizer
 from infini_model.data.tokenizers.shelf import Pin, PinnedTokenizer, TokenizerStore

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 
 from infini_model.config import DataConfig, FilesSource
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.download import download
 from infini_model.data.sources.files import FileRange, SourceFile, local_version
 from infini_model.data.sources.formats import Reading, read_range
+from infini_model.data.sources.listing import download
 from infini_model.runtime import storage
 
 WORDS = ["the", "quick", "brown", "fox's", "naïve", "Größe", "42", "日本", "emoji", "🦊"]

@@ -21,9 +21,9 @@ from infini_model.data.datasets import dataset_key
 from infini_model.data.loading.stream import open_split
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
 from infini_model.data.partitions import Partition, PartitionDefaults
-from infini_model.data.sources.download import download
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading
+from infini_model.data.sources.listing import download
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.verify import verify_dataset

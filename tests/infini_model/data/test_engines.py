@@ -18,7 +18,7 @@ from infini_model.data.build import build_dataset, make_share, requested_dataset
 from infini_model.data.datasets import Datasets
 from infini_model.data.engines import for_each, worker_devices
 from infini_model.data.on_ray import Job, check_resources, make_partition, reserved
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 from infini_model.data.tokenizers import bpe
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer

@@ -13,7 +13,7 @@ from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows, validation_batches
 from infini_model.data.manifest import SPLITS, read_manifest
-from infini_model.data.sources.content import hash_documents, splits_of
+from infini_model.data.sources.text import hash_documents, splits_of
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.runtime.errors import ConfigError

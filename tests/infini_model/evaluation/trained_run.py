@@ -6,7 +6,7 @@ import torch
 
 from infini_model.config import load_config
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.runtime.metrics_file import MetricsFile

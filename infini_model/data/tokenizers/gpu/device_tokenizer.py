@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from infini_model.data.sources.string_arrays import string_buffers
+from infini_model.data.sources.text import string_buffers
 from infini_model.data.tokenizers.bpe import BPETokenizer
 from infini_model.data.tokenizers.gpu.added_tokens import AddedTokens
 from infini_model.data.tokenizers.gpu.pretokens import PADDING, PreTokenizer, TextBytes

@@ -11,11 +11,10 @@ from corpora import build, files_config, make_texts, write_files
 from local_hub import LocalHub, Repository, serve_hub
 
 from infini_model.config import DataConfig, FilesSource, SplitsConfig
-from infini_model.data.sources import fingerprints
-from infini_model.data.sources.content import hash_documents, splits_of
-from infini_model.data.sources.download import download, list_files
+from infini_model.data.sources import files
 from infini_model.data.sources.files import SourceFile
-from infini_model.data.sources.objects import list_objects
+from infini_model.data.sources.listing import download, list_files, list_objects
+from infini_model.data.sources.text import hash_documents, splits_of
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UnreachableError
 from infini_model.runtime.object_stores.object_store import ObjectStore
@@ -35,11 +34,11 @@ def test_a_file_is_read_again_only_if_it_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "sha256", noted)
     raw = write_files(tmp_path / "raw", ["a", "b"])
     # Written so recently that another write might not change the time of modification.
-    monkeypatch.setattr(fingerprints, "SETTLED_NANOSECONDS", 10**18)
+    monkeypatch.setattr(files, "SETTLED_NANOSECONDS", 10**18)
     first = files_of(tmp_path, raw / "*.txt")
     assert files_of(tmp_path, raw / "*.txt") == first
     assert read == ["0000.txt", "0001.txt"] * 2
-    monkeypatch.setattr(fingerprints, "SETTLED_NANOSECONDS", -1)
+    monkeypatch.setattr(files, "SETTLED_NANOSECONDS", -1)
     assert files_of(tmp_path, raw / "*.txt") == first
     read.clear()
     assert files_of(tmp_path, raw / "*.txt") == first

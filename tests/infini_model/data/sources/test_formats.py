@@ -16,15 +16,15 @@ from corpora import cut_file, local_file, rows_of, write_parquet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from infini_model.data.sources import separated
-from infini_model.data.sources.documents import read_documents
+from infini_model.data.sources import formats, text
 from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.formats import BATCH_BYTES, Reading
-from infini_model.data.sources.objects import list_objects
+from infini_model.data.sources.formats import BATCH_BYTES, Reading, read_documents
+from infini_model.data.sources.listing import list_objects
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.object_stores.object_store import ObjectStore
 
 SEPARATOR = "\n\n"
+SEARCH_BYTES = "infini_model.data.sources.text.SEARCH_BYTES"
 
 
 def read(*ranges: FileRange, batch_bytes: int = BATCH_BYTES, **reading) -> tuple[list[str], int]:
@@ -213,7 +213,7 @@ def test_ranges_hold_what_the_whole_splits_into(
     path = tmp_path_factory.getbasetemp() / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(separated, "SEARCH_BYTES", search_bytes)
+        patch.setattr(SEARCH_BYTES, search_bytes)
         parts = cut_file(path, *cuts)
         found = rows_of(*parts, batch_bytes=batch_bytes, separator=separator)
     assert found == text.split(separator)
@@ -233,7 +233,8 @@ def test_each_document_is_cleaned_by_itself(tmp_path):
 
 def test_a_document_that_is_too_long_is_named_before_it_fills_the_memory(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
-    monkeypatch.setattr(separated, "MAX_OFFSET", 1000)
+    for module in (formats, text):
+        monkeypatch.setattr(module, "MAX_OFFSET", 1000)
     path.write_text("short\n" + "x" * 5000)
     assert path.stat().st_size > 1000
     with pytest.raises(DataError, match=r"a\.txt: the document at byte 6 has more than \d+ bytes"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infini_model.data.sources import json_lines
 from infini_model.data.sources.json_lines import LineError, parse_each, parse_lines
-from infini_model.data.sources.separated import Block
+from infini_model.data.sources.text import Block
 
 ERRORS = ("fail", "skip", "replace")
 DEEP = b"[" * 100_000 + b"]" * 100_000

@@ -19,7 +19,7 @@ from trainings import on_two_ranks
 from infini_model.config import validate
 from infini_model.data.build import build_dataset
 from infini_model.data.manifest import read_manifest
-from infini_model.data.sources.download import download
+from infini_model.data.sources.listing import download
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import sha256

@@ -1,24 +1,35 @@
-"""What a row of prompts and answers holds, and how a conversation becomes text.
+"""Rows that are a prompt and its answer, and how a conversation becomes text.
 
 A row has the columns `prompt` and `answer` (`completion` in the language of TRL), or `messages`.
 Both texts are taken as they are. Of a conversation the last message of the assistant is the answer,
 and what comes before it the prompt; later messages are left out. A template, in which nothing is
 executed, makes text of each message.
+
+Up to the tokenizer a pair is a row with two fields. A tokenizer sees texts, so there the prompts
+and answers alternate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from infini_model.data.sources.utf8 import Errors, decode, join_surrogates
+import numpy as np
+import pyarrow as pa
+
+from infini_model.data.sources.json_lines import map_rows
+from infini_model.data.sources.text import Block, Errors, decode, join_surrogates
 from infini_model.runtime.errors import DataError
 
 PROMPT, MESSAGES = "prompt", "messages"
 ANSWERS = ("answer", "completion")
 ASSISTANT = "assistant"
 ROLE, CONTENT = "{role}", "{content}"
+TYPE = pa.struct([(PROMPT, pa.string()), (ANSWERS[0], pa.string())])
+# Prompt and answer: the texts of one pair.
+TEXTS = 2
+IS_STRING = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 
 
 class Pair(NamedTuple):
@@ -33,7 +44,7 @@ class _Message(NamedTuple):
     content: str
 
 
-def pair_columns(present: Iterable[str]) -> list[str]:
+def pair_columns(present: Iterable[str], where: str = "") -> list[str]:
     """The columns that hold the pairs. Raises `DataError` that names those that are `present`."""
     names = list(present)
     for answer in ANSWERS:
@@ -42,7 +53,7 @@ def pair_columns(present: Iterable[str]) -> list[str]:
     if MESSAGES in names:
         return [MESSAGES]
     raise DataError(
-        f"has neither columns {PROMPT!r} and {ANSWERS[0]!r} nor {MESSAGES!r}; "
+        f"{where}has neither columns {PROMPT!r} and {ANSWERS[0]!r} nor {MESSAGES!r}; "
         f"it has: {', '.join(names) or 'none'}"
     )
 
@@ -77,15 +88,13 @@ def _of_messages(values: list[Any], template: str, errors: Errors) -> Pair | Non
     if not turns:
         raise DataError(f"has no message of the {ASSISTANT}")
     answer = known[turns[-1]].content
+    before = ""
+    for message in known[: turns[-1]]:
+        head, _, tail = template.replace(ROLE, message.role).partition(CONTENT)
+        before += head + message.content + tail
     head, _, tail = template.replace(ROLE, ASSISTANT).partition(CONTENT)
-    before = [_render(message, template) for message in known[: turns[-1]]]
     # What separates messages is not part of the answer, but a token that ends one is.
-    return Pair("".join([*before, head]), answer + tail.rstrip()) if answer else None
-
-
-def _render(message: _Message, template: str) -> str:
-    head, _, tail = template.replace(ROLE, message.role).partition(CONTENT)
-    return head + message.content + tail
+    return Pair(before + head, answer + tail.rstrip()) if answer else None
 
 
 def _message(number: int, value: Any, errors: Errors) -> _Message | None:
@@ -109,3 +118,66 @@ def _text(value: Any, what: str, errors: Errors) -> str | None:
     if isinstance(value, str):
         return join_surrogates(value, errors)
     raise DataError(f"{what} is {type(value).__name__}, not text")
+
+
+def parse_pairs(block: Block, template: str, errors: Errors) -> pa.StructArray:
+    """The pairs of whole JSON lines, null where one is skipped. Raises `LineError`."""
+    return _as_array(map_rows(block, lambda row: pair_of(row, template, errors), errors))
+
+
+def pairs_of_rows(
+    batch: pa.RecordBatch, template: str, errors: Errors, address: str, first_row: int
+) -> pa.StructArray:
+    """The pairs of the rows of a table, null where one is skipped; `first_row` counts from zero.
+
+    Raises `DataError` that names the file and the row.
+    """
+    # Arrow trusts a file that declares its bytes to be UTF-8, so they are decoded here.
+    columns = {name: _raw(batch.column(name)) for name in batch.schema.names}
+    pairs = []
+    for number, row in enumerate(pa.RecordBatch.from_pydict(columns).to_pylist(), first_row + 1):
+        try:
+            pairs.append(pair_of(row, template, errors))
+        except DataError as error:
+            raise DataError(f"{address}, row {number}: {error}") from error
+    return _as_array(pairs)
+
+
+def _raw(array: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    return array.cast(_raw_type(array.type))
+
+
+def _raw_type(kind: pa.DataType) -> pa.DataType:
+    """The type with the bytes of its texts, also those inside of lists and structs."""
+    if any(test(kind) for test in IS_STRING):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _raw_type(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.large_list(_raw_type(kind.value_type))
+    return kind
+
+
+def _as_array(pairs: Sequence[Pair | None]) -> pa.StructArray:
+    return pa.array([None if pair is None else pair._asdict() for pair in pairs], TYPE)
+
+
+def answers(pairs: pa.StructArray) -> pa.StringArray:
+    """The answers of pairs, null where a pair is."""
+    return pairs.flatten()[1]
+
+
+def alternate(pairs: pa.StructArray) -> pa.StringArray:
+    """The prompts and the answers of pairs in turn."""
+    count = len(pairs)
+    order = np.arange(TEXTS * count).reshape(TEXTS, count).T.reshape(-1)
+    return pa.concat_arrays(pairs.flatten()).take(pa.array(order))
+
+
+def join(texts: pa.StringArray) -> pa.StringArray:
+    """Each prompt and its answer as one text, without a copy; as `alternate` lays them out."""
+    offsets = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset :][: len(texts) + 1]
+    joined = pa.py_buffer(np.ascontiguousarray(offsets[::TEXTS]))
+    return pa.StringArray.from_buffers(len(texts) // TEXTS, joined, texts.buffers()[2])

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.config.locations import is_store
-from infini_model.data.sources.documents import Progress
-from infini_model.data.sources.files import FileRange, Listing, SourceFile
-from infini_model.data.sources.fingerprints import fingerprint
+from infini_model.data.sources.files import FileRange, Listing, SourceFile, fingerprint
 from infini_model.data.sources.formats import Reading, check_format
-from infini_model.data.sources.objects import list_objects
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.object_stores.globs import matching
+from infini_model.runtime.object_stores.object_store import ObjectStore, StoredObject
+from infini_model.runtime.stage_protocol import OnProgress
 
 STDLIB = "{stdlib}"
 # Folders below the standard library that are not part of it.
@@ -29,15 +29,14 @@ def download(
     output_dir: Path,
     *,
     datasets_dir: Path | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Listing:
     """List the files of the source with their fingerprints; download those that need it.
 
-    Files at http addresses, and hub datasets that are not plain files, are downloaded to
+    Files at http addresses, and hub datasets that are streamed, are downloaded to
     `<output_dir>/raw/`, once, resuming earlier attempts. All others, also those in object stores,
-    are read in place, later. A local file is only read for its checksum, and only if it is new or
-    was written since.
-    `progress(done, total)` counts the bytes of the downloads.
+    are read later. A local file is only read for its checksum, and only if it is new or was written
+    since. `progress(done, total)` counts the bytes of the downloads.
 
     Raises `DataError` in one line that names the file or the address; `UnreachableError` if a
     retry may help; `UserError` on a full disk.
@@ -53,7 +52,12 @@ def download(
             found = fingerprint([str(path) for path in streamed], facts)
     else:
         paths = list_files(config.source, raw_dir, progress)
-        found = [*list_stored(config.source), *fingerprint(paths, facts)]
+        stored = {
+            file.address: file
+            for pattern in filter(is_store, config.source.paths)
+            for file in list_objects(pattern)
+        }
+        found = [*(stored[address] for address in sorted(stored)), *fingerprint(paths, facts)]
     facts.save()
     return Listing(ranges=[FileRange(file=file) for file in found])
 
@@ -78,39 +82,67 @@ def reading_of(config: DataConfig) -> Reading:
     return Reading(source.column, "fail", source.min_characters, template=template)
 
 
-def list_files(source: FilesSource, raw_dir: Path, progress: Progress | None = None) -> list[str]:
+def list_files(source: FilesSource, raw_dir: Path, progress: OnProgress | None = None) -> list[str]:
     """The local files that globs match, and those downloaded from addresses, each once, sorted.
 
     Raises `DataError` if a glob matches nothing or a file has an unknown extension.
     """
     # Not of `Path`, which takes longer to make than a small file to read.
     found: set[str] = set()
-    addresses: list[str] = []
     for pattern in source.paths:
-        if "://" in pattern:
-            addresses += [] if is_store(pattern) else [pattern]
-        else:
+        if "://" not in pattern:
             found.update(_expand(pattern))
     for path in sorted(found):
         check_format(path)
+    addresses = [each for each in source.paths if "://" in each and not is_store(each)]
     if addresses:
-        from infini_model.data.sources.remote import fetch_files
+        from infini_model.data.sources.http import fetch_files
 
         found.update(map(str, fetch_files(addresses, raw_dir, progress)))
     return sorted(found)
 
 
-def list_stored(source: FilesSource) -> list[SourceFile]:
-    """The objects that the source's addresses of object stores match, each once, sorted.
+def list_objects(pattern: str) -> list[SourceFile]:
+    """The objects that an address or a glob such as `s3://bucket/texts/**/*.parquet` matches.
 
-    Raises `DataError` if an address matches nothing or an object has an unknown extension.
+    They are sorted by address, none is read. Raises `DataError` if nothing matches, an object has
+    an unknown extension, the address is wrong or the store refuses; `UnreachableError` if it does
+    not answer.
     """
-    found: dict[str, SourceFile] = {}
-    for pattern in filter(is_store, source.paths):
-        for file in list_objects(pattern):
-            check_format(file.address)
-            found[file.address] = file
-    return [found[address] for address in sorted(found)]
+    found = [
+        SourceFile(
+            address=each.address,
+            bytes=each.bytes,
+            fingerprint=_fingerprint(each),
+            version=each.version.etag or "",
+        )
+        for each in matching(pattern)
+    ]
+    if not found:
+        is_folder = not glob.has_magic(pattern) and bool(ObjectStore(pattern).list_below())
+        raise _no_match(pattern, "object", is_folder)
+    for file in found:
+        check_format(file.address)
+    return found
+
+
+def _fingerprint(found: StoredObject) -> str:
+    """Entity tag and size; the number of a version only without a tag, since listings omit it.
+
+    S3 derives the tag from the content, or draws it at random: a copy has the same one, or is read
+    as a new file. Elsewhere it tells writes apart, which two objects may have at the same moment,
+    so the address belongs to it.
+    """
+    etag = found.version.etag
+    if etag is None:
+        return f"modified:{found.modified.isoformat()}-{found.bytes}-{found.address}"
+    tag = f"etag:{etag.strip(chr(34))}-{found.bytes}"
+    return tag if found.address.startswith("s3://") else f"{tag}-{found.address}"
+
+
+def _no_match(pattern: str, what: str, is_folder: bool) -> DataError:
+    hint = f"; it is a folder: write {pattern.rstrip('/')}/**/*.txt" if is_folder else ""
+    return DataError(f"data.source.paths: {pattern!r} matches no {what}{hint}")
 
 
 def _expand(pattern: str) -> list[str]:
@@ -122,9 +154,7 @@ def _expand(pattern: str) -> list[str]:
     else:
         files = _glob(str(Path(glob.escape(str(Path.cwd())), expanded)))
     if not files:
-        is_folder = expanded.is_dir()
-        hint = f"; it is a folder: write {pattern.rstrip('/')}/**/*.txt" if is_folder else ""
-        raise DataError(f"data.source.paths: {pattern!r} matches no file{hint}")
+        raise _no_match(pattern, "file", expanded.is_dir())
     return files
 
 

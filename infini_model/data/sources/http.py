@@ -1,4 +1,4 @@
-"""Remote files, through `fsspec`: downloaded once, resumed where the last attempt ended.
+"""Files at HTTP and other addresses, through `fsspec`: downloaded once, resumed where they ended.
 
 A file is downloaded to `<raw>/<key>/<name>.partial` and renamed once it has the size that the
 server announced. The key is a hash of the address and of what identifies the content according to
@@ -11,26 +11,25 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from infini_model.data.sources.documents import Progress
 from infini_model.data.sources.formats import check_format
 from infini_model.runtime import storage
 from infini_model.runtime.errors import BUSY, DataError, UnreachableError
+from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 CONNECT_TIMEOUT = 30.0  # seconds
 READ_TIMEOUT = 60.0
+HTTP = ("http://", "https://")
 IDENTITY_FIELDS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "mtime")
 
 
-@dataclass(frozen=True)
-class _Remote:
+class _Remote(NamedTuple):
     """A remote file: its file system, its path there, its size if known, its local file."""
 
     address: str
@@ -41,7 +40,7 @@ class _Remote:
 
 
 def fetch_files(
-    addresses: Sequence[str], raw_dir: Path, progress: Progress | None = None
+    addresses: Sequence[str], raw_dir: Path, progress: OnProgress | None = None
 ) -> list[Path]:
     """Download the files at these addresses into `raw_dir`, unless they are there already.
 
@@ -87,21 +86,16 @@ def _resolve(address: str, raw_dir: Path) -> Iterator[_Remote]:
 
 def _options(address: str) -> dict[str, Any]:
     """For HTTP: proxies from the environment, no total timeout, the bytes as stored."""
-    if not address.startswith(("http://", "https://")):
+    if not address.startswith(HTTP):
         return {}
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT
     )
-    return {
-        "client_kwargs": {
-            "timeout": timeout,
-            "trust_env": True,
-            "auto_decompress": False,
-            "headers": {"Accept-Encoding": "identity"},
-        }
-    }
+    headers = {"Accept-Encoding": "identity"}
+    client = {"timeout": timeout, "trust_env": True, "auto_decompress": False, "headers": headers}
+    return {"client_kwargs": client}
 
 
 def _download(remote: _Remote) -> Iterator[int]:
@@ -113,15 +107,10 @@ def _download(remote: _Remote) -> Iterator[int]:
             return
         partial = folder / f"{remote.target.name}.partial"
         with storage.named_os_errors(remote.target), partial.open("ab") as file:
-            offset = file.tell()
-            if remote.size is None or offset != remote.size:
-                with _opened(remote, offset) as (source, start):
-                    file.truncate(start)
-                    yield start
-                    yield from _copy(remote, source, file)
+            if remote.size is not None and file.tell() == remote.size:
+                yield remote.size
             else:
-                yield offset
-            file.flush()
+                yield from _copy(remote, file)
             os.fsync(file.fileno())
             size = file.seek(0, os.SEEK_END)
         if remote.size is not None and size != remote.size:
@@ -134,34 +123,31 @@ def _download(remote: _Remote) -> Iterator[int]:
     log.info("%s: downloaded, %d bytes", remote.address, size)
 
 
-def _copy(remote: _Remote, source: Any, file: Any) -> Iterator[int]:
-    while True:
-        with _reachable(remote.address):
-            chunk = source.read(CHUNK_BYTES)
-        if not chunk:
-            return
-        file.write(chunk)
-        # Written before the next wait, so that a killed download resumes from here.
-        file.flush()
-        yield len(chunk)
-
-
-@contextlib.contextmanager
-def _opened(remote: _Remote, offset: int) -> Iterator[tuple[Any, int]]:
-    """The remote file as a stream, and where it starts: at `offset` if the server supports it."""
+def _copy(remote: _Remote, file: Any) -> Iterator[int]:
+    """Append what is missing, or write the file anew if the server does not send ranges."""
+    start = file.tell()
     with _reachable(remote.address):
-        if not remote.address.startswith(("http://", "https://")):
-            source = remote.system.open(remote.path, "rb", block_size=CHUNK_BYTES)
-            source.seek(offset)
-            start = offset
-        else:
-            headers = {"Range": f"bytes={offset}-"} if offset else {}
+        if remote.address.startswith(HTTP):
+            headers = {"Range": f"bytes={start}-"} if start else {}
             source = remote.system.open(
                 remote.path, "rb", block_size=0, size=remote.size, headers=headers
             )
-            start = offset if source.r.status == 206 else 0
+            start = start if source.r.status == 206 else 0
+        else:
+            source = remote.system.open(remote.path, "rb", block_size=CHUNK_BYTES)
+            source.seek(start)
     with contextlib.closing(source):
-        yield source, start
+        file.truncate(start)
+        yield start
+        while True:
+            with _reachable(remote.address):
+                chunk = source.read(CHUNK_BYTES)
+            if not chunk:
+                return
+            file.write(chunk)
+            # Written before the next wait, so that a killed download resumes from here.
+            file.flush()
+            yield len(chunk)
 
 
 @contextlib.contextmanager
@@ -172,9 +158,8 @@ def _reachable(address: str) -> Iterator[None]:
     except Exception as error:
         # When asked for a file's size, fsspec raises FileNotFoundError for every failure; the real
         # one is its cause.
-        cause: BaseException = error
-        if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-            cause = error.__cause__
+        is_wrapped = isinstance(error, FileNotFoundError) and error.__cause__ is not None
+        cause = error.__cause__ if is_wrapped else error
         status = getattr(cause, "status", None)
         if isinstance(status, int) and 400 <= status < 500 and status not in BUSY:
             reason = "not found" if status in (404, 410) else getattr(cause, "message", "refused")
@@ -183,15 +168,9 @@ def _reachable(address: str) -> Iterator[None]:
             raise DataError(f"{address}: not found") from error
         if isinstance(cause, PermissionError):
             raise DataError(f"{address}: access denied") from error
-        if not isinstance(cause, _network_errors()):
+        # Errors of aiohttp, which need not be installed, share no type with the others.
+        is_of_client = type(cause).__module__.partition(".")[0] == "aiohttp"
+        if not is_of_client and not isinstance(cause, (OSError, EOFError)):
             raise
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise UnreachableError(f"{address}: cannot be reached: {reason}") from error
-
-
-def _network_errors() -> tuple[type[Exception], ...]:
-    try:
-        from aiohttp import ClientError
-    except ImportError:
-        return (OSError, EOFError)
-    return (OSError, EOFError, ClientError)

@@ -1,1 +1,0 @@
-"""Rows that are a prompt and its answer."""

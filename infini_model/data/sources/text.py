@@ -1,0 +1,287 @@
+"""Texts: valid UTF-8 in Arrow string arrays, and documents that a separator divides in a file.
+
+The documents of a file are those of `whole.split(separator)`. A file can be cut anywhere into
+ranges of bytes that are read apart: the cuts move to the next separator that a reader from the
+start of the file would find as well, so that together the ranges hold each document exactly once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infini_model.config import SplitsConfig
+from infini_model.data.sources.files import FileRange
+from infini_model.runtime.errors import DataError
+
+# Offsets into an Arrow string array, or a list array, are signed 32-bit integers.
+MAX_OFFSET = (1 << 31) - 1
+# Below this a Python string is made faster than an array.
+SMALL_BYTES = 1 << 16
+SEARCH_BYTES = 1 << 18
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+ADVICE = "data.source.errors takes skip or replace"
+Errors = Literal["fail", "skip", "replace"]
+
+
+class Block(NamedTuple):
+    """Whole documents with the separators between them; `start` is their place in the file."""
+
+    start: int
+    data: bytes
+
+
+def string_buffers(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
+    """The buffers of a string array, without a copy: offsets int32 [n + 1] into bytes uint8."""
+    if not len(texts):
+        return np.zeros(1, np.int32), np.zeros(0, np.uint8)
+    _, offsets, data = texts.buffers()
+    bounds = np.frombuffer(offsets, np.int32)[texts.offset :][: len(texts) + 1]
+    return bounds, np.frombuffer(data or b"", np.uint8)
+
+
+def hash_documents(texts: pa.StringArray) -> np.ndarray:
+    """Content hashes, uint64 [n, 2]: the first 16 bytes of the SHA-256 of each document's UTF-8.
+
+    The high word comes first.
+    """
+    offsets, buffer = string_buffers(texts)
+    data, sha256 = buffer.data, hashlib.sha256
+    # With the processor's SHA instructions it is twice as fast as hashes designed for speed.
+    digests = b"".join(
+        [sha256(data[start:end]).digest() for start, end in pairwise(offsets.tolist())]
+    )
+    return np.frombuffer(digests, ">u8").reshape(-1, 4)[:, :2].astype(np.uint64)
+
+
+def splits_of(hashes: np.ndarray, splits: SplitsConfig) -> np.ndarray:
+    """The split of each hash, by its last bits: int64 [n], 0 train, 1 validation, 2 test."""
+    place = (hashes[:, 1] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    validation_ends = 1.0 if splits.test == 0.0 else splits.train + splits.validation
+    return (place >= splits.train).astype(np.int64) + (place >= validation_ends)
+
+
+def one_row(data: bytes) -> pa.BinaryArray:
+    """An array of one row that shares the memory of `data`, of at most `MAX_OFFSET` bytes."""
+    offsets = pa.py_buffer(np.array([0, len(data)], np.int32))
+    return pa.BinaryArray.from_buffers(pa.binary(), 1, [None, offsets, pa.py_buffer(data)])
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether `data`, of at most `MAX_OFFSET` bytes, is valid UTF-8."""
+    try:
+        if len(data) < SMALL_BYTES:
+            data.decode()
+        else:
+            one_row(data).view(pa.string()).validate(full=True)
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return False
+    return True
+
+
+def decode(data: bytes, errors: Errors, start: int = 0) -> str | None:
+    """The text of `data`, which begins at byte `start`, or None to skip it.
+
+    Raises `DataError` that tells the byte, but not of which document.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if errors == "fail":
+            reason = f"{error.reason} at byte {start + error.start}"
+            raise DataError(f"is not UTF-8: {reason}; {ADVICE}") from error
+    return data.decode("utf-8", "replace") if errors == "replace" else None
+
+
+def join_surrogates(text: str, errors: Errors) -> str | None:
+    """`text` without lone surrogates, which JSON can spell but UTF-8 cannot; None to skip it.
+
+    Raises `DataError` that tells the character.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        if errors == "fail":
+            reason = f"a lone surrogate at character {error.start}"
+            raise DataError(f"is not UTF-8: {reason}; {ADVICE}") from error
+        if errors == "skip":
+            return None
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def decode_rows(
+    rows: pa.BinaryArray, address: str, first_row: int, errors: Errors
+) -> pa.StringArray:
+    """Rows of bytes as strings, null where a row is skipped; `first_row` counts from zero.
+
+    Raises `DataError` that names the file and the row, `pa.ArrowInvalid` if the array is damaged.
+    """
+    rows.validate(full=True)
+    with contextlib.suppress(pa.ArrowInvalid):
+        return rows.cast(pa.string())
+    texts: list[str | None] = []
+    for number, row in enumerate(rows.to_pylist(), first_row + 1):
+        try:
+            texts.append(None if row is None else decode(row, errors))
+        except DataError as error:
+            raise DataError(f"{address}, row {number}: {error}") from error
+    return pa.array(texts, pa.string())
+
+
+def clean(document: bytes, address: str, errors: Errors, start: int = 0) -> bytes | None:
+    """A document of a text file as valid UTF-8, or None to skip it; it begins at byte `start`.
+
+    Raises `DataError` that names the file and the byte.
+    """
+    if b"\0" in document:
+        if errors == "skip":
+            return None
+        place = start + document.index(0)
+        raise DataError(f"{address}: is binary, not text: it has a NUL at byte {place}")
+    # A valid document need not become a Python string, which takes up to four times the memory.
+    if is_utf8(document):
+        return document
+    try:
+        text = decode(document, errors, start)
+    except DataError as error:
+        raise DataError(f"{address}: {error}") from error
+    return None if text is None else text.encode()
+
+
+def read_text(
+    file: pa.NativeFile, part: FileRange, separator: str, errors: Errors, batch_bytes: int
+) -> Iterator[pa.StringArray]:
+    """The documents of a text file.
+
+    Raises `DataError` that names the file and the byte, `OSError` if it cannot be read.
+    """
+    for block in read_blocks(file, part, separator.encode(), batch_bytes):
+        yield _documents(block, separator, part.file.address, errors)
+
+
+def _documents(block: Block, separator: str, address: str, errors: Errors) -> pa.StringArray:
+    rows = pc.split_pattern(one_row(block.data), pattern=separator).flatten()
+    if b"\0" not in block.data:
+        with contextlib.suppress(pa.ArrowInvalid):
+            return rows.cast(pa.string())
+    documents: list[bytes | None] = []
+    start = block.start
+    for document in rows.to_pylist():
+        documents.append(clean(document, address, errors, start))
+        start += len(document) + len(separator.encode())
+    return pa.array(documents, pa.string())
+
+
+def check_whole(part: FileRange) -> None:
+    """Raise `ValueError` if the range of a file that can only be read whole is not all of it."""
+    if part.start or (part.stop is not None and part.stop < part.file.bytes):
+        raise ValueError(f"{part.file.address}: cannot be read by ranges, only whole")
+
+
+def read_blocks(
+    file: pa.NativeFile, part: FileRange, separator: bytes, chunk_bytes: int
+) -> Iterator[Block]:
+    """The documents that begin in a range, in blocks of about `chunk_bytes` or one document.
+
+    The blocks, each split at its separators, are the documents. A compressed file is read whole.
+
+    Raises `DataError` if a document is too long, `OSError` if the file cannot be read.
+    """
+    content = decompressed(file, part.file.address)
+    first, left = 0, math.inf
+    if content is not file:
+        check_whole(part)
+    else:
+        size = part.file.bytes
+        begins = _next_document(file, part.start, separator, size)
+        after = None if part.stop is None else _next_document(file, part.stop, separator, size)
+        if begins is None or begins == after:
+            return
+        first, left = begins, (size if after is None else after - len(separator)) - begins
+        file.seek(first)
+    yield from _split(chunks(content, left, chunk_bytes), first, separator, part.file.address)
+
+
+def decompressed(file: pa.NativeFile, address: str) -> pa.NativeFile:
+    """The content from its start: `file` itself unless its extension is that of a codec.
+
+    What decompresses it closes `file` when it is deleted.
+    """
+    file.seek(0)
+    codec = next((CODECS[end] for end in CODECS if address.lower().endswith(end)), None)
+    if codec is None:
+        return file
+    # Arrow decompresses 64 KiB at a time, which would be as many requests to a remote store.
+    return pa.CompressedInputStream(pa.BufferedInputStream(file, 1 << 20), codec)
+
+
+def chunks(file: pa.NativeFile, count: float, chunk_bytes: int) -> Iterator[bytes]:
+    """The next `count` bytes of a file, or fewer at its end."""
+    while count and (chunk := file.read(min(count, chunk_bytes))):
+        count -= len(chunk)
+        yield chunk
+
+
+def _split(chunks: Iterator[bytes], start: int, separator: bytes, address: str) -> Iterator[Block]:
+    """Chunks of a file from byte `start` on, where a document begins, as blocks."""
+    width = len(separator)
+    pending = bytearray()
+    for chunk in chunks:
+        if len(pending) + len(chunk) > MAX_OFFSET:
+            raise DataError(
+                f"{address}: the document at byte {start} has more than {len(pending)} bytes; "
+                f"a document has at most {MAX_OFFSET}"
+            )
+        searched = max(0, len(pending) - width + 1)
+        pending += chunk
+        if pending.find(separator, searched) >= 0:
+            end = _last_separator(pending, separator)
+            yield Block(start, bytes(memoryview(pending)[:end]))
+            pending = pending[end + width :]
+            start += end + width
+    yield Block(start, bytes(pending))
+
+
+def _last_separator(data: bytearray, separator: bytes) -> int:
+    """Where the last separator begins that a search from the left finds."""
+    widths = range(1, len(separator))
+    if not any(separator.startswith(separator[-width:]) for width in widths):
+        return data.rindex(separator)
+    return len(data) - len(data.split(separator)[-1]) - len(separator)
+
+
+def _next_document(file: pa.NativeFile, cut: int, separator: bytes, size: int) -> int | None:
+    """The first document from byte `cut` on where every reader sees one begin; None if none does.
+
+    It begins after a separator that no earlier one overlaps: such a separator is found by any
+    search from the left, wherever it starts, as long as it starts with a document.
+    """
+    if not cut or cut >= size:
+        return None if cut else 0
+    width = len(separator)
+    earliest = max(0, cut - width)
+    start = max(0, earliest - width + 1)
+    window = b""
+    chunk: bytes
+    file.seek(start)
+    while chunk := file.read(SEARCH_BYTES):
+        window += chunk
+        found: int = window.find(separator, earliest - start)
+        while found >= 0:
+            if window.find(separator, max(0, found - width + 1), found + width - 1) < 0:
+                return start + found + width
+            found = window.find(separator, found + 1)
+        # Keep what a separator across the end can begin in, and what can overlap that one.
+        earliest = max(earliest, start + len(window) - width + 1)
+        dropped = max(0, earliest - start - width + 1)
+        start, window = start + dropped, window[dropped:]
+    return None

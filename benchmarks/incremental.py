@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-from infini_model.data.sources.listing import SETTLED_NANOSECONDS
 
 from benchmarks.corpus import documents_of_size, write_parquet
 from benchmarks.report import Cell, Ratio, cpu_seconds, publish, run, spread, take_turns
 from infini_model.__main__ import OBJECTS_BETWEEN_COLLECTIONS, STAGES
 from infini_model.config import Config, load_config
+from infini_model.data.sources.files import SETTLED_NANOSECONDS
 from infini_model.data.tokenizers.bpe import train_tokenizer
 
 FIRST, NOTHING, MORE = "first pass", "nothing new", "one file more"

@@ -182,8 +182,9 @@ def cancel(run: RunArgument, output_dir: OutputDir = None) -> None:
     """Stop a run, however it was started. It saves a checkpoint first."""
     from flows import runs
 
-    run_dir = runs.find_run_folder(_places(output_dir).run, run)
-    typer.echo(f"Cancelled {run_dir.name}; {runs.cancel(run_dir)}")
+    places = _places(output_dir).run
+    run_dir = runs.find_run_folder(places, run)
+    typer.echo(f"Cancelled {run_dir.name}; {runs.cancel(run_dir, places.store)}")
 
 
 @app.command()
@@ -199,13 +200,11 @@ def logs(
 ) -> None:
     """Print the logs of a run's processes."""
     from flows import runs
-    from infini_model.runtime.stored.working_copy import refresh_logs
 
     places = _places(output_dir).run
     run_dir = runs.find_run_folder(places, run)
-    refresh_logs(run_dir, places.store)
     try:
-        runs.print_logs(run_dir, follow=follow)
+        runs.print_logs(run_dir, places.store, follow=follow)
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe: discard what Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

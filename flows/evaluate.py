@@ -12,7 +12,7 @@ from flows.parameters import form, settings
 from infini_model.config import Config
 from infini_model.config.locations import local_folder
 from infini_model.runtime.runs import dataset_here, latest_run, read_run_config
-from infini_model.runtime.stored.working_copy import refresh_runs
+from infini_model.runtime.stored_runs import refresh_runs
 from tasks import evaluate as stage
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW, name_flow_run

@@ -25,7 +25,7 @@ from flows.serving import engine
 from infini_model.config import Config, check_typed, load_config, merge, nested
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
-from infini_model.runtime.stored.working_copy import refresh_runs
+from infini_model.runtime.stored_runs import refresh_runs
 
 R = TypeVar("R")
 Tree = dict[str, Any]

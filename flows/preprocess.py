@@ -11,7 +11,7 @@ from prefect.states import Completed
 
 from flows.parameters import form, settings
 from infini_model.config import Config
-from infini_model.runtime.stored.conditions import check_stores
+from tasks.checks import check_stores
 from tasks.clean import clean
 from tasks.download import download
 from tasks.failures import EXPECTED, reason, report_failure

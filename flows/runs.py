@@ -36,15 +36,18 @@ from infini_model.runtime.runs import (
     read_run_config,
     run_holder,
 )
-from infini_model.runtime.stored.working_copy import (
+from infini_model.runtime.stored_runs import (
     attach_unclaimed,
-    refresh_checkpoint,
+    await_owner,
+    refresh_run,
     refresh_runs,
 )
 from infini_model.training.callbacks.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
 POLL_SECONDS = 0.2
+# The same where a store is asked each time.
+POLL_STORE_SECONDS = 2.0
 PIPE_WIDTH = 10_000
 COLUMNS = ("Run", "Step", "State", "Loss", "Validation", "Updated", "Flow run", "MLflow")
 # Columns that a narrow terminal leaves out, in turn.
@@ -159,6 +162,7 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
     if overrides and "=" not in overrides[0]:
         name = overrides.pop(0)
     run_dir = _newest_resumable(places) if name is None else find_run_folder(places, name)
+    await_owner(run_dir, places.store)
     if holder := run_holder(run_dir):
         raise UserError(f"{run_dir} is in use by {holder}")
     if is_finished(run_dir):
@@ -185,7 +189,7 @@ def _newest_resumable(places: RunConfig) -> Path:
     raise UserError(f"{places.runs_dir}: there is no interrupted run to resume{advice}")
 
 
-def cancel(run_dir: Path) -> str:
+def cancel(run_dir: Path, store: str | None = None) -> str:
     """Stop the process that uses a run folder after it saves a checkpoint; return what is saved.
 
     A flow run of a deployment is cancelled through Prefect, so that the UI shows it; any other
@@ -201,14 +205,23 @@ def cancel(run_dir: Path) -> str:
             raise UserError(f"{run_dir} is in use by {holder}; cancel it there")
         os.kill(int(holder.pid or 0), signal.SIGTERM)
     print(f"Cancelling {run_dir.name}: {holder} saves a checkpoint first", flush=True)
+
+    def has_ended() -> bool:
+        refresh_run(run_dir, store)
+        return run_holder(run_dir) != holder
+
     if not wait_until(
-        lambda: run_holder(run_dir) != holder,
-        every_seconds=POLL_SECONDS,
+        has_ended,
+        every_seconds=_poll_seconds(store),
         timeout_seconds=END_SECONDS,
     ):
         raise StageError(f"{run_dir}: {holder} has not ended after {END_SECONDS:g} s")
     step = saved_step(run_dir)
     return "nothing is saved" if step is None else f"step {step} is saved"
+
+
+def _poll_seconds(store: str | None) -> float:
+    return POLL_SECONDS if store is None else POLL_STORE_SECONDS
 
 
 def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
@@ -234,7 +247,7 @@ def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
     return True
 
 
-def print_logs(run_dir: Path, *, follow: bool) -> None:
+def print_logs(run_dir: Path, store: str | None = None, *, follow: bool) -> None:
     """Print the logs of a run's ranks; with `follow`, until the run ends.
 
     Raises `UserError` if there are no logs.
@@ -242,6 +255,7 @@ def print_logs(run_dir: Path, *, follow: bool) -> None:
     offsets: dict[Path, int] = {}
 
     def print_new_lines() -> bool:
+        refresh_run(run_dir, store, logs=True)
         # Checked before reading, so that whatever is written before the end is printed.
         ended = not follow or run_holder(run_dir) is None
         for path in sorted(run_dir.glob("logs/rank-*.log")):
@@ -249,7 +263,7 @@ def print_logs(run_dir: Path, *, follow: bool) -> None:
         sys.stdout.buffer.flush()
         return ended
 
-    wait_until(print_new_lines, every_seconds=POLL_SECONDS)
+    wait_until(print_new_lines, every_seconds=_poll_seconds(store))
     if not offsets:
         raise UserError(f"{run_dir / 'logs'}: there are no logs yet")
 
@@ -284,7 +298,7 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
     folder = Path(target).expanduser().resolve()
     check_target(folder)
     run_dir = find_run_folder(places, name)
-    refresh_checkpoint(run_dir, places.store)
+    refresh_run(run_dir, places.store, checkpoint=True)
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir / CHECKPOINTS}: no checkpoint found; train first")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from prefect import get_run_logger
 
 from infini_model.config import Config
-from infini_model.runtime.errors import ConfigError, DeviceError
-from infini_model.runtime.stored.conditions import check_stores
-from infini_model.runtime.stored.working_copy import refresh_runs
+from infini_model.config.tree import RunConfig
+from infini_model.runtime.errors import ConfigError, DeviceError, StoreError
+from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.object_stores.object_store import ObjectStore, split_address
+from infini_model.runtime.object_stores.requests import endpoint_of
+from infini_model.runtime.stored_runs import refresh_runs
 from infini_model.training.initial_weights import InitialWeights
 from infini_model.training.launch.devices import choose_gpus
 from infini_model.training.sizing.fitting import Machine, check_kernels, check_memory
@@ -22,6 +25,34 @@ def refresh_and_check_stores(config: Config, *, builds_dataset: bool) -> None:
     """
     refresh_runs(config.run.runs_dir, config.run.store)
     check_stores(config.run, builds_dataset=builds_dataset)
+
+
+def check_stores(run: RunConfig, *, builds_dataset: bool) -> None:
+    """Check that the stores of runs, and of a dataset that is built, honour conditional writes.
+
+    Amazon S3, Google Cloud Storage and Azure do. With some servers that speak like S3, two machines
+    would train in one run, and neither would notice. It takes six requests for each bucket, once on
+    this machine. Raises `StoreError`, and as `ObjectStore` does.
+    """
+    datasets = "run.output_dir" if run.data_store is None else "run.data_dir"
+    facts = fact_cache_here(run.output_dir)
+    for setting, address in (
+        ("run.output_dir", run.store),
+        (datasets, run.datasets_store if builds_dataset else None),
+    ):
+        if address is None:
+            continue
+        bucket = split_address(address)[0]
+        fact = f"conditional writes: {bucket} {endpoint_of(bucket)}"
+        if facts.get(fact) is not None:
+            continue
+        if not ObjectStore(address).honours_conditions():
+            raise StoreError(
+                f"{setting}: {address}: the store ignores conditional writes, which keep two "
+                "machines apart; use one that honours If-None-Match and If-Match"
+            )
+        facts.put(fact, value=True)
+    facts.save()
 
 
 def check_remote_stages(config: Config) -> None:

@@ -11,7 +11,7 @@ from prefect.states import Completed
 
 from infini_model.config import Config
 from infini_model.runtime.runs import REPORT, REPORT_PAGE, VALIDATION_LOSS, is_finished
-from infini_model.runtime.stored.working_copy import refresh_logs
+from infini_model.runtime.stored_runs import refresh_run
 from tasks import artifacts
 from tasks.control import end_predecessors
 from tasks.failures import FIRST, failure_as_state
@@ -56,7 +56,7 @@ def _evaluate_remotely(config: Config, dataset: Dataset, run_dir: Path) -> dict[
     stage = RemoteStage.find(config, "evaluate")
 
     def opened(flow_run: FlowRun) -> dict[str, Any]:
-        refresh_logs(run_dir, config.run.store)
+        refresh_run(run_dir, config.run.store, logs=True)
         if not is_finished(run_dir):
             raise stage.unseen(flow_run, "report", run_dir / REPORT, "run.output_dir")
         return {"report": str(run_dir / REPORT), "html": str(run_dir / REPORT_PAGE)}

@@ -227,7 +227,7 @@ class _ToFlowRun(logging.Handler):
 
 @contextlib.contextmanager
 def library_logged() -> Iterator[None]:
-    """Show in the flow run's log what the library does in this process: copies, waits, leases.
+    """Show in the flow run's log what the library does in this process: copies, waits.
 
     The stages run in processes of their own, whose lines are logged as they are. Within a
     subflow the lines are those of the subflow alone.

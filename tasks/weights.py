@@ -11,7 +11,7 @@ from prefect import task
 
 from infini_model.config import Config
 from infini_model.runtime.claims import run_to_resume
-from infini_model.runtime.stored.working_copy import has_checkpoint
+from infini_model.runtime.stored_runs import has_checkpoint
 from infini_model.training.initial_weights import InitialWeights, read_initial_weights
 from tasks.checks import check_training_memory
 from tasks.failures import failure_as_state

@@ -3,7 +3,7 @@
 A process locks the folder it works in, and the kernel releases the lock when the process exits. A
 run that is neither finished nor locked was interrupted: the same command resumes it. A flow run
 gets its own folder back unless another owner has resumed it. With `run.store` the same holds for
-all machines: a lease in the store accompanies the lock, and the folder is a working copy.
+all machines: `OWNER` in the store accompanies the lock, and the folder is a working copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from infini_model.runtime.runs import (
     weights_fingerprint,
 )
 from infini_model.runtime.storage import atomic_file, make_folder, point_latest
-from infini_model.runtime.stored.working_copy import (
+from infini_model.runtime.stored_runs import (
     hold_run,
     refresh_run,
     refresh_runs,
@@ -340,7 +340,7 @@ def claim_run(
 
     Raises:
         StoreError, UnreachableError: The store refuses access or cannot be reached.
-        LeaseLostError: At the end of the block: another machine has taken over the run.
+        RunLostError: At the end of the block: another machine has taken over the run.
         ConfigError: The folder is in use, holds a run with different settings or data, or has been
             resumed by another owner; or the first machine has not started the run in time.
     """
@@ -358,9 +358,7 @@ def claim_run(
     for run_dir in candidates:
         make_folder(run_dir)
         holder = Holder.current(run_dir, owner)
-        # Somebody else's run is worth a wait: if its machine has died, it is to be resumed.
-        patiently = exact is None and is_started(run_dir)
-        with hold_run(run_dir, holder, config.run.store, patiently=patiently) as held:
+        with hold_run(run_dir, holder, config.run.store) as held:
             # Check again: it may have been started or finished just before it was held.
             if held is None or (exact is None and not request.may_have(run_dir)):
                 continue

@@ -38,7 +38,7 @@ class ObjectChangedError(StoreError):
     """An object was overwritten between two requests that belong together."""
 
 
-class LeaseLostError(UserError):
+class RunLostError(UserError):
     """Another machine has taken over a run whose store this one could not reach."""
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from infini_model.config import Config, read_tree, validate
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.holders import Holder, holder_of
+from infini_model.runtime.owner import last_seen
 from infini_model.runtime.records import Record, parse_record, read_record, write_record
 from infini_model.runtime.storage import MANIFEST, content_key, write_json
-from infini_model.runtime.stored.record import stored_holder
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -163,7 +163,7 @@ def run_holder(run_dir: Path) -> Holder | None:
 
     What other machines do with a stored run is as `refresh_runs` found it last.
     """
-    return holder_of(run_dir / LOCK) or stored_holder(run_dir)
+    return holder_of(run_dir / LOCK) or last_seen(run_dir).holder
 
 
 def kept_steps(steps: Iterable[int], losses: Mapping[int, float], keep: int) -> set[int]:

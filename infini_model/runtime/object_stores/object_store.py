@@ -15,6 +15,7 @@ import contextlib
 import glob
 import hashlib
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -349,6 +350,18 @@ class ObjectStore:
         except ObjectMissingError:
             return None
         return version if there == content else None
+
+    def honours_conditions(self) -> bool:
+        """Whether the store refuses to overwrite what `create` and `replace` must not."""
+        key = f".conditions-{uuid.uuid4().hex}"
+        try:
+            first = self.create(key, b"1")
+            if first is None or self.create(key, b"2") is not None:
+                return False
+            is_replaced = self.replace(key, b"3", first) is not None
+            return is_replaced and self.replace(key, b"4", first) is None
+        finally:
+            self.delete([key])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are not there count as deleted."""

@@ -20,9 +20,9 @@ from infini_model.data.store import GIGABYTE, download_shards
 from infini_model.runtime import processes
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.machine import available_cores
+from infini_model.runtime.owner import lost
 from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line, rate_limited
 from infini_model.runtime.storage import atomic_file, make_folder
-from infini_model.runtime.stored.record import lease_lost
 from infini_model.training.callbacks.heartbeat import Watch
 from infini_model.training.callbacks.mlflow_record import end_record
 from infini_model.training.launch import failures
@@ -71,14 +71,14 @@ def launch(
     Raises:
         UserError: What a rank found wrong with the settings, the dataset or the run folder.
         UnreachableError: The store of the dataset stays away.
-        LeaseLostError: Another machine has taken over the run; a checkpoint is saved here.
+        RunLostError: Another machine has taken over the run; a checkpoint is saved here.
         DeviceError: A GPU that does not exist, or fewer GPUs than processes.
         TrainingFailure: Anything else, by its type; `is_final` where a retry would not help.
     """
 
     def or_lost() -> Exception | None:
         """What `stop` returns, or that another machine has taken over the run."""
-        return stop() or lease_lost(run_dir)
+        return stop() or lost(run_dir)
 
     is_first = config.launch.node_rank == 0
     if is_first and (change := read_recovery(run_dir).describe(config)):

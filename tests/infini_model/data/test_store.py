@@ -27,7 +27,7 @@ from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.object_stores.object_store import ObjectStore
 from infini_model.runtime.runs import dataset_here
-from infini_model.runtime.stored.working_copy import refresh_runs
+from infini_model.runtime.stored_runs import refresh_runs
 
 
 @pytest.fixture

@@ -22,19 +22,18 @@ from stored_datasets import without_shards
 
 from infini_model.config import Config, dump_config, merge, validate
 from infini_model.runtime.object_stores.object_store import ObjectStore
-from infini_model.runtime.stored.copies import complete_steps
+from infini_model.runtime.stored_runs import complete_steps
 
 # A flow without Prefect.
 COMMAND = """
 import logging, sys
 from pathlib import Path
 from infini_model.config import load_config
-from infini_model.runtime import claims
+from infini_model.runtime import claims, owner
 from infini_model.runtime.errors import StageError, UserError
-from infini_model.runtime.stored import lease
 from infini_model.training.launch.launcher import launch
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
-lease.RENEWAL_SECONDS, claims.JOIN_POLL_STORE_SECONDS = 0.5, 0.5
+owner.PACE, claims.JOIN_POLL_STORE_SECONDS = owner.Pace(0.5, 10.0, 0.5), 0.5
 config, dataset = load_config(file=Path(sys.argv[1])), Path(sys.argv[2])
 try:
     with claims.claim_run(config, "key", dataset) as run_dir:
@@ -135,7 +134,7 @@ def test_both_machines_are_lost_and_the_run_goes_on_with_the_same_bits(
         shutil.rmtree(tmp_path / machine)
     assert STEPS not in saved_steps(store)
 
-    # The lease of the lost machine ends by itself, as that of a dead process of this one.
+    # The lost machine has not released the run: its silence is waited for.
     again = start("n0", "n1")
     assert [each.wait() for each in again] == [0, 0], again[0].output + again[1].output
     assert "Resuming from" in again[0].output
@@ -146,8 +145,8 @@ def test_both_machines_are_lost_and_the_run_goes_on_with_the_same_bits(
     assert STEPS in saved_steps(store)
     assert not (other / "checkpoints").exists()
     assert not (other / "model").exists()
-    model = run_dir / "model" / "model.safetensors"
-    assert store.read("model/model.safetensors")[0] == model.read_bytes()
+    model = (run_dir / "model" / "model.safetensors").read_bytes()
+    assert store.read(f"checkpoints/step-{STEPS}/model/model.safetensors")[0] == model
     assert {path.name for path in (other / "logs").iterdir()} >= {"rank-1.log"}
 
 

@@ -20,11 +20,10 @@ from infini_model.config import dump_config, merge
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import open_windows
 from infini_model.objectives.causal import CausalLM
-from infini_model.runtime import processes
-from infini_model.runtime.errors import DataError, DeviceError, LeaseLostError, UserError
+from infini_model.runtime import owner, processes
+from infini_model.runtime.errors import DataError, DeviceError, RunLostError, UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
-from infini_model.runtime.stored.record import note_lost
 from infini_model.training import AGENT
 from infini_model.training.callbacks import heartbeat
 from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
@@ -430,10 +429,13 @@ def test_a_training_that_is_ended_from_outside_is_saved(
     def wait():
         clock.ahead = 3600.0
 
+    def lose():
+        owner._lost[run_dir.resolve()] = RunLostError("taken over")
+
     for act, error, message in (
         (preempt, Preempted, r"^training stopped: preempted: .*step \d+ is saved$"),
         (wait, TimedOut, "not finished after 3600 s"),
-        (lambda: note_lost(run_dir, "taken over"), LeaseLostError, "taken over"),
+        (lose, RunLostError, "taken over"),
     ):
         clock.ahead = 0.0
         then = Once("Step [", act)

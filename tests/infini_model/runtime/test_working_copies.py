@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,17 +20,22 @@ import pytest
 from commands import eventually, run
 
 from infini_model.config import Config, load_config
+from infini_model.runtime import owner, stored_runs
 from infini_model.runtime.claims import claim_run, resume_config
-from infini_model.runtime.errors import ConfigError, LeaseLostError, StoreError
+from infini_model.runtime.errors import ConfigError, RunLostError, StoreError
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.owner import Pace, lost
 from infini_model.runtime.runs import is_finished, record_evaluation, run_holder
 from infini_model.runtime.storage import atomic_folder, dump_json, sha256
-from infini_model.runtime.stored import lease, mirror, working_copy
-from infini_model.runtime.stored.copies import complete_steps, local_steps
-from infini_model.runtime.stored.record import lease_lost
-from infini_model.runtime.stored.working_copy import attach_unclaimed, refresh_runs
+from infini_model.runtime.stored_runs import (
+    attach_unclaimed,
+    complete_steps,
+    local_steps,
+    refresh_run,
+    refresh_runs,
+)
 
 Machine = Callable[..., Config]
 # Its process is killed when one of the two files of its second checkpoint is stored.
@@ -60,9 +66,9 @@ with claim_run(config, "k1", Path("data")) as run_dir:
 def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """The settings of a command on a machine; all machines have the same store.
 
-    No lease expires because this machine was slow.
+    Who owns a run renews its claim often, and is not taken for dead because this machine is slow.
     """
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 1e6)
+    monkeypatch.setattr(owner, "PACE", Pace(renewal=0.2, silence=1e6, look=0.05))
 
     def on(name: str, *overrides: str) -> Config:
         monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / name))
@@ -75,8 +81,14 @@ def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mac
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests give up in a second, and copies are not tried again before the next checkpoint."""
-    monkeypatch.setattr(working_copy, "PATIENCE", 1.0)
-    monkeypatch.setattr(mirror, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(stored_runs, "PATIENCE", 1.0)
+    monkeypatch.setattr(stored_runs, "POLL_SECONDS", 0.02)
+
+
+@pytest.fixture
+def hasty(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody renews a claim, and whoever wants a run takes it over."""
+    monkeypatch.setattr(owner, "PACE", Pace(renewal=1e6, silence=0.0, look=0.0))
 
 
 def save(run_dir: Path, step: int, loss: float | None = None) -> Path:
@@ -214,7 +226,7 @@ def test_a_store_that_is_gone_stops_nothing_and_gets_later_what_it_lacks(
         with claimed(config) as run_dir:
             save(run_dir, 2)
             # Not when the store has it: the answer could still be cut.
-            eventually(lambda: "Copied step-2 of debug-1" in caplog.text, "the copy")
+            eventually(lambda: "Copied step 2 of debug-1" in caplog.text, "the copy")
             with s3.line.gone():
                 save(run_dir, 4)
                 eventually(lambda: "training goes on" in caplog.text, "the warning")
@@ -232,6 +244,7 @@ def test_a_store_that_is_gone_stops_nothing_and_gets_later_what_it_lacks(
     assert steps_of(stored(config)) == {6, 8}
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_kill_in_the_middle_of_an_upload_leaves_what_was_complete(
     machine: Machine, bucket: str
 ) -> None:
@@ -245,30 +258,86 @@ def test_a_kill_in_the_middle_of_an_upload_leaves_what_was_complete(
     with claimed(machine("two")) as run_dir:
         assert run_dir.name == "debug-1"
         assert local_steps(run_dir) == {4}
-    with claimed(machine("one")) as run_dir:
-        assert not list(run_dir.glob(".upload-*"))
+    with claimed(machine("one")):
+        pass
     assert steps_of(stored(config)) == {4, 8}
 
 
-def test_a_lost_run_is_no_longer_written(
-    s3, machine: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("hasty")
+def test_of_two_owners_at_once_one_stops_and_nothing_is_lost(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.3)
-    config = machine("one")
-    taken = lease.LeaseRecord(2, "another")
+    """The first is suspended while it uploads a checkpoint, and taken for dead."""
+    upload, one = ObjectStore.upload, machine("one")
+    later = contextlib.ExitStack()
 
-    def work_while_another_takes_the_run() -> None:
-        with claimed(config) as run_dir:
+    def suspended(store: ObjectStore, key: str, path: Path) -> object:
+        if key == "checkpoints/step-4/state.json":
+            monkeypatch.setattr(ObjectStore, "upload", upload)
+            save(later.enter_context(claimed(machine("two"))), 6)
+            eventually(lambda: steps_of(stored(one)) == {2, 6}, "the copy of the second owner")
+        return upload(store, key, path)
+
+    def work() -> None:
+        with claimed(one) as run_dir:
             save(run_dir, 2)
-            eventually(lambda: steps_of(stored(config)) == {2}, "the copy")
-            stored(config).write("lease.json", taken.dumps())
-            eventually(lambda: lease_lost(run_dir) is not None, "the loss")
+            eventually(lambda: steps_of(stored(one)) == {2}, "the copy")
+            monkeypatch.setattr(ObjectStore, "upload", suspended)
             save(run_dir, 4)
+            eventually(lambda: lost(run_dir) is not None, "the loss")
+            save(run_dir, 8)
 
-    with pytest.raises(LeaseLostError, match="debug-1 was taken over by another process"):
-        work_while_another_takes_the_run()
-    assert steps_of(stored(config)) == {2}
-    assert lease.read_lease(stored(config))[0] == taken
+    with pytest.raises(RunLostError, match="debug-1 was taken over by process") as caught:
+        work()
+    assert "\n" not in str(caught.value)
+    run_dir = one.run.runs_dir / "debug-1"
+    assert local_steps(run_dir) == {2, 4, 8}
+    metrics = (run_dir / "metrics.jsonl").read_bytes()
+    assert stored(one).read("metrics.jsonl")[0] != metrics
+    with later:
+        assert steps_of(stored(one)) == {2, 6}
+    # What it has on its disk is further on, and is not lost when it gets the run back.
+    with claimed(machine("one")):
+        assert local_steps(run_dir) == {2, 4, 8}
+    assert steps_of(stored(one)) == {6, 8}
+    assert stored(one).read("metrics.jsonl")[0] == metrics
+
+
+def test_a_checkpoint_that_retention_deletes_during_its_upload_is_copied_all_the_same(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload, config = ObjectStore.upload, machine("one")
+
+    def retained(store: ObjectStore, key: str, path: Path) -> object:
+        shutil.rmtree(config.run.runs_dir / "debug-1" / "checkpoints" / "step-4", True)
+        return upload(store, key, path)
+
+    monkeypatch.setattr(ObjectStore, "upload", retained)
+    with claimed(config) as run_dir:
+        save(run_dir, 4)
+        eventually(lambda: steps_of(stored(config)) == {4}, "the copy")
+    assert not local_steps(run_dir)
+    with claimed(machine("two")) as run_dir:
+        assert local_steps(run_dir) == {4}
+
+
+def test_what_another_machine_has_evaluated_is_known_here_without_its_logs(
+    machine: Machine,
+) -> None:
+    config = machine("one")
+    with claimed(config) as first:
+        save(first, 4)
+    with claimed(machine("two")) as second:
+        record_evaluation(second, config.training.max_steps, "k1", {})
+        (second / "logs").mkdir()
+        (second / "logs" / "rank-0.log").write_text("line\n")
+    machine("one")
+    assert refresh_run(first, config.run.store)
+    assert is_finished(first)
+    assert not (first / "logs").exists()
+    assert refresh_run(first, config.run.store, logs=True)
+    assert (first / "logs" / "rank-0.log").read_text() == "line\n"
+    assert not refresh_run(first.with_name("debug-2"), config.run.store)
 
 
 def test_nothing_is_begun_here_if_the_store_refuses(s3, machine: Machine) -> None:

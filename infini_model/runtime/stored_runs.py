@@ -1,0 +1,438 @@
+"""Runs that an object store keeps for all machines, which work on them in folders of their own.
+
+`<store>/runs/<run>/` is a copy of the run folder, made in the background after each save: metrics
+and logs, then the files of the checkpoint, its manifest last. The highest step with a manifest
+counts. Who is behind takes the store's files; who is ahead of it keeps its own. `OWNER` says who
+writes (`infini_model.runtime.owner`). `.stored` in the run folder says in which version it and the
+store have last agreed on each small file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infini_model.runtime.errors import (
+    ObjectDamagedError,
+    ObjectMissingError,
+    RunLostError,
+    UnreachableError,
+    UserError,
+)
+from infini_model.runtime.holders import Holder, hold, holder_of
+from infini_model.runtime.metrics_file import read_validation_losses
+from infini_model.runtime.object_stores.object_store import PATIENCE, ObjectStore, StoredObject
+from infini_model.runtime.owner import OWNER, Ownership, look, lost, take, watch
+from infini_model.runtime.runs import (
+    CHECKPOINTS,
+    EVALUATION,
+    INITIAL_WEIGHTS,
+    LOCK,
+    MODEL,
+    RUN,
+    STEP,
+    kept_steps,
+    step_key,
+)
+from infini_model.runtime.storage import (
+    MANIFEST,
+    atomic_folder,
+    make_folder,
+    point_latest,
+    write_json,
+)
+
+log = logging.getLogger(__name__)
+
+# What commands that list or choose runs read.
+RECORDS = frozenset(
+    {
+        *("config.yaml", RUN, "metrics.jsonl", EVALUATION, "recovery.json"),
+        *(INITIAL_WEIGHTS, "logs/mlflow.json"),
+    }
+)
+OF_THIS_MACHINE = frozenset({CHECKPOINTS, "heartbeats", "waiting"})
+SYNCED = ".stored"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+COMPLETE = re.compile(rf"{STEP.pattern}/{re.escape(MANIFEST)}")
+AT_ONCE = 8
+POLL_SECONDS = 0.5
+RETRY_SECONDS = 60.0
+
+
+class Held(NamedTuple):
+    """A run that this process holds; `ownership` is None if it is in no store."""
+
+    run_dir: Path
+    ownership: Ownership | None = None
+
+
+@contextlib.contextmanager
+def hold_run(run_dir: Path, holder: Holder, store: str | None) -> Iterator[Held | None]:
+    """Hold a run, on all machines if there is a store; yields None if another process holds it.
+
+    The run's small files are then up to date. Raises `UserError` if the folder cannot be written,
+    and as `ObjectStore` does.
+    """
+    with hold(run_dir / LOCK, holder) as locked:
+        if not locked or store is None:
+            yield Held(run_dir) if locked else None
+            return
+        stored = _store_of(run_dir, store)
+        ownership = take(stored, run_dir, holder)
+        if ownership is None:
+            yield None
+            return
+        try:
+            if ownership.was_elsewhere:
+                _get_files(stored, run_dir, stored.list_below())
+            yield Held(run_dir, ownership)
+        finally:
+            ownership.release()
+
+
+@contextlib.contextmanager
+def working_copy(held: Held, keep: int) -> Iterator[None]:
+    """Bring the newest checkpoint of a held run here, and keep the store up to date in the block.
+
+    `keep` is `checkpoint.save_total_limit`. Without a store it does nothing. Raises `RunLostError`
+    at the end of the block if another machine has taken the run over; before it as `ObjectStore`.
+    """
+    run_dir, ownership = held
+    if ownership is None:
+        yield
+        return
+    if ownership.was_elsewhere:
+        _get_checkpoint(ownership.store, run_dir)
+    mirror = _Mirror(run_dir, ownership, keep)
+    try:
+        yield
+    finally:
+        mirror.close()
+    if error := lost(run_dir):
+        raise error
+
+
+@contextlib.contextmanager
+def attach_unclaimed(run_dir: Path, holder: Holder, store: str | None, keep: int) -> Iterator[None]:
+    """Use a run that is perhaps only in a store, without claiming it: evaluation writes a report.
+
+    The report goes to the store at the end of the block, unless another process holds the run;
+    then it stays on this machine. Raises as `hold_run` and `working_copy` do.
+    """
+    if store is None or holder_of(run_dir / LOCK) is not None:
+        yield
+        return
+    with hold_run(run_dir, holder, store) as held:
+        if held is not None:
+            with working_copy(held, keep):
+                yield
+            return
+        _get_checkpoint(_store_of(run_dir, store), run_dir)
+        yield
+        log.warning("%s is in use elsewhere: the report stays on this machine", run_dir.name)
+
+
+def await_owner(run_dir: Path, store: str | None) -> None:
+    """Wait until it is known whether the process elsewhere that has a run still works on it."""
+    if store is not None and holder_of(run_dir / LOCK) is None:
+        watch(_store_of(run_dir, store), run_dir)
+
+
+def has_checkpoint(run_dir: Path, store: str | None) -> bool:
+    """Whether a run has a complete checkpoint here or in the store. Raises as `ObjectStore`."""
+    if local_steps(run_dir) or store is None:
+        return bool(local_steps(run_dir))
+    return bool(_stored_steps(_store_of(run_dir, store)))
+
+
+def refresh_runs(runs_dir: Path, store: str | None) -> None:
+    """Bring the records of all stored runs into `runs_dir`, and who works on them.
+
+    Takes one request per thousand objects and one per file that has changed since the last time.
+    Without a store it does nothing. Raises as `ObjectStore` does.
+    """
+    if store is None:
+        return
+    runs: dict[str, list[StoredObject]] = defaultdict(list)
+    for each in ObjectStore(f"{store}/runs", PATIENCE).list_below():
+        name, _, key = each.key.partition("/")
+        if key and NAME.fullmatch(name):
+            runs[name].append(replace(each, key=key))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(lambda name: _refresh(runs_dir / name, store, runs[name]), runs))
+    if runs and not (runs_dir / "latest").exists():
+        newest = max(runs, key=lambda name: max(each.modified for each in runs[name]))
+        point_latest(runs_dir / newest)
+
+
+def refresh_run(
+    run_dir: Path, store: str | None, *, logs: bool = False, checkpoint: bool = False
+) -> bool:
+    """Bring the records of one run here, with all its small files or its newest checkpoint.
+
+    Returns whether the store has any of it; True without a store. Raises as `ObjectStore` does.
+    """
+    if store is None:
+        return True
+    there = _store_of(run_dir, store).list_below()
+    if there:
+        _refresh(run_dir, store, there, logs=logs, checkpoint=checkpoint)
+    return bool(there)
+
+
+def _refresh(
+    run_dir: Path,
+    store: str,
+    objects: Collection[StoredObject],
+    *,
+    logs: bool = False,
+    checkpoint: bool = False,
+) -> None:
+    """The same, given what the store has; nothing if this folder has or had the run last."""
+    stored = _store_of(run_dir, store)
+    listed = next((each.version for each in objects if each.key == OWNER), None)
+    is_held = holder_of(make_folder(run_dir) / LOCK) is not None
+    if is_held or look(stored, run_dir, listed).is_own:
+        return
+    _get_files(stored, run_dir, objects, only=None if logs else RECORDS)
+    if checkpoint:
+        _get_checkpoint(stored, run_dir)
+
+
+def _store_of(run_dir: Path, store: str) -> ObjectStore:
+    return ObjectStore(f"{store}/runs/{run_dir.name}", PATIENCE)
+
+
+def local_steps(run_dir: Path) -> set[int]:
+    """The steps of the complete checkpoints in a run folder."""
+    found = run_dir.glob(f"{CHECKPOINTS}/step-*/{MANIFEST}")
+    return complete_steps(path.relative_to(run_dir).as_posix() for path in found)
+
+
+def complete_steps(keys: Iterable[str]) -> set[int]:
+    """The steps of the checkpoints whose manifests are among the keys of a run."""
+    return {int(match[1]) for key in keys if (match := COMPLETE.fullmatch(key))}
+
+
+def _stored_steps(store: ObjectStore) -> set[int]:
+    return complete_steps(each.key for each in store.list_below(CHECKPOINTS))
+
+
+def _is_shared(key: str) -> bool:
+    """Whether a file or folder of a run is small, and of interest to other machines.
+
+    Keys from a store are checked by this too: none of them leaves the run folder.
+    """
+    parts = key.split("/")
+    hidden = any(not part or part.startswith(".") for part in parts)
+    return not hidden and OF_THIS_MACHINE.isdisjoint(parts) and parts[0] not in (MODEL, OWNER)
+
+
+def _small_files(run_dir: Path) -> list[str]:
+    """The files of a run that are copied one by one; the report's record last."""
+    found = []
+    for folder, folders, names in os.walk(run_dir):
+        below = Path(folder).relative_to(run_dir)
+        folders[:] = [name for name in folders if _is_shared((below / name).as_posix())]
+        keys = [(below / name).as_posix() for name in names]
+        found += [key for key in keys if _is_shared(key) and not (run_dir / key).is_symlink()]
+    return sorted(found, key=lambda key: (key == EVALUATION, key))
+
+
+def _read_synced(run_dir: Path) -> dict[str, list[Any]]:
+    """Of each small file: its entity tag in the store; its time of change and size here."""
+    try:
+        return dict(json.loads((run_dir / SYNCED).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _state(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_mtime_ns, status.st_size]
+
+
+def _get_files(
+    store: ObjectStore,
+    run_dir: Path,
+    objects: Collection[StoredObject],
+    only: Collection[str] | None = None,
+) -> None:
+    """Bring the small files here that have changed in the store, unless this folder is ahead."""
+    synced = _read_synced(run_dir)
+    steps = complete_steps(each.key for each in objects)
+    if max(local_steps(run_dir), default=-1) > max(steps, default=-1):
+        only = {RUN}  # Who has owned the run is not a matter of steps.
+
+    def get(each: StoredObject) -> None:
+        with contextlib.suppress(ObjectMissingError):
+            store.download(each.key, run_dir / each.key)
+            synced[each.key] = [each.version.etag, *_state(run_dir / each.key)]
+
+    def is_new(each: StoredObject) -> bool:
+        is_same = synced.get(each.key, [None])[0] == each.version.etag
+        return not (is_same and (run_dir / each.key).is_file())
+
+    shared = [each for each in objects if _is_shared(each.key) and (not only or each.key in only)]
+    if wanted := list(filter(is_new, shared)):
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(get, wanted))
+        write_json(run_dir / SYNCED, synced)
+
+
+def _get_checkpoint(store: ObjectStore, run_dir: Path) -> None:
+    """Copy the newest intact checkpoint from the store if it is newer than those here."""
+    here = max(local_steps(run_dir), default=-1)
+    for step in sorted(_stored_steps(store), reverse=True):
+        if step <= here:
+            return
+        log.info("Copying step %d of %s from %s", step, run_dir.name, store.address)
+        try:
+            _get_folder(store, step_key(step), run_dir / step_key(step))
+        except (ObjectDamagedError, ObjectMissingError) as error:
+            log.warning("%s; falling back to the previous checkpoint", error)
+        else:
+            return
+
+
+def _get_folder(store: ObjectStore, key: str, folder: Path) -> None:
+    """Copy a complete folder from the store; every file is compared with the manifest."""
+    place = store.address_of(f"{key}/{MANIFEST}")
+    manifest = store.read(f"{key}/{MANIFEST}")[0]
+    try:
+        sums = dict(json.loads(manifest)["sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ObjectDamagedError(f"{place}: is damaged") from error
+    with atomic_folder(folder) as temporary:
+        for name, expected in sums.items():
+            if not {"", ".", ".."}.isdisjoint(name.split("/")):
+                raise ObjectDamagedError(f"{place}: is damaged: it names the file {name!r}")
+            store.download(f"{key}/{name}", temporary / name, expected)
+        (temporary / MANIFEST).write_bytes(manifest)
+
+
+class _Mirror:
+    """A thread that keeps the copy of a run in its store up to date until it is closed.
+
+    It is in the process that holds the run, which is no rank: no step waits for it, and a rank that
+    is killed does not end it. A store that is gone is told once and tried again.
+    """
+
+    def __init__(self, run_dir: Path, ownership: Ownership, keep: int) -> None:
+        self._run_dir, self._ownership, self._keep = run_dir, ownership, keep
+        self._store = ownership.store
+        self._stored: set[int] = set()  # steps
+        self._failure: Exception | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        """Copy after each checkpoint, once more at the end, and sooner again what has failed."""
+        tried: set[int] | None = None
+        is_last, again_at = False, math.inf
+        while not is_last:
+            is_last = self._closing.wait(POLL_SECONDS)
+            steps = local_steps(self._run_dir)
+            is_new = tried is None or not steps <= tried
+            if not (is_last or is_new or time.monotonic() > again_at):
+                continue
+            tried = steps
+            try:
+                self._copy()
+                self._failure, again_at = None, math.inf
+            except RunLostError:
+                return  # `working_copy` raises it.
+            except (UnreachableError, UserError, OSError) as error:
+                if self._failure is None and not is_last:
+                    name = self._run_dir.name
+                    log.warning("%s; training goes on, and %s is copied later", error, name)
+                self._failure, again_at = error, time.monotonic() + RETRY_SECONDS
+
+    def _copy(self) -> None:
+        """Copy what is new, then delete the stored checkpoints that retention does not keep."""
+        self._ownership.check()
+        self._put_files()
+        keys = [each.key for each in self._store.list_below(CHECKPOINTS)]
+        self._stored = complete_steps(keys)
+        for step in sorted(self._missing_steps(), reverse=True):
+            self._put_checkpoint(step)
+        # What an interrupted upload has left of an older checkpoint goes too.
+        started = {int(match[1]) for key in keys if (match := re.match(rf"{STEP.pattern}/", key))}
+        for step in sorted(started - self._kept(self._stored)):
+            if step < max(self._stored, default=0):
+                self._ownership.check()
+                old = [key for key in keys if key.startswith(f"{step_key(step)}/")]
+                self._store.delete(filter(COMPLETE.fullmatch, old))
+                self._store.delete(old)
+
+    def _kept(self, steps: set[int]) -> set[int]:
+        return kept_steps(steps, read_validation_losses(self._run_dir), self._keep)
+
+    def _missing_steps(self) -> set[int]:
+        """Local checkpoints that retention keeps and that the store is not known to have."""
+        local = local_steps(self._run_dir)
+        return (local & self._kept(local | self._stored)) - self._stored
+
+    def _put_files(self) -> None:
+        synced = _read_synced(self._run_dir)
+        try:
+            for key in _small_files(self._run_dir):
+                path = self._run_dir / key
+                with contextlib.suppress(FileNotFoundError):
+                    state = _state(path)
+                    if synced.get(key, [None])[1:] != state:
+                        version = self._store.write(key, path.read_bytes())
+                        synced[key] = [version.etag, *state]
+        finally:
+            write_json(self._run_dir / SYNCED, synced)
+
+    def _put_checkpoint(self, step: int) -> None:
+        """Copy a checkpoint, unless retention has just deleted it here.
+
+        Its files are opened before the first is sent: what is deleted meanwhile can still be read.
+        """
+        key, folder = step_key(step), self._run_dir / step_key(step)
+        with contextlib.ExitStack() as opened:
+            try:
+                manifest = (folder / MANIFEST).read_bytes()
+                names = json.loads(manifest)["sha256"]
+                files = [(name, opened.enter_context((folder / name).open("rb"))) for name in names]
+            except FileNotFoundError:
+                return
+            for name, file in files:
+                self._store.upload(f"{key}/{name}", Path(f"/proc/self/fd/{file.fileno()}"))
+        # The upload may have taken hours.
+        self._ownership.check()
+        self._store.write(f"{key}/{MANIFEST}", manifest)
+        self._stored.add(step)
+        log.info("Copied step %d of %s to %s", step, self._run_dir.name, self._store.address)
+
+    def close(self) -> None:
+        """Copy what is new; name in one line what cannot be copied and is only on this machine."""
+        self._closing.set()
+        name, address = self._run_dir.name, self._store.address
+        log.info("Copying what is new of %s to %s", name, address)
+        try:
+            self._thread.join()
+        finally:
+            if lost(self._run_dir) is None and (self._failure or self._thread.is_alive()):
+                steps = [f"step {step}" for step in sorted(self._missing_steps())]
+                log.warning(
+                    "%s: %s are not in %s yet (%s); infini resume %s copies them from this machine",
+                    *(name, " and ".join([*steps, "the newest files"]), address),
+                    *(self._failure or "interrupted", name),
+                )

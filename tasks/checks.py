@@ -8,8 +8,8 @@ from infini_model.config import Config
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.errors import ConfigError, DeviceError, StoreError
 from infini_model.runtime.fact_cache import fact_cache_here
-from infini_model.runtime.object_stores.object_store import ObjectStore, split_address
-from infini_model.runtime.object_stores.requests import endpoint_of
+from infini_model.runtime.object_store import ObjectStore, split_address
+from infini_model.runtime.store_client import endpoint_of
 from infini_model.runtime.stored_runs import refresh_runs
 from infini_model.training.initial_weights import InitialWeights
 from infini_model.training.launch.devices import choose_gpus

@@ -58,6 +58,7 @@ class Line:
         self._open: list[socket.socket] = []
         self._changing = threading.Lock()
         self._cut_after: int | None = None
+        self.accepted = 0  # connections
         self._listener: socket.socket | None = None
         self._speaks = threading.Event()
         self._speaks.set()
@@ -118,6 +119,7 @@ class Line:
                     continue
                 server = socket.create_connection(("127.0.0.1", self._server_port))
                 self._open += [client, server]
+                self.accepted += 1
             for pump, ends in ((self._send, (client, server)), (self._answer, (server, client))):
                 threading.Thread(target=pump, args=ends, daemon=True).start()
 

@@ -15,7 +15,7 @@ from infini_model.data.manifest import Manifest, read_origin
 from infini_model.data.store import StoredDatasets, datasets_at, no_dataset
 from infini_model.data.verify import verify_dataset
 from infini_model.runtime.errors import ConfigError, DataError, StoreError
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.storage import MANIFEST
 
 KEY = re.compile(r"-[0-9a-f]{16}$")

@@ -51,7 +51,7 @@ from infini_model.runtime.errors import (
     UserError,
 )
 from infini_model.runtime.fact_cache import fact_cache_here
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.records import parse_record, write_record
 from infini_model.runtime.stage_protocol import OnProgress
 

@@ -27,7 +27,7 @@ from infini_model.runtime.errors import (
     UserError,
 )
 from infini_model.runtime.holders import Holder
-from infini_model.runtime.object_stores.object_store import ObjectStore, Version
+from infini_model.runtime.object_store import ObjectStore, Version
 from infini_model.runtime.records import Record, parse_record, read_record, write_record
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from infini_model.runtime.errors import (
 )
 from infini_model.runtime.holders import Holder, hold, holder_of
 from infini_model.runtime.metrics_file import read_validation_losses
-from infini_model.runtime.object_stores.object_store import PATIENCE, ObjectStore, StoredObject
+from infini_model.runtime.object_store import PATIENCE, ObjectStore, StoredObject
 from infini_model.runtime.owner import OWNER, Ownership, look, lost, take, watch
 from infini_model.runtime.runs import (
     CHECKPOINTS,

@@ -22,7 +22,7 @@ from infini_model.data.build import build_dataset
 from infini_model.data.datasets import build_file
 from infini_model.data.manifest import read_manifest
 from infini_model.data.sources.listing import download
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 
 Told = Callable[..., tuple[int, str, str]]
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from infini_model.data.manifest import ORIGIN, Origin, read_manifest
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.records import write_record
 
 

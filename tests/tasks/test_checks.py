@@ -6,7 +6,7 @@ import pytest
 
 from infini_model.config import load_config
 from infini_model.runtime.errors import StoreError
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from tasks import checks
 from tasks.checks import check_stores
 

@@ -21,7 +21,7 @@ from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.machine import available_cores
-from infini_model.runtime.object_stores.object_store import Version, locate
+from infini_model.runtime.object_store import Version, locate
 from infini_model.runtime.records import Record
 
 # A file written this recently could be written again without another timestamp.

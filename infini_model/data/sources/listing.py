@@ -15,8 +15,7 @@ from infini_model.data.sources.formats import Reading, check_format
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache_here
-from infini_model.runtime.object_stores.globs import matching
-from infini_model.runtime.object_stores.object_store import ObjectStore, StoredObject
+from infini_model.runtime.object_store import ObjectStore, StoredObject, matching
 from infini_model.runtime.stage_protocol import OnProgress
 
 STDLIB = "{stdlib}"

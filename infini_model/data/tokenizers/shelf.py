@@ -17,7 +17,7 @@ from infini_model.data.tokenizers.load import load_saved
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, ObjectMissingError
-from infini_model.runtime.object_stores.object_store import ObjectStore, Version
+from infini_model.runtime.object_store import ObjectStore, Version
 from infini_model.runtime.records import Record, parse_record, write_record
 
 FOLDER = ".tokenizers"

@@ -24,7 +24,7 @@ from infini_model.data.finished import finished_dataset
 from infini_model.data.manifest import Manifest
 from infini_model.data.sources.listing import download
 from infini_model.data.store import download_shards
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 
 
 @dataclass

@@ -25,7 +25,7 @@ from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.verify import examine_dataset, verify_dataset
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import DataError, UserError
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.runs import dataset_here
 from infini_model.runtime.stored_runs import refresh_runs
 

@@ -11,7 +11,7 @@ from commands import eventually
 from infini_model.runtime import owner
 from infini_model.runtime.errors import DataError, RunLostError, UnreachableError
 from infini_model.runtime.holders import Holder
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.owner import PACE, Claim, Ownership, Pace, last_seen, look, lost, take
 
 ELSEWHERE = Holder(pid=7, started=1.0, host="elsewhere", run="/runs/mine")

@@ -25,7 +25,7 @@ from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, RunLostError, StoreError
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.owner import Pace, lost
 from infini_model.runtime.runs import is_finished, record_evaluation, run_holder
 from infini_model.runtime.storage import atomic_folder, dump_json, sha256
@@ -44,7 +44,7 @@ import json, os, signal, sys
 from pathlib import Path
 from infini_model.config import load_config
 from infini_model.runtime.claims import claim_run
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from commands import eventually
 from test_working_copies import save, steps_of, stored
 upload = ObjectStore.upload

@@ -21,7 +21,7 @@ from stopping import Halt
 from stored_datasets import without_shards
 
 from infini_model.config import Config, dump_config, merge, validate
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.stored_runs import complete_steps
 
 # A flow without Prefect.

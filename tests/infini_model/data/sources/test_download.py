@@ -17,7 +17,7 @@ from infini_model.data.sources.listing import download, list_files, list_objects
 from infini_model.data.sources.text import hash_documents, splits_of
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UnreachableError
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 
 
 def files_of(output_dir: Path, *patterns: object) -> list[SourceFile]:

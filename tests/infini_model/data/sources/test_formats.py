@@ -21,7 +21,7 @@ from infini_model.data.sources.files import FileRange
 from infini_model.data.sources.formats import BATCH_BYTES, Reading, read_documents
 from infini_model.data.sources.listing import list_objects
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.object_stores.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore
 
 SEPARATOR = "\n\n"
 SEARCH_BYTES = "infini_model.data.sources.text.SEARCH_BYTES"

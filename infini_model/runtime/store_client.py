@@ -1,8 +1,7 @@
-"""Requests to an object store: the client, which failures are repeated, and how the rest is told.
+"""The client of an object store, what of its failures is repeated, and how the rest is told.
 
-`persist` repeats requests. obstore could do so by itself, but its retries leave out a listing that
-is cut and many a reset connection, and hide whether a conditional put was sent twice. They serve
-one purpose: the parts of a multipart upload.
+obstore repeats a request by itself as long as its store is to have patience with it. Two things it
+does not: a listing that is cut, and the first request of an upload. `with_retries` does.
 
 What obstore says of a failure holds signed addresses and whole replies. Nothing of it is shown but
 the HTTP status and the store's error code; the rest is told in the words of this module.
@@ -11,9 +10,7 @@ the HTTP status and the store's error code; the rest is told in the words of thi
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import random
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +25,6 @@ from infini_model.runtime.errors import (
     UserError,
 )
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # The prefix of a store's settings and credentials in the environment.
@@ -45,31 +41,44 @@ CONNECT_TIMEOUT = timedelta(seconds=10)
 # failure.
 SILENT_TIMEOUT = timedelta(seconds=30)
 REQUEST_TIMEOUT = timedelta(hours=1)
-FIRST_PAUSE = 0.1  # seconds
-LONGEST_PAUSE = 5.0
+LONGEST_PAUSE = timedelta(seconds=5)
+PAUSE_SECONDS = 0.5
 MANY = 1000  # retries, which are limited by time
-BUSY = (408, 429)  # besides 500 and above, but for 501: not implemented
+HAS_RETRIED = re.compile(r"after [1-9]\d* retries")
 STATUS = re.compile(r"status code: (\d{3})")
 CODE = re.compile(r"<Code>(\w+)</Code>")
 NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+BUSY = (408, 429)  # besides 500 and above, but for 501: not implemented
+OF_STATUS: dict[int, tuple[type[Exception], str]] = {
+    404: (ObjectMissingError, "not found"),
+    412: (ObjectChangedError, "changed while it was read; run again"),
+    401: (StoreError, "access denied ({answer}); check the credentials"),
+    403: (StoreError, "access denied ({answer}); check the credentials"),
+}
 # Instance metadata, which is asked for credentials when the environment has none.
 METADATA = re.compile(r"169\.254\.\d|metadata\.google")
-NOT_TRUSTED = re.compile(r"certificate|BadScheme|builder error")
-# What a broken connection says, and how it is told.
-BROKEN = (
-    (re.compile(r"Connection ?refused"), "connection refused"),
-    (re.compile(r"lookup address|dns error"), "its name cannot be resolved"),
-    (re.compile(r"TimedOut|timed out|kind: Timeout"), "no answer in time"),
-    (re.compile(r"unreachable"), "no route to it"),
-    (re.compile(r"HTTP error|HttpError"), "the connection was cut"),
+AWAY = "cannot be reached: "
+# What a failure without a status says, and how it is told.
+OF_TEXT: tuple[tuple[str, type[Exception], str], ...] = (
+    (
+        "certificate|BadScheme|builder error",
+        StoreError,
+        "the connection would not be safe: check the certificate",
+    ),
+    ("Connection ?refused", UnreachableError, AWAY + "connection refused"),
+    ("lookup address|dns error", UnreachableError, AWAY + "its name cannot be resolved"),
+    ("TimedOut|timed out|kind: Timeout", UnreachableError, AWAY + "no answer in time"),
+    ("unreachable", UnreachableError, AWAY + "no route to it"),
+    ("HTTP error|HttpError", UnreachableError, AWAY + "the connection was cut"),
+    ("path segment", StoreError, "a key with an empty or dotted folder name cannot be read"),
 )
 _used_by: int | None = None
 
 
-def client(root: str, retry_seconds: float = 0.0) -> Any:
+def client(root: str, patience: float) -> Any:
     """The obstore client of `root`, such as `s3://bucket`, as the environment now describes it.
 
-    Threads share it, and its connections. It repeats failed requests by itself for `retry_seconds`.
+    Threads share it, and its connections. `patience` is how long it repeats what fails, in seconds.
 
     Raises `UserError` if obstore is not installed or the environment is wrong, `RuntimeError` in a
     forked process, where obstore would hang.
@@ -83,7 +92,7 @@ def client(root: str, retry_seconds: float = 0.0) -> Any:
     environment = {name: text for name, text in os.environ.items() if name.startswith(prefix)}
     if scheme == "s3":
         _check_endpoint(root, environment)
-    return _make_client(root, retry_seconds, tuple(sorted(environment.items())))
+    return _make_client(root, patience, tuple(sorted(environment.items())))
 
 
 def endpoint_of(root: str) -> str:
@@ -101,20 +110,16 @@ def _check_endpoint(root: str, environment: dict[str, str]) -> None:
     name = _endpoint_variable(environment)
     if name is None:
         return
+    place = f"{root}: {name} in the environment"
     found = ENDPOINT.fullmatch(environment[name])
     if found is None:
-        raise StoreError(f"{root}: {name} in the environment is not like https://host:port")
-    if found[1] == "http" and environment.get("AWS_ALLOW_HTTP", "").lower() not in (
-        "true",
-        "1",
-    ):
-        raise StoreError(
-            f"{root}: {name} in the environment is not encrypted; allow it by AWS_ALLOW_HTTP=true"
-        )
+        raise StoreError(f"{place} is not like https://host:port")
+    if found[1] == "http" and environment.get("AWS_ALLOW_HTTP", "").lower() not in ("true", "1"):
+        raise StoreError(f"{place} is not encrypted; allow it by AWS_ALLOW_HTTP=true")
 
 
 @functools.lru_cache(maxsize=16)
-def _make_client(root: str, retry_seconds: float, environment: tuple[tuple[str, str], ...]) -> Any:
+def _make_client(root: str, patience: float, environment: tuple[tuple[str, str], ...]) -> Any:
     try:
         # All of it: while another thread imports it, its module `store` is there before the rest.
         import obstore
@@ -126,62 +131,60 @@ def _make_client(root: str, retry_seconds: float, environment: tuple[tuple[str, 
     options |= {"connect_timeout": CONNECT_TIMEOUT, "read_timeout": SILENT_TIMEOUT}
     options |= {"timeout": REQUEST_TIMEOUT}
     retries = {
-        "max_retries": MANY if retry_seconds else 0,
-        "retry_timeout": timedelta(seconds=retry_seconds),
-        "backoff": {"max_backoff": timedelta(seconds=LONGEST_PAUSE)},
+        "max_retries": MANY if patience else 0,
+        "retry_timeout": timedelta(seconds=patience),
+        "backoff": {"max_backoff": LONGEST_PAUSE},
     }
     return obstore.store.from_url(root, client_options=options, retry_config=retries)
 
 
-def persist(address: str, patience: float, request: Callable[[], T]) -> T:
-    """The result of `request`, repeated with growing pauses while its failures may pass.
+def with_retries(address: str, patience: float, request: Callable[[], T]) -> T:
+    """The result of `request`, repeated for `patience` seconds while obstore does not do so itself.
 
-    Gives up `patience` seconds after the first failure with an `UnreachableError`. Raises
-    `StoreError` at once for what is final; both name `address`. What `request` raises of its own
-    passes as it is.
+    Raises what `explain_error` makes of its last failure.
     """
     deadline: float | None = None
-    pause = FIRST_PAUSE
     while True:
         try:
             return request()
         except Exception as error:
-            failure = told(error, address)
+            failure = explain_error(error, address)
             if failure is error:
                 raise
+            is_final = not isinstance(failure, UnreachableError) or HAS_RETRIED.search(str(error))
+        now = time.monotonic()
+        deadline = now + patience if deadline is None else deadline
         # Raised out of the handler, so that obstore's error is in no traceback either.
-        if not isinstance(failure, UnreachableError):
+        if is_final or now >= deadline:
             raise failure
-        if deadline is None:
-            deadline = time.monotonic() + patience
-            if patience:
-                log.warning("%s; trying again for %g s", failure, patience)
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise failure
-        time.sleep(min(remaining, pause * random.uniform(0.5, 1)))  # noqa: S311 -- a pause
-        pause = min(2 * pause, LONGEST_PAUSE)
+        time.sleep(PAUSE_SECONDS)
 
 
-def told(error: Exception, address: str) -> Exception:
+def explain_error(error: Exception, address: str) -> Exception:
     """What a failure of obstore means, in one line that names `address`; others as they are."""
     text = str(error)
     # Our own errors come first: without obstore there are none of its own.
     if isinstance(error, UserError | UnreachableError) or not _is_from_obstore(error, text):
         return error
-    found = STATUS.search(text)
-    if found is not None:
-        return _told_of_status(int(found[1]), text, address)
+    no_credentials = f"no credentials in the environment ({VARIABLES[address[:2]]}…)"
+    if (found := STATUS.search(text)) is not None:
+        status, code = int(found[1]), CODE.search(text)
+        answer = f"HTTP {status}, {code[1]}" if code else f"HTTP {status}"
+        kind, reason = OF_STATUS.get(
+            status, (StoreError, "the store refuses the request ({answer})")
+        )
+        if status in BUSY or (status >= 500 and status != 501):
+            kind, reason = UnreachableError, AWAY + "the store answers {answer}"
+        elif METADATA.search(text.partition("status code")[0]):
+            kind, reason = StoreError, no_credentials
+        elif NO_BUCKET.search(text):
+            kind, reason = StoreError, "there is no such bucket"
+        return kind(f"{address}: {reason.format(answer=answer)}")
     if METADATA.search(text):
-        variables = VARIABLES[address.partition("://")[0]]
-        return StoreError(f"{address}: no credentials in the environment ({variables}…)")
-    if NOT_TRUSTED.search(text):
-        return StoreError(f"{address}: the connection would not be safe: check the certificate")
-    for pattern, reason in BROKEN:
-        if pattern.search(text):
-            return UnreachableError(f"{address}: cannot be reached: {reason}")
-    if "path segment" in text:
-        return StoreError(f"{address}: a key with an empty or dotted folder name cannot be read")
+        return StoreError(f"{address}: {no_credentials}")
+    for pattern, kind, reason in OF_TEXT:
+        if re.search(pattern, text):
+            return kind(f"{address}: {reason}")
     # Of the environment, mostly; without addresses, which may hold a password.
     reason = re.sub(r"\S*://\S*", "…", text.partition("\n")[0])
     return StoreError(f"{address}: {reason}")
@@ -190,29 +193,7 @@ def told(error: Exception, address: str) -> Exception:
 def _is_from_obstore(error: Exception, text: str) -> bool:
     from obstore.exceptions import BaseError
 
-    if isinstance(error, BaseError):
-        return True
     # Some of its errors are Python's own types; those of the operating system have a number.
-    if isinstance(error, FileNotFoundError):
-        return error.errno is None
-    return isinstance(error, NotImplementedError) or (
-        isinstance(error, ValueError) and text.startswith("Could not parse path")
-    )
-
-
-def _told_of_status(status: int, text: str, address: str) -> Exception:
-    code = CODE.search(text)
-    answer = f"HTTP {status}, {code[1]}" if code else f"HTTP {status}"
-    if status in BUSY or (status >= 500 and status != 501):
-        return UnreachableError(f"{address}: cannot be reached: the store answers {answer}")
-    if METADATA.search(text.partition("status code")[0]):
-        return StoreError(f"{address}: no credentials in the environment ({answer})")
-    if NO_BUCKET.search(text):
-        return StoreError(f"{address}: there is no such bucket")
-    if status == 404:
-        return ObjectMissingError(f"{address}: not found")
-    if status == 412:
-        return ObjectChangedError(f"{address}: changed while it was read; run again")
-    if status in (401, 403):
-        return StoreError(f"{address}: access denied ({answer}); check the credentials")
-    return StoreError(f"{address}: the store refuses the request ({answer})")
+    is_missing = isinstance(error, FileNotFoundError) and error.errno is None
+    is_wrong_key = isinstance(error, ValueError) and text.startswith("Could not parse path")
+    return isinstance(error, BaseError | NotImplementedError) or is_missing or is_wrong_key

@@ -6,7 +6,7 @@ import sys
 # In the middle of the import, when its module `store` is there and the rest is not.
 PROGRAM = """
 import sys, threading, traceback
-from infini_model.runtime.object_stores.requests import _make_client
+from infini_model.runtime.store_client import _make_client
 
 got, threads = [], []
 

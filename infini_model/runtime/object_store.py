@@ -1,0 +1,486 @@
+"""Object stores: Amazon S3 and what speaks like it, Google Cloud Storage and Azure Blob Storage.
+
+An address is `s3://bucket/key`, `gs://bucket/key` or `az://container/key`. Endpoint, region and
+credentials come from the environment, as obstore and the stores' own tools name them, and nowhere
+else. An object is there completely or not at all, so what is written last vouches for the rest.
+
+Failures that may pass are repeated (`infini_model.runtime.store_client`). Every method raises
+`UnreachableError` if the store stays away, and `StoreError` for what a retry cannot change: an
+access denied, a missing bucket, a key that cannot be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import glob
+import hashlib
+import io
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import pyarrow as pa
+
+from infini_model.config.locations import STORES
+from infini_model.runtime import storage
+from infini_model.runtime.errors import (
+    ObjectChangedError,
+    ObjectDamagedError,
+    ObjectMissingError,
+    StoreError,
+)
+from infini_model.runtime.store_client import VARIABLES, client, with_retries
+
+T = TypeVar("T")
+# Returns the bytes from `start` to `stop` (exclusive), all of them.
+Fetch: TypeAlias = Callable[[int, int], bytes]
+
+PATIENCE = 60.0  # seconds
+# One request reads at most this much: what is cut is read again, and an answer is held in memory.
+REQUEST_BYTES = 16 << 20
+READ_AHEAD = (64 << 10, 8 << 20)  # bytes, after a jump and in a long sequential read
+PART_BYTES = 16 << 20  # of an upload
+MAX_PARTS = 10_000
+PARTS_AT_ONCE = 4
+DELETED_AT_ONCE = 1000
+# What an address with a signature has in its query.
+SIGNATURE = re.compile(r"[?&](sig|se|sp|X-(Amz|Goog)-\w+|AWSAccessKeyId|Signature)=", re.IGNORECASE)
+
+
+class Version(NamedTuple):
+    """What a store calls the content of an object: its entity tag, and a number if it keeps any.
+
+    S3's entity tag of a small object is a hash of its content: equal contents are equal versions.
+    """
+
+    etag: str | None
+    number: str | None = None
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object as its store lists it.
+
+    `key` is relative to the store that listed it, `bytes` the size, `modified` the last write.
+    """
+
+    address: str
+    key: str
+    bytes: int
+    version: Version
+    modified: datetime
+
+
+class RangedFile(io.RawIOBase):
+    """A file of `size` bytes of which `fetch` reads ranges; raises what `fetch` raises.
+
+    A request reads what is asked for and `ahead` bytes more: the first number after a jump, twice
+    as much each time as long as reads follow one another, up to the second.
+    """
+
+    def __init__(self, fetch: Fetch, size: int, ahead: tuple[int, int] = (0, 0)) -> None:
+        super().__init__()
+        self._fetch_range, self._size = fetch, size
+        self._least, self._most = ahead
+        self._ahead = self._least
+        self._position = 0
+        self._block, self._start = b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next `size` bytes, fewer only at the end; all that are left if it is negative."""
+        start = self._position
+        stop = self._size if size is None or size < 0 else min(start + size, self._size)
+        if start >= stop:
+            return b""
+        self._position = stop
+        if start < self._start or stop > self._start + len(self._block):
+            self._fetch(start, stop)
+        return self._block[start - self._start : stop - self._start]
+
+    def _fetch(self, start: int, stop: int) -> None:
+        """Make the block begin at `start` and reach to `stop` or beyond; keep what it has of it."""
+        end = self._start + len(self._block)
+        follows = self._start <= start <= end
+        self._ahead = min(2 * self._ahead, self._most) if follows else self._least
+        kept = self._block[start - self._start :] if follows else b""
+        goal = min(stop + self._ahead, self._size)
+        fetched = self._fetch_range(start + len(kept), goal)
+        self._block, self._start = kept + fetched if kept else fetched, start
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """The bucket, as an address, and the key, which may be empty or a glob.
+
+    Raises `StoreError` for an unknown scheme, a missing bucket, credentials inside the address, and
+    keys with an empty or dotted folder name, which obstore cannot express. No credentials are told.
+    """
+    scheme, separator, rest = address.partition("://")
+    if not separator or scheme not in VARIABLES:
+        raise StoreError(f"{_harmless(address)}: unknown kind of address; takes {' '.join(STORES)}")
+    bucket, _, key = rest.partition("/")
+    if "@" in bucket or SIGNATURE.search(rest):
+        raise StoreError(
+            f"{_harmless(address)}: holds credentials; put them into the environment"
+            f" ({VARIABLES[scheme]}…)"
+        )
+    if not bucket or glob.has_magic(bucket):
+        raise StoreError(f"{address}: names no bucket")
+    key = key.removesuffix("/")
+    if key and not {"", ".", ".."}.isdisjoint(key.split("/")):
+        raise StoreError(f"{address}: a key with an empty or dotted folder name cannot be read")
+    return f"{scheme}://{bucket}", key
+
+
+def _harmless(address: str) -> str:
+    """An address without the parts that can hold credentials."""
+    return re.sub(r"://[^/]*@", "://…@", address.partition("?")[0])
+
+
+def locate(address: str) -> tuple[ObjectStore, str]:
+    """The store of an object's bucket, and its key there. Raises `StoreError`."""
+    root, key = split_address(address)
+    if not key:
+        raise StoreError(f"{address}: names a bucket, not an object")
+    return ObjectStore(root), key
+
+
+class ObjectStore:
+    """The objects below an address, by their keys relative to it.
+
+    It is only its address and may be shared by threads, pickled and sent to a spawned process; a
+    forked process must not use it. `patience` is how long a store may be away, in seconds.
+    """
+
+    def __init__(self, address: str, patience: float = PATIENCE) -> None:
+        self._root, self._prefix = split_address(address)
+        self.address = address.rstrip("/")
+        self._patience = patience
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.address!r})"
+
+    def address_of(self, key: str) -> str:
+        path = self._path(key)
+        return f"{self._root}/{path}" if path else self._root
+
+    def _path(self, key: str) -> str:
+        return "/".join(part for part in (self._prefix, key) if part)
+
+    def _request(self, key: str, request: Callable[[Any], T]) -> T:
+        """What `request` returns, given obstore's client of the bucket."""
+        root, patience = self._root, self._patience
+        return with_retries(self.address_of(key), patience, lambda: request(client(root, patience)))
+
+    def list_below(self, folder: str = "") -> list[StoredObject]:
+        """All objects below a folder, sorted by address.
+
+        Empty objects that only mark a folder, in which there are others, are left out.
+        """
+        path = self._path(folder) or None
+
+        def request(store: Any) -> list[StoredObject]:
+            # Page by page, as what obstore says of an object takes more memory than what is kept.
+            pages = store.list(path, chunk_size=1000)
+            return [self._stored(each) for page in pages for each in page]
+
+        listed = self._request(folder, request)
+        if not all(each.bytes for each in listed):
+            folders = _folders(each.address for each in listed)
+            listed = [each for each in listed if each.bytes or each.address not in folders]
+        return sorted(listed, key=lambda each: each.address)
+
+    def folders(self) -> list[str]:
+        """The names of the folders right below the address; what is in them is not listed."""
+        path = self._path("") or None
+
+        def request(store: Any) -> list[str]:
+            return list(store.list_with_delimiter(path)["common_prefixes"])
+
+        return sorted(each.rpartition("/")[2] for each in self._request("", request))
+
+    def _stored(self, described: dict[str, Any]) -> StoredObject:
+        path = described["path"]
+        return StoredObject(
+            f"{self._root}/{path}",
+            path.removeprefix(self._prefix).lstrip("/"),
+            described["size"],
+            _version(described),
+            described["last_modified"],
+        )
+
+    def find(self, key: str) -> StoredObject | None:
+        """The object `key` as it is now, or None if there is none."""
+        path = self._path(key)
+        with contextlib.suppress(ObjectMissingError):
+            return self._stored(self._request(key, lambda store: store.head(path)))
+        # The answer to HEAD has no body, which would tell a missing bucket from a missing object.
+        with contextlib.suppress(ObjectMissingError):
+            return self._stored(self._request(key, lambda store: store.get(path).meta))
+        return None
+
+    def read(self, key: str) -> tuple[bytes, Version]:
+        """The content of a small object, and its version. Raises `ObjectMissingError`."""
+
+        def request(store: Any) -> tuple[bytes, Version]:
+            result = store.get(self._path(key))
+            return bytes(result.bytes()), _version(result.meta)
+
+        return self._request(key, request)
+
+    def read_beginning(self, key: str, count: int) -> tuple[bytes, StoredObject]:
+        """The first `count` bytes of an object, fewer if it is shorter, and what it is, at once.
+
+        Raises `ObjectMissingError`, `StoreError` if the object is empty.
+        """
+        path = self._path(key)
+
+        def request(store: Any) -> tuple[bytes, StoredObject]:
+            result = store.get(path, options={"range": (0, count)})
+            return bytes(result.bytes()), self._stored(result.meta)
+
+        return self._request(key, request)
+
+    def read_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+        """The bytes from `start` to `stop` (exclusive) of an object that is still of this version.
+
+        Raises `ObjectChangedError` if it is not or is shorter, `ObjectMissingError` if it is gone.
+        """
+        options: dict[str, Any] = {"if_match": version.etag} if version.etag else {}
+
+        def piece(begin: int) -> bytes:
+            end = min(begin + REQUEST_BYTES, stop)
+
+            def request(store: Any) -> bytes:
+                result = store.get(self._path(key), options=options | {"range": (begin, end)})
+                content = bytes(result.bytes())
+                # There are servers that do not honour conditions.
+                if (
+                    _version(result.meta).etag != version.etag is not None
+                    or len(content) < end - begin
+                ):
+                    raise _changed(self.address_of(key))
+                return content
+
+            return self._request(key, request)
+
+        pieces = [piece(begin) for begin in range(start, stop, REQUEST_BYTES)]
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def open(self, key: str, size: int, version: Version) -> pa.NativeFile:
+        """Open an object of `size` bytes for reading at random positions, without loading it.
+
+        Sequential reads are read ahead. What is read is of this version: a read raises
+        `ObjectChangedError` if the object was overwritten, `ObjectMissingError` if it was deleted.
+        """
+        # Of an empty object nothing will be read, so nothing else would notice.
+        if not size and self._existing(key).bytes:
+            raise _changed(self.address_of(key))
+
+        def fetch(start: int, stop: int) -> bytes:
+            return self.read_range(key, start, stop, version)
+
+        return pa.PythonFile(RangedFile(fetch, size, READ_AHEAD), mode="r")
+
+    def download(self, key: str, path: Path, sha256: str | None = None) -> str:
+        """Copy an object to a local file, atomically; returns its SHA-256.
+
+        Raises `ObjectMissingError`, `ObjectDamagedError` if its SHA-256 is not the given one,
+        `UserError` if the disk is full.
+        """
+        found = self._existing(key)
+        digest = hashlib.sha256()
+        with storage.atomic_file(path) as temporary, temporary.open("wb") as file:
+            for piece in self._pieces(key, found):
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            if sha256 not in (None, digest.hexdigest()):
+                actual = digest.hexdigest()
+                message = f"{found.address}: is damaged: SHA-256 {actual}, not {sha256}"
+                raise ObjectDamagedError(message)
+        return digest.hexdigest()
+
+    def sha256(self, key: str) -> str:
+        """The SHA-256 of an object, which is read as a whole. Raises `ObjectMissingError`."""
+        digest = hashlib.sha256()
+        for piece in self._pieces(key, self._existing(key)):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _existing(self, key: str) -> StoredObject:
+        found = self.find(key)
+        if found is None:
+            raise ObjectMissingError(f"{self.address_of(key)}: not found")
+        return found
+
+    def _pieces(self, key: str, found: StoredObject) -> Iterator[bytes]:
+        """The content of an object that is still as it was found; raises as `read_range` does."""
+        for start in range(0, found.bytes, REQUEST_BYTES):
+            stop = min(start + REQUEST_BYTES, found.bytes)
+            yield self.read_range(key, start, stop, found.version)
+
+    def write(self, key: str, content: bytes) -> Version:
+        """Write a small object, over what is there."""
+        path = self._path(key)
+        return _version(
+            self._request(key, lambda store: store.put(path, content, use_multipart=False))
+        )
+
+    def upload(self, key: str, path: Path) -> Version:
+        """Copy a local file to an object, over what is there, in parts if it is large.
+
+        Raises `OSError` if the file cannot be read.
+        """
+
+        def request(store: Any) -> Any:
+            with path.open("rb") as file:
+                part = max(PART_BYTES, path.stat().st_size // MAX_PARTS + 1)
+                return store.put(
+                    self._path(key), file, chunk_size=part, max_concurrency=PARTS_AT_ONCE
+                )
+
+        return _version(self._request(key, request))
+
+    def create(self, key: str, content: bytes) -> Version | None:
+        """Write a small object if there is none; None if there is one, or another comes first.
+
+        Of several writers at most one succeeds, as long as their contents differ: a writer whose
+        connection was cut after the store had already accepted the object recognises its content.
+        """
+        return self._write_if(key, content, "create")
+
+    def replace(self, key: str, content: bytes, expected: Version) -> Version | None:
+        """Write a small object over one of this version; None if it is another or gone.
+
+        Compare-and-swap, as long as contents differ; see `create` and `Version`.
+        """
+        fields = {"e_tag": expected.etag, "version": expected.number}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return self._write_if(key, content, given)
+
+    def _write_if(self, key: str, content: bytes, mode: Any) -> Version | None:
+        def request(store: Any) -> Version | None:
+            from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+            try:
+                written = store.put(self._path(key), content, mode=mode, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError):
+                # obstore may have sent it twice, as the first answer did not arrive.
+                return self._written(key, content)
+            return _version(written)
+
+        return self._request(key, request)
+
+    def _written(self, key: str, content: bytes) -> Version | None:
+        """The version of the object if it holds `content`, which no other writer has."""
+        try:
+            there, version = self.read(key)
+        except ObjectMissingError:
+            return None
+        return version if there == content else None
+
+    def honours_conditions(self) -> bool:
+        """Whether the store refuses to overwrite what `create` and `replace` must not."""
+        key = f".conditions-{uuid.uuid4().hex}"
+        try:
+            first = self.create(key, b"1")
+            if first is None or self.create(key, b"2") is not None:
+                return False
+            is_replaced = self.replace(key, b"3", first) is not None
+            return is_replaced and self.replace(key, b"4", first) is None
+        finally:
+            self.delete([key])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that are not there count as deleted."""
+        paths = [self._path(key) for key in keys]
+        for start in range(0, len(paths), DELETED_AT_ONCE):
+            batch = paths[start : start + DELETED_AT_ONCE]
+            try:
+                self._delete(batch)
+            except ObjectMissingError:
+                # Google's and Azure's stores stop at what is not there.
+                for path in batch:
+                    with contextlib.suppress(ObjectMissingError):
+                        self._delete([path])
+
+    def _delete(self, paths: list[str]) -> None:
+        self._request("", lambda store: store.delete(paths))
+
+
+def _changed(address: str) -> ObjectChangedError:
+    return ObjectChangedError(f"{address}: changed while it was read; run again")
+
+
+def _version(described: Any) -> Version:
+    # A multipart upload answers "null" from a bucket that keeps no versions.
+    number = described["version"]
+    etag = described["e_tag"]
+    # Azure quotes entity tags in some of its answers only.
+    quoted = None if etag is None else '"' + etag.strip('"') + '"'
+    return Version(quoted, None if number == "null" else number)
+
+
+def _folders(paths: Iterable[str]) -> set[str]:
+    """The folders of all depths in which there is one of these paths."""
+    folders: set[str] = set()
+    for path in paths:
+        folder = path.rpartition("/")[0]
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    return folders
+
+
+def matching(pattern: str) -> list[StoredObject]:
+    """The objects that an address or a glob matches, sorted by address.
+
+    A glob matches what it would match on a disk (`glob.glob`, recursive): `*` within one folder
+    name, `**` any number of folders, neither what begins with a dot. All objects below the folders
+    that stand before the first wildcard are listed.
+    """
+    root, key = split_address(pattern)
+    store = ObjectStore(root)
+    if not glob.has_magic(key):
+        found = store.find(key) if key else None
+        return [found] if found else []
+    parts = key.split("/")
+    fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    prefix = "/".join(parts[:fixed])
+    return [
+        each
+        for each in store.list_below(prefix)
+        if _matches(each.key.split("/")[fixed:], parts[fixed:])
+    ]
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern or not names:
+        return not pattern and not names
+    if pattern[0] == "**":
+        if len(pattern) == 1:
+            return not any(name.startswith(".") for name in names)
+        deeper = not names[0].startswith(".") and _matches(names[1:], pattern)
+        return deeper or _matches(names, pattern[1:])
+    hidden = names[0].startswith(".") and not pattern[0].startswith(".")
+    same = not hidden and fnmatch.fnmatchcase(names[0], pattern[0])
+    return same and _matches(names[1:], pattern[1:])

@@ -41,7 +41,7 @@ T = TypeVar("T")
 Fetch: TypeAlias = Callable[[int, int], bytes]
 
 PATIENCE = 60.0  # seconds
-# One request reads at most this much: what is cut is read again, and an answer is held in memory.
+# What a download reads at once: an answer is held in memory.
 REQUEST_BYTES = 16 << 20
 READ_AHEAD = (64 << 10, 8 << 20)  # bytes, after a jump and in a long sequential read
 PART_BYTES = 16 << 20  # of an upload
@@ -203,10 +203,14 @@ class ObjectStore:
             return [self._stored(each) for page in pages for each in page]
 
         listed = self._request(folder, request)
-        if not all(each.bytes for each in listed):
-            folders = _folders(each.address for each in listed)
-            listed = [each for each in listed if each.bytes or each.address not in folders]
-        return sorted(listed, key=lambda each: each.address)
+        empty = {each.address for each in listed if not each.bytes}
+        marks = {
+            address[: slash.start()]
+            for address in (each.address for each in listed if empty)
+            for slash in re.finditer("/", address)
+        } & empty
+        kept = (each for each in listed if each.address not in marks)
+        return sorted(kept, key=lambda each: each.address)
 
     def folders(self) -> list[str]:
         """The names of the folders right below the address; what is in them is not listed."""
@@ -230,11 +234,10 @@ class ObjectStore:
     def find(self, key: str) -> StoredObject | None:
         """The object `key` as it is now, or None if there is none."""
         path = self._path(key)
-        with contextlib.suppress(ObjectMissingError):
-            return self._stored(self._request(key, lambda store: store.head(path)))
         # The answer to HEAD has no body, which would tell a missing bucket from a missing object.
-        with contextlib.suppress(ObjectMissingError):
-            return self._stored(self._request(key, lambda store: store.get(path).meta))
+        for request in (lambda store: store.head(path), lambda store: store.get(path).meta):
+            with contextlib.suppress(ObjectMissingError):
+                return self._stored(self._request(key, request))
         return None
 
     def read(self, key: str) -> tuple[bytes, Version]:
@@ -266,24 +269,16 @@ class ObjectStore:
         """
         options: dict[str, Any] = {"if_match": version.etag} if version.etag else {}
 
-        def piece(begin: int) -> bytes:
-            end = min(begin + REQUEST_BYTES, stop)
+        def request(store: Any) -> bytes:
+            result = store.get(self._path(key), options=options | {"range": (start, stop)})
+            content = bytes(result.bytes())
+            # There are servers that do not honour conditions.
+            is_other = version.etag is not None and _version(result.meta).etag != version.etag
+            if is_other or len(content) < stop - start:
+                raise _changed(self.address_of(key))
+            return content
 
-            def request(store: Any) -> bytes:
-                result = store.get(self._path(key), options=options | {"range": (begin, end)})
-                content = bytes(result.bytes())
-                # There are servers that do not honour conditions.
-                if (
-                    _version(result.meta).etag != version.etag is not None
-                    or len(content) < end - begin
-                ):
-                    raise _changed(self.address_of(key))
-                return content
-
-            return self._request(key, request)
-
-        pieces = [piece(begin) for begin in range(start, stop, REQUEST_BYTES)]
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._request(key, request) if stop > start else b""
 
     def open(self, key: str, size: int, version: Version) -> pa.NativeFile:
         """Open an object of `size` bytes for reading at random positions, without loading it.
@@ -306,23 +301,22 @@ class ObjectStore:
         Raises `ObjectMissingError`, `ObjectDamagedError` if its SHA-256 is not the given one,
         `UserError` if the disk is full.
         """
-        found = self._existing(key)
         digest = hashlib.sha256()
         with storage.atomic_file(path) as temporary, temporary.open("wb") as file:
-            for piece in self._pieces(key, found):
+            for piece in self._pieces(key):
                 digest.update(piece)
                 file.write(piece)
             file.flush()
-            if sha256 not in (None, digest.hexdigest()):
-                actual = digest.hexdigest()
-                message = f"{found.address}: is damaged: SHA-256 {actual}, not {sha256}"
-                raise ObjectDamagedError(message)
-        return digest.hexdigest()
+            actual = digest.hexdigest()
+            if sha256 not in (None, actual):
+                address = self.address_of(key)
+                raise ObjectDamagedError(f"{address}: is damaged: SHA-256 {actual}, not {sha256}")
+        return actual
 
     def sha256(self, key: str) -> str:
         """The SHA-256 of an object, which is read as a whole. Raises `ObjectMissingError`."""
         digest = hashlib.sha256()
-        for piece in self._pieces(key, self._existing(key)):
+        for piece in self._pieces(key):
             digest.update(piece)
         return digest.hexdigest()
 
@@ -332,8 +326,9 @@ class ObjectStore:
             raise ObjectMissingError(f"{self.address_of(key)}: not found")
         return found
 
-    def _pieces(self, key: str, found: StoredObject) -> Iterator[bytes]:
-        """The content of an object that is still as it was found; raises as `read_range` does."""
+    def _pieces(self, key: str) -> Iterator[bytes]:
+        """The content of an object, all of it of one version; raises as `read_range` does."""
+        found = self._existing(key)
         for start in range(0, found.bytes, REQUEST_BYTES):
             stop = min(start + REQUEST_BYTES, found.bytes)
             yield self.read_range(key, start, stop, found.version)
@@ -375,7 +370,9 @@ class ObjectStore:
         """
         fields = {"e_tag": expected.etag, "version": expected.number}
         given = {name: value for name, value in fields.items() if value is not None}
-        return self._write_if(key, content, given)
+        with contextlib.suppress(ObjectMissingError):  # what Amazon says of one that is gone
+            return self._write_if(key, content, given)
+        return None
 
     def _write_if(self, key: str, content: bytes, mode: Any) -> Version | None:
         def request(store: Any) -> Version | None:
@@ -438,17 +435,6 @@ def _version(described: Any) -> Version:
     # Azure quotes entity tags in some of its answers only.
     quoted = None if etag is None else '"' + etag.strip('"') + '"'
     return Version(quoted, None if number == "null" else number)
-
-
-def _folders(paths: Iterable[str]) -> set[str]:
-    """The folders of all depths in which there is one of these paths."""
-    folders: set[str] = set()
-    for path in paths:
-        folder = path.rpartition("/")[0]
-        while folder and folder not in folders:
-            folders.add(folder)
-            folder = folder.rpartition("/")[0]
-    return folders
 
 
 def matching(pattern: str) -> list[StoredObject]:

@@ -27,7 +27,7 @@ CLIENT = """
 import contextlib, json, os, pathlib, sys, tempfile, time
 import pyarrow.parquet as pq
 from infini_model.config import HubSource
-from infini_model.data.shards.layout import divide
+from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading, read_range
 from infini_model.data.sources.hub import fetch_weights
@@ -49,7 +49,7 @@ def read(files):
 
 def plan(files):
     facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
-    return len(divide(ranges_of(files), Reading(), 200_000, facts))
+    return len(plan_partitions(ranges_of(files), Reading(), 200_000, facts))
 
 def listing(source):
     facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")

@@ -8,13 +8,13 @@ import pytest
 from corpora import as_rows, cut_file, local_file, make_pairs, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from infini_model.data.sources.pairs.rows import pair_of
 
 from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.files import FileRange
 from infini_model.data.sources.formats import Reading, read_documents
 from infini_model.data.sources.listing import download, reading_of
+from infini_model.data.sources.pairs import pair_of
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 

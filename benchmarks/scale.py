@@ -95,7 +95,7 @@ def _record() -> bytes:
                 path=f"{KEY}/{split}-0.arrow",
                 documents=8000,
                 tokens=8_000_000,
-                buffers=(512, 32_512),
+                start=536,
                 bytes=SHARD_BYTES,
                 sha256="a" * 64,
             )

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.manifest import SPLITS, Shard, Split
+from infini_model.data.manifest import SPLITS, Shard, Split, array_starts
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.sources.formats import read_documents
 from infini_model.data.sources.pairs import TEXTS, join
@@ -205,7 +205,7 @@ class ShardWriter:
                 path=f"{self._key}/{name}",
                 documents=len(documents.offsets) - 1,
                 tokens=len(documents.ids),
-                buffers=write_shard(path, documents, prompts),
+                start=write_shard(path, documents, prompts),
                 bytes=path.stat().st_size,
                 sha256=storage.sha256(path),
             )
@@ -265,13 +265,11 @@ def _concatenate(parts: list[DelimitedDocs]) -> DelimitedDocs:
     return DelimitedDocs(whole, np.concatenate(prompts) if prompts else None)
 
 
-def write_shard(
-    path: Path, documents: Ragged, prompts: np.ndarray | None = None
-) -> tuple[int, ...]:
+def write_shard(path: Path, documents: Ragged, prompts: np.ndarray | None = None) -> int:
     """Write documents, begun and ended, as an Arrow stream of one record batch.
 
     `prompts` int32 [documents] is how many tokens of each are its prompt, if they have prompts.
-    Returns `Shard.buffers`. Raises `DataError` if there are more tokens than 31-bit offsets can
+    Returns `Shard.start`. Raises `DataError` if there are more tokens than 31-bit offsets can
     address.
     """
     ids, offsets = documents
@@ -286,7 +284,11 @@ def write_shard(
     )
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as out:
         out.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-    return _buffers(path)
+    found = _buffers(path)
+    expected = array_starts(found[0], len(offsets) - 1, len(ids), ids.itemsize)
+    if len(ids) and found != expected[: len(found)]:
+        raise RuntimeError(f"pyarrow {pa.__version__} lays out arrays at {found}, not {expected}")
+    return found[0]
 
 
 def _buffers(path: Path) -> tuple[int, ...]:

@@ -28,18 +28,27 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 class Shard:
     """An Arrow file of a split.
 
-    `path` is where its partition has it, `<partition key>/<name>`. `buffers` is where in the file
-    its arrays begin: int32 [documents + 1], the documents' starts; [tokens], the ids; and if the
-    documents are pairs, int32 [documents], the lengths of their prompts.
+    `path` is where its partition has it, `<partition key>/<name>`. `start` is where in the file its
+    arrays begin; see `array_starts`.
     """
 
     file: str
     path: str
     documents: int
     tokens: int
-    buffers: tuple[int, ...]
+    start: int
     bytes: int
     sha256: str
+
+
+def array_starts(start: int, documents: int, tokens: int, itemsize: int) -> tuple[int, int, int]:
+    """Where the arrays of a shard begin in its file: offsets, values and, for pairs, prompts.
+
+    They are int32 [documents + 1], the documents' starts; [tokens], the ids; and int32 [documents],
+    the lengths of the prompts. Arrow pads each to a multiple of 8 bytes.
+    """
+    values = start + -(-4 * (documents + 1) // 8) * 8
+    return start, values, values + -(-itemsize * tokens // 8) * 8
 
 
 class SplitRecord(Record):

@@ -21,6 +21,7 @@ from infini_model.data.manifest import (
     PARTITIONS,
     SPLITS,
     Shard,
+    array_starts,
     has_own_shards,
     read_manifest,
 )
@@ -48,7 +49,7 @@ class ShardArrays(NamedTuple):
 class _Listed(NamedTuple):
     """What a manifest says of the shards in `folder`; of the records only what is needed is kept.
 
-    There may be a million of them. `buffers` int64 [shards, 3], where the arrays of each begin.
+    There may be a million of them. `start` int64 [shards] is where the arrays of each begin.
     """
 
     folder: str
@@ -56,7 +57,8 @@ class _Listed(NamedTuple):
     dtype: np.dtype
     documents: np.ndarray
     tokens: np.ndarray
-    buffers: np.ndarray
+    start: np.ndarray
+    pairs: bool
 
     def path(self, shard: int) -> str:
         # No `Path`: making one takes longer than opening the file.
@@ -70,7 +72,9 @@ def map_shard(listed: _Listed, shard: int) -> ShardArrays:
     """
     path, dtype = listed.path(shard), listed.dtype
     documents, tokens = int(listed.documents[shard]), int(listed.tokens[shard])
-    offsets, values, prompts = listed.buffers[shard].tolist()
+    offsets, values, prompts = array_starts(
+        int(listed.start[shard]), documents, tokens, dtype.itemsize
+    )
     try:
         # The mapping outlives the file descriptor, so that thousands of shards can be open.
         with pa.memory_map(path) as file:
@@ -78,7 +82,7 @@ def map_shard(listed: _Listed, shard: int) -> ShardArrays:
         arrays = ShardArrays(
             np.frombuffer(mapped, dtype, tokens, values),
             np.frombuffer(mapped, np.int32, documents + 1, offsets),
-            np.frombuffer(mapped, np.int32, documents if prompts else 0, prompts),
+            np.frombuffer(mapped, np.int32, documents if listed.pairs else 0, prompts),
         )
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: is not the shard in the manifest: {error}; {AGAIN}") from error
@@ -141,15 +145,14 @@ class TokenStream:
         self.dtype = dtype
         self.eos_token_id = eos_token_id
         self.pairs = pairs
-        # A shard without prompts has none at 0, where the header is.
-        buffers = [(*shard.buffers, 0)[:3] for shard in shards]
         listed = _Listed(
             str(folder),
             list(files),
             dtype,
             np.array([shard.documents for shard in shards], np.int64),
             np.array([shard.tokens for shard in shards], np.int64),
-            np.array(buffers, np.int64).reshape(-1, 3),
+            np.array([shard.start for shard in shards], np.int64),
+            pairs,
         )
         for number, shard in enumerate(shards):
             _check_size(listed.path(number), shard.bytes)
@@ -192,17 +195,13 @@ class TokenStream:
         for shard in np.flatnonzero(listed.documents).tolist():
             documents, tokens = int(listed.documents[shard]), int(listed.tokens[shard])
             yield from _read_lengths(
-                listed.path(shard), documents, tokens, int(listed.buffers[shard, 0])
+                listed.path(shard), documents, tokens, int(listed.start[shard])
             )
 
     def prompts(self) -> Iterator[np.ndarray]:
         """The number of tokens of every prompt, in order, as an int32 array for each shard."""
         for shard in np.flatnonzero(self._listed.documents).tolist():
-            found = self.shard(shard).prompts
-            if not len(found):
-                path = self._listed.path(shard)
-                raise DataError(f"{path}: has no prompts, the manifest says it has; {AGAIN}")
-            yield found
+            yield self.shard(shard).prompts
 
     def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Where documents start in their shards.

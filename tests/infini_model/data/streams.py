@@ -15,13 +15,13 @@ from infini_model.data.tokenizers.tokenizer import Ragged
 def write_shard(path: Path, values: np.ndarray, lengths: Sequence[int]) -> Shard:
     """Write documents of these lengths, in tokens; returns the manifest's record."""
     documents = Ragged(values, np.cumsum([0, *lengths]))
-    buffers = make_partition.write_shard(path, documents)
+    start = make_partition.write_shard(path, documents)
     return Shard(
         file=path.name,
         path="",
         documents=len(lengths),
         tokens=len(values),
-        buffers=buffers,
+        start=start,
         bytes=path.stat().st_size,
         sha256="",
     )

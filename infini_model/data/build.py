@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 def listing_file(listing: Listing, name: str) -> str:
     """The name of the file that keeps a listing, for datasets of this name."""
     contents = sorted(
-        f"{part.file.fingerprint} {part.file.address} {part.start} {part.stop} {part.rows}"
+        f"{part.file.fingerprint} {part.file.address} {part.start} {part.stop}"
         for part in listing.ranges
     )
     return f"{name}-{storage.content_key(contents)[:16]}.json"

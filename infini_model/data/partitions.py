@@ -110,11 +110,10 @@ class PartitionDefaults(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """Consecutive row groups of a Parquet file: up to `stop`, `bytes` of text in `rows` rows."""
+    """Consecutive row groups of a Parquet file, up to `stop`, and the bytes of their text."""
 
     stop: int
     bytes: int
-    rows: int
 
 
 def plan_partitions(
@@ -149,8 +148,11 @@ def _pieces(
     """A file cut into ranges, each with the bytes of its text; some formats cannot be cut."""
     file, kind = part.file, format_of(part.file.address)
     if kind == "parquet":
-        yield from _parquet_pieces(part, groups[file.fingerprint])
-    elif part.rows is None and (kind == "jsonl" or (kind == "text" and reading.separator)):
+        start = 0
+        for group in groups[file.fingerprint]:
+            yield FileRange(file=file, start=start, stop=group.stop), group.bytes
+            start = group.stop
+    elif kind == "jsonl" or (kind == "text" and reading.separator):
         for start in range(0, max(1, file.bytes), target_bytes):
             stop = start + target_bytes
             last = stop >= file.bytes
@@ -159,20 +161,6 @@ def _pieces(
     else:
         expansion = EXPANSION if kind.endswith((".gz", ".zst")) else 1
         yield part, file.bytes * expansion
-
-
-def _parquet_pieces(part: FileRange, groups: list[_Groups]) -> Iterator[tuple[FileRange, int]]:
-    start, rows = 0, part.rows
-    for piece in groups:
-        if part.stop is not None and start >= part.stop:
-            return
-        stop = piece.stop if part.stop is None else min(piece.stop, part.stop)
-        limit = None if rows is None or rows >= piece.rows else rows
-        yield FileRange(file=part.file, start=start, stop=stop, rows=limit), piece.bytes
-        start = stop
-        rows = None if rows is None else rows - piece.rows
-        if rows is not None and rows <= 0:
-            return
 
 
 def _all_groups(
@@ -193,7 +181,8 @@ def _all_groups(
             known[file.fingerprint] = found
             facts.put(keys[file.fingerprint], found)
     return {
-        fingerprint: [_Groups(*group) for group in found or []]
+        # Facts of earlier versions have a third number.
+        fingerprint: [_Groups(*group[:2]) for group in found or []]
         for fingerprint, found in known.items()
     }
 
@@ -210,14 +199,12 @@ def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Grou
         metadata = pq.read_metadata(opened)
     text_columns(file.address, metadata.schema.to_arrow_schema(), reading)
     gathered: list[_Groups] = []
-    size = rows = 0
+    size = 0
     for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        size += text_bytes(group, reading)
-        rows += group.num_rows
+        size += text_bytes(metadata.row_group(number), reading)
         if size >= target_bytes or number == metadata.num_row_groups - 1:
-            gathered.append(_Groups(number + 1, size, rows))
-            size = rows = 0
+            gathered.append(_Groups(number + 1, size))
+            size = 0
     return gathered
 
 

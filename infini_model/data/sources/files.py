@@ -50,13 +50,11 @@ class FileRange(Record):
 
     The unit is row groups in a Parquet file and bytes in plain JSON lines and in text with a
     separator, where a document belongs to the range in which it begins; other files are read whole.
-    `rows` limits the range to its first rows.
     """
 
     file: SourceFile
     start: int = 0
     stop: int | None = None
-    rows: int | None = None
 
 
 class Listing(Record):

@@ -143,7 +143,7 @@ def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
     moved = file.model_copy(update={"address": "s3://c/d.md", "version": "2"})
     same = [FileRange(file=moved, start=5), FileRange(file=moved)]
     assert specs_of(*same, batch_size=1)[0].key == spec.key
-    places = ({"start": 6}, {"start": 5, "stop": 6}, {"start": 5, "rows": 6})
+    places = ({"start": 6}, {"start": 5, "stop": 6})
     contents = ({"fingerprint": "x"}, {"address": "a.jsonl"})
     readings = (
         {"column": "body"},

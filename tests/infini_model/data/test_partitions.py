@@ -113,12 +113,6 @@ def test_a_parquet_file_is_cut_at_row_groups_and_its_footer_is_read_once(tmp_pat
     path.unlink()
     facts = FactCache(tmp_path / "kept.json")
     assert plan_partitions([part], Reading(), TARGET, facts) == partitions
-    # A limit ends in its row group.
-    for rows in (1, 10, 95):
-        limited = part.model_copy(update={"stop": -(-rows // 10), "rows": rows})
-        parts = [each.ranges[0] for each in plan_partitions([limited], Reading(), TARGET, facts)]
-        counts = [each.rows or (each.stop - each.start) * 10 for each in parts]
-        assert sum(counts) == rows
 
 
 def test_a_file_without_row_groups_makes_no_partition_and_a_damaged_one_is_named(tmp_path):

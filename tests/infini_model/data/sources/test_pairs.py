@@ -5,13 +5,12 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import as_rows, cut_file, local_file, make_pairs, write_rows
+from corpora import as_rows, cut_file, make_pairs, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.data.partitions import plan_partitions
-from infini_model.data.sources.files import FileRange
 from infini_model.data.sources.formats import Reading, read_documents
 from infini_model.data.sources.listing import download, reading_of
 from infini_model.data.sources.pairs import pair_of
@@ -167,7 +166,6 @@ def test_any_ranges_of_a_file_hold_each_pair_once(tmp_path):
     size = path.stat().st_size
     for cuts in ([size // 3], [1, 2, 3], range(100, size, 997)):
         assert pairs_in(cut_file(path, *cuts))[0] == pairs
-    assert pairs_in([FileRange(file=local_file(path), rows=7)])[0] == pairs[:7]
     table = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(as_rows(pairs)), table, row_group_size=7)
     assert pairs_in(cut_file(table, 2, 3))[0] == pairs

@@ -228,6 +228,8 @@ def _is_mistake(error: Exception) -> bool:
     kinds = (HFValidationError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError)
     return (
         isinstance(error, kinds)
+        # Arrow's error for a damaged file; those of a system have a number, the hub's a type.
+        or (type(error) is OSError and error.errno is None)
         or type(error).__module__ in ABOUT_DATA
         or MISTAKES.match(str(error)) is not None
     )

@@ -313,6 +313,8 @@ def test_what_does_not_exist_is_named_in_one_line(hub, repository, client, tmp_p
     choice = b"---\nconfigs:\n- config_name: a\n- config_name: b\n---\n"
     hub.repositories["team/choice"] = Repository({"README.md": choice, "a.parquet": b""})
     hub.repositories["team/damaged"] = Repository({"train.parquet": b"PAR1" + b"x" * 100})
+    torn = b"PAR1" + b"x" * 100 + (50).to_bytes(4, "little") + b"PAR1"
+    hub.repositories["team/torn"] = Repository({"train.parquet": torn})
     for fields, complaint in (
         ({"repository": "team/gone"}, "team/gone: does not exist on the hub, or is private"),
         ({"revision": "v9"}, "dataset team/data: has no revision 'v9'; it has: main"),
@@ -323,6 +325,8 @@ def test_what_does_not_exist_is_named_in_one_line(hub, repository, client, tmp_p
         ({"column": "article", "limit": 5}, "has no column 'article'; it has: text, number, noise"),
         ({"repository": "team/damaged"}, "train.parquet: "),
         ({"repository": "team/damaged", "limit": 5}, "dataset team/damaged: "),
+        ({"repository": "team/torn"}, "train.parquet: "),
+        ({"repository": "team/torn", "limit": 5}, "dataset team/torn: "),
     ):
         source = SOURCE | fields
         listed, error = client("listing", source)

@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from infini_model.config.locations import STORES
 from infini_model.runtime import storage
@@ -35,6 +33,9 @@ from infini_model.runtime.errors import (
     StoreError,
 )
 from infini_model.runtime.store_client import VARIABLES, client, with_retries
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 T = TypeVar("T")
 # Returns the bytes from `start` to `stop` (exclusive), all of them.
@@ -286,6 +287,8 @@ class ObjectStore:
         Sequential reads are read ahead. What is read is of this version: a read raises
         `ObjectChangedError` if the object was overwritten, `ObjectMissingError` if it was deleted.
         """
+        import pyarrow as pa  # a large library, which listing runs does not need
+
         # Of an empty object nothing will be read, so nothing else would notice.
         if not size and self._existing(key).bytes:
             raise _changed(self.address_of(key))

@@ -188,8 +188,8 @@ def refresh_run(
     if store is None:
         return True
     there = _store_of(run_dir, store).list_below()
-    if there:
-        _refresh(run_dir, store, there, logs=logs, checkpoint=checkpoint)
+    if there and _refresh(run_dir, store, there, None if logs else RECORDS) and checkpoint:
+        _get_checkpoint(_store_of(run_dir, store), run_dir)
     return bool(there)
 
 
@@ -197,19 +197,16 @@ def _refresh(
     run_dir: Path,
     store: str,
     objects: Collection[StoredObject],
-    *,
-    logs: bool = False,
-    checkpoint: bool = False,
-) -> None:
-    """The same, given what the store has; nothing if this folder has or had the run last."""
+    only: Collection[str] | None = RECORDS,
+) -> bool:
+    """Bring files here; does nothing and returns False if this folder has or had the run last."""
     stored = _store_of(run_dir, store)
     listed = next((each.version for each in objects if each.key == OWNER), None)
     is_held = holder_of(make_folder(run_dir) / LOCK) is not None
     if is_held or look(stored, run_dir, listed).is_own:
-        return
-    _get_files(stored, run_dir, objects, only=None if logs else RECORDS)
-    if checkpoint:
-        _get_checkpoint(stored, run_dir)
+        return False
+    _get_files(stored, run_dir, objects, only)
+    return True
 
 
 def _store_of(run_dir: Path, store: str) -> ObjectStore:

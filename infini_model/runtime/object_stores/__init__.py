@@ -1,1 +1,0 @@
-"""Objects in Amazon S3, Google Cloud Storage and Azure Blob Storage."""

@@ -109,7 +109,7 @@ class StoredDatasets(Datasets):
                 records[key] = record
             else:
                 log.warning("%s; rebuilding its partition", fault)
-                self._withdraw(key)
+                self._invalidate(key)
         return records
 
     def find_made(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
@@ -128,14 +128,14 @@ class StoredDatasets(Datasets):
                 raise
             except DataError as error:
                 log.warning("%s; rebuilding the partition", error)
-                self._withdraw(key)
+                self._invalidate(key)
                 return None
 
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
             found = zip(keys, pool.map(read, keys), strict=True)
             return {key: record for key, record in found if record is not None}
 
-    def _withdraw(self, key: str) -> None:
+    def _invalidate(self, key: str) -> None:
         self._store.delete([f"{PARTITIONS}/{key}/{RECORD}"])
 
     def _shard_faults(self, shards: Iterator[Shard]) -> Iterator[str]:
@@ -211,7 +211,7 @@ class StoredDatasets(Datasets):
                 return None
         # Whoever may only read has found the damage all the same.
         with contextlib.suppress(StoreError, UnreachableError):
-            self._withdraw(shard.path.partition("/")[0])
+            self._invalidate(shard.path.partition("/")[0])
         place = f"{self.address}/{PARTITIONS}/{shard.path}"
         return f"{place}: is damaged: its checksum differs from its record"
 

@@ -206,8 +206,8 @@ class DataConfig(Section):
     """Part of the partitions to make, as I/N: the I-th of N shares, each made by a command of its
     own; the last one to finish assembles the dataset. null (default) is all of them."""
     workers: NonNegativeInt = 0
-    """Threads that read and tokenise; 0 (default) is one per available core, plus one for
-    tokenising."""
+    """Threads that read and tokenise, each a partition; 0 (default) is one per available core, plus
+    one. With 1 nothing else is used; otherwise the last partition has all cores."""
     device: Device = "auto"
     """Where to tokenise: cpu (auto is the same), cuda (all GPUs), cuda:N (one GPU) or mixed (all
     GPUs and the remaining cores). The tokens are identical on all of them."""

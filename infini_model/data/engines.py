@@ -51,8 +51,16 @@ class LocalEngine:
 
     def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
         """Make the partitions with no more threads than there are partitions."""
+        unfinished = len(specs)
+
+        def share_cores() -> None:
+            """Let the tokenizer use all cores for the last partition, and one thread before it."""
+            if isinstance(self._tokenizer, BPETokenizer):
+                is_last = unfinished <= 1 and self._config.workers != 1
+                self._tokenizer.parallel = None if is_last else False
 
         def one(tokenizer: Tokenizer, spec: PartitionSpec, advance: Advance) -> None:
+            nonlocal unfinished
             left = spec.bytes
 
             def limited(count: int) -> None:
@@ -63,12 +71,11 @@ class LocalEngine:
 
             datasets.make(spec, tokenizer, limited)
             advance(left)
+            unfinished -= 1
+            share_cores()
 
         devices = worker_devices(self._config, self._tokenizer)[: len(specs)]
-        if isinstance(self._tokenizer, BPETokenizer):
-            # One partition has all the cores that its tokenizer can use.
-            alone = len(devices) == 1 and self._config.workers != 1
-            self._tokenizer.parallel = None if alone else False
+        share_cores()
         workers: list[Worker[PartitionSpec]] = [
             partial(one, on_device(self._tokenizer, device)) for device in devices
         ]

@@ -250,19 +250,6 @@ class ObjectStore:
 
         return self._request(key, request)
 
-    def read_beginning(self, key: str, count: int) -> tuple[bytes, StoredObject]:
-        """The first `count` bytes of an object, fewer if it is shorter, and what it is, at once.
-
-        Raises `ObjectMissingError`, `StoreError` if the object is empty.
-        """
-        path = self._path(key)
-
-        def request(store: Any) -> tuple[bytes, StoredObject]:
-            result = store.get(path, options={"range": (0, count)})
-            return bytes(result.bytes()), self._stored(result.meta)
-
-        return self._request(key, request)
-
     def read_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
         """The bytes from `start` to `stop` (exclusive) of an object that is still of this version.
 

@@ -19,8 +19,7 @@ from infini_model.data.datasets import Datasets
 from infini_model.data.engines import for_each, worker_devices
 from infini_model.data.on_ray import Job, check_resources, make_partition, reserved
 from infini_model.data.sources.listing import download
-from infini_model.data.tokenizers import bpe
-from infini_model.data.tokenizers.bpe import train_tokenizer
+from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import ConfigError, UserError
@@ -149,27 +148,29 @@ def test_shards_that_others_have_made_are_not_read_to_assemble_nor_to_plan(
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "workers", "expected"), [(1, 2, False), (99, 0, None), (99, 1, False)]
+    ("megabytes", "workers", "first", "alone"),
+    [(1, 2, False, None), (99, 0, None, None), (1, 1, False, False)],
 )
 def test_a_tokenizer_has_all_cores_only_where_one_worker_may(
-    tmp_path, trained, monkeypatch, megabytes, workers, expected
+    tmp_path, trained, monkeypatch, megabytes, workers, first, alone
 ):
     (tmp_path / "tokenizer.json").write_text(trained.text)
     raw = write_files(tmp_path / "raw", [text * 400 for text in make_texts(12)])
-    asked = set()
-    monkeypatch.setattr(
-        bpe,
-        "_encode_fast",
-        lambda fast, texts, *, parallel, plain=bpe._encode_fast: (
-            asked.add(parallel) or plain(fast, texts, parallel=parallel)
-        ),
-    )
+    asked, plain = [], BPETokenizer.encode_batch
+
+    def encode_batch(self, texts):
+        asked.append(self.parallel)
+        return plain(self, texts)
+
+    monkeypatch.setattr(BPETokenizer, "encode_batch", encode_batch)
     tokenizer = {"spec": str(tmp_path / "tokenizer.json")}
     config = files_config(
         raw / "*", tokenizer=tokenizer, partition_megabytes=megabytes, workers=workers
     )
-    build(config, tmp_path)
-    assert asked - {False} == {expected} - {False}
+    manifest, _ = build(config, tmp_path)
+    assert (len(manifest.partitions) > 2) == (megabytes == 1)
+    assert asked[0] is first
+    assert set(asked) <= {first, alone}
 
 
 def test_ray_that_is_not_installed_is_named(tmp_path, monkeypatch):

@@ -36,8 +36,8 @@ from benchmarks.report import Cell, publish, run, spread
 from infini_model.__main__ import OBJECTS_BETWEEN_COLLECTIONS
 from infini_model.config import MEBIBYTE, Config
 from infini_model.data.build import plan_dataset, requested_dataset
-from infini_model.data.datasets import LATEST, RECORD, make_manifest
-from infini_model.data.manifest import SPLITS, Shard, read_manifest
+from infini_model.data.datasets import RECORD, make_manifest
+from infini_model.data.manifest import LATEST, SPLITS, Shard, read_manifest
 from infini_model.data.partitions import PartitionRecord
 from infini_model.data.sources.files import FileRange, Listing, SourceFile
 from infini_model.data.store import StoredDatasets

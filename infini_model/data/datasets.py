@@ -18,6 +18,7 @@ import os
 import platform
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ import numpy as np
 from infini_model.data.make_partition import Advance, features, make_partition, write_shard
 from infini_model.data.manifest import (
     FORMAT_VERSION,
+    LATEST,
     PARTITIONS,
     SPLITS,
     CorpusRecord,
@@ -47,7 +49,9 @@ from infini_model.runtime.records import Record, read_record, write_record
 
 log = logging.getLogger(__name__)
 
-RECORD, LATEST = "partition.json", "latest"
+RECORD = "partition.json"
+# Who has made a partition this recently, perhaps on another machine, has computed its checksums.
+VOUCHED_NANOSECONDS = 7 * 86_400 * 10**9
 # Another disk, a file system without hard links, or a file that may have no more of them.
 UNLINKABLE = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 EMPTY_SHARD = "data-00000-of-00001.arrow"
@@ -79,8 +83,8 @@ class Datasets:
     def find_partitions(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
         """The partitions of these keys that are finished and intact.
 
-        Checksums are compared of shards that were written after their partition's record, and of
-        those that this machine has found damaged; a damaged partition is named in the log.
+        Checksums are compared as `find_faults` says, but not of partitions that were made lately; a
+        damaged one is named in the log.
         """
         records: dict[str, PartitionRecord] = {}
         written: dict[str, int] = {}
@@ -88,6 +92,8 @@ class Datasets:
             path = f"{self.partitions}/{key}/{RECORD}"
             try:
                 written[key] = os.stat(path).st_mtime_ns  # noqa: PTH116 - there are many
+                if written[key] < time.time_ns() - VOUCHED_NANOSECONDS:
+                    written[key] = 0
                 records[key] = read_record(Path(path), PartitionRecord)
             except FileNotFoundError:
                 continue
@@ -95,7 +101,6 @@ class Datasets:
                 log.warning("%s; rebuilding the partition", error)
         found = [(key, shard) for key, record in records.items() for shard in record.files()]
         shards = [shard for _, shard in found]
-        # Who wrote the record, perhaps on another machine, has computed the checksums.
         faults = find_faults(
             [f"{self.partitions}/{shard.path}" for shard in shards],
             shards,

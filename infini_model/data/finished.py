@@ -10,8 +10,8 @@ from infini_model.config import Config
 from infini_model.config.locations import is_url, working_folder
 from infini_model.config.tree import RunConfig
 from infini_model.data.build import Plan
-from infini_model.data.datasets import LATEST, register_use
-from infini_model.data.manifest import Manifest, read_origin
+from infini_model.data.datasets import register_use
+from infini_model.data.manifest import LATEST, Manifest, read_origin
 from infini_model.data.store import StoredDatasets, datasets_at, no_dataset
 from infini_model.data.verify import verify_dataset
 from infini_model.runtime.errors import ConfigError, DataError, StoreError

@@ -17,6 +17,7 @@ from infini_model.runtime.records import Record, parse_record, read_bytes, read_
 
 FORMAT_VERSION = 4
 ORIGIN = "origin.json"
+LATEST = "latest"
 PARTITIONS = ".partitions"  # the shards of all datasets of a folder or an address
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -204,4 +205,6 @@ def has_own_shards(folder: Path, manifest: Manifest) -> bool:
     """
     # No `Path`: making one takes longer than asking for the file.
     own = any(os.path.exists(f"{folder}/{name}") for name, _ in manifest.files())  # noqa: PTH110
-    return own or not (folder.parent / PARTITIONS).is_dir()
+    # In a store `latest` is an object, in a folder of this machine a link.
+    is_mounted = (folder.parent / LATEST).is_file() and not (folder.parent / LATEST).is_symlink()
+    return own or not is_mounted

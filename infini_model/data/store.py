@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,10 @@ from functools import cached_property
 from pathlib import Path
 
 from infini_model.config.locations import is_url
-from infini_model.data.datasets import LATEST, RECORD, Datasets, describe, link, no_latest
+from infini_model.data.datasets import RECORD, Datasets, describe, link, no_latest
 from infini_model.data.make_partition import Advance, make_partition
 from infini_model.data.manifest import (
+    LATEST,
     ORIGIN,
     PARTITIONS,
     Manifest,
@@ -86,7 +86,10 @@ class StoredDatasets(Datasets):
     @cached_property
     def _sizes(self) -> dict[str, int]:
         """The size of every object of all partitions, `<key>/<name>`, by one listing."""
-        below = ObjectStore(f"{self.address}/{PARTITIONS}").list_below()
+        return self._list()
+
+    def _list(self, key: str = "") -> dict[str, int]:
+        below = ObjectStore(f"{self.address}/{PARTITIONS}").list_below(key)
         return {each.key: each.bytes for each in below}
 
     def partition_keys(self) -> set[str]:
@@ -105,6 +108,10 @@ class StoredDatasets(Datasets):
         records: dict[str, PartitionRecord] = {}
         for key, record in self._read_records(there).items():
             fault = next(self._shard_faults(record.files()), None)
+            if fault is not None:
+                # Another machine may have made it again since the listing.
+                self._sizes.update(self._list(key))
+                fault = next(self._shard_faults(record.files()), None)
             if fault is None:
                 records[key] = record
             else:
@@ -167,6 +174,8 @@ class StoredDatasets(Datasets):
             if self._store.find(record_name) is not None:
                 return
             record = make_partition(spec, tokenizer, Path(folder), advance)
+            if self._store.find(record_name) is not None:
+                return  # Another machine was faster, and may already have readers.
             for shard in record.files():
                 self._store.upload(f"{PARTITIONS}/{shard.path}", Path(folder, shard.file))
             self._store.write(record_name, record.model_dump_json(indent=2).encode())
@@ -206,9 +215,19 @@ class StoredDatasets(Datasets):
         return Verified(manifest, faults)
 
     def _damage(self, shard: Shard) -> str | None:
+        fault = ""
         for _ in range(ATTEMPTS):
-            if self._store.sha256(f"{PARTITIONS}/{shard.path}") == shard.sha256:
-                return None
+            try:
+                if self._store.sha256(f"{PARTITIONS}/{shard.path}") == shard.sha256:
+                    return None
+            except ObjectMissingError as error:
+                return str(error)
+            except ObjectChangedError as error:
+                fault = str(error)
+            else:
+                fault = ""
+        if fault:
+            return fault
         # Whoever may only read has found the damage all the same.
         with contextlib.suppress(StoreError, UnreachableError):
             self._invalidate(shard.path.partition("/")[0])
@@ -245,12 +264,17 @@ class StoredDatasets(Datasets):
         return same and complete and origin == Origin(datasets=self.address)
 
     def _describe(self, name: str, manifest: Manifest, tokenizer: Tokenizer | None = None) -> None:
-        """Make the local folder of a dataset anew, without shards."""
+        """Make the local folder of a dataset anew, with the shards that are on this machine."""
         # Not the lock of the build: the caller may hold that.
         with storage.lock(self.folder / ".locks" / f"{name}.pull"):
             storage.remove_leftovers(self.folder, name)
             with storage.atomic_folder(self.folder / name) as temporary:
                 describe(temporary, manifest)
+                # A training may be reading what has been downloaded before.
+                for file, shard in manifest.files():
+                    here = self.partitions / shard.path
+                    if here.is_file() and here.stat().st_size == shard.bytes:
+                        link(here, temporary / file)
                 if tokenizer is not None:
                     tokenizer.save(temporary)
                 elif manifest.tokenizer.spec != "bytes":
@@ -332,12 +356,18 @@ def download_shards(
             if (key := shard.path.partition("/")[0]) in keys:
                 partitions[key][shard.path] = shard
         _download_missing(origin.datasets, here, partitions, progress, tell, stop)
-        with storage.named_os_errors(folder):
+        # Nobody else links, or describes the dataset anew, meanwhile.
+        with (
+            storage.lock(folder.parent / ".locks" / f"{folder.name}.pull"),
+            storage.named_os_errors(folder),
+        ):
             for name, shard in lacking.items():
-                temporary = folder / f"{name}.{storage.TEMPORARY}{os.getpid()}"
+                temporary = folder / f"{name}.new"
                 temporary.unlink(missing_ok=True)
                 link(here.partitions / shard.path, temporary)
                 temporary.replace(folder / name)
+                # A rename onto another link to the same file does nothing.
+                temporary.unlink(missing_ok=True)
     facts.save()
 
 
@@ -351,7 +381,11 @@ def _download_missing(
 ) -> None:
     """Download those partitions, by key and with their shards by path, that are not here."""
     there = here.find_partitions(list(partitions))
-    missing = {key: found for key, found in partitions.items() if key not in there}
+    missing = {
+        key: shards
+        for key, shards in partitions.items()
+        if not (key in there and _has(there[key], shards))
+    }
     if not missing:
         return
     size = sum(shard.bytes for found in missing.values() for shard in found.values())
@@ -400,6 +434,12 @@ def _download_all(
             raise
 
 
+def _has(record: PartitionRecord, shards: dict[str, Shard]) -> bool:
+    """Whether a partition is the one in the store, not one that another version has made."""
+    sums = {shard.path: shard.sha256 for shard in record.files()}
+    return all(sums.get(path) == shard.sha256 for path, shard in shards.items())
+
+
 def _end_if(stop: Callable[[], Exception | None]) -> None:
     if reason := stop():
         raise reason
@@ -409,7 +449,8 @@ def _download(store: ObjectStore, here: Datasets, key: str, shards: dict[str, Sh
     """Download a partition, unless another process has by now."""
     target = here.partitions / key
     with storage.lock(here.partitions / ".locks" / key):
-        if here.find_partitions([key]):
+        there = here.find_partitions([key])
+        if there and _has(there[key], shards):
             return
         storage.remove_leftovers(here.partitions, key)
         with storage.atomic_folder(target) as folder:

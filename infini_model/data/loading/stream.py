@@ -277,7 +277,9 @@ def _read_lengths(path: str, documents: int, tokens: int, start: int) -> Iterato
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
             for first in range(0, documents, DOCUMENTS_AT_ONCE):
                 offsets = np.empty(min(DOCUMENTS_AT_ONCE, documents - first) + 1, np.int32)
-                os.preadv(file.fileno(), [offsets.data], start + first * offsets.itemsize)
+                read = os.preadv(file.fileno(), [offsets.data], start + first * offsets.itemsize)
+                if read != offsets.nbytes:
+                    raise DataError(f"{path}: ends within its documents; {AGAIN}")
                 begin, end = (begin if first else int(offsets[0])), int(offsets[-1])
                 # A third of the time of `np.diff` on a small shard.
                 yield offsets[1:] - offsets[:-1]

@@ -1,5 +1,6 @@
 """A dataset in an object store is the local one, and only what is new of it is made."""
 
+import hashlib
 import os
 import re
 import shutil
@@ -222,6 +223,30 @@ def test_a_damaged_copy_is_downloaded_again(several, machine, caplog):
     assert key == shard.path.partition("/")[0]
     assert "downloading 1 of 1 partitions" in caplog.text
     assert verify_dataset(folder)
+
+
+def test_a_partition_that_another_version_has_made_gives_way_to_the_one_in_the_store(
+    several, machine
+):
+    machine.build(several)
+    folder = machine.download(several)
+    name, shard = next(read_manifest(folder).files())
+    whole = (folder / name).read_bytes()
+    here = machine.folder / ".partitions" / shard.path
+    other = whole[:-9] + b"\1" + whole[-8:]
+    record = here.with_name("partition.json")
+    text = record.read_text().replace(shard.sha256, hashlib.sha256(other).hexdigest())
+    for path, content in ((here, other), (record, text.encode())):
+        path.unlink()
+        path.write_bytes(content)
+    (folder / name).unlink()
+    machine.download(several)
+    assert (folder / name).read_bytes() == here.read_bytes() == whole
+    assert not list(folder.rglob("*.new"))
+    # Whoever describes the dataset anew takes no shard from a training.
+    (folder / "origin.json").write_text("{}")
+    assert machine.build(several)
+    assert (folder / name).read_bytes() == whole
 
 
 def test_a_dataset_larger_than_the_disk_is_refused_before_anything_is_downloaded(

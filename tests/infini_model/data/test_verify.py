@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from corpora import build, files_config, make_texts, write_files
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.windows import open_windows
+from infini_model.data.manifest import read_manifest
 from infini_model.data.sources.files import FileRange, Listing, SourceFile
 from infini_model.data.verify import examine_dataset, verify_dataset
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.fact_cache import fact_cache_here
 from infini_model.runtime.records import write_record
 
 
@@ -76,3 +79,24 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path):
     anew = {path.parent.name for path, when in made.items() if path.stat().st_mtime_ns != when}
     assert anew == {shard.path.split("/")[0] for shard in (its_shard, shards[-1][1])}
     assert not examine_dataset(folder, checksums="all").faults
+
+
+def test_a_folder_that_was_restored_is_compared_and_one_without_its_shards_is_damaged(
+    tmp_path, several
+):
+    _, folder = build(several, tmp_path)
+    name, shard = next(read_manifest(folder).files())
+    partition = tmp_path / "datasets" / ".partitions" / shard.path
+    whole = partition.read_bytes()
+    for path in folder.rglob("*.arrow"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"is missing$"):
+        verify_dataset(folder)
+    # As `rsync -a` leaves what has lost a bit long after it was made.
+    partition.write_bytes(whole[:-9] + b"\1" + whole[-8:])
+    for path in partition.parent.iterdir():
+        os.utime(path, (1e9, 1e9))
+    fact_cache_here.cache_clear()
+    shutil.rmtree(tmp_path / "datasets" / ".facts")
+    build(several, tmp_path)
+    assert (folder / name).read_bytes() == partition.read_bytes() == whole

@@ -311,8 +311,10 @@ class StoredDatasets(Datasets):
 
 
 def datasets_at(place: Path | str, address: str | None = None) -> Datasets:
-    """The datasets of a folder, of the `address` that it is the working folder of, or of an
-    address that is only read."""
+    """The datasets of a folder, or those at an address.
+
+    `address` is what the folder is a working copy of; an address as the place is only read.
+    """
     if is_url(place):
         return StoredDatasets(str(place), Path())
     return Datasets(Path(place)) if address is None else StoredDatasets(address, Path(place))

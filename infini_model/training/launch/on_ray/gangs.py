@@ -47,7 +47,7 @@ def needs_of(launch: LaunchConfig, nodes: Sequence[Resources]) -> dict[str, floa
 
 
 class Gangs:
-    """The gangs of one training, on the cluster at `address`, which this process has connect."""
+    """The gangs of one training, on the cluster at `address`, which this process has joined."""
 
     def __init__(
         self,

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import open_windows
-from infini_model.data.tokenizers.gpu.tokens import EncodesOnDevice, Tokens, close_documents
+from infini_model.data.tokenizers.gpu import EncodesOnDevice
 from infini_model.data.tokenizers.tokenizer import Texts, Tokenizer
 
 
@@ -31,20 +30,28 @@ def gpu_clm_process(
     Returns int64 [windows, sequence_length + 1] with stride `sequence_length`, so each token but
     the first is predicted once; a partial window at the end is dropped.
     """
-    stream = _closed_stream(texts, tokenizer, device).ids.long()
+    stream = _closed_stream(texts, tokenizer, device)
     if len(stream) <= sequence_length:
         return stream.new_empty((0, sequence_length + 1))
     return stream.unfold(0, sequence_length + 1, sequence_length)
 
 
-def _closed_stream(texts: Texts, tokenizer: Tokenizer, device: torch.device | str) -> Tokens:
+def _closed_stream(texts: Texts, tokenizer: Tokenizer, device: torch.device | str) -> torch.Tensor:
+    """The ids of all documents, each with what begins and ends it: int64 [N]."""
     if isinstance(tokenizer, EncodesOnDevice):
-        tokens = tokenizer.encode(texts)
+        ids, offsets = tokenizer.encode(texts)
     else:
-        ids, offsets = tokenizer.encode_batch(texts)
-        tokens = Tokens(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(offsets))
-    on_device = Tokens(*(part.to(device) for part in tokens))
-    return close_documents(on_device, tokenizer.eos_token_id, tokenizer.bos_token_id)
+        ids, offsets = map(torch.from_numpy, tokenizer.encode_batch(texts))
+    ids, offsets = ids.to(device).long(), offsets.to(device)
+    bos = tokenizer.bos_token_id
+    before = 0 if bos is None else 1
+    document = torch.arange(len(offsets) - 1, device=ids.device)
+    stream = ids.new_full((len(ids) + (before + 1) * len(document),), tokenizer.eos_token_id)
+    if bos is not None:
+        stream[offsets[:-1] + 2 * document] = bos
+    shift = before + (before + 1) * document.repeat_interleave(offsets.diff())
+    stream[torch.arange(len(ids), device=ids.device) + shift] = ids
+    return stream
 
 
 def get_gpu_train_dataloader(

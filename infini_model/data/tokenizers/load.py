@@ -100,17 +100,14 @@ def on_device(tokenizer: Tokenizer, device: str) -> Tokenizer:
         log.warning("%s is not used: %s; tokenising on the CPU", device, reason)
         return tokenizer
     # The kernels need Triton, which is there if this tokenizer is supported.
-    from infini_model.data.tokenizers.gpu.device_tokenizer import put_on_device
+    from infini_model.data.tokenizers.gpu.device import put_on_device
 
     return put_on_device(tokenizer, device)
 
 
 def why_unsupported(tokenizer: Tokenizer) -> str | None:
     """Why the tokenizer cannot run on a GPU, or None if it can."""
-    from infini_model.data.tokenizers.gpu.supported import (
-        UnsupportedTokenizerError,
-        check_supported,
-    )
+    from infini_model.data.tokenizers.gpu import UnsupportedTokenizerError, check_supported
 
     try:
         check_supported(tokenizer)

@@ -202,7 +202,7 @@ def as_a_dataset(tmp_path, texts, host, length):
 @pytest.mark.cuda
 def test_windows_of_a_gpu_tokenizer_match_those_of_the_dataset(tmp_path, texts, gpu):
     pytest.importorskip("triton")
-    from infini_model.data.tokenizers.gpu.device_tokenizer import DeviceTokenizer
+    from infini_model.data.tokenizers.gpu.device import DeviceTokenizer
 
     texts = texts[:3]
     host = BPETokenizer("x", with_bos(train_tokenizer([texts], 300).text))

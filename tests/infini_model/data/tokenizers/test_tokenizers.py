@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Reference
 
 from infini_model.data import build as builds
 from infini_model.data.tokenizers.bpe import END_BYTES, BPETokenizer, train_tokenizer
-from infini_model.data.tokenizers.gpu.supported import UnsupportedTokenizerError, check_supported
+from infini_model.data.tokenizers.gpu import UnsupportedTokenizerError, check_supported
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, prompt_ids
 from infini_model.data.tokenizers.vocabulary import DatasetTokenizer
@@ -163,6 +163,7 @@ def test_a_gpu_that_is_missing_is_refused_and_one_that_does_not_help_is_one_warn
 
 
 WORDS = {"type": "WordLevel", "vocab": {"<|end_of_text|>": 0}, "unk_token": "<|end_of_text|>"}
+FEW_BYTES = {"type": "BPE", "vocab": {"<|end_of_text|>": 0}, "merges": []}
 SPLIT, LEVEL = (("pre_tokenizer", "pretokenizers", step) for step in (0, 1))
 
 
@@ -172,7 +173,9 @@ SPLIT, LEVEL = (("pre_tokenizer", "pretokenizers", step) for step in (0, 1))
     [
         (("normalizer",), {"type": "NFC"}, "normalizer NFC"),
         (("model",), WORDS, "model WordLevel"),
-        (("model", "dropout"), 0.1, "dropout of merges"),
+        (("model", "dropout"), 0.1, "BPE with dropout"),
+        (("model", "vocab", "same"), 300, "a vocabulary in which two tokens have the same id"),
+        (("model",), FEW_BYTES, "a vocabulary without some bytes"),
         (("added_tokens", 0, "lstrip"), True, "added token '.*' with lstrip"),
         (("pre_tokenizer",), {"type": "Whitespace"}, "pre-tokenizer Whitespace"),
         ((*LEVEL, "add_prefix_space"), True, "ByteLevel with add_prefix_space"),

@@ -17,38 +17,37 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from infini_model.data.tokenizers.gpu import word_model
-from infini_model.data.tokenizers.gpu.kernels import bits, characters, ids, launch, merging, words
+from infini_model.data.tokenizers.gpu import merges, pretokenize, words
 
-NUMBERS = ("text", "table", "kept", "values", "pairs", "offsets", "firsts", "chunks")
+NUMBERS = ("text", "table", "kept", "values", "pairs", "offsets", "firsts", "chunks", "places")
 TYPES = {
     **dict.fromkeys(NUMBERS, "*i64"),
-    **dict.fromkeys(("kinds", "prefixes", "blocks"), "*u8"),
+    **dict.fromkeys(("kinds", "prefixes", "blocks", "candidates"), "*u8"),
     **dict.fromkeys(("size", "last", "count"), "i32"),
     "pages": "*i16",
     "multiplier": "i64",
 }
-BYTES, WORDS, LONGEST = {"BYTES": launch.BYTES}, {"WORDS": launch.WORDS}, max(word_model.SIZES)
+BYTES, WORDS, LONGEST = {"BYTES": pretokenize.BYTES}, {"WORDS": words.WORDS}, max(merges.SIZES)
 # Each kernel in the variant that needs most.
 KERNELS = {
-    characters.classify: BYTES,
-    characters.cut: BYTES | {"DIGITS": 3},
-    bits.count_bits: BYTES,
-    bits.place_bits: BYTES,
+    pretokenize.classify: BYTES,
+    pretokenize.cut: BYTES | {"DIGITS": 3},
     words.probe: WORDS | {"LISTED": True},
-    merging.merge: {"LENGTH": LONGEST, "WORDS": word_model.SYMBOLS // LONGEST},
-    **dict.fromkeys((words.claim, words.fill, ids.count_ids, ids.emit), WORDS),
+    merges.merge: {"LENGTH": LONGEST, "WORDS": merges.SYMBOLS // LONGEST},
+    **dict.fromkeys((words.claim, words.fill, words.emit), WORDS),
 }
 H100 = 90
-OTHERS = [(merging.merge, 80), (merging.merge, 100)]
+OTHERS = [(merges.merge, 80), (merges.merge, 100)]
 
 
 def compiled(kernel, capability):
     """The kernel as it is compiled for tensors that torch has allocated."""
     constants = KERNELS[kernel]
     types = TYPES | dict.fromkeys(constants, "constexpr")
-    if kernel in (characters.classify, merging.merge):
+    if kernel in (pretokenize.classify, merges.merge):
         types["text"] = "*u8"
+    if kernel is pretokenize.cut:
+        types["starts"] = "*u8"
     signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
     pointers = [at for at, kind in enumerate(signature.values()) if kind.startswith("*")]
     aligned = {(at,): [["tt.divisibility", 16]] for at in pointers}

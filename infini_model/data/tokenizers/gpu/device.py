@@ -1,0 +1,171 @@
+"""A tokenizer on a GPU, which encodes as many documents at a time as its memory holds.
+
+What moves through memory, in bytes for each byte of text with words of w bytes and t tokens to a
+word:
+
+| step | reads | writes |
+| --- | --- | --- |
+| the text, from the host | | 1 |
+| `classify`: the kind of each byte, places of added tokens | 1 | 2 |
+| `cut`: where words start | 1 | 1 |
+| the places that these two found | 4 + 12/w | 20/w |
+| `probe`: a slot of the table, and the value of each word | 1 + 4/w + 32/w | 8/w |
+| where the ids of each word start | 24/w | 24/w |
+| `emit`: ids | 16/w + 4t/w | 4t/w |
+
+With words of 4.5 bytes and one token each it is 44, so 5 GB of text a second need 220 GB/s.
+Triton's interpreter runs all of it on CPU tensors, for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from infini_model.data.sources.text import string_buffers
+from infini_model.data.tokenizers.bpe import BPETokenizer
+from infini_model.data.tokenizers.gpu import Tokens, UnsupportedTokenizerError, check_supported
+from infini_model.data.tokenizers.gpu.merges import WordModel, Words, starts_of
+from infini_model.data.tokenizers.gpu.pretokenize import PreTokenizer, upload
+from infini_model.data.tokenizers.gpu.words import WordTable
+from infini_model.data.tokenizers.tokenizer import PROBE, Ragged, Texts, Tokenizer, as_array
+
+log = logging.getLogger(__name__)
+
+# Memory per byte of text, where each is a word that is not known; running out of it means starting
+# over with half the batch.
+_MEMORY_PER_BYTE = 128
+# Places in a batch are 32-bit integers.
+_MAX_BYTES = 1 << 30
+
+
+class DeviceTokenizer(BPETokenizer):
+    """A `tokenizer.json` of byte-level BPE whose texts are encoded on `device`.
+
+    `slots`, a power of two, is the size of the word table. By default the free memory of the
+    device decides it, as well as how many bytes of text are encoded at a time.
+
+    Raises `UnsupportedTokenizerError`, which names the part that is not supported.
+    """
+
+    def __init__(self, host: Tokenizer, device: torch.device, slots: int | None = None) -> None:
+        supported, tree, digits = check_supported(host)
+        super().__init__(supported.spec, supported.text)
+        self.device = device
+        added = [token["content"] for token in tree["added_tokens"] if token["content"]]
+        self._added = "|".join(map(re.escape, added))
+        self._pre_tokenizer = PreTokenizer(digits, _prefixes(added), device)
+        model = WordModel(tree["model"], super().encode_batch, device)
+        self.batch_bytes, default_slots = _sizes(device)
+        self._words = WordTable(model, device, slots or default_slots)
+        # Fill the table with the words of the vocabulary.
+        self.encode(self.vocabulary())
+
+    def encode(self, texts: Texts) -> Tokens:
+        """The ids of each document, left on the device."""
+        parts = list(self._parts(as_array(texts)))
+        if len(parts) == 1:
+            return parts[0]
+        nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
+        lengths = torch.cat([nothing.long(), *(part.offsets.diff() for part in parts)])
+        return Tokens(torch.cat([nothing, *(part.ids for part in parts)]), starts_of(lengths))
+
+    def encode_batch(self, texts: Texts) -> Ragged:
+        """The ids of each document; special tokens spelt out in the text become their ids."""
+        ids, offsets = self.encode(texts)
+        return Ragged(ids.cpu().numpy(), offsets.cpu().numpy())
+
+    def _parts(self, texts: pa.StringArray) -> Iterator[Tokens]:
+        """Encode as many documents at a time as fit; halve the batch when memory runs out."""
+        offsets, _ = string_buffers(texts)
+        start = 0
+        while start < len(texts):
+            most = min(self.batch_bytes, _MAX_BYTES)
+            fits = np.searchsorted(offsets, int(offsets[start]) + most, side="right")
+            end = max(int(fits) - 1, start + 1)
+            if int(offsets[end] - offsets[start]) > _MAX_BYTES:
+                yield self._encode_on_host(texts.slice(start, 1), "too long")
+                start = end
+                continue
+            try:
+                yield self._encode(texts.slice(start, end - start))
+            except torch.OutOfMemoryError:
+                if end > start + 1:
+                    self.batch_bytes = max(1, int(offsets[end] - offsets[start]) // 2)
+                    log.info("%s: out of memory: halving the batch size", self.device)
+                    continue
+                yield self._encode_on_host(texts.slice(start, 1), "out of memory")
+            start = end
+
+    def _encode_on_host(self, texts: pa.StringArray, reason: str) -> Tokens:
+        log.warning("%s: %s: tokenising a document on the CPU", self.device, reason)
+        ids, offsets = super().encode_batch(texts)
+        return Tokens(*(torch.from_numpy(part).to(self.device) for part in (ids, offsets)))
+
+    def _encode(self, texts: pa.StringArray) -> Tokens:
+        text, bounds = upload(texts, self.device)
+        if not text.size:
+            return Tokens(bounds.new_zeros(0, dtype=torch.int32), bounds)
+        starts, candidates = self._pre_tokenizer.split(text, bounds)
+        ids, places = self._words.ids(Words(text, starts))
+        tokens = Tokens(ids, places[torch.searchsorted(starts, bounds.int())])
+        documents = torch.unique(torch.searchsorted(bounds, candidates, right=True) - 1)
+        return self._replace(tokens, texts, documents.cpu().numpy())
+
+    def _replace(self, tokens: Tokens, texts: pa.StringArray, documents: np.ndarray) -> Tokens:
+        """The same with those of `documents` that spell an added token encoded by `tokenizers`."""
+        spelt = pc.match_substring_regex(texts.take(pa.array(documents)), self._added)
+        documents = documents[spelt.to_numpy(zero_copy_only=False)]
+        if not len(documents):
+            return tokens
+        ragged = super().encode_batch(texts.take(pa.array(documents)))
+        which = torch.from_numpy(documents).to(self.device)
+        before = tokens.offsets.diff()
+        after = before.clone()
+        after[which] = torch.from_numpy(ragged.offsets).diff().to(self.device)
+        kept = torch.ones_like(before, dtype=torch.bool)
+        kept[which] = False
+        where = kept.repeat_interleave(after)
+        ids = tokens.ids.new_empty(len(where))
+        ids[where] = tokens.ids[kept.repeat_interleave(before)]
+        ids[~where] = torch.from_numpy(ragged.ids).to(self.device)
+        return Tokens(ids, starts_of(after))
+
+
+def put_on_device(tokenizer: Tokenizer, device: str) -> DeviceTokenizer:
+    """`tokenizer` on `device`, checked against `tokenizers` on a probe text.
+
+    Raises `UnsupportedTokenizerError` if the device cannot give the ids of `tokenizers`.
+    """
+    on_device = DeviceTokenizer(tokenizer, torch.device(device))
+    ids, offsets = on_device.encode_batch(list(PROBE))
+    rows = np.split(ids, offsets[1:-1])
+    if not all(map(on_device.same_ids, map(str.encode, PROBE), rows)):
+        raise UnsupportedTokenizerError(f"{device} and tokenizers disagree on {tokenizer.spec}")
+    return on_device
+
+
+def _prefixes(added: list[str]) -> torch.Tensor:
+    """Whether an added token starts with bytes b and c, for b * 256 + c: bool [65536]."""
+    prefixes = torch.zeros(256, 256, dtype=torch.bool)
+    for token in map(str.encode, added):
+        prefixes[token[0], token[1] if len(token) > 1 else slice(None)] = True
+    return prefixes.flatten()
+
+
+def _sizes(device: torch.device) -> tuple[int, int]:
+    """Bytes of text to encode at a time, and slots of the word table, a power of two.
+
+    They take half of the free memory, and about an eightieth of it.
+    """
+    if device.type != "cuda":
+        return 16 << 20, 1 << 16
+    free, _ = torch.cuda.mem_get_info(device)
+    slots = min(max(free // 4096, 1 << 16).bit_length() - 1, 24)
+    return max(1, free // 2 // _MEMORY_PER_BYTE), 1 << slots

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 from infini_model.data.datasets import Build, build_file, build_lock, read_builds, removals
 from infini_model.data.sources.listing import raw_files_lock
-from infini_model.data.tokenizers.load import load_saved
-from infini_model.data.tokenizers.shelf import PinnedTokenizer
+from infini_model.data.tokenizers.trained import FOLDER, PinnedTokenizer, folder_name
 from infini_model.runtime import storage
 from infini_model.runtime.errors import CheckpointError, DataError, UserError
 from infini_model.runtime.fact_cache import KEEP_SECONDS
@@ -253,7 +252,7 @@ def _places(scope: Scope) -> Iterator[Place]:
     needed |= {key for build in live.values() for key in build.partitions}
     freed = {key for dataset in gone for key in dataset.partitions}
     yield Place("partition", root / ".partitions", needed, freed)
-    tokenizers = root / ".tokenizers"
+    tokenizers = root / FOLDER
     used = _used_tokenizers(tokenizers, kept)
     yield Place("tokenizer", tokenizers, used, age=UNFINISHED_SECONDS)
     yield from _downloads(scope, live.values(), ended.values())
@@ -388,17 +387,10 @@ def _referred_by_runs(scope: Scope) -> set[str]:
 
 def _used_tokenizers(folder: Path, datasets: Iterable[_Dataset]) -> set[str]:
     """The pins, what they pin, and what the datasets were made with. Raises `DataError`."""
-    names = {path.name for path in visible(folder)}
-    pins = {name for name in names if name.endswith(".json")}
-    pinned = {read_record(folder / name, PinnedTokenizer).key for name in pins}
-    used = {dataset.tokenizer for dataset in datasets}
-
-    def fingerprint(name: str) -> str | None:
-        with contextlib.suppress(UserError):
-            return load_saved(folder / name, "train").fingerprint
-        return None
-
-    return {*pins, *pinned, *(n for n in names - pins - pinned if fingerprint(n) in used)}
+    pins = {path.name for path in visible(folder) if path.suffix == ".json"}
+    used = {read_record(folder / name, PinnedTokenizer).fingerprint for name in pins}
+    used |= {dataset.tokenizer for dataset in datasets if dataset.tokenizer is not None}
+    return pins | set(map(folder_name, used))
 
 
 def _named_by(listings: Iterable[Path]) -> set[str]:

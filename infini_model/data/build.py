@@ -38,9 +38,12 @@ from infini_model.data.sources.files import Listing
 from infini_model.data.sources.listing import reading_of
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import load_tokenizer
-from infini_model.data.tokenizers.shelf import PinnedTokenizer, TokenizerStore
 from infini_model.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, sample_of
-from infini_model.data.tokenizers.vocabulary import dataset_tokenizer
+from infini_model.data.tokenizers.trained import (
+    PinnedTokenizer,
+    TokenizerStore,
+    dataset_tokenizer,
+)
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, StoreError, UnreachableError
 from infini_model.runtime.fact_cache import fact_cache_here
@@ -107,7 +110,7 @@ def requested_dataset(
     target_bytes = config.partition_megabytes * MEBIBYTE
     partitions = plan_partitions(listing.ranges, reading, target_bytes, facts)
     facts.save()
-    tokenizer, kept, pin = dataset_tokenizer(
+    tokenizer, pin = dataset_tokenizer(
         [partition.ranges for partition in partitions],
         reading,
         config,
@@ -121,7 +124,7 @@ def requested_dataset(
         fingerprint=tokenizer.fingerprint,
         dtype=id_dtype(tokenizer.vocab_size).name,
     )
-    defaults = PartitionDefaults(reading, record, kept, config.splits, config.batch_size)
+    defaults = PartitionDefaults(reading, record, config.splits, config.batch_size)
     keyed = defaults.keyed(partitions)
     partition_keys = [each for each, _ in keyed]
     key = dataset_key(partition_keys)

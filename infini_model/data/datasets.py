@@ -39,8 +39,8 @@ from infini_model.data.manifest import (
     TokenizerRecord,
 )
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
-from infini_model.data.tokenizers.shelf import TokenizerStore
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
+from infini_model.data.tokenizers.trained import TokenizerStore
 from infini_model.data.verify import find_faults, verify_dataset
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError

@@ -218,7 +218,8 @@ class WorkerState:
         place = working_folder(job.place) if is_url(job.place) else Path(job.place)
         self.datasets = datasets_at(place, job.place if is_url(job.place) else None)
         self.tokenizer: Tokenizer = on_device(
-            self.datasets.tokenizers.planned(spec.tokenizer_folder, spec.tokenizer), job.device
+            self.datasets.tokenizers.load(spec.tokenizer.fingerprint, spec.tokenizer.spec),
+            job.device,
         )
 
 

@@ -47,16 +47,14 @@ class Partition(NamedTuple):
 class PartitionSpec(Record):
     """What decides a partition, and its `key`.
 
-    Some fields change nothing in the result: `tokenizer_folder`, where the tokenizer is kept among
-    those of all datasets; `batch_size`, the most documents to encode at once; `bytes`, an estimate
-    of the text.
+    Some fields change nothing in the result: `batch_size`, the most documents to encode at once,
+    and `bytes`, an estimate of the text.
     """
 
     key: str
     ranges: tuple[FileRange, ...]
     reading: Reading
     tokenizer: TokenizerRecord
-    tokenizer_folder: str
     splits: SplitsConfig
     batch_size: int
     bytes: int
@@ -84,7 +82,6 @@ class PartitionDefaults(NamedTuple):
 
     reading: Reading
     tokenizer: TokenizerRecord
-    tokenizer_folder: str
     splits: SplitsConfig
     batch_size: int
 

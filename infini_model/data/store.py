@@ -37,8 +37,8 @@ from infini_model.data.manifest import (
 )
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
-from infini_model.data.tokenizers.shelf import TokenizerStore
 from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.data.tokenizers.trained import TokenizerStore
 from infini_model.data.verify import Progress, Verified, find_faults
 from infini_model.runtime import storage
 from infini_model.runtime.errors import (

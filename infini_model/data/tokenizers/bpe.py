@@ -119,14 +119,6 @@ class BPETokenizer:
             if number is not None
         }
 
-    def without_bos(self) -> BPETokenizer:
-        """The same file without a post-processor, so that nothing is put in front of a text."""
-        if self.bos_token_id is None:
-            return self
-        tree = json.loads(self.text) | {"post_processor": None}
-        text = json.dumps(tree, ensure_ascii=False)
-        return BPETokenizer(self.spec, text, make_fast=self._make_fast)
-
     @cached_property
     def _fast(self) -> Any:
         return None if self._make_fast is None else self._make_fast(self)

@@ -131,9 +131,6 @@ def load_dataset_tokenizer(dataset_dir: Path) -> Tokenizer:
     """
     record = read_manifest(dataset_dir).tokenizer
     tokenizer = load_saved(dataset_dir, record.spec)
-    if record.bos_token_id is None and isinstance(tokenizer, BPETokenizer):
-        # The dataset is older than beginning-of-text tokens: its documents have none.
-        tokenizer = tokenizer.without_bos()
     found = (tokenizer.fingerprint, tokenizer.bos_token_id)
     if found != (record.fingerprint, record.bos_token_id):
         raise DataError(f"{dataset_dir / TOKENIZER_FILE}: does not match {MANIFEST}")

@@ -130,9 +130,7 @@ def specs_of(*ranges, tokenizer=None, splits=None, reading=None, batch_size=9):
     record = tokenizer or TokenizerRecord(
         spec="bytes", vocab_size=256, eos_token_id=255, fingerprint="f", dtype="uint8"
     )
-    common = PartitionDefaults(
-        reading or Reading(), record, "kept", splits or SplitsConfig(), batch_size
-    )
+    common = PartitionDefaults(reading or Reading(), record, splits or SplitsConfig(), batch_size)
     return [common.spec(*keyed) for keyed in common.keyed([Partition(ranges, 9)])]
 
 

@@ -21,9 +21,7 @@ from infini_model.data.tokenizers.bpe import END_BYTES, BPETokenizer, train_toke
 from infini_model.data.tokenizers.gpu import UnsupportedTokenizerError, check_supported
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, prompt_ids
-from infini_model.data.tokenizers.vocabulary import DatasetTokenizer
 from infini_model.runtime.errors import DataError, DeviceError
-from infini_model.runtime.storage import write_json
 
 TEXTS = make_texts(200)
 PARTS = st.sampled_from([*PIECES, "<|end_of_text|>"])
@@ -68,38 +66,31 @@ def test_ids_are_those_of_tokenizers(trained, texts):
 
 @pytest.fixture(scope="module")
 def with_beginning(trained):
-    """A tokenizer that begins every text with a token, its definition, and itself without one."""
+    """A tokenizer that begins every text with a token, and its definition."""
     definition = with_bos(trained.text)
-    tokenizer = BPETokenizer("x", definition)
-    return tokenizer, Reference.from_str(definition), tokenizer.without_bos()
+    return BPETokenizer("x", definition), Reference.from_str(definition)
 
 
 @settings(max_examples=100)
 @given(adversarial | st.just(BOS + "twice"))
-def test_a_prompt_begins_as_tokenizers_begins_a_text(with_beginning, text):
-    tokenizer, reference, plain = with_beginning
+def test_a_prompt_begins_as_tokenizers_begins_a_text(with_beginning, trained, text):
+    tokenizer, reference = with_beginning
     whole = reference.encode(text).ids
     assert whole[0] == tokenizer.bos_token_id == 400
     assert prompt_ids(tokenizer, text) == whole
     assert tokenizer.decode([*whole, tokenizer.eos_token_id]) == text
-    assert plain.bos_token_id is None
-    assert plain.fingerprint == tokenizer.fingerprint
-    assert prompt_ids(plain, text) == plain.encode_batch([text]).ids.tolist() == whole[1:]
+    plain = tokenizer.encode_batch([text]).ids.tolist()
+    assert plain == whole[1:]
+    assert prompt_ids(trained, "a") == trained.encode_batch(["a"]).ids.tolist()
 
 
-def test_a_dataset_older_than_beginning_of_text_tokens_has_none(tmp_path, trained):
+def test_the_tokenizer_of_a_dataset_is_the_one_in_its_folder(tmp_path, trained):
     raw = write_parquet(tmp_path / "a.parquet", TEXTS[:20])
     (tmp_path / "tokenizer.json").write_text(with_bos(trained.text))
     config = files_config(raw, tokenizer={"spec": str(tmp_path)})
     manifest, folder = build(config, tmp_path)
     assert load_dataset_tokenizer(folder).bos_token_id == manifest.tokenizer.bos_token_id == 400
-    tree = json.loads((folder / "manifest.json").read_text())
-    del tree["tokenizer"]["bos_token_id"]
-    write_json(folder / "manifest.json", tree)
-    older = load_dataset_tokenizer(folder)
-    assert older.bos_token_id is None
     trained.save(folder)
-    write_json(folder / "manifest.json", tree | {"tokenizer": manifest.tokenizer.model_dump()})
     with pytest.raises(DataError, match=r"tokenizer\.json: does not match manifest"):
         load_dataset_tokenizer(folder)
 
@@ -202,7 +193,7 @@ def test_a_wrong_fast_tokenizer_is_detected_and_replaced(tmp_path, trained, capl
     config = files_config(raw, batch_size=7)
     made = []
     for tokenizer in (wrong, BPETokenizer("x", trained.text)):
-        given = DatasetTokenizer(tokenizer, "kept")
+        given = tokenizer, None
         monkeypatch.setattr(builds, "dataset_tokenizer", lambda *_, given=given: given)
         with caplog.at_level(logging.WARNING):
             made.append(build(config, tmp_path / str(len(made)))[0])
@@ -238,13 +229,14 @@ def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, trained_b
     with pytest.raises(DataError, match=r"\.txt: no documents left to train a tokenizer on"):
         trained_by(files="0.txt")
     first = trained_by()
+    assert trained_by("other") == first
+    (tmp_path / "raw" / "more.txt").write_text("zyx " * 5000)
+    assert trained_by("other", retrain=True) != first
+    assert trained_by(vocab_size=281) != first
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        assert trained_by("other") == first
+        assert trained_by() == first
     assert "training one of 280 tokens" not in caplog.text
-    (tmp_path / "raw" / "more.txt").write_text("zyx " * 5000)
-    assert trained_by() == first
-    assert trained_by(vocab_size=281) != first
     retrained = trained_by(retrain=True)
     assert retrained != first
     assert trained_by() == retrained
@@ -253,7 +245,7 @@ def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, trained_b
 def test_what_is_damaged_is_trained_again(tmp_path, trained_by):
     first = trained_by()
     kept = tmp_path / "datasets" / ".tokenizers"
-    (file,), pin = kept.glob("*/tokenizer.json"), kept / "grows.json"
+    (file,), pin = kept.glob("*/tokenizer.json"), kept / "grows.280.json"
     for harm in (
         lambda: pin.write_text("{broken"),
         lambda: file.unlink(),

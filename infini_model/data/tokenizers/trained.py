@@ -1,0 +1,220 @@
+"""The tokenizer of a dataset: loaded by name, or trained on its text.
+
+Tokenizers are kept by content for whoever makes partitions, in a folder and in the object store if
+there is one. One that was trained is pinned to the dataset's name and the size of its vocabulary: a
+source that grows keeps its tokenizer, since another one would change every token of it. With
+a store, the pin in the store counts, so that another machine goes on with the same tokenizer, and
+the folder is a copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+
+from infini_model.config import DataConfig
+from infini_model.data.sources.files import FileRange
+from infini_model.data.sources.formats import Reading, content_of, read_documents
+from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, train_tokenizer
+from infini_model.data.tokenizers.load import check_device, load_saved, load_tokenizer
+from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError, ObjectMissingError, StoreError
+from infini_model.runtime.object_store import ObjectStore, Version
+from infini_model.runtime.records import Record, parse_record, write_record
+
+log = logging.getLogger(__name__)
+
+FOLDER = ".tokenizers"
+# More text hardly changes the merges, and the trainer keeps all words in memory.
+SAMPLE_BYTES = 128 << 20
+# A large source is sampled at this many places.
+SAMPLE_PLACES = 64
+
+
+class PinnedTokenizer(Record):
+    """Which tokenizer the datasets of a name use, and the day on which it was trained."""
+
+    fingerprint: str
+    trained: str
+
+
+class TokenizerStore:
+    """The tokenizers of a datasets folder, and of the address `store` that it is a copy of.
+
+    With a store, every method raises `StoreError` and `UnreachableError`.
+    """
+
+    def __init__(self, datasets_dir: Path, store: str | None = None) -> None:
+        self.folder = datasets_dir / FOLDER
+        self._store = None if store is None else ObjectStore(f"{store}/{FOLDER}")
+
+    def lock(self, name: str) -> AbstractContextManager[bool]:
+        """Held on this machine while the tokenizer of a name is decided."""
+        return storage.lock(self.folder / ".locks" / name)
+
+    def keep(self, tokenizer: Tokenizer) -> None:
+        """Keep a tokenizer. Raises `UserError`."""
+        if tokenizer.spec == "bytes":
+            return
+        folder = self._folder(tokenizer.fingerprint)
+        if not (folder / TOKENIZER_FILE).is_file():
+            with self.lock(folder.name):
+                storage.remove_leftovers(self.folder, folder.name)
+                with storage.atomic_folder(folder) as temporary:
+                    tokenizer.save(temporary)
+        key = f"{folder.name}/{TOKENIZER_FILE}"
+        if self._store is not None and self._store.find(key) is None:
+            self._store.write(key, (folder / TOKENIZER_FILE).read_bytes())
+
+    def load(self, fingerprint: str, spec: str) -> Tokenizer:
+        """The tokenizer of a fingerprint, loaded by the name `spec` at first, on the CPU.
+
+        Raises `DataError` if it is missing or damaged.
+        """
+        folder = self._folder(fingerprint)
+        if self._store is not None and spec != "bytes" and not (folder / TOKENIZER_FILE).is_file():
+            self._store.download(f"{folder.name}/{TOKENIZER_FILE}", folder / TOKENIZER_FILE)
+        tokenizer = load_saved(folder, spec)
+        if tokenizer.fingerprint != fingerprint:
+            raise DataError(f"{folder / TOKENIZER_FILE}: is not the tokenizer that was kept there")
+        return tokenizer
+
+    def discard(self, fingerprint: str) -> None:
+        """Remove a tokenizer that is damaged, so that it is made again."""
+        folder = self._folder(fingerprint)
+        (folder / TOKENIZER_FILE).unlink(missing_ok=True)
+        if self._store is not None:
+            self._store.delete([f"{folder.name}/{TOKENIZER_FILE}"])
+
+    def read_pin(self, name: str) -> tuple[PinnedTokenizer | None, Version | None]:
+        """The pin of a name, None if there is none that is intact, and its version in a store."""
+        path, version = self.folder / f"{name}.json", None
+        place = str(path)
+        try:
+            if self._store is not None:
+                content, version = self._store.read(path.name)
+                place = self._store.address_of(path.name)
+            else:
+                content = path.read_bytes()
+            return parse_record(content, place, PinnedTokenizer), version
+        except (FileNotFoundError, ObjectMissingError):
+            return None, None
+        except StoreError:
+            raise
+        except DataError as error:
+            log.warning("%s; training the tokenizer again", error)
+            return None, version
+
+    def pin(self, name: str, pinned: PinnedTokenizer, version: Version | None) -> PinnedTokenizer:
+        """Pin a tokenizer to a name in place of the `version` that was read; None for none.
+
+        Of several machines the first decides: returns the pin that counts. Raises `UserError`.
+        Call it while holding the `lock` of the name.
+        """
+        if self._store is None:
+            storage.remove_leftovers(self.folder, f"{name}.json")
+            write_record(self.folder / f"{name}.json", pinned)
+            return pinned
+        key, content = f"{name}.json", pinned.model_dump_json(indent=2).encode()
+        if version is None:
+            written = self._store.create(key, content)
+        else:
+            written = self._store.replace(key, content, version)
+        first = None if written else self.read_pin(name)[0]
+        return first or pinned
+
+    def _folder(self, fingerprint: str) -> Path:
+        return self.folder / folder_name(fingerprint)
+
+
+def folder_name(fingerprint: str) -> str:
+    """The folder of a tokenizer among those that are kept."""
+    return fingerprint[:32]
+
+
+def dataset_tokenizer(
+    partitions: Sequence[Sequence[FileRange]],
+    reading: Reading,
+    config: DataConfig,
+    kept: TokenizerStore,
+) -> tuple[Tokenizer, PinnedTokenizer | None]:
+    """The tokenizer that `config` asks for, and its pin if it was trained for an earlier dataset.
+
+    Any process that makes a partition loads it from those that are `kept`, and puts it on its
+    device. `train` trains it once for datasets of this name and vocabulary size;
+    `tokenizer.retrain` trains it on the files that there are now. Raises `DataError` as
+    `load_tokenizer` and `train_tokenizer` do, `DeviceError` for a GPU that does not exist.
+    """
+    asked = config.tokenizer
+    if config.engine == "local":
+        check_device(config.device)
+    if asked.spec != "train":
+        tokenizer = load_tokenizer(asked.spec)
+        kept.keep(tokenizer)
+        return tokenizer, None
+    name = f"{config.name}.{asked.vocab_size}"
+    with kept.lock(name):
+        pin, version = kept.read_pin(name)
+        pinned = None if pin is None or asked.retrain else _load_pinned(pin, kept)
+        if pinned is not None:
+            return pinned, pin
+        trained = _train(partitions, reading, asked.vocab_size)
+        kept.keep(trained)
+        today = datetime.now(UTC).date().isoformat()
+        new = PinnedTokenizer(fingerprint=trained.fingerprint, trained=today)
+        return kept.load(kept.pin(name, new, version).fingerprint, "train"), None
+
+
+def _load_pinned(pin: PinnedTokenizer, kept: TokenizerStore) -> Tokenizer | None:
+    """The tokenizer that a pin names, None if it is missing or damaged."""
+    try:
+        return kept.load(pin.fingerprint, "train")
+    except DataError as error:
+        if isinstance(error, StoreError) and not isinstance(error, ObjectMissingError):
+            raise
+        log.warning("%s; training the tokenizer again", error)
+    kept.discard(pin.fingerprint)
+    return None
+
+
+def _train(
+    partitions: Sequence[Sequence[FileRange]], reading: Reading, vocab_size: int
+) -> Tokenizer:
+    log.info("tokenizer: training one of %d tokens on the source", vocab_size)
+    # Neither the names nor the order of the files decide what is learnt.
+    places = sorted(
+        partitions, key=lambda place: storage.content_key(sorted(map(content_of, place)))
+    )
+    sample = (texts for texts in _sample(places, reading) if len(texts))
+    first = next(sample, None)
+    if first is None:
+        address = partitions[0][0].file.address if partitions else "data.source"
+        raise DataError(f"{address}: no documents left to train a tokenizer on")
+    trained = train_tokenizer(itertools.chain([first], sample), vocab_size)
+    if trained.vocab_size < vocab_size:
+        log.warning(
+            "the corpus yields only %d tokens, fewer than data.tokenizer.vocab_size=%d",
+            trained.vocab_size,
+            vocab_size,
+        )
+    return trained
+
+
+def _sample(places: Sequence[Sequence[FileRange]], reading: Reading) -> Iterator[pa.StringArray]:
+    """The documents, or about `SAMPLE_BYTES` of them: the first of `SAMPLE_PLACES` partitions."""
+    chosen = places[:: max(1, len(places) // SAMPLE_PLACES)]
+    share = SAMPLE_BYTES // len(chosen)
+    for place in chosen:
+        left = share
+        for batch in read_documents(place, reading):
+            yield batch.texts
+            left -= batch.texts.nbytes
+            if left <= 0:
+                break

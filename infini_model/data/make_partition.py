@@ -72,8 +72,13 @@ def _write(
     spec: PartitionSpec, tokenizer: Tokenizer, folder: Path, advance: Advance
 ) -> PartitionRecord:
     dtype = np.dtype(spec.tokenizer.dtype)
-    writers = {split: ShardWriter(folder, spec.key, split, dtype) for split in SPLITS}
-    each = 1 if spec.reading.template is None else TEXTS
+    pairs = spec.reading.template is not None
+    each = TEXTS if pairs else 1
+    rows_each = each + (1 if spec.tokenizer.bos_token_id is None else 2)
+    writers = {
+        split: ShardWriter(folder, spec.key, split, dtype, rows_each, pairs=pairs)
+        for split in SPLITS
+    }
     encoded = size = skipped = 0
     for batch in read_documents(spec.ranges, spec.reading, ENCODE_BYTES):
         skipped += batch.skipped
@@ -129,11 +134,11 @@ def _add(
     split_of = splits_of(hash_documents(texts if each == 1 else join(texts)), spec.splits)
     record = spec.tokenizer
     dtype = np.dtype(record.dtype)
-    documents = as_rows(ragged, dtype, record.eos_token_id, record.bos_token_id, each=each)
+    rows = as_rows(ragged, dtype, record.eos_token_id, record.bos_token_id, each)
     for number, writer in enumerate(writers.values()):
-        rows = np.flatnonzero(split_of == number)
-        if len(rows):
-            writer.add(documents, rows)
+        documents = np.flatnonzero(split_of == number)
+        if len(documents):
+            writer.add(rows.take(documents))
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -155,38 +160,39 @@ class Rows(NamedTuple):
     around: int
     each: int
 
-
-class DelimitedDocs(NamedTuple):
-    """Documents begun and ended; `prompts` int32 [documents] counts the tokens of their prompts.
-
-    The token that begins a document belongs to its prompt. None if there are no prompts.
-    """
-
-    tokens: Ragged
-    prompts: np.ndarray | None
+    def take(self, documents: np.ndarray) -> pa.LargeBinaryArray:
+        """The rows of `documents` int64 [n] in this order, each with those that go around it."""
+        own = self.each
+        chosen = np.empty((len(documents), own + self.around), np.int64)
+        chosen[:, : -own - 1] = len(self.array) - 2
+        chosen[:, -own - 1 : -1] = own * documents[:, None] + np.arange(own)
+        chosen[:, -1] = len(self.array) - 1
+        return self.array.take(pa.array(chosen.reshape(-1)))
 
 
 class ShardWriter:
     """Appends documents to the shards of one split.
 
-    The files are `<folder>/<split>-<number>.arrow`, ids of type `dtype`.
+    The files are `<folder>/<split>-<number>.arrow`, ids of type `dtype`. A document has
+    `rows_each` rows; if it has a prompt, that ends before the last two.
     """
 
-    def __init__(self, folder: Path, key: str, split: Split, dtype: np.dtype) -> None:
+    def __init__(
+        self, folder: Path, key: str, split: Split, dtype: np.dtype, rows_each: int, *, pairs: bool
+    ) -> None:
         self._folder, self._key, self._split, self._dtype = folder, key, split, dtype
-        self._pending: list[DelimitedDocs] = []
-        self._pending_tokens = 0
+        self._rows_each, self._pairs = rows_each, pairs
+        self._pending: list[pa.LargeBinaryArray] = []
+        self._pending_bytes = 0
         self._shards: list[Shard] = []
 
-    def add(self, documents: Rows, rows: np.ndarray) -> None:
-        """Append the documents `rows` of `as_rows`. Raises `OSError` on a full disk."""
-        closed = _close(documents, rows, self._dtype)
-        size = len(closed.tokens.ids)
-        total = self._pending_tokens + size
-        if self._pending and total * self._dtype.itemsize > SHARD_BYTES:
+    def add(self, rows: pa.LargeBinaryArray) -> None:
+        """Append the rows of documents. Raises `OSError` on a full disk."""
+        size = len(_buffers(rows)[1])
+        if self._pending and self._pending_bytes + size > SHARD_BYTES:
             self._flush()
-        self._pending.append(closed)
-        self._pending_tokens += size
+        self._pending.append(rows)
+        self._pending_bytes += size
 
     def close(self) -> list[Shard]:
         """Write what is pending; returns the records of all shards."""
@@ -195,8 +201,14 @@ class ShardWriter:
         return self._shards
 
     def _flush(self) -> None:
-        documents, prompts = _concatenate(self._pending)
-        self._pending, self._pending_tokens = [], 0
+        ends, data = _buffers(pa.concat_arrays(self._pending))
+        self._pending, self._pending_bytes = [], 0
+        edges, each = ends // self._dtype.itemsize, self._rows_each
+        documents = Ragged(data.view(self._dtype), edges[::each])
+        prompts = None
+        if self._pairs:
+            # The token that begins a document belongs to its prompt.
+            prompts = (edges[each - 2 :: each] - edges[:-1:each]).astype(np.int32)
         name = f"{self._split}-{len(self._shards)}.arrow"
         path = self._folder / name
         self._shards.append(
@@ -213,12 +225,7 @@ class ShardWriter:
 
 
 def as_rows(
-    encoded: Ragged,
-    dtype: np.dtype,
-    eos_token_id: int,
-    bos_token_id: int | None = None,
-    *,
-    each: int = 1,
+    encoded: Ragged, dtype: np.dtype, eos_token_id: int, bos_token_id: int | None, each: int
 ) -> Rows:
     """Documents as rows of `dtype`, and the tokens that begin and end each.
 
@@ -237,32 +244,11 @@ def as_rows(
     return Rows(array, len(around), each)
 
 
-def _close(documents: Rows, rows: np.ndarray, dtype: np.dtype) -> DelimitedDocs:
-    """The documents `rows` in this order, each with the tokens that go around it."""
-    array, own = documents.array, documents.each
-    each = own + documents.around
-    chosen = np.empty((len(rows), each), np.int64)
-    chosen[:, : -own - 1] = len(array) - 2
-    chosen[:, -own - 1 : -1] = own * rows[:, None] + np.arange(own)
-    chosen[:, -1] = len(array) - 1
-    _, ends, data = array.take(pa.array(chosen.reshape(-1))).buffers()
-    edges = np.frombuffer(ends, np.int64)[: each * len(rows) + 1] // dtype.itemsize
-    offsets = edges[::each]
-    tokens = Ragged(np.frombuffer(data, dtype)[: offsets[-1]], offsets)
-    if own == 1:
-        return DelimitedDocs(tokens, None)
-    return DelimitedDocs(tokens, (edges[each - 2 :: each] - offsets[:-1]).astype(np.int32))
-
-
-def _concatenate(parts: list[DelimitedDocs]) -> DelimitedDocs:
-    """Documents of several batches as one."""
-    tokens = [part.tokens for part in parts]
-    starts = np.cumsum([0, *(len(part.ids) for part in tokens)])
-    offsets = [part.offsets[1:] + start for part, start in zip(tokens, starts, strict=False)]
-    ids = np.concatenate([part.ids for part in tokens])
-    prompts = [part.prompts for part in parts if part.prompts is not None]
-    whole = Ragged(ids, np.concatenate([[0], *offsets]))
-    return DelimitedDocs(whole, np.concatenate(prompts) if prompts else None)
+def _buffers(rows: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:
+    """Where rows start, and the last one ends, int64 [rows + 1], in their bytes, uint8."""
+    _, offsets, data = rows.buffers()
+    edges = np.frombuffer(offsets, np.int64)[: len(rows) + 1]
+    return edges, np.frombuffer(data or b"", np.uint8)[: edges[-1]]
 
 
 def write_shard(path: Path, documents: Ragged, prompts: np.ndarray | None = None) -> int:
@@ -284,14 +270,14 @@ def write_shard(path: Path, documents: Ragged, prompts: np.ndarray | None = None
     )
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as out:
         out.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-    found = _buffers(path)
+    found = _places(path)
     expected = array_starts(found[0], len(offsets) - 1, len(ids), ids.itemsize)
     if len(ids) and found != expected[: len(found)]:
         raise RuntimeError(f"pyarrow {pa.__version__} lays out arrays at {found}, not {expected}")
     return found[0]
 
 
-def _buffers(path: Path) -> tuple[int, ...]:
+def _places(path: Path) -> tuple[int, ...]:
     """Where the buffers of a shard begin in its file; an empty one may be nowhere."""
     with pa.memory_map(str(path)) as source:
         whole = source.read_buffer()

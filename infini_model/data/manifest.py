@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ class Manifest(Record):
     documents are prompts and answers, and shards have a column more: the length of the prompt.
     """
 
-    format_version: int
+    format_version: Literal[4]  # FORMAT_VERSION
     name: str
     key: str
     partitions: list[str]
@@ -148,29 +149,17 @@ def read_manifest(folder: Path) -> Manifest:
 def parse_manifest(content: bytes, place: str) -> Manifest:
     """The manifest of the dataset at `place`, a folder or an address. Raises `DataError`."""
     try:
-        manifest = parse_record(content, f"{place}/{storage.MANIFEST}", Manifest)
+        return parse_record(content, f"{place}/{storage.MANIFEST}", Manifest)
     except DataError:
-        _check_version(place, _stated_version(content))
+        version = None
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            version = json.loads(content)["format_version"]
+        if isinstance(version, int) and version != FORMAT_VERSION:
+            raise DataError(
+                f"{place}: has format version {version}, but this program reads version "
+                f"{FORMAT_VERSION}; run the preprocess stage again"
+            ) from None
         raise
-    _check_version(place, manifest.format_version)
-    return manifest
-
-
-def _check_version(place: str, version: int | None) -> None:
-    if version not in (None, FORMAT_VERSION):
-        raise DataError(
-            f"{place}: has format version {version}, but this program reads version "
-            f"{FORMAT_VERSION}; run the preprocess stage again"
-        )
-
-
-def _stated_version(content: bytes) -> int | None:
-    """The format version of a manifest that cannot be read as one of this version."""
-    try:
-        version = json.loads(content)["format_version"]
-    except (ValueError, LookupError, TypeError):
-        return None
-    return version if isinstance(version, int) else None
 
 
 def metadata_files(manifest: Manifest) -> Iterator[str]:

@@ -165,7 +165,8 @@ def _all_groups(
 ) -> dict[str, list[_Groups]]:
     """The row groups of Parquet files, by fingerprint, gathered to about `target_bytes`."""
     keys = {
-        file.fingerprint: f"{file.fingerprint} {_columns(reading)} {target_bytes}" for file in files
+        file.fingerprint: f"groups {file.fingerprint} {_columns(reading)} {target_bytes}"
+        for file in files
     }
     known = {fingerprint: facts.get(key) for fingerprint, key in keys.items()}
     new = {file.fingerprint: file for file in files if known[file.fingerprint] is None}
@@ -178,8 +179,7 @@ def _all_groups(
             known[file.fingerprint] = found
             facts.put(keys[file.fingerprint], found)
     return {
-        # Facts of earlier versions have a third number.
-        fingerprint: [_Groups(*group[:2]) for group in found or []]
+        fingerprint: [_Groups(*group) for group in found or []]
         for fingerprint, found in known.items()
     }
 

@@ -15,13 +15,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from infini_model.config import PackingConfig
+from infini_model.data.loading.stream import DOCUMENTS_AT_ONCE, TokenStream
 from infini_model.runtime.errors import ConfigError
 
-# Documents whose rows are counted anew for each row that is located in one of them.
+# Documents whose rows are counted anew for each row that is located in one of them; it divides
+# `DOCUMENTS_AT_ONCE`.
 BLOCK = 16
 INSIDE = np.arange(BLOCK + 1)
-# Enough to amortize the overhead of an operation on an array, and little memory.
-LENGTHS_AT_ONCE = 1 << 16
 
 
 class Rows(NamedTuple):
@@ -34,30 +34,6 @@ class Rows(NamedTuple):
     starts: np.ndarray
     valid: np.ndarray
     first: np.ndarray
-
-
-class Documents(Protocol):
-    """Where the documents of a stream start, shard by shard.
-
-    `token_starts` and `document_starts`, int64 [shards + 1], count what is before each shard, and
-    in all.
-    """
-
-    token_starts: np.ndarray
-    document_starts: np.ndarray
-
-    def lengths(self) -> Iterator[np.ndarray]:
-        """The number of tokens of every document, in order, as arrays of part of a shard each.
-
-        Their sizes are multiples of `BLOCK`, but for the last of each shard.
-        """
-
-    def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Where documents start in their shards: integers [N, K].
-
-        `shards` int64 [N], in which to look, in ascending order; `places` int64 [N, K], numbers of
-        documents in these shards. A place past the last document gives the end of the shard.
-        """
 
 
 class Packing(Protocol):
@@ -100,7 +76,7 @@ class DocumentPacking:
     """
 
     def __init__(
-        self, documents: Documents, row_length: int, *, pad: bool, rows_per_window: int = 1
+        self, documents: TokenStream, row_length: int, *, pad: bool, rows_per_window: int = 1
     ) -> None:
         self.row_length = row_length
         self.rows_per_window = rows_per_window
@@ -157,7 +133,7 @@ class DocumentPacking:
 
 
 def _together(arrays: Iterator[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """The arrays in groups of at least `LENGTHS_AT_ONCE` numbers, but for the last.
+    """The arrays in groups of at least `DOCUMENTS_AT_ONCE` numbers, but for the last.
 
     So small shards are counted many at a time.
     """
@@ -166,7 +142,7 @@ def _together(arrays: Iterator[np.ndarray]) -> Iterator[list[np.ndarray]]:
     for array in arrays:
         group.append(array)
         waiting += len(array)
-        if waiting >= LENGTHS_AT_ONCE:
+        if waiting >= DOCUMENTS_AT_ONCE:
             yield group
             group, waiting = [], 0
     if group:
@@ -182,7 +158,7 @@ def _block_firsts(sizes: np.ndarray) -> np.ndarray:
     return firsts + np.arange(len(firsts)) * BLOCK
 
 
-def pack(documents: Documents, config: PackingConfig, segment_length: int) -> Packing:
+def pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> Packing:
     """The windows of a stream of documents in the mode set in `config`.
 
     In `aligned` mode the segments of all documents are concatenated, and a partial last window is

@@ -53,31 +53,15 @@ class Batch(NamedTuple):
 
     def chunk(self, count: int) -> list[Batch]:
         """`count` batches of equal size, as views: one operation a tensor, not one a batch."""
-        nothing = (None,) * count
-        return list(
-            map(
-                Batch,
-                self.tokens.chunk(count),
-                nothing if self.valid is None else self.valid.chunk(count),
-                nothing if self.reset is None else self.reset.chunk(count),
-                self.keys.chunk(count),
-                nothing if self.prompts is None else self.prompts.chunk(count),
-            )
-        )
+        parts = ((None,) * count if tensor is None else tensor.chunk(count) for tensor in self)
+        return list(map(Batch._make, zip(*parts, strict=True)))
 
     def pinned(self) -> Batch:
         """The batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        tokens, valid, reset, keys, prompts = self
-        return Batch(
-            change(tokens),
-            None if valid is None else change(valid),
-            None if reset is None else change(reset),
-            change(keys),
-            None if prompts is None else change(prompts),
-        )
+        return Batch._make(None if tensor is None else change(tensor) for tensor in self)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class TokenizerConfig(Section):
     """Vocabulary size of the tokenizer that spec=train trains."""
     retrain: bool = False
     """Train again on the source as it is now (spec=train); by default datasets of the same
-    data.name keep the tokenizer that was trained first."""
+    data.name and vocabulary size keep the tokenizer that was trained first."""
 
 
 class SplitsConfig(Section):

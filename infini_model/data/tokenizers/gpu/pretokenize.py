@@ -93,7 +93,7 @@ class PreTokenizer:
         kinds = text.padded.new_empty(text.size + 2 * MARGIN)
         kinds[:MARGIN] = 0
         kinds[-MARGIN:] = FIRST
-        starts, candidates = text.padded.new_zeros(2, text.size)
+        starts, candidates = (text.padded.new_zeros(text.size) for _ in range(2))
         tables = self._pages, self._blocks, self._prefixes
         launch(
             classify,

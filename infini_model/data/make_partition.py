@@ -149,21 +149,21 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 
 class Rows(NamedTuple):
-    """Documents as binary rows, followed by a row for each token that goes around every one.
+    """Documents as binary rows, followed by a row for each special token that goes around one.
 
-    `around` is the number of those: 2 if documents have a token that begins them, else 1; the
-    last row is the end-of-text token. `each` is the number of rows of a document: 2 if these are
-    its prompt and its answer, else 1.
+    `special_tokens` is the number of those: 2 if documents have a token that begins them, else 1;
+    the last row is the end-of-text token. `each` is the number of rows of a document: 2 if these
+    are its prompt and its answer, else 1.
     """
 
     array: pa.LargeBinaryArray
-    around: int
+    special_tokens: int
     each: int
 
     def take(self, documents: np.ndarray) -> pa.LargeBinaryArray:
         """The rows of `documents` int64 [n] in this order, each with those that go around it."""
         own = self.each
-        chosen = np.empty((len(documents), own + self.around), np.int64)
+        chosen = np.empty((len(documents), own + self.special_tokens), np.int64)
         chosen[:, : -own - 1] = len(self.array) - 2
         chosen[:, -own - 1 : -1] = own * documents[:, None] + np.arange(own)
         chosen[:, -1] = len(self.array) - 1
@@ -233,15 +233,15 @@ def as_rows(
 
     Arrow takes binary rows whole, but lists number by number.
     """
-    around = [eos_token_id] if bos_token_id is None else [bos_token_id, eos_token_id]
-    ids = np.empty(len(encoded.ids) + len(around), dtype)
-    ids[: -len(around)] = encoded.ids
-    ids[-len(around) :] = around
+    special_tokens = [eos_token_id] if bos_token_id is None else [bos_token_id, eos_token_id]
+    ids = np.empty(len(encoded.ids) + len(special_tokens), dtype)
+    ids[: -len(special_tokens)] = encoded.ids
+    ids[-len(special_tokens) :] = special_tokens
     ends = np.arange(len(encoded.ids), len(ids)) + 1
     offsets = np.append(encoded.offsets, ends) * dtype.itemsize
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(ids)]
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
-    return Rows(array, len(around), each)
+    return Rows(array, len(special_tokens), each)
 
 
 def _buffers(rows: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:

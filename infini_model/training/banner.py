@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from infini_model.data.loading.packing import PairPacking
 from infini_model.training.parts import Parts
 from infini_model.training.sizing.estimate import Device, MemoryEstimate, estimate_memory
 
@@ -25,9 +26,9 @@ def log_banner(parts: Parts) -> None:
     for line in (RULE, *_lines(parts), RULE):
         log.info("%s", line)
     for split, windows in parts.windows.items():
-        if windows.pairs is not None and windows.pairs.shortfall:
-            shortfall = windows.pairs.shortfall
-            log.warning("%s: split %s: %s", parts.manifest.folder_name, split, shortfall)
+        packing = windows.packing
+        if isinstance(packing, PairPacking) and packing.shortfall:
+            log.warning("%s: split %s: %s", parts.manifest.folder_name, split, packing.shortfall)
     for split in ("validation", "test"):
         if len(parts.windows[split]) == 0:
             log.warning(

@@ -29,11 +29,14 @@ class Rows(NamedTuple):
 
     `starts` int64 [R]: start of each row in the stream. `valid` int64 [R]: number of positions that
     predict a token of the row's own document. `first` bool [R]: whether a document starts here.
+    `prompts` int64 [R]: number of tokens at the start of the row that are a prompt; None if
+    documents have no prompts.
     """
 
     starts: np.ndarray
     valid: np.ndarray
     first: np.ndarray
+    prompts: np.ndarray | None = None
 
 
 class Packing(Protocol):
@@ -178,8 +181,7 @@ class PairPacking:
     """Windows of a pair each, which is cut or padded to `row_length`.
 
     A pair without a token of its answer within the row has no window. `skipped` counts those, `cut`
-    the windows in which the answer does not end. `prompts` int64 [windows] is the number of tokens
-    of the prompt of each.
+    the windows in which the answer does not end.
     """
 
     rows_per_window = 1
@@ -197,12 +199,12 @@ class PairPacking:
         self.cut = int((sizes[kept] > row_length + 1).sum())
         self._starts = (np.cumsum(sizes) - sizes)[kept]
         self._valid = np.minimum(sizes[kept] - 1, row_length)
-        self.prompts = before[kept]
+        self._prompts = before[kept]
 
     def locate(self, windows: np.ndarray) -> Rows:
         """Row w starts with its pair."""
-        valid = self._valid[windows]
-        return Rows(self._starts[windows], valid, np.ones(len(valid), bool))
+        first = np.ones(len(windows), bool)
+        return Rows(self._starts[windows], self._valid[windows], first, self._prompts[windows])
 
     @property
     def shortfall(self) -> str | None:

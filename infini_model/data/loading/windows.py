@@ -66,16 +66,12 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a split. `name` is for messages.
-
-    `pairs` is the packing where documents are prompts and answers, else None.
-    """
+    """The windows of a split. `name` is for messages."""
 
     stream: TokenStream
     packing: Packing
     aligned: bool
     name: str
-    pairs: PairPacking | None = None
 
     def __len__(self) -> int:
         return self.packing.windows
@@ -106,7 +102,7 @@ class Windows:
             torch.from_numpy(rows.valid.reshape(shape)) if len(short) else None,
             torch.from_numpy(rows.first.reshape(shape)) if self.aligned else None,
             torch.from_numpy(numbers if keys is None else keys),
-            None if self.pairs is None else torch.from_numpy(self.pairs.prompts[numbers, None]),
+            None if rows.prompts is None else torch.from_numpy(rows.prompts.reshape(shape)),
         )
 
     def spans(self, number: int) -> list[Span]:
@@ -131,14 +127,13 @@ def open_windows(
     prompts and answers and `config` has another mode for them.
     """
     stream = open_split(dataset_dir, split)
+    packing: Packing
     if stream.pairs:
         check_pair_packing(config, dataset_dir)
-    name = f"{dataset_dir}: split {split}"
-    if stream.pairs:
-        pairs = PairPacking(stream.lengths(), stream.prompts(), config.context_length)
-        return Windows(stream, pairs, aligned=False, name=name, pairs=pairs)
-    packing = pack(stream, config, segment_length)
-    return Windows(stream, packing, config.mode == "aligned", name)
+        packing = PairPacking(stream.lengths(), stream.prompts(), config.context_length)
+    else:
+        packing = pack(stream, config, segment_length)
+    return Windows(stream, packing, config.mode == "aligned", f"{dataset_dir}: split {split}")
 
 
 def sample_windows(count: int, max_windows: int | None) -> np.ndarray:

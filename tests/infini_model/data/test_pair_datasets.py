@@ -120,7 +120,7 @@ def test_a_window_is_a_pair_from_its_start_cut_or_padded(dataset, length):
         assert row[: valid + 1].tolist() == document[: length + 1].tolist()
         assert (row[valid + 1 :] == EOS).all()
         seen += 1
-    pairs = windows.pairs
+    pairs = windows.packing
     assert (seen, windows.stream.documents - seen) == (len(windows), pairs.skipped)
     assert pairs.cut == int((batch.tokens[:, 0, -1] != EOS).sum())
     said = (

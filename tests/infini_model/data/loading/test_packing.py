@@ -83,7 +83,7 @@ def test_rows_are_those_of_the_plain_definition(
         chosen = data.draw(st.lists(number, max_size=20) | st.just(range(packing.windows)))
         found = packing.locate(np.array(chosen, np.int64))
         rows = [expected[each * together + k] for each in chosen for k in range(together)]
-        assert list(zip(*(part.tolist() for part in found), strict=True)) == rows
+        assert list(zip(*(part.tolist() for part in found[:3]), strict=True)) == rows
 
 
 @given(shapes, st.integers(1, 12))

@@ -101,7 +101,7 @@ def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.store import download_shards
+    from infini_model.data.downloads import download_shards
     from infini_model.evaluation.reporting.report import evaluate_run
     from infini_model.evaluation.tracking import log_evaluation
 

@@ -12,7 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from infini_model.config.section import takes
 
-STORES = ("s3://", "gs://", "az://")
+# The object stores: how their addresses begin, and the names of their settings and credentials in
+# the environment.
+STORES = {"s3://": "AWS_", "gs://": "GOOGLE_", "az://": "AZURE_"}
 
 
 def is_url(value: Any) -> bool:
@@ -22,7 +24,7 @@ def is_url(value: Any) -> bool:
 
 def is_store(value: Any) -> bool:
     """Whether a path of a setting or of a source is an address in an object store."""
-    return isinstance(value, str) and value.startswith(STORES)
+    return isinstance(value, str) and value.startswith(tuple(STORES))
 
 
 def _to_place(value: str | Path) -> Path | str:

@@ -62,15 +62,12 @@ class Datasets:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # What all machines know the datasets by: the folder or the address.
+        self.place = str(folder)
         self.partitions = folder / PARTITIONS
         self.tokenizers = TokenizerStore(folder)
         self._facts = fact_cache_here(folder)
         self._sweeping, self._is_swept = threading.Lock(), False
-
-    @property
-    def place(self) -> str:
-        """The folder or the address that all machines know it by."""
-        return str(self.folder)
 
     def partition_keys(self) -> set[str]:
         """The keys of all finished partitions; their files are not looked at."""
@@ -86,8 +83,20 @@ class Datasets:
         Checksums are compared as `find_faults` says, but not of partitions that were made lately; a
         damaged one is named in the log.
         """
+        records, faults = self._look_at(keys)
+        for fault in faults:
+            log.warning("%s; rebuilding its partition", fault)
+        return records
+
+    def find_intact(self, key: str) -> PartitionRecord | None:
+        """The partition of a key, as `find_partitions` finds it, which has named the damage."""
+        return self._look_at([key])[0].get(key)
+
+    def _look_at(self, keys: Sequence[str]) -> tuple[dict[str, PartitionRecord], list[str]]:
+        """The intact partitions of these keys, and what is wrong with others, in a line each."""
         records: dict[str, PartitionRecord] = {}
         written: dict[str, int] = {}
+        faults: list[str] = []
         for key in dict.fromkeys(keys):
             path = f"{self.partitions}/{key}/{RECORD}"
             try:
@@ -98,21 +107,19 @@ class Datasets:
             except FileNotFoundError:
                 continue
             except DataError as error:
-                log.warning("%s; rebuilding the partition", error)
+                faults.append(str(error))
         found = [(key, shard) for key, record in records.items() for shard in record.files()]
-        shards = [shard for _, shard in found]
-        faults = find_faults(
-            [f"{self.partitions}/{shard.path}" for shard in shards],
-            shards,
+        damage = find_faults(
+            [(f"{self.partitions}/{shard.path}", shard) for _, shard in found],
             self._facts,
             vouched=[written[key] for key, _ in found],
         )
-        for (key, _), fault in zip(found, faults, strict=True):
+        for (key, _), fault in zip(found, damage, strict=True):
             if fault is not None:
-                log.warning("%s; rebuilding its partition", fault)
+                faults.append(fault)
                 records.pop(key, None)
         self._facts.save()
-        return records
+        return records, faults
 
     def find_made(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
         """The partitions of these keys, which were made a moment ago."""
@@ -125,7 +132,7 @@ class Datasets:
         """
         self._remove_leftovers_once()
         with storage.lock(self.partitions / ".locks" / spec.key):
-            if (self.partitions / spec.key / RECORD).exists() and self.find_partitions([spec.key]):
+            if self.find_intact(spec.key) is not None:
                 return
             with storage.atomic_folder(self.partitions / spec.key) as folder:
                 record = make_partition(spec, tokenizer, folder, advance)

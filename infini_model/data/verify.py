@@ -40,13 +40,12 @@ class Verified(NamedTuple):
 
 
 def find_faults(
-    paths: Sequence[str],
-    shards: Sequence[Shard],
+    files: Sequence[tuple[str, Shard]],
     facts: FactCache,
     *,
     checksums: Checksums = "new",
     vouched: Sequence[int] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda _done, _total: None,
 ) -> list[str | None]:
     """What is wrong with each file in one line, or None if it is what its record says.
 
@@ -54,26 +53,27 @@ def find_faults(
     then is taken for what its record says. `progress(done, total)` counts the bytes of the files
     whose checksums are compared.
     """
-    faults: list[str | None] = [None] * len(paths)
+    faults: list[str | None] = [None] * len(files)
     to_hash: list[int] = []
-    for number, (path, shard) in enumerate(zip(paths, shards, strict=True)):
+    for number, (path, shard) in enumerate(files):
         try:
             stat = os.stat(path)  # noqa: PTH116 - paths take longer to make than to ask for
         except OSError as error:
             faults[number] = _unreadable(path, error)
             continue
+        known = facts.get(_version(stat))
         if stat.st_size != shard.bytes:
             faults[number] = f"{path}: has {stat.st_size} bytes, its record says {shard.bytes}"
-            continue
-        known = facts.get(_version(stat))
-        if checksums == "all" or (checksums == "new" and known != shard.sha256):
-            if known is None and checksums == "new" and vouched and _is_old(stat, vouched[number]):
+        elif checksums == "all":
+            to_hash.append(number)
+        elif checksums == "new" and known != shard.sha256:
+            if known is None and vouched and stat.st_mtime_ns <= vouched[number]:
                 facts.put(_version(stat), shard.sha256)
             else:
                 to_hash.append(number)
 
-    def hashed(number: int) -> str | None:
-        path, shard = paths[number], shards[number]
+    def fault_of(number: int) -> str | None:
+        path, shard = files[number]
         try:
             version = _version(os.stat(path))  # noqa: PTH116
             checksum = storage.sha256(path)
@@ -81,22 +81,16 @@ def find_faults(
             return _unreadable(path, error)
         # Also that of a damaged file: nobody takes it for what its record says.
         facts.put(version, checksum)
-        if checksum == shard.sha256:
-            return None
-        return f"{path}: is damaged: its checksum differs from its record"
+        is_whole = checksum == shard.sha256
+        return None if is_whole else f"{path}: is damaged: its checksum differs from its record"
 
-    done, total = 0, sum(shards[number].bytes for number in to_hash)
+    done, total = 0, sum(files[number][1].bytes for number in to_hash)
     with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
-        for number, fault in zip(to_hash, pool.map(hashed, to_hash), strict=True):
+        for number, fault in zip(to_hash, pool.map(fault_of, to_hash), strict=True):
             faults[number] = fault
-            done += shards[number].bytes
-            if progress is not None:
-                progress(done, total)
+            done += files[number][1].bytes
+            progress(done, total)
     return faults
-
-
-def _is_old(stat: os.stat_result, vouched: int) -> bool:
-    return stat.st_mtime_ns <= vouched
 
 
 def _version(stat: os.stat_result) -> str:
@@ -122,7 +116,10 @@ def verify_dataset(folder: Path) -> Manifest:
 
 
 def examine_dataset(
-    folder: Path, *, checksums: Checksums = "new", progress: Progress | None = None
+    folder: Path,
+    *,
+    checksums: Checksums = "new",
+    progress: Progress = lambda _done, _total: None,
 ) -> Verified:
     """Find every file of a dataset folder that is missing or damaged.
 
@@ -138,15 +135,14 @@ def examine_dataset(
         for name in metadata_files(manifest)
         if not (folder / name).is_file()
     ]
-    listed = [(f"{folder}/{name}", shard) for name, shard in manifest.files()]
+    files = [(f"{folder}/{name}", shard) for name, shard in manifest.files()]
     if not has_own_shards(folder, manifest):
         beside = folder.parent / PARTITIONS
-        listed = [(f"{beside}/{shard.path}", shard) for _, shard in listed]
+        files = [(f"{beside}/{shard.path}", shard) for _, shard in files]
         checksums = "none" if checksums == "new" else checksums
     if read_origin(folder) is not None:
-        listed = [(path, shard) for path, shard in listed if os.path.exists(path)]  # noqa: PTH110
+        files = [(path, shard) for path, shard in files if os.path.exists(path)]  # noqa: PTH110
     facts = fact_cache_here(folder.parent)
-    paths, shards = [path for path, _ in listed], [shard for _, shard in listed]
-    found = find_faults(paths, shards, facts, checksums=checksums, progress=progress)
+    found = find_faults(files, facts, checksums=checksums, progress=progress)
     facts.save()
     return Verified(manifest, faults + [fault for fault in found if fault])

@@ -57,21 +57,16 @@ class FactCache:
         if not new:
             return
         try:
-            self._facts = self._merged(new)
+            with storage.lock(self._path.with_suffix(".lock")):
+                storage.remove_leftovers(self._path.parent, self._path.name)
+                facts = _read(self._path) | new
+                oldest = self._today - KEEP_DAYS
+                self._facts = {key: fact for key, fact in facts.items() if fact[1] >= oldest}
+                with storage.atomic_file(self._path) as temporary:
+                    temporary.write_text(json.dumps(self._facts), encoding="utf-8")
         except UserError as error:
             log.info("not remembered for the next run: %s", error)
             self._facts |= new
-
-    def _merged(self, new: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Merge facts into the file; returns what it holds then."""
-        with storage.lock(self._path.with_suffix(".lock")):
-            storage.remove_leftovers(self._path.parent, self._path.name)
-            facts = _read(self._path) | new
-            oldest = self._today - KEEP_DAYS
-            kept = {key: fact for key, fact in facts.items() if fact[1] >= oldest}
-            with storage.atomic_file(self._path) as temporary:
-                temporary.write_text(json.dumps(kept), encoding="utf-8")
-        return kept
 
 
 @cache

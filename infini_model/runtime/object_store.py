@@ -15,14 +15,13 @@ import contextlib
 import fnmatch
 import glob
 import hashlib
-import io
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from infini_model.config.locations import STORES
 from infini_model.runtime import storage
@@ -32,23 +31,20 @@ from infini_model.runtime.errors import (
     ObjectMissingError,
     StoreError,
 )
-from infini_model.runtime.store_client import VARIABLES, client, with_retries
+from infini_model.runtime.store_client import client, with_retries
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 T = TypeVar("T")
-# Returns the bytes from `start` to `stop` (exclusive), all of them.
-Fetch: TypeAlias = Callable[[int, int], bytes]
 
 PATIENCE = 60.0  # seconds
 # What a download reads at once: an answer is held in memory.
 REQUEST_BYTES = 16 << 20
-READ_AHEAD = (64 << 10, 8 << 20)  # bytes, after a jump and in a long sequential read
+READ_AHEAD_BYTES = 4 << 20
 PART_BYTES = 16 << 20  # of an upload
 MAX_PARTS = 10_000
 PARTS_AT_ONCE = 4
-DELETED_AT_ONCE = 1000
 # What an address with a signature has in its query.
 SIGNATURE = re.compile(r"[?&](sig|se|sp|X-(Amz|Goog)-\w+|AWSAccessKeyId|Signature)=", re.IGNORECASE)
 
@@ -63,8 +59,7 @@ class Version(NamedTuple):
     number: str | None = None
 
 
-@dataclass(frozen=True)
-class StoredObject:
+class StoredObject(NamedTuple):
     """An object as its store lists it.
 
     `key` is relative to the store that listed it, `bytes` the size, `modified` the last write.
@@ -77,83 +72,27 @@ class StoredObject:
     modified: datetime
 
 
-class RangedFile(io.RawIOBase):
-    """A file of `size` bytes of which `fetch` reads ranges; raises what `fetch` raises.
-
-    A request reads what is asked for and `ahead` bytes more: the first number after a jump, twice
-    as much each time as long as reads follow one another, up to the second.
-    """
-
-    def __init__(self, fetch: Fetch, size: int, ahead: tuple[int, int] = (0, 0)) -> None:
-        super().__init__()
-        self._fetch_range, self._size = fetch, size
-        self._least, self._most = ahead
-        self._ahead = self._least
-        self._position = 0
-        self._block, self._start = b"", 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        """The next `size` bytes, fewer only at the end; all that are left if it is negative."""
-        start = self._position
-        stop = self._size if size is None or size < 0 else min(start + size, self._size)
-        if start >= stop:
-            return b""
-        self._position = stop
-        if start < self._start or stop > self._start + len(self._block):
-            self._fetch(start, stop)
-        return self._block[start - self._start : stop - self._start]
-
-    def _fetch(self, start: int, stop: int) -> None:
-        """Make the block begin at `start` and reach to `stop` or beyond; keep what it has of it."""
-        end = self._start + len(self._block)
-        follows = self._start <= start <= end
-        self._ahead = min(2 * self._ahead, self._most) if follows else self._least
-        kept = self._block[start - self._start :] if follows else b""
-        goal = min(stop + self._ahead, self._size)
-        fetched = self._fetch_range(start + len(kept), goal)
-        self._block, self._start = kept + fetched if kept else fetched, start
-
-
 def split_address(address: str) -> tuple[str, str]:
     """The bucket, as an address, and the key, which may be empty or a glob.
 
     Raises `StoreError` for an unknown scheme, a missing bucket, credentials inside the address, and
     keys with an empty or dotted folder name, which obstore cannot express. No credentials are told.
     """
-    scheme, separator, rest = address.partition("://")
-    if not separator or scheme not in VARIABLES:
-        raise StoreError(f"{_harmless(address)}: unknown kind of address; takes {' '.join(STORES)}")
+    scheme, rest = address[:5], address[5:]
+    harmless = re.sub(r"://[^/]*@", "://…@", address.partition("?")[0])
+    if scheme not in STORES:
+        raise StoreError(f"{harmless}: unknown kind of address; takes {' '.join(STORES)}")
     bucket, _, key = rest.partition("/")
     if "@" in bucket or SIGNATURE.search(rest):
         raise StoreError(
-            f"{_harmless(address)}: holds credentials; put them into the environment"
-            f" ({VARIABLES[scheme]}…)"
+            f"{harmless}: holds credentials; put them into the environment ({STORES[scheme]}…)"
         )
     if not bucket or glob.has_magic(bucket):
         raise StoreError(f"{address}: names no bucket")
     key = key.removesuffix("/")
     if key and not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise StoreError(f"{address}: a key with an empty or dotted folder name cannot be read")
-    return f"{scheme}://{bucket}", key
-
-
-def _harmless(address: str) -> str:
-    """An address without the parts that can hold credentials."""
-    return re.sub(r"://[^/]*@", "://…@", address.partition("?")[0])
+    return f"{scheme}{bucket}", key
 
 
 def locate(address: str) -> tuple[ObjectStore, str]:
@@ -191,27 +130,34 @@ class ObjectStore:
         root, patience = self._root, self._patience
         return with_retries(self.address_of(key), patience, lambda: request(client(root, patience)))
 
+    def visit_below(self, folder: str, visit: Callable[[StoredObject], object]) -> None:
+        """Call `visit` with each object below a folder, in no order.
+
+        After a listing that was cut it is called with those that have been listed once more.
+        """
+
+        def request(store: Any) -> None:
+            # Page by page, as what obstore says of an object takes more memory than what is kept.
+            for page in store.list(self._path(folder) or None, chunk_size=1000):
+                for each in page:
+                    visit(self._stored(each))
+
+        self._request(folder, request)
+
     def list_below(self, folder: str = "") -> list[StoredObject]:
         """All objects below a folder, sorted by address.
 
         Empty objects that only mark a folder, in which there are others, are left out.
         """
-        path = self._path(folder) or None
-
-        def request(store: Any) -> list[StoredObject]:
-            # Page by page, as what obstore says of an object takes more memory than what is kept.
-            pages = store.list(path, chunk_size=1000)
-            return [self._stored(each) for page in pages for each in page]
-
-        listed = self._request(folder, request)
-        empty = {each.address for each in listed if not each.bytes}
-        marks = {
-            address[: slash.start()]
-            for address in (each.address for each in listed if empty)
-            for slash in re.finditer("/", address)
-        } & empty
-        kept = (each for each in listed if each.address not in marks)
-        return sorted(kept, key=lambda each: each.address)
+        found: dict[str, StoredObject] = {}
+        self.visit_below(folder, lambda each: found.update({each.address: each}))
+        if not all(each.bytes for each in found.values()):
+            for address in list(found):
+                for slash in re.finditer("/", address):
+                    mark = found.get(address[: slash.start()])
+                    if mark is not None and not mark.bytes:
+                        del found[mark.address]
+        return [found[address] for address in sorted(found)]
 
     def folders(self) -> list[str]:
         """The names of the folders right below the address; what is in them is not listed."""
@@ -275,53 +221,50 @@ class ObjectStore:
         `ObjectChangedError` if the object was overwritten, `ObjectMissingError` if it was deleted.
         """
         import pyarrow as pa  # a large library, which listing runs does not need
+        from fsspec.spec import AbstractBufferedFile
 
         # Of an empty object nothing will be read, so nothing else would notice.
         if not size and self._existing(key).bytes:
             raise _changed(self.address_of(key))
 
-        def fetch(start: int, stop: int) -> bytes:
-            return self.read_range(key, start, stop, version)
+        def read(key: str, start: int, end: int) -> bytes:
+            return self.read_range(key, start, end, version)
 
-        return pa.PythonFile(RangedFile(fetch, size, READ_AHEAD), mode="r")
+        # All that it needs of a file system.
+        files = SimpleNamespace(cat_file=read)
+        file = AbstractBufferedFile(files, key, size=size, block_size=READ_AHEAD_BYTES)
+        return pa.PythonFile(file, mode="r")
 
-    def download(self, key: str, path: Path, sha256: str | None = None) -> str:
-        """Copy an object to a local file, atomically; returns its SHA-256.
+    def read_whole(
+        self, key: str, take: Callable[[bytes], object], sha256: str | None = None
+    ) -> None:
+        """Call `take` with one piece of an object after the other, all of them of one version.
 
-        Raises `ObjectMissingError`, `ObjectDamagedError` if its SHA-256 is not the given one,
-        `UserError` if the disk is full.
+        Raises `ObjectMissingError`, `ObjectChangedError`, and `ObjectDamagedError` at the end if
+        its SHA-256 is not the given one.
         """
-        digest = hashlib.sha256()
-        with storage.atomic_file(path) as temporary, temporary.open("wb") as file:
-            for piece in self._pieces(key):
-                digest.update(piece)
-                file.write(piece)
-            file.flush()
-            actual = digest.hexdigest()
-            if sha256 not in (None, actual):
-                address = self.address_of(key)
-                raise ObjectDamagedError(f"{address}: is damaged: SHA-256 {actual}, not {sha256}")
-        return actual
-
-    def sha256(self, key: str) -> str:
-        """The SHA-256 of an object, which is read as a whole. Raises `ObjectMissingError`."""
-        digest = hashlib.sha256()
-        for piece in self._pieces(key):
+        found, digest = self._existing(key), hashlib.sha256()
+        for start in range(0, found.bytes, REQUEST_BYTES):
+            stop = min(start + REQUEST_BYTES, found.bytes)
+            piece = self.read_range(key, start, stop, found.version)
             digest.update(piece)
-        return digest.hexdigest()
+            take(piece)
+        if sha256 not in (None, actual := digest.hexdigest()):
+            raise ObjectDamagedError(f"{found.address}: is damaged: SHA-256 {actual}, not {sha256}")
+
+    def download(self, key: str, path: Path, sha256: str | None = None) -> None:
+        """Copy an object to a local file, atomically.
+
+        Raises as `read_whole` does, and `UserError` if the disk is full.
+        """
+        with storage.atomic_file(path) as temporary, temporary.open("wb") as file:
+            self.read_whole(key, file.write, sha256)
 
     def _existing(self, key: str) -> StoredObject:
         found = self.find(key)
         if found is None:
             raise ObjectMissingError(f"{self.address_of(key)}: not found")
         return found
-
-    def _pieces(self, key: str) -> Iterator[bytes]:
-        """The content of an object, all of it of one version; raises as `read_range` does."""
-        found = self._existing(key)
-        for start in range(0, found.bytes, REQUEST_BYTES):
-            stop = min(start + REQUEST_BYTES, found.bytes)
-            yield self.read_range(key, start, stop, found.version)
 
     def write(self, key: str, content: bytes) -> Version:
         """Write a small object, over what is there."""
@@ -360,9 +303,7 @@ class ObjectStore:
         """
         fields = {"e_tag": expected.etag, "version": expected.number}
         given = {name: value for name, value in fields.items() if value is not None}
-        with contextlib.suppress(ObjectMissingError):  # what Amazon says of one that is gone
-            return self._write_if(key, content, given)
-        return None
+        return self._write_if(key, content, given)
 
     def _write_if(self, key: str, content: bytes, mode: Any) -> Version | None:
         def request(store: Any) -> Version | None:
@@ -371,19 +312,15 @@ class ObjectStore:
             try:
                 written = store.put(self._path(key), content, mode=mode, use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
-                # obstore may have sent it twice, as the first answer did not arrive.
-                return self._written(key, content)
+                # obstore may have sent it twice, as the first answer did not arrive. No other
+                # writer has this content.
+                there, version = self.read(key)
+                return version if there == content else None
             return _version(written)
 
-        return self._request(key, request)
-
-    def _written(self, key: str, content: bytes) -> Version | None:
-        """The version of the object if it holds `content`, which no other writer has."""
-        try:
-            there, version = self.read(key)
-        except ObjectMissingError:
-            return None
-        return version if there == content else None
+        with contextlib.suppress(ObjectMissingError):  # what Amazon says of one that is gone
+            return self._request(key, request)
+        return None
 
     def honours_conditions(self) -> bool:
         """Whether the store refuses to overwrite what `create` and `replace` must not."""
@@ -400,18 +337,17 @@ class ObjectStore:
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are not there count as deleted."""
         paths = [self._path(key) for key in keys]
-        for start in range(0, len(paths), DELETED_AT_ONCE):
-            batch = paths[start : start + DELETED_AT_ONCE]
-            try:
-                self._delete(batch)
-            except ObjectMissingError:
-                # Google's and Azure's stores stop at what is not there.
-                for path in batch:
-                    with contextlib.suppress(ObjectMissingError):
-                        self._delete([path])
 
-    def _delete(self, paths: list[str]) -> None:
-        self._request("", lambda store: store.delete(paths))
+        def delete(paths: list[str]) -> None:
+            self._request("", lambda store: store.delete(paths))
+
+        try:
+            delete(paths)
+        except ObjectMissingError:
+            # Google's and Azure's stores stop at what is not there.
+            for path in paths:
+                with contextlib.suppress(ObjectMissingError):
+                    delete([path])
 
 
 def _changed(address: str) -> ObjectChangedError:

@@ -13,10 +13,11 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from infini_model.config.locations import STORES
 from infini_model.runtime.errors import (
     ObjectChangedError,
     ObjectMissingError,
@@ -27,8 +28,6 @@ from infini_model.runtime.errors import (
 
 T = TypeVar("T")
 
-# The prefix of a store's settings and credentials in the environment.
-VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"(https?)://([\w.-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?(/[\w./-]*)?")
 # Given any option of the client, obstore no longer reads these from the environment.
@@ -47,24 +46,24 @@ MANY = 1000  # retries, which are limited by time
 HAS_RETRIED = re.compile(r"after [1-9]\d* retries")
 STATUS = re.compile(r"status code: (\d{3})")
 CODE = re.compile(r"<Code>(\w+)</Code>")
-NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
-BUSY = (408, 429)  # besides 500 and above, but for 501: not implemented
-OF_STATUS: dict[int, tuple[type[Exception], str]] = {
-    404: (ObjectMissingError, "not found"),
-    412: (ObjectChangedError, "changed while it was read; run again"),
-    401: (StoreError, "access denied ({answer}); check the credentials"),
-    403: (StoreError, "access denied ({answer}); check the credentials"),
-}
-# Instance metadata, which is asked for credentials when the environment has none.
-METADATA = re.compile(r"169\.254\.\d|metadata\.google")
 AWAY = "cannot be reached: "
-# What a failure without a status says, and how it is told.
-OF_TEXT: tuple[tuple[str, type[Exception], str], ...] = (
+UNSAFE = "the connection would not be safe: check the certificate"
+# What a failure says, and how it is told; the first that fits counts.
+CAUSES: tuple[tuple[str, type[Exception], str], ...] = (
+    # Busy, or any other fault of its own but 501: not implemented.
+    (r"status code: (408|429|5(?!01)\d\d)", UnreachableError, AWAY + "the store answers {answer}"),
+    # Instance metadata, which is asked for credentials when the environment has none.
     (
-        "certificate|BadScheme|builder error",
+        r"(?s)\A((?!status code).)*(169\.254\.\d|metadata\.google)",
         StoreError,
-        "the connection would not be safe: check the certificate",
+        "no credentials in the environment ({prefix}…)",
     ),
+    ("NoSuchBucket|ContainerNotFound|bucket does not exist", StoreError, "there is no such bucket"),
+    ("status code: 404", ObjectMissingError, "not found"),
+    ("status code: 412", ObjectChangedError, "changed while it was read; run again"),
+    ("status code: 40[13]", StoreError, "access denied ({answer}); check the credentials"),
+    (r"status code: \d{3}", StoreError, "the store refuses the request ({answer})"),
+    ("certificate|BadScheme|builder error", StoreError, UNSAFE),
     ("Connection ?refused", UnreachableError, AWAY + "connection refused"),
     ("lookup address|dns error", UnreachableError, AWAY + "its name cannot be resolved"),
     ("TimedOut|timed out|kind: Timeout", UnreachableError, AWAY + "no answer in time"),
@@ -87,35 +86,27 @@ def client(root: str, patience: float) -> Any:
     if _used_by not in (None, os.getpid()):
         raise RuntimeError("object stores cannot be used after a fork: spawn the process instead")
     _used_by = os.getpid()
-    scheme = root.partition("://")[0]
-    prefix = VARIABLES[scheme]
-    environment = {name: text for name, text in os.environ.items() if name.startswith(prefix)}
-    if scheme == "s3":
-        _check_endpoint(root, environment)
-    return _make_client(root, patience, tuple(sorted(environment.items())))
+    endpoint_of(root)
+    prefix = STORES[root[:5]]
+    environment = ((name, text) for name, text in os.environ.items() if name.startswith(prefix))
+    return _make_client(root, patience, tuple(sorted(environment)))
 
 
 def endpoint_of(root: str) -> str:
-    """The server that the environment names for `root`; empty for the provider's own."""
-    name = _endpoint_variable(os.environ) if root.startswith("s3://") else None
-    return "" if name is None else os.environ[name]
+    """The server that the environment names for `root`; empty for the provider's own.
 
-
-def _endpoint_variable(environment: Mapping[str, str]) -> str | None:
-    return next((name for name in ENDPOINTS if environment.get(name)), None)
-
-
-def _check_endpoint(root: str, environment: dict[str, str]) -> None:
-    """Say what is wrong before obstore does: it panics, or names no reason."""
-    name = _endpoint_variable(environment)
-    if name is None:
-        return
-    place = f"{root}: {name} in the environment"
-    found = ENDPOINT.fullmatch(environment[name])
+    Raises `StoreError` for one that obstore would panic at, or refuse without a reason.
+    """
+    name = next((name for name in ENDPOINTS if os.environ.get(name)), None)
+    if name is None or not root.startswith("s3://"):
+        return ""
+    endpoint, place = os.environ[name], f"{root}: {name} in the environment"
+    found = ENDPOINT.fullmatch(endpoint)
     if found is None:
         raise StoreError(f"{place} is not like https://host:port")
-    if found[1] == "http" and environment.get("AWS_ALLOW_HTTP", "").lower() not in ("true", "1"):
+    if found[1] == "http" and os.environ.get("AWS_ALLOW_HTTP", "").lower() not in ("true", "1"):
         raise StoreError(f"{place} is not encrypted; allow it by AWS_ALLOW_HTTP=true")
+    return endpoint
 
 
 @functools.lru_cache(maxsize=16)
@@ -125,11 +116,11 @@ def _make_client(root: str, patience: float, environment: tuple[tuple[str, str],
         import obstore
     except ImportError as error:
         raise UserError(f"{root}: needs obstore: pip install obstore") from error
-    prefix = VARIABLES[root.partition("://")[0]]
+    prefix = STORES[root[:5]]
     given = {name.removeprefix(prefix).lower(): text for name, text in environment}
     options: dict[str, Any] = {name: given[name] for name in CLIENT_OPTIONS if name in given}
     options |= {"connect_timeout": CONNECT_TIMEOUT, "read_timeout": SILENT_TIMEOUT}
-    options |= {"timeout": REQUEST_TIMEOUT}
+    options["timeout"] = REQUEST_TIMEOUT
     retries = {
         "max_retries": MANY if patience else 0,
         "retry_timeout": timedelta(seconds=patience),
@@ -166,25 +157,11 @@ def explain_error(error: Exception, address: str) -> Exception:
     # Our own errors come first: without obstore there are none of its own.
     if isinstance(error, UserError | UnreachableError) or not _is_from_obstore(error, text):
         return error
-    no_credentials = f"no credentials in the environment ({VARIABLES[address[:2]]}…)"
-    if (found := STATUS.search(text)) is not None:
-        status, code = int(found[1]), CODE.search(text)
-        answer = f"HTTP {status}, {code[1]}" if code else f"HTTP {status}"
-        kind, reason = OF_STATUS.get(
-            status, (StoreError, "the store refuses the request ({answer})")
-        )
-        if status in BUSY or (status >= 500 and status != 501):
-            kind, reason = UnreachableError, AWAY + "the store answers {answer}"
-        elif METADATA.search(text.partition("status code")[0]):
-            kind, reason = StoreError, no_credentials
-        elif NO_BUCKET.search(text):
-            kind, reason = StoreError, "there is no such bucket"
-        return kind(f"{address}: {reason.format(answer=answer)}")
-    if METADATA.search(text):
-        return StoreError(f"{address}: {no_credentials}")
-    for pattern, kind, reason in OF_TEXT:
+    status, code = STATUS.search(text), CODE.search(text)
+    answer = (f"HTTP {status[1]}" if status else "") + (f", {code[1]}" if code else "")
+    for pattern, kind, reason in CAUSES:
         if re.search(pattern, text):
-            return kind(f"{address}: {reason}")
+            return kind(f"{address}: {reason.format(answer=answer, prefix=STORES[address[:5]])}")
     # Of the environment, mostly; without addresses, which may hold a password.
     reason = re.sub(r"\S*://\S*", "…", text.partition("\n")[0])
     return StoreError(f"{address}: {reason}")

@@ -20,7 +20,6 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,7 +169,7 @@ def refresh_runs(runs_dir: Path, store: str | None) -> None:
     for each in ObjectStore(f"{store}/runs", PATIENCE).list_below():
         name, _, key = each.key.partition("/")
         if key and NAME.fullmatch(name):
-            runs[name].append(replace(each, key=key))
+            runs[name].append(each._replace(key=key))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(lambda name: _refresh(runs_dir / name, store, runs[name]), runs))
     if runs and not (runs_dir / "latest").exists():

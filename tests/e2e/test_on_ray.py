@@ -32,7 +32,7 @@ from stopping import Halt, is_pending
 from trials import Make, Start
 
 from infini_model.config import load_config
-from infini_model.data.store import download_shards
+from infini_model.data.downloads import download_shards
 from infini_model.runtime.errors import DeviceError
 from infini_model.runtime.ray import connect
 from infini_model.training.launch.on_ray import gangs

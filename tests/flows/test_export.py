@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 from flows.cli import app
 from infini_model.config import Config, FilesSource, ModelConfig, SampleConfig, load_config
 from infini_model.data.build import build_dataset
+from infini_model.data.downloads import download_shards
 from infini_model.data.manifest import Manifest
 from infini_model.data.sources.listing import download
-from infini_model.data.store import download_shards
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
 from infini_model.evaluation.chat import Conversation

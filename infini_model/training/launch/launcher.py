@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from infini_model.config import Config, dump_config
-from infini_model.data.store import GIGABYTE, download_shards
+from infini_model.data.downloads import GIGABYTE, download_shards
 from infini_model.runtime import processes
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.machine import available_cores

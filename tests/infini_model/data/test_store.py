@@ -4,8 +4,10 @@ import hashlib
 import os
 import re
 import shutil
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +20,16 @@ from s3_server import CREDENTIALS
 
 from infini_model import __main__ as stages
 from infini_model.config import PackingConfig, load_config
+from infini_model.data.downloads import download_shards
 from infini_model.data.finished import finished_dataset
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
-from infini_model.data.store import StoredDatasets, download_shards
+from infini_model.data.store import StoredDatasets
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.verify import examine_dataset, verify_dataset
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import DataError, UserError
-from infini_model.runtime.object_store import ObjectStore
+from infini_model.runtime.object_store import ObjectStore, StoredObject, Version
 from infini_model.runtime.runs import dataset_here
 from infini_model.runtime.stored_runs import refresh_runs
 
@@ -222,6 +225,7 @@ def test_a_damaged_copy_is_downloaded_again(several, machine, caplog):
     (key,) = set(re.findall(r"(\w+)/train-0.arrow: is damaged", caplog.text))
     assert key == shard.path.partition("/")[0]
     assert "downloading 1 of 1 partitions" in caplog.text
+    assert caplog.text.count("is damaged") == 1
     assert verify_dataset(folder)
 
 
@@ -290,9 +294,9 @@ def test_a_dataset_in_a_mounted_bucket_is_read_through_its_manifest(
 
 def test_a_build_lists_the_partitions_once_and_reads_no_shard(several, machine, other, monkeypatch):
     listed, read = [], []
-    plain, plain_read = ObjectStore.list_below, ObjectStore.read
+    plain, plain_read = ObjectStore.visit_below, ObjectStore.read
     monkeypatch.setattr(
-        ObjectStore, "list_below", lambda self, *below: listed.append(self) or plain(self, *below)
+        ObjectStore, "visit_below", lambda self, *below: listed.append(self) or plain(self, *below)
     )
     monkeypatch.setattr(
         ObjectStore, "read", lambda self, key: read.append(key) or plain_read(self, key)
@@ -301,6 +305,25 @@ def test_a_build_lists_the_partitions_once_and_reads_no_shard(several, machine, 
     other.plan(several.model_copy(update={"name": "other"}))
     assert [each.address for each in listed] == [f"{machine.address}/.partitions"] * 2
     assert not [key for key in read if key.endswith(".arrow")]
+
+
+def test_a_listing_of_many_partitions_takes_little_memory(tmp_path, monkeypatch):
+    """The names of its objects alone would take some 100 bytes each."""
+    count, written = 20_000, datetime.now(UTC)
+
+    def visit_below(self, folder, visit):
+        for number in range(count):
+            key = f"{number:032x}/train-0.arrow"
+            visit(StoredObject(f"{self.address}/{key}", key, number, Version(key), written))
+
+    monkeypatch.setattr(ObjectStore, "visit_below", visit_below)
+    datasets = StoredDatasets("s3://bucket/datasets", tmp_path)
+    tracemalloc.start()
+    try:
+        assert datasets.find_partitions(["none"]) == {}
+        assert tracemalloc.get_traced_memory()[1] < 130 * count
+    finally:
+        tracemalloc.stop()
 
 
 def test_credentials_are_in_no_file_and_no_output(tmp_path, several, address, s3, caplog):

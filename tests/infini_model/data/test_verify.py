@@ -43,7 +43,7 @@ def test_a_record_with_a_name_that_is_not_utf8_is_refused_in_one_line(tmp_path):
     assert not path.exists()
 
 
-def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path):
+def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, caplog):
     raw = write_files(tmp_path / "raw", [text * 400 for text in make_texts(12)])
     config = files_config(raw / "*", partition_megabytes=1, workers=1)
     manifest, folder = build(config, tmp_path)
@@ -74,6 +74,7 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path):
     # It is known from now on.
     assert len(examine_dataset(folder).faults) == 4
     assert build(config, tmp_path)[1] == folder
+    assert caplog.text.count(f"{partitions / its_shard.path}: is damaged") == 1
     assert {path: path.read_bytes() for path, _ in shards} == whole
     # Damage to a file damages its partition, too; a missing link is only linked again.
     anew = {path.parent.name for path, when in made.items() if path.stat().st_mtime_ns != when}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +49,12 @@ class RayEngine:
     """One Ray task a partition, the largest first."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        self._address, self._device = config.ray_address, "cpu"
-        self._needs = reserved(config)
-        if config.device != "cuda":
-            return
-        reason = why_unsupported(tokenizer)
-        if reason is None:
-            self._device = "cuda:0"
-            return
-        log.warning("data.device=cuda has no effect: %s; tokenising on CPUs", reason)
-        del self._needs["GPU"]
+        reason = why_unsupported(tokenizer) if config.device == "cuda" else None
+        if reason is not None:
+            log.warning("data.device=cuda has no effect: %s; tokenising on CPUs", reason)
+            config = config.model_copy(update={"device": "cpu"})
+        self._address, self._needs = config.ray_address, reserved(config)
+        self._device = "cuda:0" if config.device == "cuda" else "cpu"
 
     def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
         """Make the partitions of `specs`; a lost worker or node costs those that it was making.
@@ -66,23 +62,18 @@ class RayEngine:
         Raises also what `connect` and `check_resources` do, and `StageError` for a partition that
         lost its worker time and again.
         """
-        with connect(self._address, "data") as address, _job(datasets, self._device) as job:
+        with connect(self._address, "data") as address, contextlib.ExitStack() as marks:
             import ray
 
             check_resources(self._needs, ray.nodes(), address)
+            place, mark = datasets.place, None
+            if not is_url(place):
+                mark = marks.enter_context(marked(Path(place)))
+                place = str(mark.parent)
+            sources = sources_fingerprint()
+            job = Job(place=place, mark=mark, sources=sources, device=self._device)
             log.info("making %d partitions on the Ray cluster at %s", len(specs), address)
             _run(job, specs, self._needs, advance)
-
-
-@contextlib.contextmanager
-def _job(datasets: Datasets, device: str) -> Iterator[Job]:
-    """What the tasks have in common. A file marks the folder of the datasets meanwhile."""
-    place, sources = datasets.place, sources_fingerprint()
-    if is_url(place):
-        yield Job(place=place, mark=None, sources=sources, device=device)
-        return
-    with marked(Path(place)) as mark:
-        yield Job(place=str(mark.parent), mark=str(mark), sources=sources, device=device)
 
 
 def _run(
@@ -91,7 +82,12 @@ def _run(
     """Run the tasks. When this ends, by whatever error, none of them is under way."""
     import ray
 
-    task = _task(needs)
+    task = ray.remote(
+        num_cpus=needs["CPU"],
+        num_gpus=needs.get("GPU", 0),
+        memory=int(needs.get("memory", 0)) or None,
+        max_retries=0,  # Losses are counted here.
+    )(on_node(make_partition.__module__, make_partition.__name__))
     common = job.model_dump_json()
     waiting = deque(sorted(specs, key=lambda spec: -spec.bytes))
     running: dict[Any, PartitionSpec] = {}
@@ -114,18 +110,6 @@ def _run(
             ray.cancel(reference)
         if running:
             ray.wait(list(running), num_returns=len(running), timeout=CANCEL_SECONDS)
-
-
-def _task(needs: Mapping[str, float]) -> Any:
-    """The remote function. Losses are counted here, so that Ray repeats nothing by itself."""
-    import ray
-
-    return ray.remote(
-        num_cpus=needs["CPU"],
-        num_gpus=needs.get("GPU", 0),
-        memory=int(needs.get("memory", 0)) or None,
-        max_retries=0,
-    )(on_node("infini_model.data.on_ray", "make_partition"))
 
 
 def _window(needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:
@@ -202,34 +186,31 @@ class Job(Record):
     """
 
     place: str
-    mark: str | None
+    mark: Path | None
     sources: str
     device: str
 
 
-class WorkerState:
-    """What a worker process keeps from one task of its job to the next."""
-
-    def __init__(self, job: Job, spec: PartitionSpec) -> None:
-        check_sources(job.sources)
-        if job.mark is not None:
-            check_mark(Path(job.mark), "use one that all nodes share, or an object store")
-        check_device(job.device)
-        place = working_folder(job.place) if is_url(job.place) else Path(job.place)
-        self.datasets = datasets_at(place, job.place if is_url(job.place) else None)
-        self.tokenizer: Tokenizer = on_device(
-            self.datasets.tokenizers.load(spec.tokenizer.fingerprint, spec.tokenizer.spec),
-            job.device,
-        )
-
-
-_states: dict[str, WorkerState] = {}
+# What this worker process keeps from one task of its job to the next.
+_prepared: dict[str, tuple[Datasets, Tokenizer]] = {}
 
 
 def make_partition(job: str, spec: str) -> None:
     """Make the partition of a spec, unless it stands; both arguments are JSON."""
     wanted = PartitionSpec.model_validate_json(spec)
-    if job not in _states:
-        _states[job] = WorkerState(Job.model_validate_json(job), wanted)
-    state = _states[job]
-    state.datasets.make(wanted, state.tokenizer, lambda _: None)
+    if job not in _prepared:
+        _prepared[job] = _prepare(Job.model_validate_json(job), wanted)
+    datasets, tokenizer = _prepared[job]
+    datasets.make(wanted, tokenizer, lambda _: None)
+
+
+def _prepare(job: Job, spec: PartitionSpec) -> tuple[Datasets, Tokenizer]:
+    """The datasets and the tokenizer of a job, on a node that has what it needs."""
+    check_sources(job.sources)
+    if job.mark is not None:
+        check_mark(job.mark, "use one that all nodes share, or an object store")
+    check_device(job.device)
+    place, store = job.place, job.place if is_url(job.place) else None
+    datasets = datasets_at(place if store is None else working_folder(store), store)
+    tokenizer = datasets.tokenizers.load(spec.tokenizer.fingerprint, spec.tokenizer.spec)
+    return datasets, on_device(tokenizer, job.device)

@@ -202,13 +202,13 @@ def test_a_ray_task_that_fits_no_node_is_refused():
 
 
 def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_ray, "_states", {})
+    monkeypatch.setattr(on_ray, "_prepared", {})
     config = files_config(write_files(tmp_path / "raw", make_texts(3)) / "*")
     wanted = requested_dataset(download(config, tmp_path), config, tmp_path / "datasets")
     (spec,) = wanted.specs()
     job = Job(
         place=str(tmp_path / "datasets"),
-        mark=str(tmp_path / "datasets" / "mark"),
+        mark=tmp_path / "datasets" / "mark",
         sources=sources_fingerprint(),
         device="cpu",
     )

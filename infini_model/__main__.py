@@ -43,8 +43,7 @@ def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
         )
         path = datasets_dir / ".listings" / listing_file(listing, config.data.name)
         write_record(path, listing)
-    size = sum(part.file.bytes for part in listing.ranges)
-    return {"listing": str(path), "files": len(listing.ranges), "bytes": size}
+    return {"listing": str(path)}
 
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from infini_model.data.datasets import (
     register_build,
 )
 from infini_model.data.engines import Engine, make_engine
-from infini_model.data.make_partition import Advance, id_dtype
+from infini_model.data.make_partition import id_dtype
 from infini_model.data.manifest import PARTITIONS, SPLITS, Manifest, TokenizerRecord
 from infini_model.data.partitions import (
     Partition,
@@ -85,13 +85,11 @@ class RequestedDataset:
         """What the dataset is made from, as it is noted before it is made."""
         return Build(listing=self.listing, partitions=self.partition_keys)
 
-    def specs(self, *, without: Container[str] = ()) -> list[PartitionSpec]:
-        """The specs of the partitions in order, each once, `without` those of some keys."""
+    def specs(self, keys: Container[str]) -> list[PartitionSpec]:
+        """The specs of the partitions of these keys, in order, each once."""
         distinct = dict(zip(self.partition_keys, self.partitions, strict=True))
         return [
-            self.defaults.spec(key, partition)
-            for key, partition in distinct.items()
-            if key not in without
+            self.defaults.spec(key, partition) for key, partition in distinct.items() if key in keys
         ]
 
 
@@ -257,13 +255,20 @@ def _partitions(
 
     `what` they are is for messages.
     """
-    records, asked = datasets.find_partitions(keys), set(keys)
-    missing = [spec for spec in wanted.specs(without=records) if spec.key in asked]
+    records = datasets.find_partitions(keys)
+    missing = wanted.specs(set(keys) - records.keys())
     count = "1 partition" if len(missing) == 1 else f"{len(missing):,} partitions"
     log.info("%s: %s to make, %s present", what, count, f"{len(records):,}")
+    done, total = 0, sum(spec.bytes for spec in missing)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done = min(done + count, total)
+        if progress is not None:
+            progress(done, total)
+
     if missing:
-        text_bytes = sum(spec.bytes for spec in missing)
-        engine.make(missing, datasets, _progress_counter(text_bytes, progress))
+        engine.make(missing, datasets, advance)
         records |= datasets.find_made([spec.key for spec in missing])
     for key in keys:
         if key not in records:
@@ -292,19 +297,6 @@ def _skipped(wanted: RequestedDataset) -> str:
     if reading.errors == "skip":
         why += " or not UTF-8"
     return why
-
-
-def _progress_counter(total: int, progress: OnProgress | None) -> Advance:
-    """Sum up the bytes done and pass them to `progress` with their total."""
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done = min(done + count, total)
-        if progress is not None:
-            progress(done, total)
-
-    return advance
 
 
 class Plan(Record):
@@ -344,26 +336,28 @@ def plan_dataset(listing: Listing, config: Config, *, previous: str | None = Non
     _check_tokenizer(config, wanted)
     register_build(wanted.folder, wanted.build)
     datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
-    keys = set(wanted.partition_keys)
-    plan = Plan(
-        key=wanted.key,
-        folder=wanted.folder.resolve(),
-        address=None if store is None else f"{datasets.place}/{name}",
-        intact=False,
-        reused=len(keys),
-    )
+    keys, fault = set(wanted.partition_keys), None
     try:
         intact = datasets.find(name) is not None
     except StoreError:
         raise
     except DataError as error:
-        return plan.model_copy(update={"fault": str(error)} | _missing(keys, datasets))
+        intact, fault = False, str(error)
     if intact:
         make_newest(datasets, name, previous)
-        plan = plan.model_copy(update={"intact": True})
-    else:
-        plan = plan.model_copy(update=_missing(keys, datasets))
-    log.info("dataset %s: %s", plan.address or plan.folder, partition_counts(plan.new, plan.reused))
+    new = 0 if intact else len(keys - datasets.partition_keys())
+    plan = Plan(
+        key=wanted.key,
+        folder=wanted.folder.resolve(),
+        address=None if store is None else f"{datasets.place}/{name}",
+        intact=intact,
+        new=new,
+        reused=len(keys) - new,
+        fault=fault,
+    )
+    if fault is None:
+        counts = f"{new:,} partition{'' if new == 1 else 's'} new, {plan.reused:,} reused"
+        log.info("dataset %s: %s", plan.address or plan.folder, counts)
     return plan
 
 
@@ -381,14 +375,3 @@ def _check_tokenizer(config: Config, wanted: RequestedDataset) -> None:
         log.warning("model.initial_weights: the tokenizers are not compared yet: %s", error)
         return
     check_tokenizer(weights, own, wanted.tokenizer, str(wanted.folder))
-
-
-def _missing(keys: set[str], datasets: Datasets) -> dict[str, int]:
-    """How many of the partitions have to be made, and how many stand."""
-    new = len(keys - datasets.partition_keys())
-    return {"new": new, "reused": len(keys) - new}
-
-
-def partition_counts(new: int, reused: int) -> str:
-    """How much there is to do, as in `2 partitions new, 1,204 reused`."""
-    return f"{new:,} partition{'' if new == 1 else 's'} new, {reused:,} reused"

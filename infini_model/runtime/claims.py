@@ -105,9 +105,9 @@ def first_difference(
     return None
 
 
-def difference(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> str:
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What distinguishes the settings `one` from those recorded, `other`: the first leaf."""
-    found = first_difference(one, other, above)
+    found = first_difference(one, other)
     if found is None:
         return "the dataset differs"
     return f"{found.key} is {found.other!r}, not {found.one!r}"

@@ -10,7 +10,7 @@ from infini_model.config import Config
 from infini_model.config.locations import is_url, working_folder
 from infini_model.config.tree import RunConfig
 from infini_model.data.build import Plan
-from infini_model.data.datasets import register_use
+from infini_model.data.datasets import Datasets, register_use
 from infini_model.data.manifest import LATEST, Manifest, read_origin
 from infini_model.data.store import StoredDatasets, datasets_at, no_dataset
 from infini_model.data.verify import verify_dataset
@@ -108,19 +108,29 @@ def finished_dataset(config: Config) -> Plan:
 
     Raises `DataError` in one line if there is none, or a shard is missing or damaged.
     """
-    place = dataset_folder(config.data.folder, config.run)
+    place, manifest = dataset_folder(config.data.folder, config.run), None
+    datasets: Datasets
     if is_url(place):
-        stored, name = stored_dataset(place, config.run)
-        return _described(stored, name)
-    folder = Path(place).resolve()
-    origin = read_origin(folder)
-    register_use(folder)
-    if origin is None:
-        return _finished(verify_dataset(folder), folder, None)
-    manifest = _whole(folder)
+        datasets, name = stored_dataset(place, config.run)
+        register_use(datasets.folder / name)
+    else:
+        folder = Path(place).resolve()
+        origin = read_origin(folder)
+        datasets = datasets_at(folder.parent, None if origin is None else origin.datasets)
+        name = folder.name
+        register_use(folder)
+        if origin is not None:
+            manifest = _whole(folder)
+    manifest = manifest or datasets.find(name)
     if manifest is None:
-        return _described(StoredDatasets(origin.datasets, folder.parent), folder.name)
-    return _finished(manifest, folder, f"{origin.datasets}/{folder.name}")
+        raise no_dataset(f"{datasets.place}/{name}")
+    return Plan(
+        key=manifest.key,
+        folder=(datasets.folder / name).resolve(),
+        address=f"{datasets.place}/{name}" if is_url(datasets.place) else None,
+        intact=True,
+        reused=len(set(manifest.partitions)),
+    )
 
 
 def stored_dataset(address: str, run: RunConfig) -> tuple[StoredDatasets, str]:
@@ -128,21 +138,6 @@ def stored_dataset(address: str, run: RunConfig) -> tuple[StoredDatasets, str]:
     parent, _, name = address.rpartition("/")
     own = parent == run.datasets_store
     return StoredDatasets(parent, run.datasets_dir if own else working_folder(parent)), name
-
-
-def _described(datasets: StoredDatasets, name: str) -> Plan:
-    """A dataset in a store, with a local folder that describes it."""
-    folder = datasets.folder / name
-    register_use(folder)
-    manifest = datasets.find(name)
-    if manifest is None:
-        raise no_dataset(f"{datasets.place}/{name}")
-    return _finished(manifest, folder.resolve(), f"{datasets.place}/{name}")
-
-
-def _finished(manifest: Manifest, folder: Path, address: str | None) -> Plan:
-    reused = len(set(manifest.partitions))
-    return Plan(key=manifest.key, folder=folder, address=address, intact=True, reused=reused)
 
 
 def _whole(folder: Path) -> Manifest | None:

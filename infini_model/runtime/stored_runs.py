@@ -85,21 +85,17 @@ def hold_run(run_dir: Path, holder: Holder, store: str | None) -> Iterator[Held 
     The run's small files are then up to date. Raises `UserError` if the folder cannot be written,
     and as `ObjectStore` does.
     """
-    with hold(run_dir / LOCK, holder) as locked:
-        if not locked or store is None:
-            yield Held(run_dir) if locked else None
-            return
-        stored = _store_of(run_dir, store)
-        ownership = take(stored, run_dir, holder)
-        if ownership is None:
-            yield None
-            return
-        try:
-            if ownership.was_elsewhere:
-                _get_files(stored, run_dir, stored.list_below())
-            yield Held(run_dir, ownership)
-        finally:
-            ownership.release()
+    with hold(run_dir / LOCK, holder) as locked, contextlib.ExitStack() as claims:
+        held = Held(run_dir) if locked else None
+        if locked and store is not None:
+            stored = _store_of(run_dir, store)
+            ownership = take(stored, run_dir, holder)
+            held = None if ownership is None else Held(run_dir, ownership)
+            if ownership is not None:
+                claims.callback(ownership.release)
+                if ownership.was_elsewhere:
+                    _get_files(stored, run_dir, stored.list_below())
+        yield held
 
 
 @contextlib.contextmanager
@@ -152,9 +148,9 @@ def await_owner(run_dir: Path, store: str | None) -> None:
 
 def has_checkpoint(run_dir: Path, store: str | None) -> bool:
     """Whether a run has a complete checkpoint here or in the store. Raises as `ObjectStore`."""
-    if local_steps(run_dir) or store is None:
-        return bool(local_steps(run_dir))
-    return bool(_stored_steps(_store_of(run_dir, store)))
+    if local_steps(run_dir):
+        return True
+    return store is not None and bool(_stored_steps(_store_of(run_dir, store)))
 
 
 def refresh_runs(runs_dir: Path, store: str | None) -> None:
@@ -338,13 +334,12 @@ class _Mirror:
 
     def _work(self) -> None:
         """Copy after each checkpoint, once more at the end, and sooner again what has failed."""
-        tried: set[int] | None = None
-        is_last, again_at = False, math.inf
+        tried: set[int] = set()
+        is_last, again_at = False, -math.inf
         while not is_last:
             is_last = self._closing.wait(POLL_SECONDS)
             steps = local_steps(self._run_dir)
-            is_new = tried is None or not steps <= tried
-            if not (is_last or is_new or time.monotonic() > again_at):
+            if not is_last and steps <= tried and time.monotonic() < again_at:
                 continue
             tried = steps
             try:

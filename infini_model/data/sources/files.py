@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 
 import pyarrow as pa
 
@@ -79,12 +78,11 @@ def fingerprint(paths: Sequence[str], facts: FactCache) -> list[SourceFile]:
     checksums = [facts.get(version) for version in versions]
     new = [number for number, checksum in enumerate(checksums) if checksum is None]
     # To hand a small file to a thread takes longer than to read it.
-    large = [number for number in new if stats[number].st_size >= storage.SMALL_BYTES]
-    small = [number for number in new if stats[number].st_size < storage.SMALL_BYTES]
+    large = {number for number in new if stats[number].st_size >= storage.SMALL_BYTES}
     with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
-        read_by_threads = pool.map(_checksum, [paths[number] for number in large])
-        found = chain([_checksum(paths[number]) for number in small], read_by_threads)
-        for number, checksum in zip([*small, *large], found, strict=True):
+        read_by_threads = pool.map(_checksum, [paths[number] for number in sorted(large)])
+        for number in new:
+            checksum = next(read_by_threads) if number in large else _checksum(paths[number])
             checksums[number] = checksum
             # Another write would surely change the timestamps, whose steps may be coarse.
             written = max(stats[number].st_mtime_ns, stats[number].st_ctime_ns)
@@ -113,7 +111,7 @@ def _checksum(path: str) -> str:
 def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]:
     """Open a file for reading at random positions, without loading it.
 
-    A file on the hub is fetched to the hub's cache first, unless only a part of it is needed.
+    A file on the hub is fetched to the hub's cache first, unless it is not needed `whole`.
 
     Raises `OSError` if the file is gone, `DataError` that names it if it has changed since it was
     listed or while the block read it. Reading a remote file raises `DataError` if that is refused,
@@ -121,8 +119,8 @@ def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]
     """
     if file.address.startswith(HUB):
         # The address names a commit, so that what it holds never changes.
-        path = fetch_file(file.address) if whole else None
-        with open_ranges(file.address) if path is None else pa.OSFile(str(path)) as opened:
+        here = pa.OSFile(fetch_file(file.address)) if whole else open_ranges(file.address)
+        with here as opened:
             yield opened
     elif is_store(file.address):
         store, key = locate(file.address)
@@ -140,8 +138,7 @@ def read_source(file: SourceFile) -> bytes:
     """The content of a file. Raises as `open_source` does."""
     if is_store(file.address) or file.address.startswith(HUB):
         with open_source(file) as opened:
-            content: bytes = opened.read()
-        return content
+            return bytes(opened.read())
     # Half the time of Arrow's file, which matters where each document is a file.
     with open(file.address, "rb", buffering=0) as local:  # noqa: PTH123
         _check_version(file, os.fstat(local.fileno()))

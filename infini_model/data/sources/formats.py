@@ -7,33 +7,38 @@ where a document came from. What cannot be read raises `DataError` that names th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from infini_model.data.sources.files import FileRange, file_errors, open_source, read_source
-from infini_model.data.sources.json_lines import missing_column, parse_lines, read_json_lines
 from infini_model.data.sources.pairs import (
+    PAIR,
+    Pair,
     alternate,
     answers,
+    as_bytes,
     pair_columns,
-    pairs_of_rows,
-    parse_pairs,
+    pair_of,
 )
 from infini_model.data.sources.text import (
     MAX_OFFSET,
-    Block,
     Errors,
-    check_whole,
+    chunks,
     clean,
-    decode_rows,
+    decompressed,
+    object_in,
     one_row,
+    parse_by_arrow,
+    read_blocks,
     read_text,
+    text_of,
 )
 from infini_model.runtime.errors import DataError
 
@@ -67,6 +72,11 @@ class Reading:
     template: str | None = None
 
     @property
+    def type(self) -> pa.DataType:
+        """The type of a row."""
+        return pa.string() if self.template is None else PAIR
+
+    @property
     def decides(self) -> dict[str, object]:
         """The settings that are part of a key; what reads texts has none of a template."""
         return {
@@ -76,8 +86,7 @@ class Reading:
         }
 
 
-@dataclass(frozen=True)
-class DocumentBatch:
+class DocumentBatch(NamedTuple):
     """Documents of one or several files: no nulls, none empty, `texts` valid UTF-8.
 
     Prompts and answers alternate, and a prompt may be empty. `skipped` counts the documents that
@@ -88,17 +97,16 @@ class DocumentBatch:
     skipped: int
 
 
-def suffix(address: str) -> str:
-    """The extension that decides the format, such as `.jsonl.gz`; empty if it is not supported."""
-    name = address.lower()
-    return next((known for known in (*TEXT, *ROWS) if name.endswith(known)), "")
-
-
 @functools.lru_cache(1 << 16)  # asked several times for each file, and for each range of one
 def format_of(address: str) -> str:
-    """How a file is read: `text`, or the extension of its format such as `jsonl.gz`."""
-    extension = suffix(address)
-    return "text" if extension in TEXT else extension.removeprefix(".")
+    """How a file is read: `text`, or the extension of its format such as `jsonl.gz`.
+
+    Empty if it is not supported.
+    """
+    name = address.lower()
+    if name.endswith(TEXT):
+        return "text"
+    return next((known.removeprefix(".") for known in ROWS if name.endswith(known)), "")
 
 
 def content_of(part: FileRange) -> str:
@@ -110,7 +118,7 @@ def content_of(part: FileRange) -> str:
 
 def check_format(name: str, address: str | None = None) -> None:
     """Raise `DataError` if the extension of `name` is not supported; `address` tells more."""
-    if not suffix(name):
+    if not format_of(name):
         known = " ".join((*TEXT, *ROWS))
         raise DataError(f"{address or name}: unknown file format; takes {known}")
 
@@ -125,11 +133,15 @@ def check_rows(part: FileRange, reading: Reading) -> None:
 
 
 def read_documents(
-    ranges: Iterable[FileRange], reading: Reading, batch_bytes: int = BATCH_BYTES
+    ranges: Iterable[FileRange],
+    reading: Reading,
+    batch_bytes: int = BATCH_BYTES,
+    whole: bool = True,
 ) -> Iterator[DocumentBatch]:
     """The documents of ranges of files, in order, in batches of about `batch_bytes`.
 
     Small files share a batch. The last batch comes even if it is empty, so that `skipped` adds up.
+    Whoever stops before the end says that the files are not needed `whole`, as in `open_source`.
 
     Raises `DataError` in one line that names the file and, in a file of several documents, the
     row, the line or the byte.
@@ -138,7 +150,7 @@ def read_documents(
     size = rows = 0
     for part in ranges:
         with file_errors(part.file.address):
-            for texts in read_range(part, reading, batch_bytes):
+            for texts in read_range(part, reading, batch_bytes, whole):
                 pending.append(texts)
                 size += texts.nbytes
                 rows += len(texts)
@@ -164,7 +176,7 @@ def _batches(pending: list[pa.Array], min_characters: int) -> Iterator[DocumentB
 
 
 def read_range(
-    part: FileRange, reading: Reading, batch_bytes: int = BATCH_BYTES
+    part: FileRange, reading: Reading, batch_bytes: int = BATCH_BYTES, whole: bool = True
 ) -> Iterator[pa.Array]:
     """The rows of a range, in arrays of about `batch_bytes` and at most `BATCH_DOCUMENTS` rows.
 
@@ -172,13 +184,13 @@ def read_range(
     row is null if it has no text or is skipped. Only a single row need fit into memory.
 
     Raises `DataError` that names the file and the row, `pa.ArrowException` and `OSError` where
-    the file is damaged or missing, `ValueError` if the file cannot be read by ranges.
+    the file is damaged or missing.
     """
     kind, separator = format_of(part.file.address), reading.separator
     if kind == "text" and separator is None:
         yield _read_whole(part, reading.errors)
         return
-    with open_source(part.file) as file:
+    with open_source(part.file, whole) as file:
         if kind == "text" and separator:
             found = read_text(file, part, separator, reading.errors, batch_bytes)
         elif kind == "parquet":
@@ -186,15 +198,13 @@ def read_range(
         elif kind == "arrow":
             found = _read_arrow(file, part, reading, batch_bytes)
         else:
-            parse = functools.partial(_parse_lines, reading=reading)
-            found = read_json_lines(file, part, parse, batch_bytes)
+            found = _read_json_lines(file, part, reading, batch_bytes)
         for rows in found:
             for start in range(0, len(rows), BATCH_DOCUMENTS):
                 yield rows[start : start + BATCH_DOCUMENTS]
 
 
 def _read_whole(part: FileRange, errors: Errors) -> pa.StringArray:
-    check_whole(part)
     address, size = part.file.address, part.file.bytes
     if size > MAX_OFFSET:
         raise DataError(f"{address}: has {size} bytes; a document has at most {MAX_OFFSET}")
@@ -202,10 +212,49 @@ def _read_whole(part: FileRange, errors: Errors) -> pa.StringArray:
     return pa.nulls(1, pa.string()) if text is None else one_row(text).view(pa.string())
 
 
-def _parse_lines(block: Block, reading: Reading) -> pa.Array:
-    if reading.template is None:
-        return parse_lines(block, reading.column, reading.errors)
-    return parse_pairs(block, reading.template, reading.errors)
+def _read_json_lines(
+    file: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
+) -> Iterator[pa.Array]:
+    """The rows of the lines that begin in a range, each an object; blank lines are none.
+
+    What counts is Python's parser, line by line, which also names errors. Arrow's reads a block
+    several times faster and without Python's lock, so it goes first.
+    """
+    address = part.file.address
+    for start, data in read_blocks(file, part, b"\n", batch_bytes):
+        if reading.template is None:
+            texts = parse_by_arrow(data, reading.column)
+            if texts is not None:
+                yield texts
+                continue
+        rows = []
+        for line in data.split(b"\n"):
+            if line and not line.isspace():
+                try:
+                    row = object_in(line, reading.errors)
+                    rows.append(None if row is None else _row_of(row, reading))
+                except DataError as error:
+                    before = chunks(decompressed(file, address), start, batch_bytes)
+                    number = 1 + sum(chunk.count(b"\n") for chunk in before)
+                    raise DataError(f"{address}, line {number}: {error}") from error
+            start += len(line) + 1
+        yield pa.array(rows, reading.type)
+
+
+def _row_of(row: Mapping[str, Any], reading: Reading) -> str | Pair | None:
+    """The text or the pair of a row, None if it is skipped.
+
+    Raises `DataError` that tells what is wrong with the row, but not which row it is.
+    """
+    if reading.template is not None:
+        return pair_of(row, reading.template, reading.errors)
+    if reading.column not in row:
+        raise _missing_column(reading.column, row)
+    return text_of(row[reading.column], f"column {reading.column!r}", reading.errors)
+
+
+def _missing_column(column: str, present: Iterable[str], where: str = "") -> DataError:
+    return DataError(f"{where}has no column {column!r}; it has: {', '.join(present) or 'none'}")
 
 
 def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
@@ -214,7 +263,7 @@ def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]
         return pair_columns(schema.names, f"{address}: ")
     column = reading.column
     if column not in schema.names:
-        raise missing_column(column, schema.names, f"{address}: ")
+        raise _missing_column(column, schema.names, f"{address}: ")
     kind = schema.field(column).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(value) for test in HOLDS_TEXT):
@@ -243,31 +292,29 @@ def _read_parquet(
 
 def text_bytes(group: Any, reading: Reading) -> int:
     """The bytes of the texts of a row group of Parquet; of pairs, those of all columns."""
-    size: int = group.total_byte_size
-    if reading.template is None:
-        size = _text_chunk(group, reading.column).total_uncompressed_size
-    return size
+    if reading.template is not None:
+        return int(group.total_byte_size)
+    return int(_text_chunk(group, reading.column).total_uncompressed_size)
 
 
 def _text_chunk(group: Any, column: str) -> Any:
-    columns = (group.column(index) for index in range(group.num_columns))
+    columns = map(group.column, range(group.num_columns))
     return next(each for each in columns if each.path_in_schema == column)
 
 
 def _batch_rows(group: Any, reading: Reading, batch_bytes: int) -> int:
     """How many rows of a row group have about `batch_bytes` of text."""
     rows: int = batch_bytes * group.num_rows // max(1, text_bytes(group, reading))
-    is_plain = reading.template is None
+    most = BATCH_DOCUMENTS
     # A dictionary has each text once, so that the rows may have far more.
-    if is_plain and not _text_chunk(group, reading.column).has_dictionary_page:
-        return max(1, min(BATCH_DOCUMENTS, rows))
-    return max(1, min(DICTIONARY_ROWS, rows))
+    if reading.template is not None or _text_chunk(group, reading.column).has_dictionary_page:
+        most = DICTIONARY_ROWS
+    return max(1, min(most, rows))
 
 
 def _read_arrow(
     source: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
 ) -> Iterator[pa.Array]:
-    check_whole(part)
     address = part.file.address
     if isinstance(source, pa.OSFile) and part.file.bytes:
         mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
@@ -297,16 +344,23 @@ def _rows(
     batch: pa.RecordBatch, reading: Reading, address: str, first_row: int
 ) -> Iterator[pa.Array]:
     """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
-    if reading.template is not None:
-        yield pairs_of_rows(batch, reading.template, reading.errors, address, first_row)
-        return
-    array = batch.column(0)
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
-    if len(array) > 1 and array.nbytes > MAX_OFFSET:
-        half = len(array) // 2
-        yield from _rows(batch.slice(0, half), reading, address, first_row)
-        yield from _rows(batch.slice(half), reading, address, first_row + half)
-        return
     # Arrow trusts a file that declares its bytes to be UTF-8, so they are validated as bytes.
-    yield decode_rows(array.cast(pa.binary()), address, first_row, reading.errors)
+    columns = {name: as_bytes(batch.column(name)) for name in batch.schema.names}
+    if reading.template is None:
+        (array,) = columns.values()
+        if len(array) > 1 and array.nbytes > MAX_OFFSET:
+            half = len(array) // 2
+            yield from _rows(batch.slice(0, half), reading, address, first_row)
+            yield from _rows(batch.slice(half), reading, address, first_row + half)
+            return
+        array.validate(full=True)
+        with contextlib.suppress(pa.ArrowInvalid):
+            yield array.cast(pa.string())
+            return
+    rows = []
+    for number, row in enumerate(pa.RecordBatch.from_pydict(columns).to_pylist(), first_row + 1):
+        try:
+            rows.append(_row_of(row, reading))
+        except DataError as error:
+            raise DataError(f"{address}, row {number}: {error}") from error
+    yield pa.array(rows, reading.type)

@@ -90,9 +90,7 @@ def _options(address: str) -> dict[str, Any]:
         return {}
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT
-    )
+    timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT)
     headers = {"Accept-Encoding": "identity"}
     client = {"timeout": timeout, "trust_env": True, "auto_decompress": False, "headers": headers}
     return {"client_kwargs": client}
@@ -100,27 +98,24 @@ def _options(address: str) -> dict[str, Any]:
 
 def _download(remote: _Remote) -> Iterator[int]:
     """Download one file; yields the bytes as they arrive, first those of earlier attempts."""
-    folder = storage.make_folder(remote.target.parent)
-    with storage.lock(folder / ".lock"):
+    folder, size = storage.make_folder(remote.target.parent), remote.size
+    with storage.lock(folder / ".lock"), storage.named_os_errors(remote.target):
         if remote.target.is_file():
             yield remote.target.stat().st_size
             return
         partial = folder / f"{remote.target.name}.partial"
-        with storage.named_os_errors(remote.target), partial.open("ab") as file:
-            if remote.size is not None and file.tell() == remote.size:
-                yield remote.size
+        with partial.open("ab") as file:
+            if size == file.tell():  # killed before it was renamed
+                yield size
             else:
                 yield from _copy(remote, file)
             os.fsync(file.fileno())
-            size = file.seek(0, os.SEEK_END)
-        if remote.size is not None and size != remote.size:
+        there = partial.stat().st_size
+        if size not in (None, there):
             partial.unlink()
-            raise UnreachableError(
-                f"{remote.address}: downloaded {size} bytes, expected {remote.size}"
-            )
-        with storage.named_os_errors(remote.target):
-            os.replace(partial, remote.target)
-    log.info("%s: downloaded, %d bytes", remote.address, size)
+            raise UnreachableError(f"{remote.address}: downloaded {there} bytes, expected {size}")
+        os.replace(partial, remote.target)
+    log.info("%s: downloaded, %d bytes", remote.address, there)
 
 
 def _copy(remote: _Remote, file: Any) -> Iterator[int]:
@@ -153,6 +148,8 @@ def _copy(remote: _Remote, file: Any) -> Iterator[int]:
 @contextlib.contextmanager
 def _reachable(address: str) -> Iterator[None]:
     """Tell a refusal, which is final, from a host that does not answer, which is worth a retry."""
+    from aiohttp import ClientError
+
     try:
         yield
     except Exception as error:
@@ -168,9 +165,7 @@ def _reachable(address: str) -> Iterator[None]:
             raise DataError(f"{address}: not found") from error
         if isinstance(cause, PermissionError):
             raise DataError(f"{address}: access denied") from error
-        # Errors of aiohttp, which need not be installed, share no type with the others.
-        is_of_client = type(cause).__module__.partition(".")[0] == "aiohttp"
-        if not is_of_client and not isinstance(cause, (OSError, EOFError)):
+        if not isinstance(cause, (OSError, EOFError, ClientError)):
             raise
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise UnreachableError(f"{address}: cannot be reached: {reason}") from error

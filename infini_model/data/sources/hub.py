@@ -23,6 +23,15 @@ WEIGHTS = (".safetensors", ".json")
 # The name that `snapshot_download` gives its bar of the bytes that are written.
 BYTES_BAR = "huggingface_hub.snapshot_download"
 LOGIN = "log in (hf auth login) or set HF_TOKEN"
+# By the name of the hub's error, else by the HTTP status.
+REFUSALS = {
+    "GatedRepoError": f"is gated: ask for access on its page, then {LOGIN}",
+    # The hub says 401 for a name that it does not know, since it may be private.
+    "RepositoryNotFoundError": f"does not exist on the hub, or is private: {LOGIN}",
+    "RevisionNotFoundError": "has no such revision",
+    **dict.fromkeys(("401", "403"), f"access denied: {LOGIN}"),
+    **dict.fromkeys(("404", "410"), "not found"),
+}
 # `datasets` raises ValueError for a wrong configuration or split, RuntimeError for a script.
 MISTAKES = re.compile(
     r"BuilderConfig .* not found|Config name is missing|Bad split|Dataset scripts are no longer"
@@ -61,39 +70,33 @@ def pin_repository(repository: str, revision: str | None, kind: Literal["dataset
     return found.sha
 
 
-def address_of(repository: str, commit: str, path: str) -> str:
-    """The address of a file of a dataset repository at a commit, as `HfFileSystem` writes it."""
-    return f"{HUB}{repository}@{commit}/{path}"
-
-
-def fetch_file(address: str) -> Path:
-    """The file at an address of `address_of`, in the hub's cache; the hub is asked for it once.
+def fetch_file(address: str) -> str:
+    """The path of the file at an address, in the hub's cache; the hub is asked for it once.
 
     Raises `DataError` if the file does not exist or access is denied, `UnreachableError` if the hub
     does not answer, `UserError` on a full disk.
     """
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import constants, hf_hub_download, parse_hf_uri
 
-    parts = re.fullmatch(rf"{HUB}([^@]+)@([^/]+)/(.+)", address)
-    if parts is None:
-        raise DataError(f"{address}: is not the address of a file at a commit of the hub")
-    repository, commit, path = parts.groups()
-    pauses = iter(PAUSES)
-    while True:
-        try:
-            with hub_errors(address), storage.named_os_errors(Path(constants.HF_HUB_CACHE)):
-                return Path(hf_hub_download(repository, path, repo_type="dataset", revision=commit))
-        except UnreachableError:
-            # The hub's client goes on after a broken connection, but gives up where it is refused.
-            pause = next(pauses, None)
-            if pause is None:
-                raise
-            time.sleep(pause)
+    file = parse_hf_uri(address)
+
+    def fetch() -> str:
+        with hub_errors(address), storage.named_os_errors(Path(constants.HF_HUB_CACHE)):
+            return hf_hub_download(
+                file.id, file.path_in_repo, repo_type=file.type, revision=file.revision
+            )
+
+    # The hub's client goes on after a broken connection, but gives up where the hub is busy.
+    for pause in PAUSES:
+        with contextlib.suppress(UnreachableError):
+            return fetch()
+        time.sleep(pause)
+    return fetch()
 
 
 @contextlib.contextmanager
 def open_ranges(address: str) -> Iterator[pa.NativeFile]:
-    """Open the file at an address to look at a part of it, such as a footer; fetches only that."""
+    """Open the file at an address to read a part of it, such as a footer; fetches only that."""
     from huggingface_hub import HfFileSystem
 
     with hub_errors(address), HfFileSystem().open(address, cache_type="none") as opened:
@@ -101,20 +104,17 @@ def open_ranges(address: str) -> Iterator[pa.NativeFile]:
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """The folder of a model's tokenizer.json, or else config.json, in the hub's local cache.
+    """The folder of a model's tokenizer.json and config.json, if any, in the hub's local cache.
 
-    `name` may end in `@revision`. Raises `DataError` if the model or the file does not exist,
+    `name` may end in `@revision`. Raises `DataError` if the model does not exist,
     `UnreachableError` if the hub does not answer.
     """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
+    from huggingface_hub import snapshot_download
 
     repository, revision = split_revision(name)
+    files = ["tokenizer.json", "config.json"]
     with hub_errors(f"tokenizer {name}"):
-        try:
-            return Path(hf_hub_download(repository, "tokenizer.json", revision=revision)).parent
-        except RemoteEntryNotFoundError:
-            return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
 
 
 def fetch_weights(repository: str, commit: str, progress: OnProgress | None = None) -> Path:
@@ -168,21 +168,14 @@ def _bars(repository: str, commit: str, progress: OnProgress) -> type[Any]:
     class Bar(tqdm):
         def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
             super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
+            self._done = self._all = 0
+            # The bar's own total grows as one file after the other is begun.
+            for file in get_cached_repo_tree(repository, revision=commit):
+                if "/" not in file.path and file.path.endswith(WEIGHTS):
+                    here = try_to_load_from_cache(repository, file.path, revision=commit)
+                    self._all += file.size
+                    self._done += file.size if isinstance(here, str) else 0
             self._counts = name == BYTES_BAR
-            if self._counts:
-                # The bar's own total grows as one file after the other is begun.
-                tree = get_cached_repo_tree(repository, revision=commit)
-                sizes = {
-                    file.path: file.size
-                    for file in tree
-                    if "/" not in file.path and file.path.endswith(WEIGHTS)
-                }
-                self._all = sum(sizes.values())
-                self._done = sum(
-                    size
-                    for path, size in sizes.items()
-                    if isinstance(try_to_load_from_cache(repository, path, revision=commit), str)
-                )
 
         def update(self, n: float | None = 1) -> None:
             if self._counts:
@@ -205,16 +198,18 @@ def hub_errors(what: str) -> Iterator[None]:
     except (UserError, UnreachableError):
         raise
     except Exception as error:
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError
 
         # The HTTP client has changed between versions; its base error is the base of this one.
         network_error = HfHubHTTPError.__bases__[0]
         if isinstance(error, HfHubHTTPError):
             status = error.response.status_code
-            final, reason = 400 <= status < 500 and status not in BUSY, _refusal(error, status)
+            known = REFUSALS.get(type(error).__name__) or REFUSALS.get(str(status))
+            is_final = 400 <= status < 500 and status not in BUSY
+            reason = f"{known} (HTTP {status})" if known else f"HTTP {status}"
         else:
-            final, reason = _is_mistake(error), _brief(error)
-        if final and not isinstance(error, LocalEntryNotFoundError):
+            is_final, reason = _is_mistake(error), _brief(error)
+        if is_final:
             raise DataError(f"{what}: {reason}") from error
         if isinstance(error, (OSError, network_error)):
             raise UnreachableError(f"{what}: the hub cannot be reached: {reason}") from error
@@ -223,35 +218,17 @@ def hub_errors(what: str) -> Iterator[None]:
 
 def _is_mistake(error: Exception) -> bool:
     """Whether an error tells what is wrong with a name, or with what stands in a dataset."""
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     kinds = (HFValidationError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError)
     return (
-        isinstance(error, kinds)
+        # A file that is not in the cache, but may be on a hub that does not answer.
+        (isinstance(error, kinds) and not isinstance(error, LocalEntryNotFoundError))
         # Arrow's error for a damaged file; those of a system have a number, the hub's a type.
         or (type(error) is OSError and error.errno is None)
         or type(error).__module__ in ABOUT_DATA
         or MISTAKES.match(str(error)) is not None
     )
-
-
-def _refusal(error: Any, status: int) -> str:
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if isinstance(error, GatedRepoError):
-        return f"is gated: ask for access on its page, then {LOGIN} (HTTP {status})"
-    # The hub says 401 for a name that it does not know, since it may be private.
-    if isinstance(error, RepositoryNotFoundError):
-        return f"does not exist on the hub, or is private: {LOGIN} (HTTP {status})"
-    if isinstance(error, RevisionNotFoundError):
-        return f"has no such revision (HTTP {status})"
-    if status in (401, 403):
-        return f"access denied: {LOGIN} (HTTP {status})"
-    return f"not found (HTTP {status})" if status in (404, 410) else f"HTTP {status}"
 
 
 def _brief(error: Exception) -> str:

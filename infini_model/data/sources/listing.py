@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import os
 import sysconfig
@@ -43,12 +44,9 @@ def download(
     facts = fact_cache_here(datasets_dir or output_dir / "datasets")
     raw_dir = output_dir / "raw"
     if isinstance(config.source, HubSource):
-        from infini_model.data.sources.hub_datasets import fetch_dataset, list_dataset
+        from infini_model.data.sources.hub_datasets import list_dataset
 
-        found = list_dataset(config.source, facts)
-        if found is None:
-            streamed = fetch_dataset(config.source, raw_dir, progress)
-            found = fingerprint([str(path) for path in streamed], facts)
+        found = list_dataset(config.source, raw_dir, facts, progress)
     else:
         paths = list_files(config.source, raw_dir, progress)
         stored = {
@@ -75,10 +73,10 @@ def reading_of(config: DataConfig) -> Reading:
     """The settings of a source that decide its documents."""
     source = config.source
     template = source.template if source.pairs else None
+    reading = Reading(source.column, min_characters=source.min_characters, template=template)
     if isinstance(source, FilesSource):
-        separator = source.separator
-        return Reading(source.column, source.errors, source.min_characters, separator, template)
-    return Reading(source.column, "fail", source.min_characters, template=template)
+        return dataclasses.replace(reading, errors=source.errors, separator=source.separator)
+    return reading
 
 
 def list_files(source: FilesSource, raw_dir: Path, progress: OnProgress | None = None) -> list[str]:
@@ -149,32 +147,31 @@ def _expand(pattern: str) -> list[str]:
     # Unlike that of `Path`, it leaves the name of an unknown user as it is.
     expanded = Path(os.path.expanduser(pattern))  # noqa: PTH111
     if pattern.startswith(STDLIB):
-        files = _stdlib_files(pattern.removeprefix(STDLIB).lstrip("/"))
+        found = _in_stdlib(pattern.removeprefix(STDLIB).lstrip("/"))
     else:
-        files = _glob(str(Path(glob.escape(str(Path.cwd())), expanded)))
+        place = Path(glob.escape(str(Path.cwd())), expanded)
+        found = glob.glob(str(place), recursive=True)  # noqa: PTH207
+    files = [name for name in found if os.path.isfile(name)]  # noqa: PTH113
     if not files:
         raise _no_match(pattern, "file", expanded.is_dir())
     return files
 
 
-def _glob(pattern: str) -> list[str]:
-    matches = glob.glob(pattern, recursive=True)  # noqa: PTH207
-    return [name for name in matches if os.path.isfile(name)]  # noqa: PTH113
-
-
-def _stdlib_files(pattern: str) -> list[str]:
-    """The files that `pattern` matches in the standard library, without installed packages.
+def _in_stdlib(pattern: str) -> list[str]:
+    """What `pattern` matches in the standard library, without installed packages.
 
     A leading `**/` is expanded per subfolder, since walking all installed packages would take
     longer than reading the library.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    start = glob.escape(str(root))
-    patterns = [f"{start}/{pattern}"]
+    patterns = [pattern]
     if pattern.startswith("**/"):
-        tail = pattern.removeprefix("**/")
-        children = [glob.escape(str(path)) for path in root.iterdir() if path.is_dir()]
-        below = [f"{child}/{pattern}" for child in children if Path(child).name not in NOT_STDLIB]
-        patterns = [f"{start}/{tail}", *below]
-    found = [name for each in patterns for name in _glob(each)]
-    return [name for name in found if not NOT_STDLIB & set(Path(name).relative_to(root).parts)]
+        below = {path.name for path in root.iterdir() if path.is_dir()} - NOT_STDLIB
+        patterns = [f"{glob.escape(name)}/{pattern}" for name in below]
+        patterns.append(pattern.removeprefix("**/"))
+    found = [
+        name
+        for each in patterns
+        for name in glob.glob(each, root_dir=root, recursive=True)  # noqa: PTH207
+    ]
+    return [f"{root}/{name}" for name in found if not NOT_STDLIB & set(name.split("/"))]

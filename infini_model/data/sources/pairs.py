@@ -11,28 +11,26 @@ and answers alternate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.sources.json_lines import map_rows
-from infini_model.data.sources.text import Block, Errors, decode, join_surrogates
+from infini_model.data.sources.text import Errors, text_of
 from infini_model.runtime.errors import DataError
 
 PROMPT, MESSAGES = "prompt", "messages"
 ANSWERS = ("answer", "completion")
 ASSISTANT = "assistant"
 ROLE, CONTENT = "{role}", "{content}"
-TYPE = pa.struct([(PROMPT, pa.string()), (ANSWERS[0], pa.string())])
+PAIR = pa.struct([(PROMPT, pa.string()), (ANSWERS[0], pa.string())])
 # Prompt and answer: the texts of one pair.
 TEXTS = 2
-IS_STRING = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 
 
-class Pair(NamedTuple):
+class Pair(TypedDict):
     """A prompt, which may be empty, and its answer, which is not."""
 
     prompt: str
@@ -73,10 +71,10 @@ def pair_of(row: Mapping[str, Any], template: str, errors: Errors) -> Pair | Non
     if columns == [MESSAGES]:
         raise DataError(f"column {MESSAGES!r} is {type(values[0]).__name__}, not a list")
     prompt, answer = (
-        _text(value, f"column {column!r}", errors)
+        text_of(value, f"column {column!r}", errors)
         for column, value in zip(columns, values, strict=True)
     )
-    return Pair(prompt, answer) if prompt is not None and answer else None
+    return Pair(prompt=prompt, answer=answer) if prompt is not None and answer else None
 
 
 def _of_messages(values: list[Any], template: str, errors: Errors) -> Pair | None:
@@ -94,7 +92,9 @@ def _of_messages(values: list[Any], template: str, errors: Errors) -> Pair | Non
         before += head + message.content + tail
     head, _, tail = template.replace(ROLE, ASSISTANT).partition(CONTENT)
     # What separates messages is not part of the answer, but a token that ends one is.
-    return Pair(before + head, answer + tail.rstrip()) if answer else None
+    if not answer:
+        return None
+    return Pair(prompt=before + head, answer=answer + tail.rstrip())
 
 
 def _message(number: int, value: Any, errors: Errors) -> _Message | None:
@@ -105,63 +105,28 @@ def _message(number: int, value: Any, errors: Errors) -> _Message | None:
     for name in _Message._fields:
         if name not in value:
             raise DataError(f"message {number} has no {name!r}; it has: {', '.join(value)}")
-        parts.append(_text(value[name], f"message {number}: {name!r}", errors))
+        parts.append(text_of(value[name], f"message {number}: {name!r}", errors))
     role, content = parts
     return None if role is None or content is None else _Message(role, content)
 
 
-def _text(value: Any, what: str, errors: Errors) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, bytes):
-        return decode(value, errors)
-    if isinstance(value, str):
-        return join_surrogates(value, errors)
-    raise DataError(f"{what} is {type(value).__name__}, not text")
-
-
-def parse_pairs(block: Block, template: str, errors: Errors) -> pa.StructArray:
-    """The pairs of whole JSON lines, null where one is skipped. Raises `LineError`."""
-    return _as_array(map_rows(block, lambda row: pair_of(row, template, errors), errors))
-
-
-def pairs_of_rows(
-    batch: pa.RecordBatch, template: str, errors: Errors, address: str, first_row: int
-) -> pa.StructArray:
-    """The pairs of the rows of a table, null where one is skipped; `first_row` counts from zero.
-
-    Raises `DataError` that names the file and the row.
-    """
-    # Arrow trusts a file that declares its bytes to be UTF-8, so they are decoded here.
-    columns = {name: _raw(batch.column(name)) for name in batch.schema.names}
-    pairs = []
-    for number, row in enumerate(pa.RecordBatch.from_pydict(columns).to_pylist(), first_row + 1):
-        try:
-            pairs.append(pair_of(row, template, errors))
-        except DataError as error:
-            raise DataError(f"{address}, row {number}: {error}") from error
-    return _as_array(pairs)
-
-
-def _raw(array: pa.Array) -> pa.Array:
+def as_bytes(array: pa.Array) -> pa.Array:
+    """A column with the bytes of its texts, also those inside of lists and structs."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     return array.cast(_raw_type(array.type))
 
 
 def _raw_type(kind: pa.DataType) -> pa.DataType:
-    """The type with the bytes of its texts, also those inside of lists and structs."""
-    if any(test(kind) for test in IS_STRING):
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return pa.large_binary()
     if pa.types.is_struct(kind):
         return pa.struct([(field.name, _raw_type(field.type)) for field in kind])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return pa.large_list(_raw_type(kind.value_type))
     return kind
-
-
-def _as_array(pairs: Sequence[Pair | None]) -> pa.StructArray:
-    return pa.array([None if pair is None else pair._asdict() for pair in pairs], TYPE)
 
 
 def answers(pairs: pa.StructArray) -> pa.StringArray:

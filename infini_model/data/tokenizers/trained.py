@@ -213,7 +213,7 @@ def _sample(places: Sequence[Sequence[FileRange]], reading: Reading) -> Iterator
     share = SAMPLE_BYTES // len(chosen)
     for place in chosen:
         left = share
-        for batch in read_documents(place, reading):
+        for batch in read_documents(place, reading, whole=False):
             yield batch.texts
             left -= batch.texts.nbytes
             if left <= 0:

@@ -15,27 +15,33 @@ from corpora import make_texts, write_parquet
 from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 
 from infini_model.config import HubSource
+from infini_model.data.sources import hub_datasets
 from infini_model.data.sources.hub import hub_errors
-from infini_model.data.sources.hub_datasets import fetch_dataset
+from infini_model.data.sources.hub_datasets import list_dataset
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime import storage
+from infini_model.runtime.errors import UnreachableError
+from infini_model.runtime.fact_cache import FactCache
 
 # A process of its own, since the hub's address is read when its package is imported. It answers a
 # line of JSON with another; pauses between retries are left out.
 CLIENT = """
 import contextlib, json, os, pathlib, sys, tempfile, time
-import pyarrow.parquet as pq
-from infini_model.config import HubSource
+from infini_model.config import DataConfig, HubSource
 from infini_model.data.partitions import plan_partitions
+from infini_model.data.sources import hub_datasets
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading, read_range
 from infini_model.data.sources.hub import fetch_weights
-from infini_model.data.sources.hub_datasets import fetch_dataset, list_dataset
+from infini_model.data.sources.hub_datasets import list_dataset
+from infini_model.data.tokenizers import vocabulary
 from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.data.tokenizers.shelf import TokenizerStore
 from infini_model.runtime.fact_cache import FactCache
 
 time.sleep = lambda seconds: None
+hub_datasets.FILE_BYTES = vocabulary.SAMPLE_BYTES = 200_000
 
 def login(token):
     os.environ["HF_TOKEN"] = token
@@ -51,23 +57,29 @@ def plan(files):
     facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
     return len(plan_partitions(ranges_of(files), Reading(), 200_000, facts))
 
-def listing(source):
+def listing(source, folder="", most=1 << 40):
+    def progress(done, _):
+        if done > most:
+            raise ValueError("killed")
+
+    raw = pathlib.Path(folder or tempfile.mkdtemp())
     facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
-    found = list_dataset(HubSource(**source), facts)
-    return found and [one.model_dump() for one in found]
+    return [one.model_dump() for one in list_dataset(HubSource(**source), raw, facts, progress)]
+
+def train(files):
+    folder = pathlib.Path(tempfile.mkdtemp())
+    config = DataConfig(tokenizer={"spec": "train", "vocab_size": 260})
+    places = [[part] for part in ranges_of(files)]
+    found = vocabulary.dataset_tokenizer(places, Reading(), config, TokenizerStore(folder))
+    return found.tokenizer.vocab_size
 
 def stream(repository, split):
     import datasets
     rows = datasets.load_dataset(repository, split=split, streaming=True)
     return [row["text"] for row in rows]
 
-def fetch(source, folder, most=1 << 40):
-    def progress(done, _):
-        if done > most:
-            raise ConnectionError("killed")
-
-    paths = fetch_dataset(HubSource(**source), pathlib.Path(folder), progress, file_bytes=200_000)
-    return [text for path in paths for text in pq.read_table(path)["text"].to_pylist()]
+def fetch(*arguments):
+    return read(listing(*arguments))
 
 def tokenizer(name):
     return load_tokenizer(name).fingerprint
@@ -229,7 +241,6 @@ def test_a_file_is_named_by_commit_and_identified_by_content_without_reading_it(
 def test_a_limit_is_a_prefix_in_file_order(repository, of_lines, ask, tmp_path):
     # At and around the ends of row groups and of files.
     for limit in (6, 7, 20, 21, 61):
-        assert ask("listing", SOURCE | {"limit": limit})[0] is None
         assert ask("fetch", SOURCE | {"limit": limit}, str(tmp_path))[0] == TEXTS[:limit]
     lines = {"repository": "team/lines", "limit": 8}
     assert ask("fetch", lines, str(tmp_path))[0] == ask("stream", "team/lines", "train")[0][:8]
@@ -256,6 +267,17 @@ def test_planning_fetches_footers_and_reading_each_file_once(large, ask):
     assert ask("read", listed[:1]) == (read, [])
 
 
+def test_a_tokenizer_is_trained_without_fetching_what_it_does_not_read(hub, ask):
+    files = {"a.parquet": parquet(["some words"] * 60_000, 2000)}
+    files["b.jsonl.gz"] = gzip.compress(lines([os.urandom(500).hex() for _ in range(20_000)]))
+    for name, content in files.items():
+        hub.repositories["team/sampled"] = Repository({name: content})
+        listed, _ = ask("listing", {"repository": "team/sampled"})
+        size, requests = ask("train", listed)
+        assert size == 260
+        assert sent(requests) < len(content) / 2
+
+
 def test_a_limit_does_not_fetch_the_rest(large, ask, tmp_path):
     read, requests = ask("fetch", large | {"limit": 150}, str(tmp_path))
     assert read == ["a" * 1000] * 150
@@ -265,7 +287,7 @@ def test_a_limit_does_not_fetch_the_rest(large, ask, tmp_path):
 def test_a_killed_stream_goes_on_where_it_was(large, ask, client, tmp_path):
     source = large | {"limit": 9000}
     _, error = client("fetch", source, str(tmp_path), 7_000_000)
-    assert error == "ConnectionError: killed"
+    assert error == "ValueError: killed"
     read, requests = ask("fetch", source, str(tmp_path))
     assert read == ["a" * 1000] * 6000 + ["b" * 1000] * 3000
     assert sent(requests) < 7_000_000
@@ -329,21 +351,22 @@ def test_what_does_not_exist_is_named_in_one_line(hub, repository, client, tmp_p
         ({"repository": "team/torn", "limit": 5}, "dataset team/torn: "),
     ):
         source = SOURCE | fields
-        listed, error = client("listing", source)
+        listed, error = client("listing", source, str(tmp_path))
         if error is None:
-            _, error = client("plan", listed) if listed else client("fetch", source, str(tmp_path))
+            _, error = client("plan", listed)
         assert error.startswith("DataError: ")
         assert complaint in error
 
 
-def test_what_is_no_plain_file_is_left_to_streaming(hub, ask):
+def test_what_is_no_plain_file_is_streamed(hub, ask, tmp_path):
     for files, fields in (
         ({"train.csv": b"text\nhello\n"}, {}),
         ({"train.jsonl": lines(["a", "b"])}, {"limit": 1}),
         ({"train.jsonl": lines(["a"]), "test.jsonl": lines(["b"])}, {"split": "train+test"}),
     ):
         hub.repositories["team/other"] = Repository(files)
-        assert ask("listing", {"repository": "team/other"} | fields)[0] is None
+        listed, _ = ask("listing", {"repository": "team/other"} | fields, str(tmp_path))
+        assert [Path(each["address"]).name for each in listed] == ["part-00000.parquet"]
 
 
 def test_what_is_streamed_is_streamed_once_until_it_changes(hub, ask, client, tmp_path):
@@ -352,7 +375,7 @@ def test_what_is_streamed_is_streamed_once_until_it_changes(hub, ask, client, tm
     assert ask("fetch", source, str(tmp_path))[0] == ["hello", "world"]
     again, requests = ask("fetch", source, str(tmp_path))
     assert again == ["hello", "world"]
-    assert [each.path for each in requests] == ["/api/datasets/team/table"]
+    assert not ranges_of(requests, "train.csv")
     _, error = client("fetch", source | {"column": "article"}, str(tmp_path))
     assert error == "DataError: dataset team/table: has no column 'article'; it has: text"
     hub.repositories["team/table"] = Repository({"train.csv": b"text\nother\n"})
@@ -392,35 +415,35 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder, raw = tmp_path / "team", tmp_path / "raw"
+    folder = tmp_path / "team"
     write_parquet(folder / "train-0.parquet", TEXTS[:40])
     write_parquet(folder / "train-1.parquet", TEXTS[40:])
 
-    def fetched(raw=raw, **fields):
-        paths = fetch_dataset(HubSource(repository=str(folder), **fields), raw)
-        return [text for path in paths for text in pq.read_table(path)["text"].to_pylist()]
+    monkeypatch.setattr(hub_datasets, "FILE_BYTES", 2000)
+    monkeypatch.setattr(hub_datasets, "BATCH_ROWS", 7)
+
+    def fetched(raw, progress=None, limit=60):
+        source = HubSource(repository=str(folder), limit=limit)
+        files = list_dataset(source, raw, FactCache(tmp_path / "kept.json"), progress)
+        return [text for file in files for text in pq.read_table(file.address)["text"].to_pylist()]
 
     def end(done, total):
         if done > 5000:
             raise InterruptedError
 
-    source = HubSource(repository=str(folder))
-    with pytest.raises(InterruptedError):
-        fetch_dataset(source, raw, end, file_bytes=2000, batch_rows=7)
-    there = {path: path.stat().st_mtime_ns for path in raw.rglob("part-*.parquet")}
-    assert there
-    assert fetched() == TEXTS
-    assert {path: path.stat().st_mtime_ns for path in there} == there
     for version in ("the same", "another"):
-        with pytest.raises(InterruptedError):
-            fetch_dataset(source, tmp_path / version, end, file_bytes=2000, batch_rows=7)
+        raw = tmp_path / version
+        with pytest.raises(UnreachableError):
+            fetched(raw, end)
+        there = {path: path.stat().st_mtime_ns for path in raw.rglob("part-*.parquet")}
+        assert there
         with monkeypatch.context() as patch:
             if version == "another":
                 patch.setattr(datasets, "__version__", "9.9")
-            fetch_dataset(source, tmp_path / version, file_bytes=2000, batch_rows=7)
-        assert fetched(tmp_path / version) == TEXTS
-    assert len(fetch_dataset(source, tmp_path / "anew", file_bytes=2000, batch_rows=7)) > 3
-    assert fetched(limit=41) == TEXTS[:41]
+            assert fetched(raw) == TEXTS
+        assert {path: path.stat().st_mtime_ns for path in there} == there
+        assert len(list(raw.rglob("part-*.parquet"))) > len(there) + 1
+    assert fetched(raw, limit=41) == TEXTS[:41]
 
 
 def test_a_tokenizer_is_fetched_or_named(hub, ask, client):

@@ -58,18 +58,17 @@ def test_the_pairs_are_those_of_the_rows_in_every_format(tmp_path, columns):
 
 def test_the_last_message_of_the_assistant_is_the_answer():
     row = {"messages": [*CHAT, message("user", "2 + 2?"), message("assistant", "4")]}
-    assert pair_of(row, TEMPLATE, "fail") == (
-        "system:\nBe brief.\n\nuser:\n1 + 1?\n\nassistant:\n2\n\nuser:\n2 + 2?\n\nassistant:\n",
-        "4",
-    )
+    asked = "system:\nBe brief.\n\nuser:\n1 + 1?\n\nassistant:\n2\n\nuser:\n2 + 2?\n\nassistant:\n"
+    assert pair_of(row, TEMPLATE, "fail") == {"prompt": asked, "answer": "4"}
     row["messages"].append(message("user", "Thanks."))
-    assert pair_of(row, TEMPLATE, "fail").answer == "4"
+    assert pair_of(row, TEMPLATE, "fail") == {"prompt": asked, "answer": "4"}
     # As TRL divides a conversation.
     halves = {"prompt": CHAT[:2], "completion": CHAT[2:]}
     assert pair_of(halves, TEMPLATE, "fail") == pair_of({"messages": CHAT}, TEMPLATE, "fail")
     asked = "<|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|>"
     begun = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    assert pair_of({"messages": CHAT[1:]}, LLAMA, "fail") == (asked + begun, "2<|eot_id|>")
+    expected = {"prompt": asked + begun, "answer": "2<|eot_id|>"}
+    assert pair_of({"messages": CHAT[1:]}, LLAMA, "fail") == expected
 
 
 @given(st.lists(st.text(), min_size=1), st.sampled_from([TEMPLATE, LLAMA]))
@@ -77,7 +76,7 @@ def test_what_a_message_says_is_never_read_as_a_template(contents, template):
     contents = ["{role}{content}{0.__class__}%s", *contents, "{content}"]
     row = {"messages": [message("user", each) for each in contents]}
     row["messages"][-1]["role"] = "assistant"
-    prompt, answer = pair_of(row, template, "fail")
+    prompt, answer = pair_of(row, template, "fail").values()
     head, _, tail = template.replace("{role}", "user").partition("{content}")
     assert prompt.startswith("".join(head + each + tail for each in contents[:-1]))
     assert answer.startswith("{content}")

@@ -9,22 +9,29 @@ from corpora import cut_file, rows_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from infini_model.data.sources import json_lines
-from infini_model.data.sources.json_lines import LineError, parse_each, parse_lines
-from infini_model.data.sources.text import Block
+from infini_model.data.sources import formats
+from infini_model.runtime.errors import DataError
 
 ERRORS = ("fail", "skip", "replace")
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-def outcome(parse, data: bytes, errors: str, column: str = "text") -> object:
-    """The texts, or the line and the reason why there are none."""
-    try:
-        texts = parse(Block(10, data), column, errors)
-    except LineError as error:
-        return error.args
-    texts.validate(full=True)
-    return texts.to_pylist()
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """The texts of lines, or why there are none; `parser` replaces functions of the reader."""
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+
+    def outcome(data: bytes, errors: str = "fail", column: str = "text", **parser) -> object:
+        path.write_bytes(data + b"\n")  # so that all lines are in one block
+        with pytest.MonkeyPatch.context() as patch:
+            for name, function in parser.items():
+                patch.setattr(formats, name, function)
+            try:
+                return rows_of(*cut_file(path), errors=errors, column=column)
+            except DataError as error:
+                return str(error).removeprefix(f"{path}, ")
+
+    return outcome
 
 
 VALUES = st.recursive(
@@ -83,8 +90,9 @@ BLOCKS = st.lists(LINES | LINES | mutated() | SOUP, max_size=5).map(b"\n".join)
 @example(b'{"text":"a"}\0', "fail", "text")
 @example(b"[" * 100_000, "fail", "text")
 @example(b'{"text":' + DEEP + b"}", "fail", "text")
-def test_both_parsers_agree(data, errors, column):
-    assert outcome(parse_lines, data, errors, column) == outcome(parse_each, data, errors, column)
+def test_both_parsers_agree(read, data, errors, column):
+    by_python = read(data, errors, column, parse_by_arrow=lambda *_: None)
+    assert read(data, errors, column) == by_python
 
 
 @settings(max_examples=60)
@@ -93,18 +101,17 @@ def test_both_parsers_agree(data, errors, column):
         st.builds(json.dumps, st.fixed_dictionaries({"text": st.text(), "x": VALUES})), min_size=1
     )
 )
-def test_arrow_reads_what_is_usual(lines):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lines, "parse_each", lambda *_: pytest.fail("read by Python"))
-        texts = [json.loads(line)["text"] for line in lines]
-        assert outcome(parse_lines, "\n".join(lines).encode(), "fail") == texts
+def test_arrow_reads_what_is_usual(read, lines):
+    texts = [json.loads(line)["text"] for line in lines]
+    data = "\n".join(lines).encode()
+    assert read(data, object_in=lambda *_: pytest.fail("read by Python")) == texts
 
 
-def test_what_is_nested_too_deeply_for_python_is_said_in_one_line():
+def test_what_is_nested_too_deeply_for_python_is_said_in_one_line(read):
     line = b'{"text": "a", "x": ' + DEEP + b"}"
-    assert outcome(parse_lines, line, "fail") == ["a"]  # Arrow has no such limit
-    reason = "is not JSON: it is nested too deeply"
-    assert outcome(parse_lines, b'{"text": null}\n' + line, "fail") == (25, reason)
+    assert read(line) == ["a"]  # Arrow has no such limit
+    said = read(b'{"text": null}\n' + line)
+    assert said == "line 2: is not JSON: it is nested too deeply"
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress], ids=["gz", "zst"])

@@ -8,21 +8,40 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pyarrow as pa
 
 from infini_model.config.locations import is_store
-from infini_model.data.sources.hub import HUB, fetch_file, open_ranges
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError
+from infini_model.runtime.errors import BUSY, DataError, UnreachableError, UserError
 from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.machine import available_cores
 from infini_model.runtime.object_store import Version, locate
 from infini_model.runtime.records import Record
 
+HUB = "hf://datasets/"
+PAUSES = (1, 2, 4, 8, 8)  # seconds, before a file is asked for again
+LOGIN = "log in (hf auth login) or set HF_TOKEN"
+# By the name of the hub's error, else by the HTTP status.
+REFUSALS = {
+    "GatedRepoError": f"is gated: ask for access on its page, then {LOGIN}",
+    # The hub says 401 for a name that it does not know, since it may be private.
+    "RepositoryNotFoundError": f"does not exist on the hub, or is private: {LOGIN}",
+    "RevisionNotFoundError": "has no such revision",
+    **dict.fromkeys(("401", "403"), f"access denied: {LOGIN}"),
+    **dict.fromkeys(("404", "410"), "not found"),
+}
+# `datasets` raises ValueError for a wrong configuration or split, RuntimeError for a script.
+MISTAKES = re.compile(
+    r"BuilderConfig .* not found|Config name is missing|Bad split|Dataset scripts are no longer"
+)
+# Where types of errors are defined that tell what is wrong with a dataset or a file of one.
+ABOUT_DATA = ("datasets.exceptions", "datasets.table", "pandas.errors")
 # A file written this recently could be written again without another timestamp.
 SETTLED_NANOSECONDS = 2_000_000_000
 
@@ -119,7 +138,7 @@ def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]
     """
     if file.address.startswith(HUB):
         # The address names a commit, so that what it holds never changes.
-        here = pa.OSFile(fetch_file(file.address)) if whole else open_ranges(file.address)
+        here = pa.OSFile(_fetch(file.address)) if whole else _open_ranges(file.address)
         with here as opened:
             yield opened
     elif is_store(file.address):
@@ -132,6 +151,38 @@ def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]
             yield opened
             # Not of `opened`, which a decompressing reader has closed.
             _check_version(file, os.stat(file.address))  # noqa: PTH116 -- half the time of a Path
+
+
+def _fetch(address: str) -> str:
+    """The path of the file at an address, in the hub's cache; the hub is asked for it once.
+
+    Raises `DataError` if the file does not exist or access is denied, `UnreachableError` if the hub
+    does not answer, `UserError` on a full disk.
+    """
+    from huggingface_hub import constants, hf_hub_download
+
+    repository, _, place = address.removeprefix(HUB).partition("@")
+    commit, _, path = place.partition("/")
+
+    def fetch() -> str:
+        with hub_errors(address), storage.named_os_errors(Path(constants.HF_HUB_CACHE)):
+            return hf_hub_download(repository, path, repo_type="dataset", revision=commit)
+
+    # The hub's client goes on after a broken connection, but gives up where the hub is busy.
+    for pause in PAUSES:
+        with contextlib.suppress(UnreachableError):
+            return fetch()
+        time.sleep(pause)
+    return fetch()
+
+
+@contextlib.contextmanager
+def _open_ranges(address: str) -> Iterator[pa.NativeFile]:
+    """Open the file at an address to read a part of it, such as a footer; fetches only that."""
+    from huggingface_hub import HfFileSystem
+
+    with hub_errors(address), HfFileSystem().open(address, cache_type="none") as opened:
+        yield pa.PythonFile(opened, mode="r")
 
 
 def read_source(file: SourceFile) -> bytes:
@@ -165,3 +216,55 @@ def file_errors(address: str) -> Iterator[None]:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = getattr(error, "strerror", None) or lines[0]
         raise DataError(f"{address}: cannot be read: {reason}") from error
+
+
+@contextlib.contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """Tell a refusal, which is final, from a hub that does not answer, which is worth a retry.
+
+    Raises `DataError` and `UnreachableError` in one line that starts with `what`. What neither the
+    hub nor `datasets` says of a name or a file is raised as it is.
+    """
+    try:
+        yield
+    except (UserError, UnreachableError):
+        raise
+    except Exception as error:
+        from huggingface_hub.errors import HfHubHTTPError
+
+        # The HTTP client has changed between versions; its base error is the base of this one.
+        network_error = HfHubHTTPError.__bases__[0]
+        if isinstance(error, HfHubHTTPError):
+            status = error.response.status_code
+            known = REFUSALS.get(type(error).__name__) or REFUSALS.get(str(status))
+            is_final = 400 <= status < 500 and status not in BUSY
+            reason = f"{known} (HTTP {status})" if known else f"HTTP {status}"
+        else:
+            is_final, reason = _is_mistake(error), _brief(error)
+        if is_final:
+            raise DataError(f"{what}: {reason}") from error
+        if isinstance(error, (OSError, network_error)):
+            raise UnreachableError(f"{what}: the hub cannot be reached: {reason}") from error
+        raise
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether an error tells what is wrong with a name, or with what stands in a dataset."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    kinds = (HFValidationError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError)
+    return (
+        # A file that is not in the cache, but may be on a hub that does not answer.
+        (isinstance(error, kinds) and not isinstance(error, LocalEntryNotFoundError))
+        # Arrow's error for a damaged file; those of a system have a number, the hub's a type.
+        or (type(error) is OSError and error.errno is None)
+        or type(error).__module__ in ABOUT_DATA
+        or MISTAKES.match(str(error)) is not None
+    )
+
+
+def _brief(error: Exception) -> str:
+    """An error in one line, without the queries of addresses: a signed address is a key."""
+    # `datasets` says in its second line which configurations there are.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
+    return re.sub(r"(https?://[^\s'\"?]*)\?[^\s'\"]*", r"\1", " ".join(lines)) or repr(error)

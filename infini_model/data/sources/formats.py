@@ -7,7 +7,6 @@ where a document came from. What cannot be read raises `DataError` that names th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,15 +28,15 @@ from infini_model.data.sources.pairs import (
 )
 from infini_model.data.sources.text import (
     MAX_OFFSET,
+    Block,
     Errors,
+    as_text,
     chunks,
-    clean,
     decompressed,
+    documents_in,
     object_in,
-    one_row,
     parse_by_arrow,
     read_blocks,
-    read_text,
     text_of,
 )
 from infini_model.runtime.errors import DataError
@@ -186,13 +185,19 @@ def read_range(
     Raises `DataError` that names the file and the row, `pa.ArrowException` and `OSError` where
     the file is damaged or missing.
     """
-    kind, separator = format_of(part.file.address), reading.separator
+    address, separator, errors = part.file.address, reading.separator, reading.errors
+    kind = format_of(address)
     if kind == "text" and separator is None:
-        yield _read_whole(part, reading.errors)
+        size = part.file.bytes
+        if size > MAX_OFFSET:
+            raise DataError(f"{address}: has {size} bytes; a document has at most {MAX_OFFSET}")
+        yield documents_in(Block(0, read_source(part.file)), None, errors, address)
         return
+    found: Iterator[pa.Array]
     with open_source(part.file, whole) as file:
         if kind == "text" and separator:
-            found = read_text(file, part, separator, reading.errors, batch_bytes)
+            blocks = read_blocks(file, part, separator.encode(), batch_bytes)
+            found = (documents_in(block, separator, errors, address) for block in blocks)
         elif kind == "parquet":
             found = _read_parquet(file, part, reading, batch_bytes)
         elif kind == "arrow":
@@ -202,14 +207,6 @@ def read_range(
         for rows in found:
             for start in range(0, len(rows), BATCH_DOCUMENTS):
                 yield rows[start : start + BATCH_DOCUMENTS]
-
-
-def _read_whole(part: FileRange, errors: Errors) -> pa.StringArray:
-    address, size = part.file.address, part.file.bytes
-    if size > MAX_OFFSET:
-        raise DataError(f"{address}: has {size} bytes; a document has at most {MAX_OFFSET}")
-    text = clean(read_source(part.file), address, errors)
-    return pa.nulls(1, pa.string()) if text is None else one_row(text).view(pa.string())
 
 
 def _read_json_lines(
@@ -344,7 +341,7 @@ def _rows(
     batch: pa.RecordBatch, reading: Reading, address: str, first_row: int
 ) -> Iterator[pa.Array]:
     """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
-    # Arrow trusts a file that declares its bytes to be UTF-8, so they are validated as bytes.
+    # Arrow trusts a file that declares its bytes to be UTF-8, so they are read as bytes.
     columns = {name: as_bytes(batch.column(name)) for name in batch.schema.names}
     if reading.template is None:
         (array,) = columns.values()
@@ -353,10 +350,11 @@ def _rows(
             yield from _rows(batch.slice(0, half), reading, address, first_row)
             yield from _rows(batch.slice(half), reading, address, first_row + half)
             return
-        array.validate(full=True)
-        with contextlib.suppress(pa.ArrowInvalid):
-            yield array.cast(pa.string())
+        texts = as_text(array.cast(pa.binary()))
+        if texts is not None:
+            yield texts
             return
+        array.validate(full=True)
     rows = []
     for number, row in enumerate(pa.RecordBatch.from_pydict(columns).to_pylist(), first_row + 1):
         try:

@@ -1,43 +1,51 @@
-"""The Hugging Face hub: commits, files, tokenizers and weights, in the hub's local cache."""
+"""The Hugging Face hub: commits, datasets, tokenizers and weights.
+
+A revision is pinned to a commit, whose files never change. Of a dataset, plain files are listed by
+their addresses; what else there is, is streamed to local files. `datasets` decides which files make
+up a configuration and a split; none of the repository's code is run.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
+from infini_model.config import HubSource
+from infini_model.data.sources.files import HUB, SourceFile, fingerprint, hub_errors
+from infini_model.data.sources.formats import Reading, format_of, text_columns
 from infini_model.runtime import storage
-from infini_model.runtime.errors import BUSY, DataError, UnreachableError, UserError
+from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.stage_protocol import OnProgress
 
-HUB = "hf://datasets/"
+log = logging.getLogger(__name__)
+
+# Names that the hub describes in one request.
+PATHS_AT_ONCE = 500
+# Per module of `datasets` that reads plain files: the formats that have the same rows here.
+PLAIN = {"parquet": ("parquet",), "json": ("jsonl", "jsonl.gz", "jsonl.zst")}
+# Options of these modules that change no row of a text column.
+HARMLESS_OPTIONS = (
+    *("name", "version", "description", "data_dir", "data_files", "features"),
+    *("batch_size", "chunksize", "fragment_scan_options"),
+)
+# A streamed file is closed once it holds this much, read so many rows at a time.
+FILE_BYTES = 64 << 20
+BATCH_ROWS = 64
+PARTS, COMPLETE, POSITION = "part-*.parquet", "complete.json", b"position"
 TIMEOUT = 60.0  # seconds
-PAUSES = (1, 2, 4, 8, 8)  # seconds, before a file is asked for again
 # Neither pickles nor code; copies in other layouts are in folders of their own.
 WEIGHTS = (".safetensors", ".json")
 # The name that `snapshot_download` gives its bar of the bytes that are written.
 BYTES_BAR = "huggingface_hub.snapshot_download"
-LOGIN = "log in (hf auth login) or set HF_TOKEN"
-# By the name of the hub's error, else by the HTTP status.
-REFUSALS = {
-    "GatedRepoError": f"is gated: ask for access on its page, then {LOGIN}",
-    # The hub says 401 for a name that it does not know, since it may be private.
-    "RepositoryNotFoundError": f"does not exist on the hub, or is private: {LOGIN}",
-    "RevisionNotFoundError": "has no such revision",
-    **dict.fromkeys(("401", "403"), f"access denied: {LOGIN}"),
-    **dict.fromkeys(("404", "410"), "not found"),
-}
-# `datasets` raises ValueError for a wrong configuration or split, RuntimeError for a script.
-MISTAKES = re.compile(
-    r"BuilderConfig .* not found|Config name is missing|Bad split|Dataset scripts are no longer"
-)
-# Where types of errors are defined that tell what is wrong with a dataset or a file of one.
-ABOUT_DATA = ("datasets.exceptions", "datasets.table", "pandas.errors")
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -70,37 +78,164 @@ def pin_repository(repository: str, revision: str | None, kind: Literal["dataset
     return found.sha
 
 
-def fetch_file(address: str) -> str:
-    """The path of the file at an address, in the hub's cache; the hub is asked for it once.
+def list_dataset(
+    source: HubSource, raw_dir: Path, facts: FactCache, progress: OnProgress | None = None
+) -> list[SourceFile]:
+    """The files of a configuration and split, in the order in which `datasets` reads them.
 
-    Raises `DataError` if the file does not exist or access is denied, `UnreachableError` if the hub
-    does not answer, `UserError` on a full disk.
+    `source.repository` is a name on the hub, whose listing has the hashes of files, or a local
+    folder. Plain Parquet and JSON lines files stay where they are. Others, and what a `limit` may
+    end inside, are streamed to Parquet files below `raw_dir`, in a folder keyed by all that decides
+    the rows: a complete download is never repeated, a killed one resumes after its last file.
+
+    Raises `DataError` for a name, configuration, split, revision or column that does not exist,
+    `UnreachableError` if the hub does not answer, `UserError` on a full disk.
     """
-    from huggingface_hub import constants, hf_hub_download, parse_hf_uri
-
-    file = parse_hf_uri(address)
-
-    def fetch() -> str:
-        with hub_errors(address), storage.named_os_errors(Path(constants.HF_HUB_CACHE)):
-            return hf_hub_download(
-                file.id, file.path_in_repo, repo_type=file.type, revision=file.revision
-            )
-
-    # The hub's client goes on after a broken connection, but gives up where the hub is busy.
-    for pause in PAUSES:
-        with contextlib.suppress(UnreachableError):
-            return fetch()
-        time.sleep(pause)
-    return fetch()
+    commit = None
+    if not Path(source.repository).is_dir():
+        commit = pin_repository(source.repository, source.revision, "dataset")
+    paths = None if source.limit is not None else _plain_files(source, commit)
+    if paths is None:
+        paths = _fetch(source, commit, raw_dir, progress)
+    elif commit is not None:
+        return _describe(source.repository, commit, paths)
+    return fingerprint(paths, facts)
 
 
-@contextlib.contextmanager
-def open_ranges(address: str) -> Iterator[pa.NativeFile]:
-    """Open the file at an address to read a part of it, such as a footer; fetches only that."""
-    from huggingface_hub import HfFileSystem
+def _plain_files(source: HubSource, commit: str | None) -> list[str] | None:
+    """Paths or addresses of the split's files; None if they are not plain."""
+    import datasets
 
-    with hub_errors(address), HfFileSystem().open(address, cache_type="none") as opened:
-        yield pa.PythonFile(opened, mode="r")
+    what = f"dataset {source.repository}"
+    with hub_errors(what):
+        builder = datasets.load_dataset_builder(
+            source.repository, name=source.configuration, revision=commit
+        )
+    splits = builder.config.data_files
+    if not isinstance(splits, dict):
+        return None
+    if source.split not in splits:
+        # `all` and `train+test` are several splits.
+        if source.split == "all" or not re.fullmatch(r"[\w.-]+", source.split):
+            return None
+        raise DataError(
+            f"{what}: has no split {source.split!r}; it has: {', '.join(map(str, splits))}"
+        )
+    names = [str(name) for name in splits[source.split]]
+    inside = "" if commit is None else f"{HUB}{source.repository}@{commit}/"
+    formats = PLAIN.get(type(builder).__module__.rpartition(".")[2], ())
+    is_plain = all(name.startswith(inside) and format_of(name) in formats for name in names)
+    options = (each for each in fields(builder.config) if each.name not in HARMLESS_OPTIONS)
+    is_plain &= all(getattr(builder.config, each.name) == each.default for each in options)
+    return names if names and is_plain else None
+
+
+def _describe(repository: str, commit: str, addresses: list[str]) -> list[SourceFile]:
+    from huggingface_hub import HfApi, RepoFile
+
+    found: dict[str, SourceFile] = {}
+    root = f"{HUB}{repository}@{commit}/"
+    for start in range(0, len(addresses), PATHS_AT_ONCE):
+        paths = [each.removeprefix(root) for each in addresses[start : start + PATHS_AT_ONCE]]
+        with hub_errors(f"dataset {repository}"):
+            infos = HfApi().get_paths_info(repository, paths, revision=commit, repo_type="dataset")
+        for info in infos:
+            if isinstance(info, RepoFile):
+                # The SHA-256 of a large file, wherever else the content lies; git's hash of others.
+                content = f"sha256:{info.lfs.sha256}" if info.lfs else f"git:{info.blob_id}"
+                found[root + info.path] = SourceFile(
+                    address=root + info.path, bytes=info.size, fingerprint=content, version=commit
+                )
+    return [found[address] for address in addresses]
+
+
+def _fetch(
+    source: HubSource, commit: str | None, raw_dir: Path, progress: OnProgress | None
+) -> list[str]:
+    """The Parquet files that hold the columns of text of a dataset, in order."""
+    version = commit or _hash_of(Path(source.repository))
+    decides = [source.repository, source.configuration, source.split, version, source.column]
+    key = storage.content_key([*decides, source.limit, *(["pairs"] if source.pairs else [])])[:32]
+    folder = raw_dir / key
+    with storage.lock(raw_dir / ".locks" / key):
+        if not (folder / COMPLETE).is_file():
+            storage.remove_leftovers(storage.make_folder(folder))
+            rows = _stream(source, commit, folder, progress)
+            record = {"repository": source.repository, "commit": version, "rows": rows}
+            storage.write_json(folder / COMPLETE, record)
+            log.info("%s: %d rows of commit %s", source.repository, rows, version)
+    return sorted(map(str, folder.glob(PARTS)))
+
+
+def _hash_of(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return storage.content_key(
+        [[str(path.relative_to(folder)), storage.sha256(path)] for path in files]
+    )
+
+
+def _stream(
+    source: HubSource, commit: str | None, folder: Path, progress: OnProgress | None
+) -> int:
+    """Write the files that are still missing; returns the number of rows in all files.
+
+    Each notes the state of the stream at its end, which only the same version of `datasets` reads.
+    """
+    import datasets
+    import pyarrow.parquet as pq
+
+    what, parts = f"dataset {source.repository}", sorted(folder.glob(PARTS))
+    reading = Reading(source.column, template=source.template if source.pairs else None)
+    rows: int = sum(pq.read_metadata(path).num_rows for path in parts)
+    done = sum(path.stat().st_size for path in parts)
+    place: dict[str, Any] = {"version": datasets.__version__, "skipped": rows, "state": None}
+    if parts:
+        noted = json.loads(pq.read_schema(parts[-1]).metadata[POSITION])
+        place = noted if noted.get("version") == place["version"] else place
+    with hub_errors(what):
+        stream = datasets.load_dataset(
+            source.repository,
+            name=source.configuration,
+            split=source.split,
+            revision=commit,
+            streaming=True,
+        )
+        if place["skipped"]:
+            stream = stream.skip(place["skipped"])
+        if source.limit is not None:
+            stream = stream.take(source.limit - place["skipped"])
+        stream = stream.with_format("arrow")
+        if place["state"] is not None:
+            stream.load_state_dict(place["state"])
+        batches = stream.iter(batch_size=BATCH_ROWS)
+        selected = (batch.select(text_columns(what, batch.schema, reading)) for batch in batches)
+        for number, table in enumerate(_gather(selected, done, progress), len(parts)):
+            note = {POSITION: json.dumps(place | {"state": stream.state_dict()})}
+            with storage.atomic_file(folder / f"part-{number:05d}.parquet") as part:
+                pq.write_table(table.replace_schema_metadata(note), part, compression="zstd")
+            rows += table.num_rows
+    if not rows:
+        raise DataError(f"{what}: split {source.split} has no rows")
+    return rows
+
+
+def _gather(
+    batches: Iterable[pa.Table], done: int, progress: OnProgress | None
+) -> Iterator[pa.Table]:
+    """Tables of at least `FILE_BYTES`, but for the last; `done` bytes came before them."""
+    pending: list[pa.Table] = []
+    size = 0
+    for batch in batches:
+        pending.append(batch)
+        size += batch.nbytes
+        done += batch.nbytes
+        if progress is not None:
+            progress(done, done)
+        if size >= FILE_BYTES:
+            yield pa.concat_tables(pending, promote_options="default")
+            pending, size = [], 0
+    if pending:
+        yield pa.concat_tables(pending, promote_options="default")
 
 
 def fetch_tokenizer(name: str) -> Path:
@@ -184,55 +319,3 @@ def _bars(repository: str, commit: str, progress: OnProgress) -> type[Any]:
                     progress(self._done, max(self._done, self._all))
 
     return Bar
-
-
-@contextlib.contextmanager
-def hub_errors(what: str) -> Iterator[None]:
-    """Tell a refusal, which is final, from a hub that does not answer, which is worth a retry.
-
-    Raises `DataError` and `UnreachableError` in one line that starts with `what`. What neither the
-    hub nor `datasets` says of a name or a file is raised as it is.
-    """
-    try:
-        yield
-    except (UserError, UnreachableError):
-        raise
-    except Exception as error:
-        from huggingface_hub.errors import HfHubHTTPError
-
-        # The HTTP client has changed between versions; its base error is the base of this one.
-        network_error = HfHubHTTPError.__bases__[0]
-        if isinstance(error, HfHubHTTPError):
-            status = error.response.status_code
-            known = REFUSALS.get(type(error).__name__) or REFUSALS.get(str(status))
-            is_final = 400 <= status < 500 and status not in BUSY
-            reason = f"{known} (HTTP {status})" if known else f"HTTP {status}"
-        else:
-            is_final, reason = _is_mistake(error), _brief(error)
-        if is_final:
-            raise DataError(f"{what}: {reason}") from error
-        if isinstance(error, (OSError, network_error)):
-            raise UnreachableError(f"{what}: the hub cannot be reached: {reason}") from error
-        raise
-
-
-def _is_mistake(error: Exception) -> bool:
-    """Whether an error tells what is wrong with a name, or with what stands in a dataset."""
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    kinds = (HFValidationError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError)
-    return (
-        # A file that is not in the cache, but may be on a hub that does not answer.
-        (isinstance(error, kinds) and not isinstance(error, LocalEntryNotFoundError))
-        # Arrow's error for a damaged file; those of a system have a number, the hub's a type.
-        or (type(error) is OSError and error.errno is None)
-        or type(error).__module__ in ABOUT_DATA
-        or MISTAKES.match(str(error)) is not None
-    )
-
-
-def _brief(error: Exception) -> str:
-    """An error in one line, without the queries of addresses: a signed address is a key."""
-    # `datasets` says in its second line which configurations there are.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
-    return re.sub(r"(https?://[^\s'\"?]*)\?[^\s'\"]*", r"\1", " ".join(lines)) or repr(error)

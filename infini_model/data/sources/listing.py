@@ -44,7 +44,7 @@ def download(
     facts = fact_cache_here(datasets_dir or output_dir / "datasets")
     raw_dir = output_dir / "raw"
     if isinstance(config.source, HubSource):
-        from infini_model.data.sources.hub_datasets import list_dataset
+        from infini_model.data.sources.hub import list_dataset
 
         found = list_dataset(config.source, raw_dir, facts, progress)
     else:

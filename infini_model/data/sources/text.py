@@ -7,7 +7,6 @@ start of the file would find as well, so that together the ranges hold each docu
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -25,8 +24,6 @@ from infini_model.runtime.errors import DataError
 
 # Offsets into an Arrow string array, or a list array, are signed 32-bit integers.
 MAX_OFFSET = (1 << 31) - 1
-# Below this a Python string is made faster than an array.
-SMALL_BYTES = 1 << 16
 SEARCH_BYTES = 1 << 18
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 ADVICE = "data.source.errors takes skip or replace"
@@ -79,16 +76,14 @@ def one_row(data: bytes) -> pa.BinaryArray:
     return pa.BinaryArray.from_buffers(pa.binary(), 1, [None, offsets, pa.py_buffer(data)])
 
 
-def is_utf8(data: bytes) -> bool:
-    """Whether `data`, of at most `MAX_OFFSET` bytes, is valid UTF-8."""
+def as_text(rows: pa.BinaryArray) -> pa.StringArray | None:
+    """Rows of bytes as strings, without a copy; None if one of them is not UTF-8."""
+    texts = rows.view(pa.string())
     try:
-        if len(data) < SMALL_BYTES:
-            data.decode()
-        else:
-            one_row(data).view(pa.string()).validate(full=True)
-    except (pa.ArrowInvalid, UnicodeDecodeError):
-        return False
-    return True
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        return None
+    return texts
 
 
 def decode(data: bytes, errors: Errors, start: int = 0) -> str | None:
@@ -129,45 +124,32 @@ def text_of(value: Any, what: str, errors: Errors) -> str | None:
     return value
 
 
-def clean(document: bytes, address: str, errors: Errors, start: int = 0) -> bytes | None:
-    """A document of a text file as valid UTF-8, or None to skip it; it begins at byte `start`.
+def documents_in(
+    block: Block, separator: str | None, errors: Errors, address: str
+) -> pa.StringArray:
+    """The documents of a text file in a block, null where one is skipped; without separator, one.
 
     Raises `DataError` that names the file and the byte.
     """
-    if b"\0" in document:
-        if errors == "skip":
-            return None
-        place = start + document.index(0)
-        raise DataError(f"{address}: is binary, not text: it has a NUL at byte {place}")
-    # A valid document need not become a Python string, which takes up to four times the memory.
-    if is_utf8(document):
-        return document
-    try:
-        text = decode(document, errors, start)
-    except DataError as error:
-        raise DataError(f"{address}: {error}") from error
-    return None if text is None else text.encode()
-
-
-def read_text(
-    file: pa.NativeFile, part: FileRange, separator: str, errors: Errors, batch_bytes: int
-) -> Iterator[pa.StringArray]:
-    """The documents of a text file.
-
-    Raises `DataError` that names the file and the byte, `OSError` if it cannot be read.
-    """
-    width = len(separator.encode())
-    for start, data in read_blocks(file, part, separator.encode(), batch_bytes):
-        rows = pc.split_pattern(one_row(data), pattern=separator).flatten()
-        if b"\0" not in data:
-            with contextlib.suppress(pa.ArrowInvalid):
-                yield rows.cast(pa.string())
-                continue
-        documents: list[bytes | None] = []
-        for document in rows.to_pylist():
-            documents.append(clean(document, part.file.address, errors, start))
-            start += len(document) + width
-        yield pa.array(documents, pa.string())
+    rows = one_row(block.data)
+    if separator is not None:
+        rows = pc.split_pattern(rows, pattern=separator).flatten()
+    texts = None if b"\0" in block.data else as_text(rows)
+    if texts is not None:
+        return texts
+    documents: list[str | None] = []
+    start = block.start
+    for document in rows.to_pylist():
+        is_binary = b"\0" in document
+        if is_binary and errors != "skip":
+            place = start + document.index(0)
+            raise DataError(f"{address}: is binary, not text: it has a NUL at byte {place}")
+        try:
+            documents.append(None if is_binary else decode(document, errors, start))
+        except DataError as error:
+            raise DataError(f"{address}: {error}") from error
+        start += len(document) + len((separator or "").encode())
+    return pa.array(documents, pa.string())
 
 
 def object_in(line: bytes, errors: Errors) -> dict[str, Any] | None:
@@ -206,9 +188,11 @@ def parse_by_arrow(data: bytes, column: str) -> pa.StringArray | None:
     ends -= codes[ends - 1] == RETURN
     starts, ends = starts[ends > starts], ends[ends > starts]
     are_objects = (codes[starts] == LEFT_BRACE) & (codes[ends - 1] == RIGHT_BRACE)
-    if not len(starts) or not are_objects.all() or b"\0" in data or not is_utf8(data):
+    if not len(starts) or not are_objects.all() or b"\0" in data:
         return None
-    if any(_holds_number(codes, name) for name in UNKNOWN_NUMBERS):
+    if as_text(one_row(data)) is None or any(
+        _holds_number(codes, name) for name in UNKNOWN_NUMBERS
+    ):
         return None
     schema = pa.schema([(column, pa.string())])
     options = arrow_json.ReadOptions(use_threads=False, block_size=min(len(data) + 1, MAX_OFFSET))

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from infini_model.config.evaluation import LmEvalConfig
-from infini_model.data.sources.hub import hub_errors
+from infini_model.data.sources.files import hub_errors
 from infini_model.evaluation.harness.metrics import Measured, read_metrics
 from infini_model.runtime.errors import UnreachableError, UserError
 from infini_model.runtime.storage import content_key

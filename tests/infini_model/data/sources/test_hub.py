@@ -15,9 +15,9 @@ from corpora import make_texts, write_parquet
 from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 
 from infini_model.config import HubSource
-from infini_model.data.sources import hub_datasets
-from infini_model.data.sources.hub import hub_errors
-from infini_model.data.sources.hub_datasets import list_dataset
+from infini_model.data.sources import hub as source
+from infini_model.data.sources.files import hub_errors
+from infini_model.data.sources.hub import list_dataset
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime import storage
@@ -30,18 +30,17 @@ CLIENT = """
 import contextlib, json, os, pathlib, sys, tempfile, time
 from infini_model.config import DataConfig, HubSource
 from infini_model.data.partitions import plan_partitions
-from infini_model.data.sources import hub_datasets
+from infini_model.data.sources import hub
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading, read_range
-from infini_model.data.sources.hub import fetch_weights
-from infini_model.data.sources.hub_datasets import list_dataset
+from infini_model.data.sources.hub import fetch_weights, list_dataset
 from infini_model.data.tokenizers import vocabulary
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.shelf import TokenizerStore
 from infini_model.runtime.fact_cache import FactCache
 
 time.sleep = lambda seconds: None
-hub_datasets.FILE_BYTES = vocabulary.SAMPLE_BYTES = 200_000
+hub.FILE_BYTES = vocabulary.SAMPLE_BYTES = 200_000
 
 def login(token):
     os.environ["HF_TOKEN"] = token
@@ -419,8 +418,8 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
     write_parquet(folder / "train-0.parquet", TEXTS[:40])
     write_parquet(folder / "train-1.parquet", TEXTS[40:])
 
-    monkeypatch.setattr(hub_datasets, "FILE_BYTES", 2000)
-    monkeypatch.setattr(hub_datasets, "BATCH_ROWS", 7)
+    monkeypatch.setattr(source, "FILE_BYTES", 2000)
+    monkeypatch.setattr(source, "BATCH_ROWS", 7)
 
     def fetched(raw, progress=None, limit=60):
         source = HubSource(repository=str(folder), limit=limit)

@@ -138,9 +138,15 @@ def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]
     """
     if file.address.startswith(HUB):
         # The address names a commit, so that what it holds never changes.
-        here = pa.OSFile(_fetch(file.address)) if whole else _open_ranges(file.address)
-        with here as opened:
-            yield opened
+        if whole:
+            with pa.OSFile(_fetch(file.address)) as opened:
+                yield opened
+        else:
+            from huggingface_hub import HfFileSystem
+
+            system = HfFileSystem()
+            with hub_errors(file.address), system.open(file.address, cache_type="none") as remote:
+                yield pa.PythonFile(remote, mode="r")
     elif is_store(file.address):
         store, key = locate(file.address)
         with store.open(key, file.bytes, Version(file.version or None)) as opened:
@@ -174,15 +180,6 @@ def _fetch(address: str) -> str:
             return fetch()
         time.sleep(pause)
     return fetch()
-
-
-@contextlib.contextmanager
-def _open_ranges(address: str) -> Iterator[pa.NativeFile]:
-    """Open the file at an address to read a part of it, such as a footer; fetches only that."""
-    from huggingface_hub import HfFileSystem
-
-    with hub_errors(address), HfFileSystem().open(address, cache_type="none") as opened:
-        yield pa.PythonFile(opened, mode="r")
 
 
 def read_source(file: SourceFile) -> bytes:

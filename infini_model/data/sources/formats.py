@@ -21,7 +21,6 @@ from infini_model.data.sources.pairs import (
     PAIR,
     Pair,
     alternate,
-    answers,
     as_bytes,
     pair_columns,
     pair_of,
@@ -166,7 +165,7 @@ def _batches(pending: list[pa.Array], min_characters: int) -> Iterator[DocumentB
         pending = [pa.concat_arrays(pending)]
     for array in pending or [pa.array([], pa.string())]:
         is_pairs = pa.types.is_struct(array.type)
-        texts = answers(array) if is_pairs else array
+        texts = array.flatten()[1] if is_pairs else array  # of a pair, what is learnt: its answer
         # Bytes are cheaper to count than code points, and tell an empty document as well.
         length = pc.utf8_length(texts) if min_characters > 1 else pc.binary_length(texts)
         keep = pc.fill_null(pc.greater_equal(length, max(1, min_characters)), False)

@@ -73,9 +73,7 @@ def pin_repository(repository: str, revision: str | None, kind: Literal["dataset
             refs = api.list_repo_refs(repository, repo_type=kind)
             names = ", ".join(ref.name for ref in (*refs.branches, *refs.tags))
             raise DataError(f"{what}: has no revision {revision!r}; it has: {names}") from error
-    if found.sha is None:
-        raise DataError(f"{what}: the hub returned no commit")
-    return found.sha
+    return str(found.sha)
 
 
 def list_dataset(
@@ -239,17 +237,20 @@ def _gather(
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """The folder of a model's tokenizer.json and config.json, if any, in the hub's local cache.
+    """The folder of a model's tokenizer.json, or else config.json, in the hub's local cache.
 
-    `name` may end in `@revision`. Raises `DataError` if the model does not exist,
+    `name` may end in `@revision`. Raises `DataError` if the model or the file does not exist,
     `UnreachableError` if the hub does not answer.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     repository, revision = split_revision(name)
-    files = ["tokenizer.json", "config.json"]
     with hub_errors(f"tokenizer {name}"):
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
+        try:
+            return Path(hf_hub_download(repository, "tokenizer.json", revision=revision)).parent
+        except RemoteEntryNotFoundError:
+            return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
 
 
 def fetch_weights(repository: str, commit: str, progress: OnProgress | None = None) -> Path:

@@ -85,10 +85,7 @@ def list_files(source: FilesSource, raw_dir: Path, progress: OnProgress | None =
     Raises `DataError` if a glob matches nothing or a file has an unknown extension.
     """
     # Not of `Path`, which takes longer to make than a small file to read.
-    found: set[str] = set()
-    for pattern in source.paths:
-        if "://" not in pattern:
-            found.update(_expand(pattern))
+    found = {path for each in source.paths if "://" not in each for path in _expand(each)}
     for path in sorted(found):
         check_format(path)
     addresses = [each for each in source.paths if "://" in each and not is_store(each)]

@@ -129,11 +129,6 @@ def _raw_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def answers(pairs: pa.StructArray) -> pa.StringArray:
-    """The answers of pairs, null where a pair is."""
-    return pairs.flatten()[1]
-
-
 def alternate(pairs: pa.StructArray) -> pa.StringArray:
     """The prompts and the answers of pairs in turn."""
     count = len(pairs)

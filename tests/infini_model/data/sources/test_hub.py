@@ -15,7 +15,6 @@ from corpora import make_texts, write_parquet
 from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 
 from infini_model.config import HubSource
-from infini_model.data.sources import hub as source
 from infini_model.data.sources.files import hub_errors
 from infini_model.data.sources.hub import list_dataset
 from infini_model.data.tokenizers.bpe import train_tokenizer
@@ -418,8 +417,8 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
     write_parquet(folder / "train-0.parquet", TEXTS[:40])
     write_parquet(folder / "train-1.parquet", TEXTS[40:])
 
-    monkeypatch.setattr(source, "FILE_BYTES", 2000)
-    monkeypatch.setattr(source, "BATCH_ROWS", 7)
+    monkeypatch.setattr("infini_model.data.sources.hub.FILE_BYTES", 2000)
+    monkeypatch.setattr("infini_model.data.sources.hub.BATCH_ROWS", 7)
 
     def fetched(raw, progress=None, limit=60):
         source = HubSource(repository=str(folder), limit=limit)

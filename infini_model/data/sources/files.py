@@ -237,7 +237,7 @@ def hub_errors(what: str) -> Iterator[None]:
             is_final = 400 <= status < 500 and status not in BUSY
             reason = f"{known} (HTTP {status})" if known else f"HTTP {status}"
         else:
-            is_final, reason = _is_mistake(error), _brief(error)
+            is_final, reason = _is_mistake(error), brief(error)
         if is_final:
             raise DataError(f"{what}: {reason}") from error
         if isinstance(error, (OSError, network_error)):
@@ -260,7 +260,7 @@ def _is_mistake(error: Exception) -> bool:
     )
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """An error in one line, without the queries of addresses: a signed address is a key."""
     # `datasets` says in its second line which configurations there are.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from infini_model.data.sources.files import brief
 from infini_model.data.sources.formats import check_format
 from infini_model.runtime import storage
 from infini_model.runtime.errors import BUSY, DataError, UnreachableError
@@ -167,5 +168,4 @@ def _reachable(address: str) -> Iterator[None]:
             raise DataError(f"{address}: access denied") from error
         if not isinstance(cause, (OSError, EOFError, ClientError)):
             raise
-        reason = " ".join(str(cause).split()) or type(cause).__name__
-        raise UnreachableError(f"{address}: cannot be reached: {reason}") from error
+        raise UnreachableError(f"{address}: cannot be reached: {brief(cause)}") from error

@@ -140,7 +140,8 @@ CONTENT = b"".join(b'{"text": "document %d"}\n' % number for number in range(50_
 def hub() -> Iterator[LocalHub]:
     """A server with a file, of which it may send only ranges."""
     with serve_hub() as server:
-        server.repositories["team/data"] = Repository({"corpus.jsonl": CONTENT})
+        files = {"corpus.jsonl": CONTENT, "signed.jsonl.gz": b"on a host with signed addresses"}
+        server.repositories["team/data"] = Repository(files)
         yield server
 
 
@@ -191,14 +192,16 @@ def test_a_broken_download_is_resumed_if_the_server_can(hub, tmp_path, ranges):
         ("gone.jsonl", {}, DataError, r"not found \(HTTP 404\)"),
         ("corpus.jsonl", {"gated": True}, DataError, r"Unauthorized \(HTTP 401\)"),
         ("corpus.jsonl", {"busy": 9}, UnreachableError, "cannot be reached: 503"),
+        ("signed.jsonl.gz", {"busy": 9}, UnreachableError, "cannot be reached: 503"),
         ("corpus.zip", {}, DataError, r"unknown file format; takes \.txt"),
     ],
 )
 def test_a_refusal_is_final_and_a_failure_is_not(hub, tmp_path, name, state, error, complaint):
     hub.busy = state.get("busy", 0)
     hub.repositories["team/data"].gated = "gated" in state
-    with pytest.raises(error, match=f"^{address_of(hub, name)}: {complaint}[^\n]*$"):
+    with pytest.raises(error, match=f"^{address_of(hub, name)}: {complaint}[^\n]*$") as caught:
         download(files_config(address_of(hub, name)), tmp_path)
+    assert "hf_signed" not in str(caught.value)
 
 
 def test_other_file_systems_are_copied_and_globbed(tmp_path):

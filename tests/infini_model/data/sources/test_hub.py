@@ -33,13 +33,13 @@ from infini_model.data.sources import hub
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading, read_range
 from infini_model.data.sources.hub import fetch_weights, list_dataset
-from infini_model.data.tokenizers import vocabulary
+from infini_model.data.tokenizers import trained
 from infini_model.data.tokenizers.load import load_tokenizer
-from infini_model.data.tokenizers.shelf import TokenizerStore
+from infini_model.data.tokenizers.trained import TokenizerStore
 from infini_model.runtime.fact_cache import FactCache
 
 time.sleep = lambda seconds: None
-hub.FILE_BYTES = vocabulary.SAMPLE_BYTES = 200_000
+hub.FILE_BYTES = trained.SAMPLE_BYTES = 200_000
 
 def login(token):
     os.environ["HF_TOKEN"] = token
@@ -68,8 +68,8 @@ def train(files):
     folder = pathlib.Path(tempfile.mkdtemp())
     config = DataConfig(tokenizer={"spec": "train", "vocab_size": 260})
     places = [[part] for part in ranges_of(files)]
-    found = vocabulary.dataset_tokenizer(places, Reading(), config, TokenizerStore(folder))
-    return found.tokenizer.vocab_size
+    tokenizer, _ = trained.dataset_tokenizer(places, Reading(), config, TokenizerStore(folder))
+    return tokenizer.vocab_size
 
 def stream(repository, split):
     import datasets

@@ -35,27 +35,22 @@ class Ragged(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What the data stages, training and generation need of a tokenizer."""
+    """What the data stages, training and generation need of a tokenizer.
 
-    @property
-    def spec(self) -> str:
-        """The name that the tokenizer was loaded by."""
+    Attributes:
+        spec: The name that the tokenizer was loaded by.
+        vocab_size: One more than the largest id.
+        eos_token_id: The id of the end-of-text token, which ends every document.
+        bos_token_id: The id of the beginning-of-text token, which begins every document; None
+            without one.
+        fingerprint: Hash of what decides the ids of a text.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eos_token_id(self) -> int:
-        """The id of the end-of-text token, which ends every document."""
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id of the beginning-of-text token, which begins every document; None without one."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of what decides the ids of a text."""
+    spec: str
+    vocab_size: int
+    eos_token_id: int
+    bos_token_id: int | None
+    fingerprint: str
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The ids of each document, without added tokens."""
@@ -133,7 +128,7 @@ class ByteTokenizer:
     spec = "bytes"
     vocab_size = 256
     eos_token_id = 255
-    bos_token_id = None
+    bos_token_id: int | None = None
     fingerprint = hashlib.sha256(b"bytes, end of text 255").hexdigest()
 
     def encode_batch(self, texts: Texts) -> Ragged:

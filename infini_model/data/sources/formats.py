@@ -138,7 +138,7 @@ def read_documents(
 ) -> Iterator[DocumentBatch]:
     """The documents of ranges of files, in order, in batches of about `batch_bytes`.
 
-    Small files share a batch. The last batch comes even if it is empty, so that `skipped` adds up.
+    Small files share a batch. A batch may be empty, so that `skipped` adds up.
     Whoever stops before the end says that the files are not needed `whole`, as in `open_source`.
 
     Raises `DataError` in one line that names the file and, in a file of several documents, the
@@ -163,7 +163,7 @@ def _batches(pending: list[pa.Array], min_characters: int) -> Iterator[DocumentB
     """Concatenate the arrays, or yield them one by one if a single array could not hold them."""
     if len(pending) > 1 and sum(array.nbytes for array in pending) < MAX_OFFSET:
         pending = [pa.concat_arrays(pending)]
-    for array in pending or [pa.array([], pa.string())]:
+    for array in pending:
         is_pairs = pa.types.is_struct(array.type)
         texts = array.flatten()[1] if is_pairs else array  # of a pair, what is learnt: its answer
         # Bytes are cheaper to count than code points, and tell an empty document as well.

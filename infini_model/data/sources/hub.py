@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -100,15 +100,17 @@ def list_dataset(
     return fingerprint(paths, facts)
 
 
-def _plain_files(source: HubSource, commit: str | None) -> list[str] | None:
-    """Paths or addresses of the split's files; None if they are not plain."""
+def _builder(source: HubSource, commit: str | None) -> Any:
     import datasets
 
-    what = f"dataset {source.repository}"
-    with hub_errors(what):
-        builder = datasets.load_dataset_builder(
-            source.repository, name=source.configuration, revision=commit
-        )
+    name, configuration = source.repository, source.configuration
+    with hub_errors(f"dataset {name}"):
+        return datasets.load_dataset_builder(name, configuration, revision=commit)
+
+
+def _plain_files(source: HubSource, commit: str | None) -> list[str] | None:
+    """Paths or addresses of the split's files; None if they are not plain."""
+    builder = _builder(source, commit)
     splits = builder.config.data_files
     if not isinstance(splits, dict):
         return None
@@ -116,9 +118,8 @@ def _plain_files(source: HubSource, commit: str | None) -> list[str] | None:
         # `all` and `train+test` are several splits.
         if source.split == "all" or not re.fullmatch(r"[\w.-]+", source.split):
             return None
-        raise DataError(
-            f"{what}: has no split {source.split!r}; it has: {', '.join(map(str, splits))}"
-        )
+        what, present = f"dataset {source.repository}", ", ".join(map(str, splits))
+        raise DataError(f"{what}: has no split {source.split!r}; it has: {present}")
     names = [str(name) for name in splits[source.split]]
     inside = "" if commit is None else f"{HUB}{source.repository}@{commit}/"
     formats = PLAIN.get(type(builder).__module__.rpartition(".")[2], ())
@@ -191,13 +192,7 @@ def _stream(
         noted = json.loads(pq.read_schema(parts[-1]).metadata[POSITION])
         place = noted if noted.get("version") == place["version"] else place
     with hub_errors(what):
-        stream = datasets.load_dataset(
-            source.repository,
-            name=source.configuration,
-            split=source.split,
-            revision=commit,
-            streaming=True,
-        )
+        stream = _builder(source, commit).as_streaming_dataset(source.split)
         if place["skipped"]:
             stream = stream.skip(place["skipped"])
         if source.limit is not None:
@@ -205,35 +200,38 @@ def _stream(
         stream = stream.with_format("arrow")
         if place["state"] is not None:
             stream.load_state_dict(place["state"])
-        batches = stream.iter(batch_size=BATCH_ROWS)
-        selected = (batch.select(text_columns(what, batch.schema, reading)) for batch in batches)
-        for number, table in enumerate(_gather(selected, done, progress), len(parts)):
-            note = {POSITION: json.dumps(place | {"state": stream.state_dict()})}
-            with storage.atomic_file(folder / f"part-{number:05d}.parquet") as part:
-                pq.write_table(table.replace_schema_metadata(note), part, compression="zstd")
-            rows += table.num_rows
+        batches = iter(stream.iter(batch_size=BATCH_ROWS))
+    columns = (batch.select(text_columns(what, batch.schema, reading)) for batch in batches)
+    for number, table in enumerate(_gather(what, columns, done, progress), len(parts)):
+        note = {POSITION: json.dumps(place | {"state": stream.state_dict()})}
+        with storage.atomic_file(folder / f"part-{number:05d}.parquet") as part:
+            pq.write_table(table.replace_schema_metadata(note), part, compression="zstd")
+        rows += table.num_rows
     if not rows:
         raise DataError(f"{what}: split {source.split} has no rows")
     return rows
 
 
 def _gather(
-    batches: Iterable[pa.Table], done: int, progress: OnProgress | None
+    what: str, batches: Iterator[pa.Table], done: int, progress: OnProgress | None
 ) -> Iterator[pa.Table]:
     """Tables of at least `FILE_BYTES`, but for the last; `done` bytes came before them."""
     pending: list[pa.Table] = []
-    size = 0
-    for batch in batches:
-        pending.append(batch)
-        size += batch.nbytes
-        done += batch.nbytes
-        if progress is not None:
-            progress(done, done)
-        if size >= FILE_BYTES:
+    size, is_open = 0, True
+    while is_open:
+        with hub_errors(what):
+            batch = next(batches, None)
+        is_open = batch is not None
+        if batch is not None:
+            pending.append(batch)
+            size += batch.nbytes
+            done += batch.nbytes
+            if progress is not None:
+                progress(done, done)
+        # Before the next batch is read, since the state of the stream is noted now.
+        if pending and (size >= FILE_BYTES or not is_open):
             yield pa.concat_tables(pending, promote_options="default")
             pending, size = [], 0
-    if pending:
-        yield pa.concat_tables(pending, promote_options="default")
 
 
 def fetch_tokenizer(name: str) -> Path:

@@ -66,9 +66,9 @@ def listing_file(listing: Listing, name: str) -> str:
 class RequestedDataset:
     """What a configuration asks for: its folder, its key, its tokenizer and its partitions.
 
-    `partition_keys` are in order, and `partitions` in the same; equal files make equal partitions.
-    `pin` is that of a tokenizer that was trained for an earlier dataset of this name. `listing` is
-    the name of the file that keeps the listing it is made from.
+    `partition_keys` are in order; equal files make equal partitions, each of which is once among
+    the `partitions`. `pin` is that of a tokenizer that was trained for an earlier dataset of this
+    name. `build` is what the dataset is made from, as it is noted before it is made.
     """
 
     folder: Path
@@ -77,20 +77,13 @@ class RequestedDataset:
     pin: PinnedTokenizer | None
     defaults: PartitionDefaults
     partition_keys: list[str]
-    partitions: list[Partition]
-    listing: str
-
-    @property
-    def build(self) -> Build:
-        """What the dataset is made from, as it is noted before it is made."""
-        return Build(listing=self.listing, partitions=self.partition_keys)
+    partitions: dict[str, Partition]
+    build: Build
 
     def specs(self, keys: Container[str]) -> list[PartitionSpec]:
         """The specs of the partitions of these keys, in order, each once."""
-        distinct = dict(zip(self.partition_keys, self.partitions, strict=True))
-        return [
-            self.defaults.spec(key, partition) for key, partition in distinct.items() if key in keys
-        ]
+        wanted = ((key, each) for key, each in self.partitions.items() if key in keys)
+        return [self.defaults.spec(key, each) for key, each in wanted]
 
 
 def requested_dataset(
@@ -133,8 +126,8 @@ def requested_dataset(
         pin=pin,
         defaults=defaults,
         partition_keys=partition_keys,
-        partitions=[partition for _, partition in keyed],
-        listing=listing_file(listing, config.name),
+        partitions=dict(keyed),
+        build=Build(listing=listing_file(listing, config.name), partitions=partition_keys),
     )
 
 
@@ -220,7 +213,7 @@ def make_share(
     number, count = config.share_of or (1, 1)
     wanted = requested_dataset(listing, config, datasets_dir, store)
     register_build(wanted.folder, wanted.build)
-    keys = list(dict.fromkeys(wanted.partition_keys))
+    keys = list(wanted.partitions)
     own, what = keys[number - 1 :: count], f"share {number}/{count}"
     datasets = datasets_at(datasets_dir, store)
     engine = make_engine(config, wanted.tokenizer)
@@ -336,7 +329,7 @@ def plan_dataset(listing: Listing, config: Config, *, previous: str | None = Non
     _check_tokenizer(config, wanted)
     register_build(wanted.folder, wanted.build)
     datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
-    keys, fault = set(wanted.partition_keys), None
+    keys, fault = wanted.partitions.keys(), None
     try:
         intact = datasets.find(name) is not None
     except StoreError:

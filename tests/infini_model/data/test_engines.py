@@ -205,7 +205,7 @@ def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch)
     monkeypatch.setattr(on_ray, "_prepared", {})
     config = files_config(write_files(tmp_path / "raw", make_texts(3)) / "*")
     wanted = requested_dataset(download(config, tmp_path), config, tmp_path / "datasets")
-    (spec,) = wanted.specs(wanted.partition_keys)
+    (spec,) = wanted.specs(wanted.partitions)
     job = Job(
         place=str(tmp_path / "datasets"),
         mark=tmp_path / "datasets" / "mark",

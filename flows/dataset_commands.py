@@ -15,8 +15,9 @@ from infini_model.config import Config
 from infini_model.config.locations import is_url
 from infini_model.data.finished import dataset_folder, stored_dataset
 from infini_model.data.manifest import Shard, read_origin
-from infini_model.data.verify import Progress, examine_dataset
+from infini_model.data.verify import examine_dataset
 from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.stage_protocol import OnProgress
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -88,7 +89,7 @@ def _verify_folder(folder: Path) -> _Verified:
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[Progress]:
+def _bar(title: str) -> Iterator[OnProgress]:
     """A progress bar in bytes on stderr; nothing is shown if that is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn

@@ -38,7 +38,7 @@ from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.tokenizers.trained import TokenizerStore
-from infini_model.data.verify import Progress, Verified
+from infini_model.data.verify import Verified
 from infini_model.runtime import storage
 from infini_model.runtime.errors import (
     DataError,
@@ -50,6 +50,7 @@ from infini_model.runtime.errors import (
 )
 from infini_model.runtime.object_store import ObjectStore, StoredObject
 from infini_model.runtime.records import parse_record, write_record
+from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class StoredDatasets(Datasets):
             self._describe(name, manifest)
         return manifest
 
-    def examine(self, name: str, progress: Progress) -> Verified:
+    def examine(self, name: str, progress: OnProgress) -> Verified:
         """Find every object of a dataset that is missing or damaged; all its shards are read.
 
         The records of damaged partitions are withdrawn, so that the next build makes them again.

@@ -7,7 +7,7 @@ written since, and on demand (`infini verify`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -25,9 +25,8 @@ from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache, fact_cache_here
 from infini_model.runtime.machine import available_cores
+from infini_model.runtime.stage_protocol import OnProgress
 
-# Called with the bytes that are done and those there are in all.
-Progress = Callable[[int, int], None]
 # Which checksums are compared: those of files that this machine has not seen as they are, or all.
 Checksums: TypeAlias = Literal["new", "all", "none"]
 
@@ -45,7 +44,7 @@ def find_faults(
     *,
     checksums: Checksums = "new",
     vouched: Sequence[int] | None = None,
-    progress: Progress = lambda _done, _total: None,
+    progress: OnProgress = lambda _done, _total: None,
 ) -> list[str | None]:
     """What is wrong with each file in one line, or None if it is what its record says.
 
@@ -119,7 +118,7 @@ def examine_dataset(
     folder: Path,
     *,
     checksums: Checksums = "new",
-    progress: Progress = lambda _done, _total: None,
+    progress: OnProgress = lambda _done, _total: None,
 ) -> Verified:
     """Find every file of a dataset folder that is missing or damaged.
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from infini_model.config.locations import STORES
 from infini_model.runtime.errors import (
+    BUSY,
     ObjectChangedError,
     ObjectMissingError,
     StoreError,
@@ -51,7 +52,11 @@ UNSAFE = "the connection would not be safe: check the certificate"
 # What a failure says, and how it is told; the first that fits counts.
 CAUSES: tuple[tuple[str, type[Exception], str], ...] = (
     # Busy, or any other fault of its own but 501: not implemented.
-    (r"status code: (408|429|5(?!01)\d\d)", UnreachableError, AWAY + "the store answers {answer}"),
+    (
+        rf"status code: ({'|'.join(map(str, BUSY))}|5(?!01)\d\d)",
+        UnreachableError,
+        AWAY + "the store answers {answer}",
+    ),
     # Instance metadata, which is asked for credentials when the environment has none.
     (
         r"(?s)\A((?!status code).)*(169\.254\.\d|metadata\.google)",

@@ -274,12 +274,12 @@ def _get_files(
             store.download(each.key, run_dir / each.key)
             synced[each.key] = [each.version.etag, *_state(run_dir / each.key)]
 
-    def is_new(each: StoredObject) -> bool:
+    def is_wanted(each: StoredObject) -> bool:
         is_same = synced.get(each.key, [None])[0] == each.version.etag
-        return not (is_same and (run_dir / each.key).is_file())
+        is_new = not (is_same and (run_dir / each.key).is_file())
+        return is_new and _is_shared(each.key) and (not only or each.key in only)
 
-    shared = [each for each in objects if _is_shared(each.key) and (not only or each.key in only)]
-    if wanted := list(filter(is_new, shared)):
+    if wanted := list(filter(is_wanted, objects)):
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(get, wanted))
         write_json(run_dir / SYNCED, synced)

@@ -140,6 +140,18 @@ def test_files_go_up_and_come_back(store, tmp_path, monkeypatch, small_requests,
         store.upload("file", tmp_path / "gone")
 
 
+def test_an_open_object_is_read_at_any_position(store, small_requests):
+    store.write("o", CONTENT)
+    draw = random.Random(7)
+    with reading(store, "o") as file:
+        assert file.size() == len(CONTENT)
+        for _ in range(20):
+            start = file.seek(draw.randrange(len(CONTENT)))
+            for size in (draw.randrange(9), draw.randrange(1 << 16)):
+                assert file.read(size) == CONTENT[start : start + size]
+                start += size
+
+
 def test_an_overwritten_object_is_not_read_as_the_old_one(store, small_requests):
     store.write("o", CONTENT)
     with reading(store, "o") as file:

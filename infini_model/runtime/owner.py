@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 from infini_model.runtime.errors import (
@@ -33,18 +32,8 @@ from infini_model.runtime.records import Record, parse_record, read_record, writ
 log = logging.getLogger(__name__)
 
 OWNER, SEEN = "OWNER", ".owner"
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Seconds between two renewals, without one before a takeover, and between two looks."""
-
-    renewal: float = 20.0
-    silence: float = 90.0
-    look: float = 1.0
-
-
-PACE = Pace()
+# Between two renewals, without one before a takeover, and between two looks.
+RENEWAL_SECONDS, SILENCE_SECONDS, LOOK_SECONDS = 20.0, 90.0, 1.0
 # Why this process must not go on with a run, by its folder.
 _lost: dict[Path, RunLostError] = {}
 
@@ -77,7 +66,7 @@ class Seen(Record):
     @property
     def holder(self) -> Holder | None:
         """The process elsewhere that works on the run, unless it has been silent for too long."""
-        is_silent = self.until - self.since >= PACE.silence
+        is_silent = self.until - self.since >= SILENCE_SECONDS
         return None if self.claim is None or self.is_own or is_silent else self.claim.holder
 
 
@@ -113,7 +102,7 @@ def watch(store: ObjectStore, run_dir: Path) -> Seen:
     while (holder := seen.holder) is not None and seen.version == first.version:
         if seen is first:
             log.info("%s: waiting for a sign of life of %s", store.address, holder)
-        time.sleep(PACE.look)
+        time.sleep(LOOK_SECONDS)
         seen = look(store, run_dir)
     return seen
 
@@ -169,7 +158,7 @@ class Ownership:
 
     def _renew(self) -> None:
         warned = False
-        while not self._ended.wait(PACE.renewal):
+        while not self._ended.wait(RENEWAL_SECONDS):
             try:
                 self._rewrite(self._claim.holder)
                 warned = False
@@ -196,7 +185,7 @@ class Ownership:
         self._ended.set()
         _lost[self._run_dir] = RunLostError(
             f"run.name: {self._run_dir.name} was taken over by {taken.holder or 'another process'},"
-            f" since {self.store.address} had not heard of this machine for {PACE.silence:g} s"
+            f" since {self.store.address} had not heard of this machine for {SILENCE_SECONDS:g} s"
         )
 
     def release(self) -> None:

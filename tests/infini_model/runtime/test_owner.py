@@ -12,7 +12,15 @@ from infini_model.runtime import owner
 from infini_model.runtime.errors import DataError, RunLostError, UnreachableError
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.object_store import ObjectStore
-from infini_model.runtime.owner import PACE, Claim, Ownership, Pace, last_seen, look, lost, take
+from infini_model.runtime.owner import (
+    SILENCE_SECONDS,
+    Claim,
+    Ownership,
+    last_seen,
+    look,
+    lost,
+    take,
+)
 
 ELSEWHERE = Holder(pid=7, started=1.0, host="elsewhere", run="/runs/mine")
 OF_ANOTHER = Claim(id="another", counter=3, holder=ELSEWHERE)
@@ -43,7 +51,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Owners renew their claims twenty times a second, and nobody is silent for too long."""
-    monkeypatch.setattr(owner, "PACE", Pace(renewal=0.05, silence=1e6, look=0.01))
+    for name, seconds in (("RENEWAL", 0.05), ("SILENCE", 1e6), ("LOOK", 0.01)):
+        monkeypatch.setattr(owner, f"{name}_SECONDS", seconds)
 
 
 @pytest.fixture
@@ -101,12 +110,12 @@ def test_a_silent_owner_is_watched_and_then_replaced(
     begun = clock.now
     assert look(store, folders / "one").holder == ELSEWHERE
     second = taken(store, folders / "two")
-    assert clock.now - begun >= PACE.silence
+    assert clock.now - begun >= SILENCE_SECONDS
     # A change begins the watch anew, and what was watched by an earlier command counts.
     assert look(store, folders / "one").holder == read(store).holder
     write(store, OF_ANOTHER)
     assert look(store, folders / "one").holder == ELSEWHERE
-    clock.now += PACE.silence
+    clock.now += SILENCE_SECONDS
     begun = clock.now
     taken(store, folders / "one").release()
     assert clock.now == begun

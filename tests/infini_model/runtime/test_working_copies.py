@@ -26,7 +26,7 @@ from infini_model.runtime.errors import ConfigError, RunLostError, StoreError
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.object_store import ObjectStore
-from infini_model.runtime.owner import Pace, lost
+from infini_model.runtime.owner import lost
 from infini_model.runtime.runs import is_finished, record_evaluation, run_holder
 from infini_model.runtime.storage import atomic_folder, dump_json, sha256
 from infini_model.runtime.stored_runs import (
@@ -62,13 +62,19 @@ with claim_run(config, "k1", Path("data")) as run_dir:
 """
 
 
+def set_pace(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """How often an owner renews its claim, and how long others watch it, and how often."""
+    for name, value in seconds.items():
+        monkeypatch.setattr(owner, f"{name.upper()}_SECONDS", value)
+
+
 @pytest.fixture
 def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """The settings of a command on a machine; all machines have the same store.
 
     Who owns a run renews its claim often, and is not taken for dead because this machine is slow.
     """
-    monkeypatch.setattr(owner, "PACE", Pace(renewal=0.2, silence=1e6, look=0.05))
+    set_pace(monkeypatch, renewal=0.2, silence=1e6, look=0.05)
 
     def on(name: str, *overrides: str) -> Config:
         monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / name))
@@ -88,7 +94,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hasty(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody renews a claim, and whoever wants a run takes it over."""
-    monkeypatch.setattr(owner, "PACE", Pace(renewal=1e6, silence=0.0, look=0.0))
+    set_pace(monkeypatch, renewal=1e6, silence=0.0, look=0.0)
 
 
 def save(run_dir: Path, step: int, loss: float | None = None) -> Path:

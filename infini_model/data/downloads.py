@@ -16,7 +16,7 @@ from pathlib import Path
 from infini_model.data.datasets import RECORD, Datasets, link
 from infini_model.data.manifest import PARTITIONS, Shard, read_manifest, read_origin
 from infini_model.data.partitions import PartitionRecord
-from infini_model.data.store import read_or_withdraw
+from infini_model.data.store import read_or_invalidate
 from infini_model.data.verify import find_faults
 from infini_model.runtime import storage
 from infini_model.runtime.errors import (
@@ -50,9 +50,9 @@ def download_shards(
     total)` counts bytes, ten times a second; `tell` receives what is being done, in a line each;
     `stop` is polled as often, and what it returns ends the download.
 
-    Raises `DataError` that names an object that is missing or damaged, and withdraws the record of
-    its partition, so that the preprocess stage makes it again; `UserError` if the disk has no room
-    for them; `StoreError` and `UnreachableError`.
+    Raises `DataError` that names an object that is missing or damaged, and invalidates the record
+    of its partition, so that the preprocess stage makes it again; `UserError` if the disk has no
+    room for them; `StoreError` and `UnreachableError`.
     """
     origin = read_origin(folder)
     if origin is None:
@@ -146,7 +146,7 @@ def _download(store: ObjectStore, here: Datasets, key: str, shards: dict[str, Sh
                 for path, sha256 in [*sums.items(), (f"{key}/{RECORD}", None)]:
                     read = partial(store.download, path, folder / Path(path).name, sha256)
                     try:
-                        read_or_withdraw(store, path, read)
+                        read_or_invalidate(store, path, read)
                     except (ObjectDamagedError, ObjectMissingError) as error:
                         advice = "run the preprocess stage again, which rebuilds its partition"
                         raise DataError(f"{error}; {advice}") from error

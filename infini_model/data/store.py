@@ -104,7 +104,7 @@ class StoredDatasets(Datasets):
     def find_partitions(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
         """The finished partitions of these keys whose shards are as large as their records say.
 
-        A partition with a fault is named in the log, and its record withdrawn. Checksums are
+        A partition with a fault is named in the log, and its record invalidated. Checksums are
         compared when shards are downloaded. What is made later is not looked for here.
         """
         there = [key for key in dict.fromkeys(keys) if hash(f"{key}/{RECORD}") in self._sizes]
@@ -119,7 +119,7 @@ class StoredDatasets(Datasets):
                 records[key] = record
             else:
                 log.warning("%s; rebuilding its partition", fault)
-                withdraw(self._shards, key)
+                invalidate(self._shards, key)
         return records
 
     def find_made(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
@@ -133,12 +133,12 @@ class StoredDatasets(Datasets):
                 content, _ = self._shards.read(name)
                 return parse_record(content, self._shards.address_of(name), PartitionRecord)
             except ObjectMissingError:
-                return None  # Withdrawn since the listing.
+                return None  # Invalidated since the listing.
             except StoreError:
                 raise
             except DataError as error:
                 log.warning("%s; rebuilding its partition", error)
-                withdraw(self._shards, key)
+                invalidate(self._shards, key)
                 return None
 
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
@@ -199,7 +199,7 @@ class StoredDatasets(Datasets):
     def examine(self, name: str, progress: OnProgress) -> Verified:
         """Find every object of a dataset that is missing or damaged; all its shards are read.
 
-        The records of damaged partitions are withdrawn, so that the next build makes them again.
+        The records of damaged partitions are invalidated, so that the next build makes them again.
         `progress(done, total)` counts bytes. Raises `DataError` if there is no such dataset.
         """
         manifest = self._read_manifest(name)
@@ -212,7 +212,7 @@ class StoredDatasets(Datasets):
         def fault_of(shard: Shard) -> str | None:
             read = partial(self._shards.read_whole, shard.path, lambda _: None, shard.sha256)
             try:
-                read_or_withdraw(self._shards, shard.path, read)
+                read_or_invalidate(self._shards, shard.path, read)
             except (ObjectChangedError, ObjectDamagedError, ObjectMissingError) as error:
                 return str(error)
             return None
@@ -311,15 +311,15 @@ def datasets_at(place: Path | str, address: str | None = None) -> Datasets:
     return Datasets(Path(place)) if address is None else StoredDatasets(address, Path(place))
 
 
-def withdraw(partitions: ObjectStore, key: str) -> None:
+def invalidate(partitions: ObjectStore, key: str) -> None:
     """Delete the record of a damaged partition, so that the next build makes it again."""
     partitions.delete([f"{key}/{RECORD}"])
 
 
-def read_or_withdraw(partitions: ObjectStore, name: str, read: Callable[[], None]) -> None:
+def read_or_invalidate(partitions: ObjectStore, name: str, read: Callable[[], None]) -> None:
     """Read an object of a partition, again if it is not what its record says, by calling `read`.
 
-    If it is missing or damaged then too, the partition is withdrawn. Raises what `read` raises.
+    If it is missing or damaged then too, the partition is invalidated. Raises what `read` raises.
     """
     with contextlib.suppress(ObjectChangedError, ObjectDamagedError, ObjectMissingError):
         read()
@@ -329,7 +329,7 @@ def read_or_withdraw(partitions: ObjectStore, name: str, read: Callable[[], None
     except (ObjectDamagedError, ObjectMissingError):
         # Whoever may only read has found the damage all the same.
         with contextlib.suppress(StoreError, UnreachableError):
-            withdraw(partitions, name.partition("/")[0])
+            invalidate(partitions, name.partition("/")[0])
         raise
 
 

@@ -161,7 +161,7 @@ def build_dataset(
     datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
     with storage.lock(build_lock(wanted.folder)):
         register_build(wanted.folder, wanted.build)
-        manifest = _find_intact(datasets, name)
+        manifest = _find_dataset(datasets, name)
         if manifest is None:
             began = time.monotonic()
             engine = make_engine(config, wanted.tokenizer)
@@ -221,7 +221,7 @@ def make_share(
     return len(set(keys) - set(own) - datasets.partition_keys())
 
 
-def _find_intact(datasets: Datasets, name: str) -> Manifest | None:
+def _find_dataset(datasets: Datasets, name: str) -> Manifest | None:
     """The manifest of an existing dataset that is intact, or None."""
     try:
         manifest = datasets.find(name)

@@ -19,6 +19,7 @@ from infini_model.runtime.records import Record, parse_record, read_bytes, read_
 FORMAT_VERSION = 4
 ORIGIN = "origin.json"
 LATEST = "latest"
+AGAIN = "run the preprocess stage again"
 PARTITIONS = ".partitions"  # the shards of all datasets of a folder or an address
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -157,7 +158,7 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         if isinstance(version, int) and version != FORMAT_VERSION:
             raise DataError(
                 f"{place}: has format version {version}, but this program reads version "
-                f"{FORMAT_VERSION}; run the preprocess stage again"
+                f"{FORMAT_VERSION}; {AGAIN}"
             ) from None
         raise
 

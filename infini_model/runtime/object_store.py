@@ -41,7 +41,8 @@ T = TypeVar("T")
 PATIENCE = 60.0  # seconds
 # What a download reads at once: an answer is held in memory.
 REQUEST_BYTES = 16 << 20
-READ_AHEAD_BYTES = 4 << 20
+# Beyond what is asked for, which is megabytes where text follows text, and a page of a footer.
+READ_AHEAD_BYTES = 256 << 10
 PART_BYTES = 16 << 20  # of an upload
 MAX_PARTS = 10_000
 PARTS_AT_ONCE = 4

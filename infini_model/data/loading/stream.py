@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.data.manifest import (
+    AGAIN,
     PARTITIONS,
     SPLITS,
     Shard,
@@ -32,7 +33,6 @@ from infini_model.runtime.errors import DataError
 MAX_MAPPED = 1 << 14
 # How many lengths are in memory at once in a pass over all documents.
 DOCUMENTS_AT_ONCE = 1 << 16
-AGAIN = "run the preprocess stage again"
 
 
 class ShardArrays(NamedTuple):

@@ -294,13 +294,18 @@ def _next_document(file: pa.NativeFile, cut: int, separator: bytes, size: int) -
     width = len(separator)
     earliest = max(0, cut - width)
     start = max(0, earliest - width + 1)
-    window, searched = bytearray(), earliest - start
+    window = b""
+    chunk: bytes
     file.seek(start)
     while chunk := file.read(SEARCH_BYTES):
         window += chunk
-        while (found := window.find(separator, searched)) >= 0:
+        found: int = window.find(separator, earliest - start)
+        while found >= 0:
             if window.find(separator, max(0, found - width + 1), found + width - 1) < 0:
                 return start + found + width
-            searched = found + 1
-        searched = max(searched, len(window) - width + 1)
+            found = window.find(separator, found + 1)
+        # Keep what a separator across the end can begin in, and what can overlap that one.
+        earliest = max(earliest, start + len(window) - width + 1)
+        dropped = max(0, earliest - start - width + 1)
+        start, window = start + dropped, window[dropped:]
     return None

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from infini_model.config.model import TOKENIZER_NAME
-from infini_model.data.manifest import read_manifest
+from infini_model.data.manifest import AGAIN, read_manifest
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer, checked_gigatoken
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from infini_model.runtime.errors import DataError, DeviceError
@@ -133,5 +133,5 @@ def load_dataset_tokenizer(dataset_dir: Path) -> Tokenizer:
     tokenizer = load_saved(dataset_dir, record.spec)
     found = (tokenizer.fingerprint, tokenizer.bos_token_id)
     if found != (record.fingerprint, record.bos_token_id):
-        raise DataError(f"{dataset_dir / TOKENIZER_FILE}: does not match {MANIFEST}")
+        raise DataError(f"{dataset_dir / TOKENIZER_FILE}: does not match {MANIFEST}; {AGAIN}")
     return tokenizer

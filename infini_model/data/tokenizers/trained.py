@@ -21,7 +21,7 @@ import pyarrow as pa
 from infini_model.config import DataConfig
 from infini_model.data.sources.files import FileRange
 from infini_model.data.sources.formats import Reading, content_of, read_documents
-from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, train_tokenizer
+from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.load import check_device, load_saved, load_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime import storage
@@ -39,10 +39,11 @@ SAMPLE_PLACES = 64
 
 
 class PinnedTokenizer(Record):
-    """Which tokenizer the datasets of a name use, and the day on which it was trained."""
+    """Which tokenizer the datasets of a name use, the day on which it was trained, and on what."""
 
     fingerprint: str
     trained: str
+    content: str
 
 
 class TokenizerStore:
@@ -60,18 +61,21 @@ class TokenizerStore:
         return storage.lock(self.folder / ".locks" / name)
 
     def keep(self, tokenizer: Tokenizer) -> None:
-        """Keep a tokenizer. Raises `UserError`."""
-        if tokenizer.spec == "bytes":
-            return
-        folder = self._folder(tokenizer.fingerprint)
-        if not (folder / TOKENIZER_FILE).is_file():
-            with self.lock(folder.name):
-                storage.remove_leftovers(self.folder, folder.name)
-                with storage.atomic_folder(folder) as temporary:
-                    tokenizer.save(temporary)
-        key = f"{folder.name}/{TOKENIZER_FILE}"
-        if self._store is not None and self._store.find(key) is None:
-            self._store.write(key, (folder / TOKENIZER_FILE).read_bytes())
+        """Keep a tokenizer, in place of a copy that is damaged. Raises `UserError`."""
+        if not isinstance(tokenizer, BPETokenizer):
+            return  # that of bytes is known by its name
+        path = self._folder(tokenizer.fingerprint) / TOKENIZER_FILE
+        content = tokenizer.text.encode()
+        with self.lock(path.parent.name):
+            if not path.is_file() or path.read_bytes() != content:
+                storage.remove_leftovers(path.parent, path.name)
+                with storage.atomic_file(path) as temporary:
+                    temporary.write_bytes(content)
+        if self._store is not None:
+            key = f"{path.parent.name}/{TOKENIZER_FILE}"
+            found = self._store.find(key)
+            if found is None or found.bytes != len(content):
+                self._store.write(key, content)
 
     def load(self, fingerprint: str, spec: str) -> Tokenizer:
         """The tokenizer of a fingerprint, loaded by the name `spec` at first, on the CPU.
@@ -162,14 +166,30 @@ def dataset_tokenizer(
     name = f"{config.name}.{asked.vocab_size}"
     with kept.lock(name):
         pin, version = kept.read_pin(name)
-        pinned = None if pin is None or asked.retrain else _load_pinned(pin, kept)
-        if pinned is not None:
-            return pinned, pin
+        # The stages after the plan ask again, when there is nothing new to train on.
+        if pin is not None and (not asked.retrain or pin.content == _key(partitions, reading)):
+            pinned = _load_pinned(pin, kept)
+            if pinned is not None:
+                return pinned, None if asked.retrain else pin
         trained = _train(partitions, reading, asked.vocab_size)
         kept.keep(trained)
-        today = datetime.now(UTC).date().isoformat()
-        new = PinnedTokenizer(fingerprint=trained.fingerprint, trained=today)
-        return kept.load(kept.pin(name, new, version).fingerprint, "train"), None
+        new = PinnedTokenizer(
+            fingerprint=trained.fingerprint,
+            trained=datetime.now(UTC).date().isoformat(),
+            content=_key(partitions, reading),
+        )
+        counts = kept.pin(name, new, version)
+    is_first = counts.fingerprint == trained.fingerprint
+    return trained if is_first else kept.load(counts.fingerprint, "train"), None
+
+
+def _key(partitions: Sequence[Sequence[FileRange]], reading: Reading) -> str:
+    """A hash of the text that a tokenizer is trained on."""
+    return storage.content_key([sorted(map(_content, partitions)), reading.decides])
+
+
+def _content(place: Sequence[FileRange]) -> str:
+    return storage.content_key(sorted(map(content_of, place)))
 
 
 def _load_pinned(pin: PinnedTokenizer, kept: TokenizerStore) -> Tokenizer | None:
@@ -189,9 +209,7 @@ def _train(
 ) -> Tokenizer:
     log.info("tokenizer: training one of %d tokens on the source", vocab_size)
     # Neither the names nor the order of the files decide what is learnt.
-    places = sorted(
-        partitions, key=lambda place: storage.content_key(sorted(map(content_of, place)))
-    )
+    places = sorted(partitions, key=_content)
     sample = (texts for texts in _sample(places, reading) if len(texts))
     first = next(sample, None)
     if first is None:

@@ -66,6 +66,9 @@ def check_supported(tokenizer: Tokenizer) -> tuple[BPETokenizer, dict[str, Any],
         for flag in ("lstrip", "rstrip", "single_word"):
             if token[flag]:
                 raise _unsupported(f"added token {token['content']!r} with {flag}")
+        if token["content"].isspace():
+            # Nearly every document has one, and would be left to the CPU.
+            raise _unsupported(f"added token {token['content']!r} of white space")
     digits = _digits(tree)
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedTokenizerError("Triton, which a GPU needs to tokenise, is not installed")

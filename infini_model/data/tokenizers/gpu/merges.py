@@ -112,8 +112,9 @@ class WordModel:
             if len(chosen):
                 values[chosen] = self._merge(words, which[chosen], pool, size)
             done = size
-        for place in torch.nonzero(lengths > done).view(-1).tolist():
-            values[place] = self._append(words, int(which[place]), pool)
+        chosen = torch.nonzero(lengths > done).view(-1)
+        if len(chosen):
+            values[chosen] = self._append(words, which[chosen], pool)
         return values
 
     def _merge(self, words: Words, which: torch.Tensor, pool: Pool, size: int) -> torch.Tensor:
@@ -126,15 +127,18 @@ class WordModel:
         launch(merge, len(which), each, *arguments, *tables, *outputs, WORDS=each, LENGTH=size)
         return values
 
-    def _append(self, words: Words, word: int, pool: Pool) -> torch.Tensor:
-        """The value of a word, whose ids are those of a text that consists of it alone."""
-        start, end = words.starts[word : word + 2].tolist()
-        text = words.text.padded[start:end].cpu().numpy().tobytes().decode()
-        ids = torch.from_numpy(self._encode_on_host([text]).ids).to(pool.values.device)
-        count = torch.tensor([len(ids)], device=ids.device)
-        first = pool.reserve(count)
-        pool.values[pool.used - len(ids) : pool.used] = ids
-        return values_of(torch.where(count == 1, ids[:1].long(), first), count)[0]
+    def _append(self, words: Words, which: torch.Tensor, pool: Pool) -> torch.Tensor:
+        """The same on the host: the ids of a word are those of a text that consists of it alone."""
+        lengths = words.lengths(which)
+        offsets = starts_of(lengths)
+        shift = (words.starts[which] - offsets[:-1]).repeat_interleave(lengths)
+        data = words.text.padded[shift + torch.arange(len(shift), device=shift.device)]
+        buffers = [pa.py_buffer(part.cpu().numpy()) for part in (offsets.int(), data)]
+        ids, ends = self._encode_on_host(pa.StringArray.from_buffers(len(which), *buffers))
+        counts = torch.from_numpy(np.diff(ends)).to(which.device)
+        firsts = pool.reserve(counts)
+        pool.values[pool.used - len(ids) : pool.used] = torch.from_numpy(ids).to(which.device)
+        return values_of(torch.where(counts == 1, pool.values[firsts].long(), firsts), counts)
 
 
 def _whole_words(vocab: Mapping[str, int], device: torch.device) -> tuple[Words, torch.Tensor]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from infini_model.data.sources import formats, text
 from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.formats import BATCH_BYTES, Reading, read_documents
+from infini_model.data.sources.formats import BATCH_BYTES, Reading, read_documents, read_range
 from infini_model.data.sources.listing import list_objects
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.object_store import ObjectStore
@@ -237,6 +238,38 @@ def test_a_document_that_is_too_long_is_named_before_it_fills_the_memory(tmp_pat
         rows_of(*cut_file(path), batch_bytes=100, separator="\n")
     with pytest.raises(DataError, match=r"a\.txt: has 5006 bytes; a document has at most 1000"):
         rows_of(*cut_file(path))
+
+
+def test_a_cut_with_no_separator_behind_it_takes_little_memory(tmp_path):
+    path = tmp_path / "a.txt"
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+    part = FileRange(file=local_file(path), start=1 << 20)
+    tracemalloc.start()
+    try:
+        assert list(read_range(part, Reading(separator="\n"))) == []
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_of_a_table_in_a_store_little_more_is_read_than_the_texts(tmp_path, bucket, monkeypatch):
+    rows, path, read = 8, tmp_path / "a.parquet", []
+    texts = ["some words " * 50_000] * rows
+    table = pa.table({"text": texts, "other": [os.urandom(3 << 20) for _ in range(rows)]})
+    pq.write_table(table, path, row_group_size=1, compression="none", use_dictionary=False)
+    ObjectStore(bucket).upload(path.name, path)
+    (file,) = list_objects(f"{bucket}/**")
+    plain = ObjectStore.read_range
+
+    def counted(store, key, start, stop, version):
+        read.append(stop - start)
+        return plain(store, key, start, stop, version)
+
+    monkeypatch.setattr(ObjectStore, "read_range", counted)
+    (batch,) = read_documents([FileRange(file=file)], Reading(), batch_bytes=64 << 20)
+    assert batch.texts.to_pylist() == texts
+    assert sum(read) < 2 * sum(map(len, texts)) < file.bytes / 2
 
 
 PEAK = """

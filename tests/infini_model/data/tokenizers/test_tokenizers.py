@@ -168,6 +168,7 @@ SPLIT, LEVEL = (("pre_tokenizer", "pretokenizers", step) for step in (0, 1))
         (("model", "vocab", "same"), 300, "a vocabulary in which two tokens have the same id"),
         (("model",), FEW_BYTES, "a vocabulary without some bytes"),
         (("added_tokens", 0, "lstrip"), True, "added token '.*' with lstrip"),
+        (("added_tokens", 0, "content"), "  ", "added token '  ' of white space"),
         (("pre_tokenizer",), {"type": "Whitespace"}, "pre-tokenizer Whitespace"),
         ((*LEVEL, "add_prefix_space"), True, "ByteLevel with add_prefix_space"),
         ((*LEVEL, "use_regex"), True, "Split before ByteLevel with use_regex"),
@@ -237,7 +238,12 @@ def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, trained_b
     with caplog.at_level(logging.INFO):
         assert trained_by() == first
     assert "training one of 280 tokens" not in caplog.text
-    retrained = trained_by(retrain=True)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        retrained = trained_by(retrain=True)
+        # Other stages ask for the same: nothing has changed since.
+        assert trained_by(retrain=True) == retrained
+    assert caplog.text.count("training one of 280 tokens") == 1
     assert retrained != first
     assert trained_by() == retrained
 
@@ -246,11 +252,17 @@ def test_what_is_damaged_is_trained_again(tmp_path, trained_by):
     first = trained_by()
     kept = tmp_path / "datasets" / ".tokenizers"
     (file,), pin = kept.glob("*/tokenizer.json"), kept / "grows.280.json"
+
+    def tear():
+        file.write_text(file.read_text()[:1000])
+
     for harm in (
         lambda: pin.write_text("{broken"),
         lambda: file.unlink(),
-        lambda: file.write_text(file.read_text()[:1000]),
+        tear,
+        lambda: tear() or pin.unlink(),
         lambda: train_tokenizer([["zyx"] * 99], 280).save(file.parent),
     ):
-        harm()
-        assert trained_by() == first
+        for retrain in (False, True):
+            harm()
+            assert trained_by(retrain=retrain) == first

@@ -170,8 +170,8 @@ def test_a_tokenizer_that_gives_other_ids_is_refused(monkeypatch, gpu):
 
 
 # Tokens that are prefixes or parts of others, or contain blanks or parts of contractions.
-RAW = ("<|a|>", "<|a|><|b|>", "<|b|>", "<|", "|>", "日本", "a b", "'s", "\n\n", "z")
-SOFT = (">x", "b|", "本語", "  ", "z'", "aa", "🦊")
+RAW = ("<|a|>", "<|a|><|b|>", "<|b|>", "<|", "|>", "日本", "a b", "'s", "\n!", "z")
+SOFT = (">x", "b|", "本語", " !", "z'", "aa", "🦊")
 
 
 def test_documents_that_spell_added_tokens_are_left_to_the_cpu(gpu, monkeypatch):

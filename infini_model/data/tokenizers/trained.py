@@ -67,35 +67,38 @@ class TokenizerStore:
         path = self._folder(tokenizer.fingerprint) / TOKENIZER_FILE
         content = tokenizer.text.encode()
         with self.lock(path.parent.name):
-            if not path.is_file() or path.read_bytes() != content:
+            is_new = not path.is_file() or path.read_bytes() != content
+            if is_new:
                 storage.remove_leftovers(path.parent, path.name)
                 with storage.atomic_file(path) as temporary:
                     temporary.write_bytes(content)
         if self._store is not None:
             key = f"{path.parent.name}/{TOKENIZER_FILE}"
-            found = self._store.find(key)
-            if found is None or found.bytes != len(content):
+            is_there = self._store.find(key) is not None
+            if not is_there or (is_new and self._store.read(key)[0] != content):
                 self._store.write(key, content)
 
     def load(self, fingerprint: str, spec: str) -> Tokenizer:
         """The tokenizer of a fingerprint, loaded by the name `spec` at first, on the CPU.
 
-        Raises `DataError` if it is missing or damaged.
+        With a store, a copy that is missing here or damaged is downloaded again. Raises `DataError`
+        if the tokenizer is missing or damaged.
         """
+        try:
+            return self._load_here(fingerprint, spec)
+        except DataError:
+            if self._store is None or spec == "bytes":
+                raise
+        path = self._folder(fingerprint) / TOKENIZER_FILE
+        self._store.download(f"{path.parent.name}/{TOKENIZER_FILE}", path)
+        return self._load_here(fingerprint, spec)
+
+    def _load_here(self, fingerprint: str, spec: str) -> Tokenizer:
         folder = self._folder(fingerprint)
-        if self._store is not None and spec != "bytes" and not (folder / TOKENIZER_FILE).is_file():
-            self._store.download(f"{folder.name}/{TOKENIZER_FILE}", folder / TOKENIZER_FILE)
         tokenizer = load_saved(folder, spec)
         if tokenizer.fingerprint != fingerprint:
             raise DataError(f"{folder / TOKENIZER_FILE}: is not the tokenizer that was kept there")
         return tokenizer
-
-    def discard(self, fingerprint: str) -> None:
-        """Remove a tokenizer that is damaged, so that it is made again."""
-        folder = self._folder(fingerprint)
-        (folder / TOKENIZER_FILE).unlink(missing_ok=True)
-        if self._store is not None:
-            self._store.delete([f"{folder.name}/{TOKENIZER_FILE}"])
 
     def read_pin(self, name: str) -> tuple[PinnedTokenizer | None, Version | None]:
         """The pin of a name, None if there is none that is intact, and its version in a store."""
@@ -199,9 +202,9 @@ def _load_pinned(pin: PinnedTokenizer, kept: TokenizerStore) -> Tokenizer | None
     except DataError as error:
         if isinstance(error, StoreError) and not isinstance(error, ObjectMissingError):
             raise
-        log.warning("%s; training the tokenizer again", error)
-    kept.discard(pin.fingerprint)
-    return None
+        place = kept.folder / folder_name(pin.fingerprint)
+        log.warning("%s: %s; training the tokenizer again", place, error)
+        return None
 
 
 def _train(

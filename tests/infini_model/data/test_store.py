@@ -160,6 +160,33 @@ def test_two_machines_that_train_a_tokenizer_agree_on_one(tmp_path, trained, mac
     assert other.build(trained).tokenizer == again.tokenizer
 
 
+def test_a_tokenizer_that_is_damaged_here_or_in_the_store_is_mended(
+    tmp_path, trained, machine, other
+):
+    size = trained.tokenizer.model_copy(update={"vocab_size": 300})
+    trained = trained.model_copy(update={"tokenizer": size})
+    first = machine.build(trained).tokenizer
+    (tmp_path / "raw" / "more.txt").write_text(
+        "text that another tokenizer would be trained on " * 99
+    )
+    (here,) = (machine.folder / ".tokenizers").glob("*/tokenizer.json")
+    whole = here.read_text()
+    here.write_text(whole[:1000])
+    # The one in the store counts, so that no partition has to be made again.
+    assert machine.build(trained).tokenizer == first
+    assert here.read_text() == whole
+
+    store = ObjectStore(f"{machine.address}/.tokenizers")
+    key = f"{here.parent.name}/tokenizer.json"
+    for content in (whole[:1000], whole.replace("0", "1", 9)):
+        store.write(key, content.encode())
+        here.unlink()
+        (tmp_path / "raw" / "more.txt").unlink(missing_ok=True)
+        assert machine.build(trained).tokenizer == first
+        assert store.read(key)[0].decode() == here.read_text() == whole
+    assert other.build(trained).tokenizer == first
+
+
 def test_what_was_finished_before_a_kill_is_kept(tmp_path, several, bucket):
     whole = shard_bytes(build(several, tmp_path / "local")[1])
     for task, method, calls in (

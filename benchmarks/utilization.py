@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.report import Cell, Ratio, publish, spread, stopwatch, take_turns
 from infini_model.config import ModelConfig, TrainingConfig
-from infini_model.model.kernels.local_attention import can_be_compiled, resolve_backend
+from infini_model.model.kernels.attention import can_be_compiled, resolve_backend
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.training.callbacks.flops import flops_per_token, peak_flops

@@ -109,7 +109,7 @@ def _driver() -> Finding:
 
 def _flash_attn(capability: tuple[int, int]) -> Finding:
     """Which flash-attn a training uses on GPUs of this compute capability, with heads of 128."""
-    from infini_model.model.kernels.local_attention import flash_attn_package
+    from infini_model.model.kernels.attention import flash_attn_package
 
     package = flash_attn_package(capability, 128)
     if package is not None:

@@ -18,7 +18,7 @@ from typing import Any
 from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.reporting.report import EvaluationResult
-from infini_model.model.hf_checkpoint import ADAPTER_CONFIG, CONFIG, INDEX
+from infini_model.model.hf import ADAPTER_CONFIG, CONFIG, INDEX
 from infini_model.runtime.runs import MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, sha256
 from infini_model.training.callbacks.mlflow_record import MlflowSink

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infini_model.model.kernels.local_attention import local_attention
+from infini_model.model.kernels.attention import local_attention
 from infini_model.model.kernels.memory_ops import gated_read
 from infini_model.model.kernels.numerics import memory_dtype
 from infini_model.model.kernels.residual_ops import residual_read

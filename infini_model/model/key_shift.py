@@ -97,9 +97,9 @@ def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
 
 @shifted_keys.register_kernel("cuda")
 def _(keys: Tensor, share: Tensor) -> Tensor:
-    from infini_model.model.kernels.triton import shift
+    from infini_model.model.kernels import triton_shift
 
-    return shift.shifted_keys_forward(keys, share)
+    return triton_shift.shifted_keys_forward(keys, share)
 
 
 @torch.library.custom_op("infini_model::shifted_keys_backward", mutates_args=())
@@ -125,9 +125,9 @@ def _backward(grad: Tensor, keys: Tensor, share: Tensor) -> tuple[Tensor, Tensor
 
 @_backward.register_kernel("cuda")
 def _(grad: Tensor, keys: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    from infini_model.model.kernels.triton import shift
+    from infini_model.model.kernels import triton_shift
 
-    return shift.shifted_keys_backward(grad, keys, share)
+    return triton_shift.shifted_keys_backward(grad, keys, share)
 
 
 def _neighbours(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from infini_model.model.attention import (
     read_memory,
     segmented_local_attention,
 )
-from infini_model.model.kernels.compiled import region
-from infini_model.model.kernels.local_attention import local_attention
+from infini_model.model.kernels.attention import local_attention
+from infini_model.model.kernels.compile import region
 from infini_model.model.kernels.numerics import FORGET_START, WRITE_START, memory_dtype
 from infini_model.model.key_shift import streams_with_previous, with_previous
 from infini_model.model.memory import Memory, update_memory
@@ -373,7 +373,7 @@ class Decoder(nn.Module):
     def compile_layers(self, *, attention: bool = True, feed_forward: bool = True) -> None:
         """Choose which halves of the layers training compiles; at first, none.
 
-        They are compiled when they are first used; see `infini_model.model.kernels.compiled`.
+        They are compiled when they are first used; see `infini_model.model.kernels.compile`.
         """
         for module in self.modules():
             if isinstance(module, Mlp):

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infini_model.model.kernels.exclusive_scan import exclusive_scan
 from infini_model.model.kernels.memory_ops import key_value_sums
 from infini_model.model.kernels.numerics import EMPTY_MASS, memory_dtype
 from infini_model.model.kernels.residual_ops import residual_sums
+from infini_model.model.kernels.scan import exclusive_scan
 
 Update = Literal["linear", "delta", "residual"]
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from infini_model.data.loading.windows import Batch
-from infini_model.model.keyed_random import hashed, spread_evenly, uniform
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED, summed_loss, token_losses
+from infini_model.model.random import hashed, spread_evenly, uniform
 from infini_model.objectives.objective import Inputs, Reduction, shares
 
 EPSILON = 1e-3

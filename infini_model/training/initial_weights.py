@@ -80,7 +80,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     # Imported late, as torch takes seconds to load and flows only need the record.
     from infini_model.data.tokenizers.load import tokenizer_of
     from infini_model.data.tokenizers.tokenizer import sample_of
-    from infini_model.model.hf_checkpoint import is_adapter_folder
+    from infini_model.model.hf import is_adapter_folder
     from infini_model.model.llama import InfiniLlama
 
     name = config.model.initial_weights
@@ -149,7 +149,7 @@ def fetch_folder(
 
 def _fingerprint(folder: Path, datasets_dir: Path) -> str:
     from infini_model.data.sources.files import fingerprint
-    from infini_model.model.hf_checkpoint import CONFIG, weight_files
+    from infini_model.model.hf import CONFIG, weight_files
     from infini_model.runtime.fact_cache import fact_cache_here
 
     paths = [folder / CONFIG, *weight_files(folder)]

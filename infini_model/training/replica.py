@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from infini_model.config import Config
 from infini_model.data.loading.windows import Batch
 from infini_model.model.inspection.memory_use import MemoryUse
-from infini_model.model.kernels.compiled import resolve_compile
-from infini_model.model.kernels.local_attention import (
+from infini_model.model.kernels.attention import (
     can_be_compiled,
     describe_backend,
     resolve_backend,
 )
+from infini_model.model.kernels.compile import resolve_compile
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives.objective import LossModule
 from infini_model.objectives.scoring import Scorer

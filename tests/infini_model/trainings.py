@@ -67,7 +67,7 @@ def train_traced(*arguments):
     """
     from torch._dynamo.utils import counters
 
-    from infini_model.model.kernels import compiled
+    from infini_model.model.kernels import compile as compiled
     from infini_model.training.loop import train
 
     whole, compiled._compiled = torch.compile, functools.cache(compiled._compiled.__wrapped__)

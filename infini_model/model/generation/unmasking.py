@@ -23,9 +23,9 @@ from torch import Tensor
 from infini_model.config import ModelConfig, UnmaskingConfig
 from infini_model.model.generation.causal import PREFILL_TOKENS
 from infini_model.model.generation.sampling import check_sampling, sample_tokens
-from infini_model.model.keyed_random import hashed, uniform
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import Operands
+from infini_model.model.random import hashed, uniform
 from infini_model.model.state import State
 from infini_model.runtime.errors import UserError
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def operator(module: str, kernel: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Register the decorated function as an operator, with a kernel of `triton.<module>` on CUDA.
+    """Register the decorated function as an operator, with a kernel of `triton_<module>` on CUDA.
 
     What the kernels do not compute, the decorated function does on CUDA, too.
     """
@@ -27,7 +27,7 @@ def operator(module: str, kernel: str) -> Callable[[Callable[..., Any]], CustomO
         def _(*inputs: Tensor) -> Any:
             if not _kernels_compute(inputs):
                 return definition(*inputs)
-            launch = importlib.import_module(f"infini_model.model.kernels.triton.{module}")
+            launch = importlib.import_module(f"infini_model.model.kernels.triton_{module}")
             return getattr(launch, kernel)(*inputs)
 
         return registered

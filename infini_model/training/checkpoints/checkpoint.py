@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from infini_model.config import Config, ModelConfig
 from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.model.hf_checkpoint import (
+from infini_model.model.hf import (
     NO_TOKENS,
     Adapter,
     TokenIds,

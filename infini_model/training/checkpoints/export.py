@@ -12,7 +12,7 @@ from pathlib import Path
 
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.model.hf_checkpoint import (
+from infini_model.model.hf import (
     ADAPTER_CONFIG,
     GENERATION,
     describe_tokens,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from infini_model.config import AttentionBackend
-from infini_model.model.hf_checkpoint import (
+from infini_model.model.hf import (
     ADAPTER_CONFIG,
     is_adapter_folder,
     read_adapter,

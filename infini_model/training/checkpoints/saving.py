@@ -13,7 +13,7 @@ import torch
 
 from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.model.hf_checkpoint import Adapter
+from infini_model.model.hf import Adapter
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import MetricsFile

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from infini_model.model.attention import infini_attention, segmented_local_attention
 from infini_model.model.definition import attention_by_segment
-from infini_model.model.kernels.local_attention import (
+from infini_model.model.kernels.attention import (
     local_attention,
     resolve_backend,
     resolve_on_cuda,
@@ -288,7 +288,7 @@ def test_kernels_on_a_cpu(backend, dtype, length, causal, kernel):
 @pytest.fixture
 def install(monkeypatch):
     """Makes distributions look installed."""
-    function = "infini_model.model.kernels.local_attention.installed_version"
+    function = "infini_model.model.kernels.attention.installed_version"
     return lambda *names, version="9.9": monkeypatch.setattr(
         function, dict.fromkeys(names, version).get
     )

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from infini_model.model.kernels import tiled_attention, tiling
-from infini_model.model.kernels.exclusive_scan import exclusive_scan
 from infini_model.model.kernels.memory_ops import gated_read, key_value_sums
+from infini_model.model.kernels.scan import exclusive_scan
 from infini_model.model.key_shift import shifted_keys
 from infini_model.model.rotary import rotate
 

@@ -28,8 +28,13 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from infini_model.model import key_shift  # noqa: E402, F401 - defines an operator
 from infini_model.model.kernels import memory_ops, residual_ops  # noqa: E402, F401 - so do they
-from infini_model.model.kernels.exclusive_scan import exclusive_scan  # noqa: E402
-from infini_model.model.kernels.triton import launch, read, residual, scan, shift, write  # noqa: E402
+from infini_model.model.kernels import triton_launch as launch  # noqa: E402
+from infini_model.model.kernels import triton_read as read  # noqa: E402
+from infini_model.model.kernels import triton_residual as residual  # noqa: E402
+from infini_model.model.kernels import triton_scan as scan  # noqa: E402
+from infini_model.model.kernels import triton_shift as shift  # noqa: E402
+from infini_model.model.kernels import triton_write as write  # noqa: E402
+from infini_model.model.kernels.scan import exclusive_scan  # noqa: E402
 
 cuda = pytest.mark.cuda
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)

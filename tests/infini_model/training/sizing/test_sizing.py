@@ -18,7 +18,7 @@ from benchmarks.memory_estimate import (
 from flows.presets import configure
 from infini_model.config import Config, LoraConfig, ModelConfig, load_config, merge, validate
 from infini_model.model import loss
-from infini_model.model.kernels.local_attention import resolve_backend
+from infini_model.model.kernels.attention import resolve_backend
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.runtime import machine as this_machine

@@ -16,15 +16,15 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from infini_model.config import LoraConfig, ModelConfig
-from infini_model.model.hf_checkpoint.config import (
+from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     CONFIG,
     TokenIds,
     config_json,
     read_json,
 )
-from infini_model.model.hf_checkpoint.reading import MEMORY_TENSORS, Stored, opened, used_tensors
-from infini_model.model.hf_checkpoint.writing import save_tensors
+from infini_model.model.hf.reading import MEMORY_TENSORS, Stored, opened, used_tensors
+from infini_model.model.hf.writing import save_tensors
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import dump_json
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infini_model.model.kernels.triton.launch import row_contiguous, with_strides
+from infini_model.model.kernels.triton_launch import row_contiguous, with_strides
 
 # Numbers of a program: 16 for each of the 128 threads of 4 warps.
 BLOCK = 2048

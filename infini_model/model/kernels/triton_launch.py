@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infini_model.model.kernels.triton.read import read_backward, read_forward
-from infini_model.model.kernels.triton.write import sums_backward, sums_forward
+from infini_model.model.kernels.triton_read import read_backward, read_forward
+from infini_model.model.kernels.triton_write import sums_backward, sums_forward
 
 # Of an H100 or H200; on other devices only the speed differs.
 MULTIPROCESSORS = 132

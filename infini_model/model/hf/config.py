@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from infini_model.config import ModelConfig
 from infini_model.config.model import TOKENIZER_NAME
-from infini_model.model.hf_checkpoint.llada import (
+from infini_model.model.hf.llada import (
     LLADA,
     LLADA_FIELDS,
     LLADA_LACKS,

@@ -22,14 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from infini_model.model.kernels.numerics import READ_EPSILON, SHARPNESS
-from infini_model.model.kernels.triton.addressing import (
+from infini_model.model.kernels.triton_addressing import (
     load_memory,
     load_rows,
     locate,
     store_memory,
     store_rows,
 )
-from infini_model.model.kernels.triton.launch import (
+from infini_model.model.kernels.triton_launch import (
     MULTIPROCESSORS,
     kernel_constants,
     partition,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from infini_model.model.kernels.numerics import EMPTY_MASS
-from infini_model.model.kernels.triton.addressing import (
+from infini_model.model.kernels.triton_addressing import (
     features,
     load_memory,
     load_rows,

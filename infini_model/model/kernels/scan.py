@@ -69,9 +69,9 @@ def _(
     *,
     from_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    from infini_model.model.kernels.triton import scan
+    from infini_model.model.kernels import triton_scan
 
-    return scan.exclusive_scan(added, first, reset, kept, from_last=from_last)
+    return triton_scan.exclusive_scan(added, first, reset, kept, from_last=from_last)
 
 
 @exclusive_scan.register_fake

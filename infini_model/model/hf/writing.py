@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infini_model.config import ModelConfig
-from infini_model.model.hf_checkpoint.config import (
+from infini_model.model.hf.config import (
     CONFIG,
     GENERATION,
     INDEX,
@@ -23,7 +23,7 @@ from infini_model.model.hf_checkpoint.config import (
     read_json,
     token_fields,
 )
-from infini_model.model.hf_checkpoint.llada import llada_tensor
+from infini_model.model.hf.llada import llada_tensor
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import atomic_folder, dump_json
 

@@ -16,7 +16,7 @@ import math
 import triton
 import triton.language as tl
 
-from infini_model.model.kernels.triton.addressing import (
+from infini_model.model.kernels.triton_addressing import (
     features,
     load_memory,
     load_rows,

@@ -1,4 +1,4 @@
-"""The kernel of `infini_model.model.kernels.exclusive_scan`, and its launch.
+"""The kernel of `infini_model.model.kernels.scan`, and its launch.
 
 A program owns some elements of the states of one row, keeps their running sum in registers and
 walks over the segments. The sums of the next segments are loaded meanwhile.
@@ -23,7 +23,7 @@ def exclusive_scan(
     *,
     from_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `infini_model.model.kernels.exclusive_scan`, for any floating-point dtype."""
+    """As `infini_model.model.kernels.scan`, for any floating-point dtype."""
     added, first = added.contiguous(), first.contiguous()
     reset, kept = (None if x is None else x.contiguous() for x in (reset, kept))
     states, end = torch.empty_like(added), torch.empty_like(first)

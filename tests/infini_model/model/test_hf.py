@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import draw_memory_parameters, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from infini_model.model.hf_checkpoint import TokenIds, describe_tokens, write_checkpoint
+from infini_model.model.hf import TokenIds, describe_tokens, write_checkpoint
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infini_model.config import ModelConfig
-from infini_model.model.hf_checkpoint.config import (
+from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     INDEX,
     WEIGHTS,
@@ -21,7 +21,7 @@ from infini_model.model.hf_checkpoint.config import (
     read_json,
     read_tensor_names,
 )
-from infini_model.model.hf_checkpoint.llada import llada_tensor
+from infini_model.model.hf.llada import llada_tensor
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 

@@ -6,14 +6,14 @@ as in the model. A bidirectional model, with a
 memory or without, is stored as a LLaDA. Nothing is unpickled.
 """
 
-from infini_model.model.hf_checkpoint.adapter import (
+from infini_model.model.hf.adapter import (
     Adapter,
     is_adapter_folder,
     read_adapter,
     read_adapter_tensors,
     write_adapter,
 )
-from infini_model.model.hf_checkpoint.config import (
+from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     CONFIG,
     GENERATION,
@@ -22,8 +22,8 @@ from infini_model.model.hf_checkpoint.config import (
     TokenIds,
     read_config,
 )
-from infini_model.model.hf_checkpoint.reading import check_tensors, read_tensors, weight_files
-from infini_model.model.hf_checkpoint.writing import (
+from infini_model.model.hf.reading import check_tensors, read_tensors, weight_files
+from infini_model.model.hf.writing import (
     describe_tokens,
     refuse_other_files,
     save_tensors,

@@ -8,9 +8,9 @@ from tiny_models import draw_memory_parameters, tiny_config
 from torch._dynamo.utils import counters
 
 from infini_model.model.generation.causal import generate
-from infini_model.model.kernels import compiled
-from infini_model.model.kernels.compiled import resolve_compile
-from infini_model.model.kernels.local_attention import can_be_compiled
+from infini_model.model.kernels import compile as compiled
+from infini_model.model.kernels.attention import can_be_compiled
+from infini_model.model.kernels.compile import resolve_compile
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import ConfigError
 

@@ -1,1 +1,0 @@
-"""Triton kernels of the memory operators; `launch` starts them, the others define them."""

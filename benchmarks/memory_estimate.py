@@ -28,10 +28,9 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.lora import initial_adapters
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
+from infini_model.training.distributed import World, choose_device, join_world
 from infini_model.training.optimizer import make_optimizer
-from infini_model.training.parallel.distributed import World, choose_device, join_world
-from infini_model.training.replica import Replica
-from infini_model.training.setup import build_module
+from infini_model.training.parallel import TrainModule, build_module
 from infini_model.training.sizing.estimate import Device, MemoryEstimate, estimate_memory
 from infini_model.training.sizing.shape import with_objective
 
@@ -195,11 +194,11 @@ def peak_of_step(config: Config, world: World) -> int:
     return there + _highest(profiler)
 
 
-def _replica(config: Config, world: World) -> tuple[Replica, LossModule]:
+def _replica(config: Config, world: World) -> tuple[TrainModule, LossModule]:
     objective, lora = make_objective(config), config.training.lora
     if lora is None:
         module = build_module(config, objective, None, world)
-        return Replica(module, config, world), module
+        return TrainModule(module, config, world), module
     # Without a folder of pretrained weights, their values are arbitrary.
     with torch.device("meta"):
         model = InfiniLlama(config.model, lora=lora)
@@ -207,7 +206,7 @@ def _replica(config: Config, world: World) -> tuple[Replica, LossModule]:
     model.assign(drawn | initial_adapters(model))
     module = LossModule(model.to(world.device), objective)
     model.model.gradient_checkpointing = config.launch.gradient_checkpointing
-    return Replica(module, config, world), module
+    return TrainModule(module, config, world), module
 
 
 def _batches(config: Config, world: World) -> list[Batch]:

@@ -1,7 +1,7 @@
 """A training step of a billion parameters on windows of 8,192 tokens: its share of the peak.
 
 - MFU: relative to the GPU's peak; on a CPU, to the matrix product rate that PyTorch reaches. FLOPs
-  are counted as in `infini_model.training.callbacks.flops`.
+  are counted as in `infini_model.training.metrics`.
 - Memory: the step's time relative to `local only`, the same model without a memory.
 - Packing: the step's time on aligned windows, where half of the segments start a document and each
   ends with padding, relative to packed ones.
@@ -29,7 +29,7 @@ from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.kernels.attention import can_be_compiled, resolve_backend
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
-from infini_model.training.callbacks.flops import flops_per_token, peak_flops
+from infini_model.training.metrics import flops_per_token, peak_flops
 from infini_model.training.optimizer import make_optimizer
 
 CUDA = torch.cuda.is_available()

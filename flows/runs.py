@@ -42,7 +42,7 @@ from infini_model.runtime.stored_runs import (
     refresh_run,
     refresh_runs,
 )
-from infini_model.training.callbacks.mlflow_record import run_url
+from infini_model.training.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
 POLL_SECONDS = 0.2
@@ -290,8 +290,8 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
     """
     # Imported here, as they import torch, which takes seconds.
     from infini_model.data.tokenizers.load import load_dataset_tokenizer
-    from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-    from infini_model.training.checkpoints.export import check_target, export_merged, export_model
+    from infini_model.training.checkpoint import newest_checkpoint, read_state
+    from infini_model.training.export import check_target, export_merged, export_model
 
     if is_url(target):
         raise UserError(f"--to: got {target!r}: takes a folder of this machine")
@@ -302,7 +302,7 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir / CHECKPOINTS}: no checkpoint found; train first")
-    step = read_position(checkpoint).step
+    step = read_state(checkpoint).step
     write = export_merged if merge else export_model
     write(checkpoint, folder, load_dataset_tokenizer(_dataset_of(run_dir, places)))
     return [f"Exported step {step} of {run_dir.name} to {folder}", *_uses(folder)]
@@ -322,7 +322,7 @@ def _dataset_of(run_dir: Path, places: RunConfig) -> Path:
 def _uses(folder: Path) -> Iterator[str]:
     """How to use an exported folder, one line for each program."""
     from infini_model.model.hf import is_adapter_folder
-    from infini_model.training.checkpoints.export import opens_in_transformers
+    from infini_model.training.export import opens_in_transformers
 
     yield f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"'
     if not opens_in_transformers(folder):

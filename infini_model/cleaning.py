@@ -31,20 +31,18 @@ from infini_model.runtime.errors import CheckpointError, DataError, UserError
 from infini_model.runtime.fact_cache import KEEP_SECONDS
 from infini_model.runtime.records import read_record
 from infini_model.runtime.runs import (
+    CHECKPOINTS,
     LOCK,
     is_finished,
     is_started,
+    list_checkpoints,
     noted_runs,
     read_run,
     run_folders,
-)
-from infini_model.runtime.storage import MANIFEST, TEMPORARY, is_locked
-from infini_model.training.checkpoints.folders import (
-    checkpoints_dir,
-    listed,
-    superseded,
+    superseded_checkpoints,
     verify_checkpoint,
 )
+from infini_model.runtime.storage import MANIFEST, TEMPORARY, is_locked
 
 # A training may be about to start on a dataset that was used this recently.
 RECENT_SECONDS = 3600.0
@@ -410,19 +408,19 @@ def _named_by(listings: Iterable[Path]) -> set[str]:
 
 def _run_locks(run_dir: Path) -> tuple[Path, Path]:
     """The locks of whoever works in a run folder, or writes its checkpoints."""
-    return run_dir / LOCK, checkpoints_dir(run_dir) / ".lock"
+    return run_dir / LOCK, run_dir / CHECKPOINTS / ".lock"
 
 
 def _find_checkpoints(run_dir: Path) -> Garbage:
     """The checkpoints of a finished run but the newest and the one with the lowest loss."""
-    found, folder = Garbage(), checkpoints_dir(run_dir)
+    found, folder = Garbage(), run_dir / CHECKPOINTS
     if not is_finished(run_dir):
         return found
     found.items += [Item("leftover", path) for path in sorted(folder.glob(f"{TEMPORARY}*"))]
-    old = [*superseded(run_dir, keep=1), *sorted(folder.glob("damaged-step-*"))]
+    old = [*superseded_checkpoints(run_dir, keep=1), *sorted(folder.glob("damaged-step-*"))]
     if old:
         try:
-            for _, newest in listed(run_dir)[:1]:
+            for _, newest in list_checkpoints(run_dir)[:1]:
                 verify_checkpoint(newest)
             found.items += [Item("checkpoint", path) for path in old]
         except CheckpointError as error:
@@ -448,7 +446,7 @@ def _retire_data(scope: Scope, wanted: Collection[Item], removed: Garbage) -> No
 def _retire_checkpoints(scope: Scope, wanted: Collection[Item], removed: Garbage) -> None:
     """The same for old checkpoints, while nobody works in their run."""
     for run_dir in run_folders(scope.output_dir / "runs"):
-        items = sorted(item for item in wanted if item.path.parent == checkpoints_dir(run_dir))
+        items = sorted(item for item in wanted if item.path.parent == run_dir / CHECKPOINTS)
         if not items:
             continue
         try:

@@ -20,9 +20,9 @@ from infini_model.runtime.holders import Holder
 from infini_model.runtime.metrics_file import Line, read_newest, whole_lines
 from infini_model.runtime.runs import is_finished, is_started, read_run
 from infini_model.runtime.stored_runs import attach_unclaimed, refresh_runs
-from infini_model.training.callbacks.mlflow_record import PAGE, run_url
 from infini_model.training.initial_weights import InitialWeights, record_initial_weights
 from infini_model.training.launch.reservation import waiting_note
+from infini_model.training.mlflow_record import PAGE, run_url
 from infini_model.training.run_status import is_trained, saved_step
 from tasks import artifacts
 from tasks.artifacts import LiveArtifact, Progress, Updates

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from infini_model.training.callbacks.callback import Callback, Evaluation, Step
+from infini_model.training.callbacks import Callback, Evaluation, Step
 
 # Python reads it at its start. A rank that has logged a step writes a file and stops itself; the
 # file keeps it from stopping again when the step is repeated.

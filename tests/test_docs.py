@@ -20,7 +20,7 @@ from flows.options import read
 from flows.presets import preset_names
 from infini_model.config import Config, load_config
 from infini_model.config.explaining import all_keys, reference
-from infini_model.training.callbacks.mlflow_record import read_mlflow_record
+from infini_model.training.mlflow_record import read_mlflow_record
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

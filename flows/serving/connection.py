@@ -29,7 +29,7 @@ from flows.serving.servers import (
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import is_locked
-from infini_model.training.callbacks.mlflow_record import PAGE
+from infini_model.training.mlflow_record import PAGE
 
 # A server that many commands share may stall: only one that has been silent, or has hung up, for so
 # long is down.

@@ -27,7 +27,7 @@ from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
 from flows.serving.database import take_write_locks_at_once
 from infini_model.config import load_config
 from infini_model.runtime import pictures
-from infini_model.training.mlflow_client import open_tracking
+from infini_model.training.mlflow_record import open_tracking
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -28,7 +28,7 @@ from infini_model.config import Config
 from infini_model.runtime.holders import holder_of
 from infini_model.runtime.runs import CHECKPOINTS, find_run, read_run
 from infini_model.runtime.storage import is_locked, lock
-from infini_model.training.callbacks.mlflow_record import end_record
+from infini_model.training.mlflow_record import end_record
 from tasks.control import end, end_tasks
 from tasks.failures import TRACEBACK_LINES, saved_note
 

@@ -41,7 +41,7 @@ from infini_model.config.locations import shareable_location
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import deferred_signals, wait_until
 from infini_model.runtime.storage import lock, make_folder, write_json
-from infini_model.training.callbacks.mlflow_record import PAGE
+from infini_model.training.mlflow_record import PAGE
 
 POLL_SECONDS = 0.5
 # Time for flow runs to save a checkpoint and end, before SIGKILL.

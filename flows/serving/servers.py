@@ -26,7 +26,7 @@ from infini_model.runtime import pictures
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import bound, end_tree, wait_until
 from infini_model.runtime.storage import make_folder
-from infini_model.training.callbacks.mlflow_record import page_url
+from infini_model.training.mlflow_record import page_url
 
 HOST = "127.0.0.1"
 WORK_POOL = "infini"

@@ -21,8 +21,8 @@ from infini_model.evaluation.reporting.report import EvaluationResult
 from infini_model.model.hf import ADAPTER_CONFIG, CONFIG, INDEX
 from infini_model.runtime.runs import MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, sha256
-from infini_model.training.callbacks.mlflow_record import MlflowSink
-from infini_model.training.checkpoints.checkpoint import read_position
+from infini_model.training.checkpoint import read_state
+from infini_model.training.mlflow_record import MlflowExporter
 
 ALIAS = "best"
 # Tag of a logged model: the hash of its checkpoint's manifest.
@@ -34,7 +34,7 @@ REQUIRED = ("mlflow", "numpy", "pyarrow", "pydantic", "safetensors", "tokenizers
 
 
 def log_model(
-    sink: MlflowSink,
+    sink: MlflowExporter,
     dataset_dir: Path,
     settings: SampleConfig,
     seed: int,
@@ -115,7 +115,7 @@ def _save(
         # Trained on a GPU and loaded on a CPU, it computes in the same precision.
         model_config={
             "tokenizer": tokenizer.spec,
-            "precision": read_position(weights.parent).precision,
+            "precision": read_state(weights.parent).precision,
         },
         signature=_signature(settings, seed),
         input_example={"prompt": "Once upon a time"},
@@ -153,7 +153,7 @@ def _requirements() -> list[str]:
     return [f"{name}=={version(name).partition('+')[0]}" for name in REQUIRED]
 
 
-def register_model(sink: MlflowSink, name: str, model: Any, result: EvaluationResult) -> None:
+def register_model(sink: MlflowExporter, name: str, model: Any, result: EvaluationResult) -> None:
     """Register a logged model as a version of `name`, unless already registered.
 
     The version with the lowest validation loss gets the alias `best`. MLflow's exceptions are

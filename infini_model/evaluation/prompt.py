@@ -16,8 +16,8 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, is_started, read_run
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint
-from infini_model.training.checkpoints.loading import load_model
+from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.training.export import load_model
 from infini_model.training.launch.devices import first_device
 
 CONTEXT = 8

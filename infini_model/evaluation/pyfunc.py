@@ -17,7 +17,7 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.evaluation.prompt import continue_prompt
 from infini_model.model.precision import resolve_precision
-from infini_model.training.checkpoints.loading import load_model
+from infini_model.training.export import load_model
 from infini_model.training.launch.devices import first_device
 
 

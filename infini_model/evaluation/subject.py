@@ -32,8 +32,8 @@ from infini_model.objectives.scoring import Scorer
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import MANIFEST, content_key, sha256
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.checkpoints.loading import load_model
+from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.export import load_model
 from infini_model.training.launch.devices import first_device
 
 # To be raised when a task measures differently, so that no older cell is taken for a new one.
@@ -75,7 +75,7 @@ class Subject:
         if checkpoint is None:
             raise CheckpointError(f"{run_dir / 'checkpoints'}: no checkpoint found; train first")
         self.run_dir, self.dataset_dir, self.config = run_dir, dataset_dir, config
-        self.checkpoint, self.position = checkpoint, read_position(checkpoint)
+        self.checkpoint, self.position = checkpoint, read_state(checkpoint)
         self.manifest: Manifest = read_manifest(dataset_dir)
         device = first_device(config.launch.gpus)
         self.model = load_model(

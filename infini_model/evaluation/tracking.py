@@ -12,10 +12,9 @@ from infini_model.data.manifest import read_manifest
 from infini_model.evaluation.mlflow_model import log_model, register_model
 from infini_model.evaluation.reporting.report import EvaluationResult
 from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.runs import CHECKPOINTS
 from infini_model.runtime.storage import lock
-from infini_model.training.callbacks.mlflow_record import DIGEST_LENGTH, MlflowSink
-from infini_model.training.checkpoints.folders import checkpoints_dir
-from infini_model.training.mlflow_client import error_summary
+from infini_model.training.mlflow_record import DIGEST_LENGTH, MlflowExporter, error_summary
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +32,8 @@ def log_evaluation(
     if not config.tracking.mlflow:
         return False
     try:
-        sink = MlflowSink(run_dir, config, None)
-        sink.deliver(read_metrics(run_dir))
+        sink = MlflowExporter(run_dir, config, None)
+        sink.export(read_metrics(run_dir))
         is_finished = result.step >= result.last_step
         if is_finished:
             sink.correct_status("FINISHED")
@@ -58,11 +57,11 @@ def log_evaluation(
 
 
 def _is_training(run_dir: Path) -> bool:
-    with lock(checkpoints_dir(run_dir) / ".lock", wait=False) as free:
+    with lock(run_dir / CHECKPOINTS / ".lock", wait=False) as free:
         return not free
 
 
-def _log_files(sink: MlflowSink, run_dir: Path, files: Iterable[Path]) -> None:
+def _log_files(sink: MlflowExporter, run_dir: Path, files: Iterable[Path]) -> None:
     """Log files under their paths in the run folder."""
     for file in files:
         folder = file.relative_to(run_dir).parent.as_posix()
@@ -70,7 +69,7 @@ def _log_files(sink: MlflowSink, run_dir: Path, files: Iterable[Path]) -> None:
 
 
 def _log_scores(
-    sink: MlflowSink, result: EvaluationResult, dataset: str, model_id: str | None
+    sink: MlflowExporter, result: EvaluationResult, dataset: str, model_id: str | None
 ) -> None:
     """Log the scores on the dataset at the evaluated step, of the logged model if there is one."""
     from mlflow.entities import Metric

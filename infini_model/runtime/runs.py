@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, read_tree, validate
-from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.errors import CheckpointError, DataError, UserError
 from infini_model.runtime.holders import Holder, holder_of
+from infini_model.runtime.metrics_file import read_validation_losses
 from infini_model.runtime.owner import last_seen
 from infini_model.runtime.records import Record, parse_record, read_record, write_record
-from infini_model.runtime.storage import MANIFEST, content_key, write_json
+from infini_model.runtime.storage import MANIFEST, content_key, sha256, write_json
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -30,6 +31,8 @@ INITIAL_WEIGHTS = "initial_weights.json"
 # The metric by which runs are ranked and compared.
 VALIDATION_LOSS = "evaluation/validation_loss"
 CHECKPOINTS, MODEL = "checkpoints", "model"
+# The file of a checkpoint that says where in the training it was saved.
+STATE = "state.json"
 STEP = re.compile(rf"{CHECKPOINTS}/step-(\d+)")
 
 
@@ -164,6 +167,41 @@ def run_holder(run_dir: Path) -> Holder | None:
     What other machines do with a stored run is as `refresh_runs` found it last.
     """
     return holder_of(run_dir / LOCK) or last_seen(run_dir).holder
+
+
+def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint of a run, newest first, unverified."""
+    found = [
+        (int(match[1]), path)
+        for path in (run_dir / CHECKPOINTS).glob("step-*")
+        if (match := STEP.fullmatch(path.relative_to(run_dir).as_posix()))
+    ]
+    return sorted(found, reverse=True)
+
+
+def superseded_checkpoints(run_dir: Path, keep: int) -> list[Path]:
+    """All checkpoints but the `keep` newest and the one with the lowest validation loss."""
+    found = list_checkpoints(run_dir)
+    kept = kept_steps((step for step, _ in found), read_validation_losses(run_dir), keep)
+    return [path for step, path in found if step not in kept]
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Verify every file against the manifest, reading the whole checkpoint.
+
+    Raises `CheckpointError` that names the first file that is missing or damaged.
+    """
+    manifest = checkpoint / MANIFEST
+    try:
+        sums: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest}: is missing or damaged") from error
+    for name, expected in sums.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing")
+        if sha256(path) != expected:
+            raise CheckpointError(f"{path}: is damaged: its checksum does not match the manifest")
 
 
 def kept_steps(steps: Iterable[int], losses: Mapping[int, float], keep: int) -> set[int]:

@@ -19,8 +19,7 @@ from infini_model.runtime.errors import DataError, NonFiniteError, UserError
 from infini_model.runtime.processes import die_with_parent
 from infini_model.runtime.stage_protocol import rate_limited, write_progress
 from infini_model.training import AGENT
-from infini_model.training.callbacks.callback import Callback, Step
-from infini_model.training.callbacks.heartbeat import Heartbeat
+from infini_model.training.callbacks import Callback, Step
 from infini_model.training.launch.devices import number_visible_gpus, physical_gpu
 from infini_model.training.launch.failures import (
     EXIT_CRASH,
@@ -29,6 +28,7 @@ from infini_model.training.launch.failures import (
     Kind,
     Report,
 )
+from infini_model.training.launch.heartbeat import Heartbeat
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.report_progress and rank == 0:
             callbacks.append(_Progress())
         # Imported late, as torch takes seconds to load: configuration errors are reported at once.
-        from infini_model.training.loop import train
+        from infini_model.training.train import train
 
         outcome = train(config, arguments.dataset, arguments.run_dir, callbacks)
     except Exception as error:  # noqa: BLE001 - the one place that reports every failure

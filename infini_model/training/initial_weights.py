@@ -22,7 +22,7 @@ from infini_model.training.run_status import saved_step
 if TYPE_CHECKING:
     # It imports torch, which takes seconds to load, and flows only need the record.
     from infini_model.data.tokenizers.tokenizer import Tokenizer
-    from infini_model.training.parallel.distributed import World
+    from infini_model.training.distributed import World
 
 ADVICE = "choose another run.name or folder"
 
@@ -194,12 +194,8 @@ def record_initial_weights(run_dir: Path, weights: InitialWeights) -> None:
     write_record(run_dir / INITIAL_WEIGHTS, weights)
 
 
-def with_initial_weights(
-    config: Config, run_dir: Path, world: World
-) -> tuple[Config, InitialWeights | None]:
-    """`config` with the shape of the run's initial weights, and these; as it is without them.
-
-    Rank 0 reads the record in the run folder.
+def weights_of_run(config: Config, run_dir: Path, world: World) -> InitialWeights | None:
+    """The initial weights of a run, on every rank; rank 0 reads the record in the run folder.
 
     Raises `CheckpointError` if the record is missing or of other weights.
     """
@@ -208,7 +204,7 @@ def with_initial_weights(
         found = read_initial_weights(run_dir)
         return None if found is None else found.model_dump(mode="json")
 
-    name, record = config.model.initial_weights, world.json_from_main(read)
+    name, record = config.model.initial_weights, world.broadcast(read)
     weights = None if record is None else InitialWeights.model_validate(record)
     path = run_dir / INITIAL_WEIGHTS
     if weights is None and name is not None:
@@ -216,10 +212,8 @@ def with_initial_weights(
             f"{path}: is missing; python -m infini_model weights --config FILE "
             f"--run-dir {run_dir} writes it"
         )
-    if weights is None:
-        return config, None
-    if weights.name != name:
+    if weights is not None and weights.name != name:
         raise CheckpointError(
             f"{path}: model.initial_weights is {weights.name!r}, not {name!r}; {ADVICE}"
         )
-    return weights.shaped(config), weights
+    return weights

@@ -7,9 +7,10 @@ autocast, so the parameters themselves are the master weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from infini_model.config import TrainingConfig
 from infini_model.model.layers import MEMORY_PARAMETERS
@@ -76,3 +77,38 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Train
     for group in optimizer.param_groups:
         group["lr"] = share * group["peak"]
     return share * config.learning_rate
+
+
+class LossScaler(torch.amp.GradScaler):
+    """fp16's loss scale: small gradients underflow in fp16, so the loss is scaled up.
+
+    Unlike in its base class nothing waits for the device, but for `state_dict`.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        super().__init__(device.type, enabled=enabled)
+        if enabled:
+            self._lazy_init_scale_growth_tracker(device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The scale and the steps since it has changed; empty if it is not enabled."""
+        tensors = [self._scale, self._growth_tracker] if self.is_enabled() else []
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def restore(self, tensors: Iterable[Tensor]) -> None:
+        """Go back to a copy of `tensors`."""
+        for tensor, before in zip(self.tensors, tensors, strict=True):
+            tensor.copy_(before)
+
+    def unscale_and_update(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Divide the gradients by the scale and update it; whether they overflowed, bool [].
+
+        After an overflow the gradients hold infinities and the scale is halved. If the scale is
+        below 1, the gradients themselves are not finite, and this is not reported as an overflow.
+        """
+        self.unscale_(optimizer)
+        before = self.tensors[0].clone()
+        self.update()
+        after = self.tensors[0]
+        return (after >= 1.0) & (after < before)

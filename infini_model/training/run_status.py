@@ -13,14 +13,14 @@ from infini_model.runtime.runs import (
     RUN,
     is_finished,
     is_started,
+    list_checkpoints,
     read_run,
     run_folders,
     run_holder,
 )
-from infini_model.training.callbacks.mlflow_record import read_mlflow_record
-from infini_model.training.checkpoints.folders import listed
 from infini_model.training.launch.recovery import read_recovery
 from infini_model.training.launch.reservation import waiting_note
+from infini_model.training.mlflow_record import read_mlflow_record
 
 # Either is to be resumed; a failed run ended with an error, an interrupted one was stopped. A
 # trained one has taken its last step and is not evaluated.
@@ -121,4 +121,4 @@ def is_trained(run_dir: Path) -> bool:
 
 def saved_step(run_dir: Path) -> int | None:
     """The step of the newest checkpoint, by its name alone; None if there is none."""
-    return max((step for step, _ in listed(run_dir)), default=None)
+    return max((step for step, _ in list_checkpoints(run_dir)), default=None)

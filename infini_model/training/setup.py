@@ -1,9 +1,12 @@
-"""Setup before the first step: check settings, dataset and checkpoint against each other."""
+"""The parts of a training, built from settings, dataset, run folder and the newest checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,25 +14,299 @@ from typing import Any
 import torch
 
 from infini_model.config import Config, dump_config
+from infini_model.data.loading.loader import Loader, make_phases
+from infini_model.data.loading.windows import Windows, open_windows
+from infini_model.data.manifest import Manifest, read_manifest
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.data.tokenizers.tokenizer import check_tokenizer
+from infini_model.model.hf import Adapter
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import resolve_precision
-from infini_model.objectives.objective import LossModule, Objective
+from infini_model.objectives import make_objective
+from infini_model.objectives.objective import LossModule
 from infini_model.runtime.claims import difference, identities
 from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.machine import available_memory
-from infini_model.runtime.runs import MODEL, weights_fingerprint
-from infini_model.runtime.storage import atomic_file
-from infini_model.training.checkpoints.checkpoint import (
-    Position,
-    clear_for_resume,
-    newest_checkpoint,
-    read_position,
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.runtime.runs import (
+    CHECKPOINTS,
+    MODEL,
+    record_last_step,
+    step_key,
+    weights_fingerprint,
 )
-from infini_model.training.checkpoints.folders import checkpoint_path
-from infini_model.training.initial_weights import ADVICE
-from infini_model.training.parallel.distributed import World
-from infini_model.training.parallel.sharding import is_sharded, shard_model
-from infini_model.training.sizing.fitting import Machine
+from infini_model.runtime.storage import atomic_file, lock
+from infini_model.training.checkpoint import (
+    Checkpointer,
+    TrainerState,
+    clear_for_resume,
+    load_generators,
+    load_optimizer,
+    newest_checkpoint,
+    read_state,
+)
+from infini_model.training.distributed import World, check_agreement
+from infini_model.training.export import tokens_of
+from infini_model.training.initial_weights import (
+    ADVICE,
+    InitialWeights,
+    check_frozen,
+    weights_of_run,
+)
+from infini_model.training.launch.division import Division, divide
+from infini_model.training.launch.recovery import Recovery, read_recovery, recovery_of
+from infini_model.training.optimizer import LossScaler, make_optimizer
+from infini_model.training.parallel import TrainModule, build_module
+from infini_model.training.sizing.fitting import Machine, check_kernels, check_memory
+from infini_model.training.sizing.shape import with_objective, with_vocabulary
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def only_writer(run_dir: Path, world: World) -> Iterator[None]:
+    """Hold the run folder's lock, waiting for any other training in it to end."""
+    if not world.is_main:
+        yield
+        return
+    path = run_dir / CHECKPOINTS / ".lock"
+    with lock(path, wait=False) as free:
+        if free:
+            yield
+            return
+    log.warning("waiting for another process that is training in %s", run_dir)
+    with lock(path):
+        yield
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a training starts: at step 0, or from a checkpoint, which rank 0 alone reads."""
+
+    checkpoint: Path | None = None
+    state: TrainerState | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps already taken."""
+        return self.state.step if self.state else 0
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What a training works with.
+
+    `config` is resolved, see `resolve`. `windows` are by split. Of the run folder the ranks other
+    than 0 know what rank 0 tells them; `record` exists there only.
+    """
+
+    config: Config
+    dataset_dir: Path
+    run_dir: Path
+    manifest: Manifest
+    world: World
+    start: ResumePoint
+    recovery: Recovery
+    initial_weights: InitialWeights | None
+    division: Division
+    windows: Mapping[str, Windows]
+    train_module: TrainModule
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    loader: Loader
+    record: MetricsFile | None
+    checkpointer: Checkpointer
+
+    @property
+    def model(self) -> InfiniLlama:
+        """The model, sharded under FSDP."""
+        return self.train_module.model
+
+    @property
+    def dataset(self) -> dict[str, str]:
+        """Name, key and path of the dataset."""
+        path = str(self.dataset_dir.resolve())
+        return {"name": self.manifest.name, "key": self.manifest.key, "path": path}
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a global batch."""
+        return self.division.global_batch * self.config.packing.context_length
+
+    def state(self, step: int, samples_seen: int) -> TrainerState:
+        """The state after `step` steps, with `samples_seen` windows read."""
+        return TrainerState(
+            step=step,
+            samples_seen=samples_seen,
+            seed=self.config.run.seed,
+            world_size=self.world.size,
+            dataset_key=self.manifest.key,
+            config=self.config.model_dump(mode="json"),
+            precision=self.train_module.precision.name,
+            global_batch=self.division.global_batch,
+            scaler=self.scaler.state_dict() or None,
+        )
+
+
+def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) -> TrainingSetup:
+    """The parts of a training that starts at step 0 or resumes from the newest checkpoint.
+
+    Raises `UserError` if settings, dataset and run do not match, or a folder is not writable.
+    """
+    asked, manifest = config, read_manifest(dataset_dir)
+    check_agreement(config, manifest.key, world)
+    start = find_start(run_dir, manifest.key, world)
+    check_settings(run_dir, config, start, world)
+    recovery = recovery_of(world.broadcast(lambda: asdict(read_recovery(run_dir))))
+    weights = weights_of_run(config, run_dir, world)
+    config, windows, division = resolve(
+        config, manifest, dataset_dir, start, recovery, weights, world.size
+    )
+    if weights is not None and start.checkpoint is None and not asked.model.ignore_tokenizer:
+        tokenizer = load_dataset_tokenizer(dataset_dir)
+        check_tokenizer(weights.public_name, weights.tokenizer, tokenizer, str(dataset_dir))
+    check_kernels(config.model, world.device.type, compiled=config.launch.compile)
+    if world.is_main:
+        is_pretrained = weights is not None
+        check_memory(division.applied_to(config), machine_of(world), is_pretrained=is_pretrained)
+    module, optimizer = _model_and_optimizer(config, start, weights, world)
+    train_module = TrainModule(module, config, world)
+    scaler = LossScaler(world.device, enabled=train_module.precision.name == "fp16")
+    if start.state is not None and start.state.scaler is not None:
+        scaler.load_state_dict(start.state.scaler)
+    loader = Loader(
+        windows["train"],
+        phases=make_phases(
+            windows["train"],
+            config.packing,
+            config.model.segment_length,
+            total_steps=config.training.total_steps,
+            global_batch=division.global_batch,
+        ),
+        batch_size=division.micro_batch,
+        gradient_accumulation_steps=division.accumulation,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.run.seed,
+        samples_seen=start.state.samples_seen if start.state else 0,
+        device=world.device,
+    )
+    saved_step = start.state.step if start.state else None
+    record: MetricsFile | None = None
+    if world.is_main:
+        record_settings(run_dir, asked)
+        record_last_step(run_dir, config.training.total_steps)
+        record = MetricsFile(run_dir, saved_step)
+    lora = config.training.lora
+    checkpointer = Checkpointer(
+        run_dir,
+        module.model,
+        optimizer,
+        world,
+        record,
+        tokens=tokens_of(manifest.tokenizer),
+        adapter=Adapter(lora, weights.public_name, weights.commit) if lora and weights else None,
+        keep=config.checkpoint.save_total_limit,
+        saved_step=saved_step,
+    )
+    return TrainingSetup(
+        config=config,
+        dataset_dir=dataset_dir,
+        run_dir=run_dir,
+        manifest=manifest,
+        world=world,
+        start=start,
+        recovery=recovery,
+        initial_weights=weights,
+        division=division,
+        windows=windows,
+        train_module=train_module,
+        optimizer=optimizer,
+        scaler=scaler,
+        loader=loader,
+        record=record,
+        checkpointer=checkpointer,
+    )
+
+
+def resolve(
+    config: Config,
+    manifest: Manifest,
+    dataset_dir: Path,
+    start: ResumePoint,
+    recovery: Recovery,
+    weights: InitialWeights | None,
+    processes: int,
+) -> tuple[Config, Mapping[str, Windows], Division]:
+    """The settings with all that a training decides by itself, its windows, and its batches.
+
+    In this order: the precision in which the run began, where `auto` may be another one now; the
+    micro-batches that `recovery` calls for; the shape of the initial `weights`; the vocabulary of
+    the dataset; what the objective makes of the model; and the steps that `training.epochs` means.
+
+    Raises `UserError` if settings, weights and dataset do not match.
+    """
+    if start.state is not None:
+        config = config.updated(training={"precision": start.state.precision})
+    config = recovery.applied_to(config)
+    key = "model.vocab_size"
+    if weights is not None:
+        config, key = weights.shaped(config), "vocab_size of model.initial_weights"
+    config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir, key)
+    config = with_objective(config)
+    windows = {
+        split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)
+        for split in ("train", "validation", "test")
+    }
+    division = divide(config.training, processes, start.state.global_batch if start.state else None)
+    if config.training.epochs is not None:
+        steps = config.training.epochs * len(windows["train"]) / division.global_batch
+        config = config.updated(training={"max_steps": math.ceil(steps), "epochs": None})
+    return config, windows, division
+
+
+def find_start(run_dir: Path, dataset_key: str, world: World) -> ResumePoint:
+    """The newest checkpoint of a run, the same on every rank; only rank 0 needs the run folder.
+
+    Raises `CheckpointError` if it was trained on another dataset.
+    """
+
+    def choose() -> dict[str, Any] | None:
+        chosen = newest_checkpoint(run_dir)
+        clear_for_resume(run_dir, chosen)
+        return None if chosen is None else asdict(read_state(chosen))
+
+    found = world.broadcast(choose)
+    if found is None:
+        return ResumePoint()
+    state = TrainerState(**found)
+    checkpoint = run_dir / step_key(state.step)
+    if state.dataset_key != dataset_key:
+        raise CheckpointError(
+            f"{checkpoint}: was trained on dataset {state.dataset_key}, not {dataset_key}; {ADVICE}"
+        )
+    return ResumePoint(checkpoint, state)
+
+
+def check_settings(run_dir: Path, asked: Config, start: ResumePoint, world: World) -> None:
+    """Raise `ConfigError` on every rank if the run began with other settings than `asked`.
+
+    Rank 0 compares what decides the weights with the run's `config.yaml`. Batch size and
+    accumulation may change where they make the same global batch of the processes there are now.
+    """
+
+    def compare() -> str | None:
+        if not (run_dir / "config.yaml").exists():
+            return None
+        now, then = identities(run_dir, asked, weights_fingerprint(run_dir))
+        batch = asked.training.batch_size * asked.training.gradient_accumulation_steps
+        if start.state is not None and batch * world.size == start.state.global_batch:
+            for key in ("batch_size", "gradient_accumulation_steps"):
+                now["training"][key] = then["training"][key]
+        return None if now == then else difference(now, then)
+
+    found = world.broadcast(compare)
+    if found is not None:
+        raise ConfigError(f"{run_dir} cannot be resumed with other settings: {found}; {ADVICE}")
 
 
 def machine_of(world: World) -> Machine:
@@ -45,21 +322,6 @@ def machine_of(world: World) -> Machine:
     )
 
 
-def with_steps(config: Config, windows: int, global_batch: int) -> Config:
-    """`config` with `training.max_steps` set, computed from `epochs` over `windows` if given."""
-    if config.training.epochs is None:
-        return config
-    steps = math.ceil(config.training.epochs * windows / global_batch)
-    return config.updated(training={"max_steps": steps, "epochs": None})
-
-
-def with_precision(config: Config, start: Start) -> Config:
-    """`config` with the precision in which the run began, where `auto` may be another one now."""
-    if start.position is None:
-        return config
-    return config.updated(training={"precision": start.position.precision})
-
-
 def record_settings(run_dir: Path, config: Config) -> None:
     """Write the run's `config.yaml` if missing, as when training is started by torchrun."""
     path = run_dir / "config.yaml"
@@ -68,134 +330,21 @@ def record_settings(run_dir: Path, config: Config) -> None:
             temporary.write_text(dump_config(config), encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a training starts: at step 0, or from a checkpoint, which rank 0 alone reads."""
-
-    checkpoint: Path | None = None
-    position: Position | None = None
-
-    @property
-    def model(self) -> Path | None:
-        """Folder of the checkpoint's model."""
-        return self.checkpoint / MODEL if self.checkpoint else None
-
-    @property
-    def step(self) -> int:
-        """Steps already taken."""
-        return self.position.step if self.position else 0
-
-    @property
-    def saved_step(self) -> int | None:
-        """The step of the checkpoint; None without one."""
-        return self.position.step if self.position else None
-
-    @property
-    def consumed(self) -> int:
-        """Windows already read."""
-        return self.position.consumed if self.position else 0
-
-    @property
-    def global_batch(self) -> int | None:
-        """Windows per step, if already fixed."""
-        return self.position.global_batch if self.position else None
-
-    @property
-    def scaler(self) -> dict[str, Any] | None:
-        """State of fp16's loss scale."""
-        return self.position.scaler if self.position else None
-
-
-def find_start(run_dir: Path, dataset_key: str, world: World) -> Start:
-    """The newest checkpoint of a run, the same on every rank; only rank 0 needs the run folder.
-
-    Raises `CheckpointError` if it was trained on another dataset.
-    """
-
-    def choose() -> dict[str, Any] | None:
-        chosen = newest_checkpoint(run_dir)
-        clear_for_resume(run_dir, chosen)
-        return None if chosen is None else asdict(read_position(chosen))
-
-    found = world.json_from_main(choose)
-    if found is None:
-        return Start()
-    position = Position(**found)
-    checkpoint = checkpoint_path(run_dir, position.step)
-    if position.dataset_key != dataset_key:
-        raise CheckpointError(
-            f"{checkpoint}: was trained on dataset {position.dataset_key}, not {dataset_key}; "
-            f"{ADVICE}"
-        )
-    return Start(checkpoint, position)
-
-
-def check_settings(run_dir: Path, asked: Config, start: Start, world: World) -> None:
-    """Raise `ConfigError` on every rank if the run began with other settings than `asked`.
-
-    Rank 0 compares what decides the weights with the run's `config.yaml`. Batch size and
-    accumulation may change where they make the same global batch of the processes there are now.
-    """
-
-    def compare() -> str | None:
-        if not (run_dir / "config.yaml").exists():
-            return None
-        now, then = identities(run_dir, asked, weights_fingerprint(run_dir))
-        batch = asked.training.batch_size * asked.training.gradient_accumulation_steps
-        if batch * world.size == start.global_batch:
-            for key in ("batch_size", "gradient_accumulation_steps"):
-                now["training"][key] = then["training"][key]
-        return None if now == then else difference(now, then)
-
-    found = world.json_from_main(compare)
-    if found is not None:
-        raise ConfigError(f"{run_dir} cannot be resumed with other settings: {found}; {ADVICE}")
-
-
-def build_module(
-    config: Config,
-    objective: Objective,
-    folder: Path | None,
-    world: World,
-    adapter: Path | None = None,
-) -> LossModule:
-    """The model in `folder`, or initialized from the seed, with its loss, on the device.
-
-    With `training.lora`, `folder` holds the weights to freeze; `adapter` holds the trained ones,
-    None if they are to be drawn from the seed.
-
-    Rank 0 alone reads or draws weights. With `launch.strategy: fsdp` and several ranks each rank
-    gets its shards, and only rank 0 ever holds the whole model; without, `Replica` gives the others
-    rank 0's weights. Raises `CheckpointError` as `InfiniLlama.from_pretrained` does.
-    """
-    sharded, lora = is_sharded(config.launch, world), config.training.lora
-    device = torch.device("cpu") if sharded else world.device
-    backend = config.launch.attention_backend
-    torch.manual_seed(config.run.seed)
-    if not world.is_main:
-        with torch.device("meta"):
-            model = InfiniLlama(config.model, attention_backend=backend, lora=lora)
-        if not sharded:
-            # DDP copies rank 0's weights to here.
-            empty = {n: torch.empty_like(p, device=device) for n, p in model.named_parameters()}
-            model.assign(empty)
-            model.to(device)
-    elif folder is None:
-        model = InfiniLlama(config.model, attention_backend=backend).to(device)
-    else:
-        settings = config.model.model_dump()
-        model = InfiniLlama.from_pretrained(
-            folder,
-            device=device,
-            attention_backend=backend,
-            lora=lora,
-            adapter=adapter,
-            **settings,
-        )
-    if sharded:
-        products = resolve_precision(config.training.precision, world.device).products
-        module = shard_model(model, objective, world, products)
-    else:
-        module = LossModule(model, objective)
-    module.model.model.gradient_checkpointing = config.launch.gradient_checkpointing
-    return module
+def _model_and_optimizer(
+    config: Config, start: ResumePoint, weights: InitialWeights | None, world: World
+) -> tuple[LossModule, torch.optim.Optimizer]:
+    """The model with its loss and the optimizer, with the state of the checkpoint if any."""
+    saved = start.checkpoint / MODEL if start.checkpoint else None
+    folder, adapter = saved, None
+    if config.training.lora is not None:
+        folder, adapter = None, saved
+    if folder is None and weights is not None and world.is_main:
+        folder = weights.folder
+        if config.training.lora is not None:
+            check_frozen(weights, config)
+    module = build_module(config, make_objective(config), folder, world, adapter)
+    optimizer = make_optimizer(module.model, config.training)
+    if start.checkpoint is not None:
+        load_optimizer(start.checkpoint, module.model, optimizer, world)
+        load_generators(start.checkpoint, world)
+    return module, optimizer

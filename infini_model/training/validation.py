@@ -10,8 +10,8 @@ from torch import Tensor
 
 from infini_model.data.loading.windows import Windows, validation_batches
 from infini_model.model.inspection.memory_use import MemoryUse
-from infini_model.training.parallel.distributed import World
-from infini_model.training.replica import Replica
+from infini_model.training.distributed import World
+from infini_model.training.parallel import TrainModule
 
 # Windows of the probe, some of those that the validation scores; each costs as much as three.
 PROBE_WINDOWS = 8
@@ -19,7 +19,7 @@ PROBE_WINDOWS = 8
 
 def validate_split(
     windows: Windows,
-    replica: Replica,
+    model: TrainModule,
     world: World,
     *,
     batch_size: int,
@@ -30,7 +30,7 @@ def validate_split(
 
     Args:
         windows: Windows of the split.
-        replica: Scores the batches, as in the evaluation report.
+        model: Scores the batches, as in the evaluation report.
         world: The ranks that share the work.
         batch_size: Windows per batch of a rank.
         max_windows: Size of the sample; None scores the whole split.
@@ -42,7 +42,7 @@ def validate_split(
     """
     totals: Tensor | None = None
     for batch in validation_batches(windows, batch_size, world.rank, world.size, max_windows):
-        scored = replica.score(batch)
+        scored = model.score(batch)
         totals = scored if totals is None else totals + scored
         if is_stopped():
             return None
@@ -86,7 +86,7 @@ class Probe(NamedTuple):
 
 
 def probe_memory(
-    windows: Windows, replica: Replica, world: World, *, batch_size: int, max_windows: int | None
+    windows: Windows, model: TrainModule, world: World, *, batch_size: int, max_windows: int | None
 ) -> Probe | None:
     """Probe a fixed part of the sample of `validate_split`, the same on all ranks.
 
@@ -96,7 +96,7 @@ def probe_memory(
     sums: Tensor | None = None
     use: MemoryUse | None = None
     for batch in validation_batches(windows, batch_size, world.rank, world.size, most):
-        scored, used = replica.score_with_and_without_memory(batch)
+        scored, used = model.score_with_and_without_memory(batch)
         sums = _paired_sums(scored) if sums is None else sums + _paired_sums(scored)
         use = used if use is None else use + used
     if sums is None or use is None:

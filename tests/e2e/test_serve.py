@@ -27,8 +27,8 @@ from stopping import Halt, is_pending
 from trials import STEPS, Make, Undisturbed
 
 from infini_model.runtime.runs import read_run
-from infini_model.training.callbacks.mlflow_record import read_mlflow_record
 from infini_model.training.initial_weights import read_initial_weights
+from infini_model.training.mlflow_record import read_mlflow_record
 from infini_model.training.run_status import saved_step
 
 pytestmark = pytest.mark.story

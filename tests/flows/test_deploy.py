@@ -49,7 +49,7 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.processes import wait_until
 from infini_model.runtime.storage import lock, make_folder, write_json
-from infini_model.training.mlflow_client import open_tracking
+from infini_model.training.mlflow_record import open_tracking
 from tasks.shard import NEW_DATASET
 
 PREFECT_YAML = """

@@ -29,7 +29,7 @@ from infini_model.model.generation.causal import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS
 from infini_model.runtime.claims import claim_run
-from infini_model.training.loop import train
+from infini_model.training.train import train
 
 PROMPT = "a stone  under <|end_of_text|> the river"
 GIVEN = "given.json"

@@ -9,7 +9,7 @@ from ports import free_port
 
 # The last three are imported late, by torch.optim, pyarrow and the banner: two seconds a rank.
 PRELOADED = [
-    *("infini_model.training.loop", "torch.distributed.fsdp", "torch._dynamo", "pandas", "psutil"),
+    *("infini_model.training.train", "torch.distributed.fsdp", "torch._dynamo", "pandas", "psutil"),
 ]
 
 
@@ -68,7 +68,7 @@ def train_traced(*arguments):
     from torch._dynamo.utils import counters
 
     from infini_model.model.kernels import compile as compiled
-    from infini_model.training.loop import train
+    from infini_model.training.train import train
 
     whole, compiled._compiled = torch.compile, functools.cache(compiled._compiled.__wrapped__)
     torch.compile = functools.partial(whole, backend="aot_eager")

@@ -43,8 +43,8 @@ from infini_model.config import load_config
 from infini_model.runtime.errors import ConfigError, DataError, StageError, UserError
 from infini_model.runtime.pictures import FOLDER
 from infini_model.runtime.storage import make_folder, write_json
-from infini_model.training.callbacks.mlflow_record import PAGE
 from infini_model.training.launch.failures import Crashed
+from infini_model.training.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
 from tasks import artifacts, failures, remote_stage
 from tasks.artifacts import Progress

@@ -64,7 +64,7 @@ def get_gpu_train_dataloader(
     rank: int = 0,
     world_size: int = 1,
     seed: int = 0,
-    consumed: int = 0,
+    samples_seen: int = 0,
     device: torch.device | str = "cuda",
 ) -> Loader:
     """The training batches of a dataset folder, prefetched to `device`.
@@ -78,6 +78,6 @@ def get_gpu_train_dataloader(
         rank=rank,
         world_size=world_size,
         seed=seed,
-        consumed=consumed,
+        samples_seen=samples_seen,
         device=device,
     )

@@ -9,7 +9,7 @@ Windows may grow during a training, `packing.context_schedule`: a memory learns 
 ones, and to keep what it holds from long ones. A phase has windows of one length, as many more of
 them in a batch as they are shorter. It counts positions of its own, and its permutations are keyed
 by (seed, phase, epoch). Where it begins is known beforehand, so the same two integers say which
-phase it is and how many of its windows are consumed.
+phase it is and how many of its windows have been read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Phase:
 
     Attributes:
         windows: The windows.
-        first: Where it begins, in windows of `packing.context_length` consumed before.
+        first: Where it begins, in windows of `packing.context_length` read before.
         parts: How many of its windows have the tokens of one of these.
         first_key: The key of its first window, `Batch.keys`; those before it have smaller ones.
     """
@@ -84,8 +84,8 @@ def make_phases(
 class Loader:
     """An endless iterator: `next()` returns this rank's micro-batches of the next global batch.
 
-    `consumed` counts the windows, over all ranks, in the batches returned so far: with it and the
-    seed another loader resumes from there. With `phases`, whose last is of `windows`, shorter
+    `samples_seen` counts the windows, over all ranks, in the batches returned so far: with it and
+    the seed another loader resumes from there. With `phases`, whose last is of `windows`, shorter
     windows count by their tokens. `wait_seconds` is how long the last `next()` waited. A thread
     prefetches batches while the caller works; on CUDA it copies them to the device on a separate
     stream. `close()` stops it.
@@ -103,14 +103,14 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        consumed: int = 0,
+        samples_seen: int = 0,
         device: torch.device | str = "cpu",
         tokens_at_once: int = TOKENS_AT_ONCE,
         phases: Sequence[Phase] = (),
     ) -> None:
         self.windows = windows
         self.phases = phases or [Phase(windows)]
-        self.consumed = consumed
+        self.samples_seen = samples_seen
         self.wait_seconds = 0.0
         self.global_batch = batch_size * gradient_accumulation_steps * world_size
         window_tokens = windows.packing.row_length * windows.packing.rows_per_window
@@ -123,12 +123,12 @@ class Loader:
         self._rank_tokens = self.global_batch // world_size * window_tokens
         self._steps_at_once = max(1, tokens_at_once // self._rank_tokens)
         self._share = np.arange(self.global_batch).reshape(world_size, -1, batch_size)[rank]
-        self._cached_numbers = consumed, self._numbers_from(consumed)
+        self._cached_numbers = samples_seen, self._numbers_from(samples_seen)
         self._device = torch.device(device)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._gathered = consumed  # by the thread
+        self._gathered = samples_seen  # by the thread
         self._thread = ThreadPoolExecutor(1, "loader", initializer=self._use_device)
         self._ready: deque[list[Batch]] = deque()
         self._prefetched: Future[list[list[Batch]]] | None = None
@@ -151,51 +151,51 @@ class Loader:
         batches = self._ready.popleft()
         self._record_stream(batches)
         self.wait_seconds = time.perf_counter() - began
-        self.consumed += self.global_batch
+        self.samples_seen += self.global_batch
         return batches
 
-    def windows_at(self, consumed: int) -> Windows:
-        """The windows that the global batch after `consumed` windows is of."""
-        return self.phases[self._phase_at(consumed)].windows
+    def windows_at(self, samples_seen: int) -> Windows:
+        """The windows that the global batch after `samples_seen` windows is of."""
+        return self.phases[self._phase_at(samples_seen)].windows
 
-    def numbers(self, consumed: int) -> np.ndarray:
-        """The windows of this rank in the global batch after `consumed` windows.
+    def numbers(self, samples_seen: int) -> np.ndarray:
+        """The windows of this rank in the global batch after `samples_seen` windows.
 
         [micro-batches, windows of one] int64.
         """
         first, cached = self._cached_numbers
-        step, rest = divmod(consumed - first, self.global_batch)
+        step, rest = divmod(samples_seen - first, self.global_batch)
         if rest or not 0 <= step < len(cached):
-            step, cached = 0, self._numbers_from(consumed)
+            step, cached = 0, self._numbers_from(samples_seen)
             # A single assignment, as both the loader's thread and the caller get here.
-            self._cached_numbers = consumed, cached
+            self._cached_numbers = samples_seen, cached
         numbers: np.ndarray = cached[step]
         return numbers
 
-    def _numbers_from(self, consumed: int) -> np.ndarray:
+    def _numbers_from(self, samples_seen: int) -> np.ndarray:
         """`numbers` of this global batch and the following ones of its phase, [steps, …]."""
-        positions = self._positions(consumed, max(1, POSITIONS_AT_ONCE // self._share.size))
-        index = self._phase_at(consumed)
+        positions = self._positions(samples_seen, max(1, POSITIONS_AT_ONCE // self._share.size))
+        index = self._phase_at(samples_seen)
         count, flat = len(self.phases[index].windows), positions.reshape(-1)
         epochs = index * EPOCHS_OF_A_PHASE + flat // count
         return permute(flat % count, count, self._seed, epochs).reshape(positions.shape)
 
-    def _phase_at(self, consumed: int) -> int:
-        """The number of the phase of the global batch after `consumed` windows."""
-        return bisect_right(self.phases, consumed, key=lambda phase: phase.first) - 1
+    def _phase_at(self, samples_seen: int) -> int:
+        """The number of the phase of the global batch after `samples_seen` windows."""
+        return bisect_right(self.phases, samples_seen, key=lambda phase: phase.first) - 1
 
-    def _positions(self, consumed: int, most: int) -> np.ndarray:
-        """This rank's positions in its phase of up to `most` global batches after `consumed`.
+    def _positions(self, samples_seen: int, most: int) -> np.ndarray:
+        """This rank's positions in its phase of up to `most` global batches after `samples_seen`.
 
         [steps, micro-batches, windows of one] int64; the steps end with the phase.
         """
-        index = self._phase_at(consumed)
+        index = self._phase_at(samples_seen)
         phase, steps = self.phases[index], most
         if index + 1 < len(self.phases):
-            left = self.phases[index + 1].first - consumed
+            left = self.phases[index + 1].first - samples_seen
             steps = min(most, max(1, left // self.global_batch))
         share = self._share[..., None] * phase.parts + np.arange(phase.parts)
-        starts = (consumed - phase.first + self.global_batch * np.arange(steps)) * phase.parts
+        starts = (samples_seen - phase.first + self.global_batch * np.arange(steps)) * phase.parts
         positions: np.ndarray = np.add.outer(starts, share.reshape(len(share), -1))
         return positions
 

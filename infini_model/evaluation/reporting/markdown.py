@@ -74,7 +74,7 @@ def model_section(subject: Subject) -> str:
         ("Memory", "none" if sees_all else memory),
         ("Dataset", dataset),
         ("Steps", f"{position.step:,} of {subject.last_step:,}"),
-        ("Tokens read", f"{position.consumed * context:,}"),
+        ("Tokens read", f"{position.samples_seen * context:,}"),
         ("Seed", str(position.seed)),
     ]
     return table(("", ""), rows).replace("---:", "---")

@@ -32,7 +32,7 @@ def _trained(subject: Subject) -> str:
     steps = f"{position.step:,} steps"
     if position.step < subject.last_step:
         steps = f"{position.step:,} of {subject.last_step:,} steps"
-    tokens = position.consumed * config.packing.context_length
+    tokens = position.samples_seen * config.packing.context_length
     return (
         f"An Infini-Llama of {parameters:,} parameters (memory: {subject.model.config.memory}, "
         f"objective: {config.training.objective}), trained for {steps}, {tokens:,} tokens of "

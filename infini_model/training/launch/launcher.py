@@ -23,12 +23,12 @@ from infini_model.runtime.machine import available_cores
 from infini_model.runtime.owner import lost
 from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line, rate_limited
 from infini_model.runtime.storage import atomic_file, make_folder
-from infini_model.training.callbacks.heartbeat import Watch
-from infini_model.training.callbacks.mlflow_record import end_record
 from infini_model.training.launch import failures
 from infini_model.training.launch.devices import GPU_NUMBERS, Gpu, gpu_numbers
+from infini_model.training.launch.heartbeat import Watch
 from infini_model.training.launch.recovery import read_recovery, record_failure
 from infini_model.training.launch.reservation import reserve
+from infini_model.training.mlflow_record import end_record
 
 # From SIGTERM to SIGKILL: time to end the step and to write a checkpoint.
 GRACE_SECONDS = 60.0

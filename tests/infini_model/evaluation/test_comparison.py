@@ -16,7 +16,7 @@ from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.training.loop import train
+from infini_model.training.train import train
 
 LOSS = "evaluation/validation_loss"
 

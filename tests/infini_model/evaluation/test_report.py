@@ -20,10 +20,10 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.storage import lock
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint
+from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Gpu
-from infini_model.training.loop import train
+from infini_model.training.train import train
 
 ONLY_LOSS = {"evaluation.tasks": ["loss"]}
 RECORDED = ("step", "dataset_key", "metrics", "intervals")

@@ -20,7 +20,7 @@ from infini_model.evaluation.reporting.report import evaluate_run
 from infini_model.evaluation.tasks.task import TaskResult
 from infini_model.evaluation.tracking import log_evaluation
 from infini_model.runtime.storage import lock, write_json
-from infini_model.training.callbacks.mlflow_record import end_record, read_mlflow_record
+from infini_model.training.mlflow_record import end_record, read_mlflow_record
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 SCORE = "evaluation/test_loss"

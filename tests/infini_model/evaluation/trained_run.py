@@ -10,9 +10,8 @@ from infini_model.data.sources.listing import download
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.training.checkpoints.background import HostCopy
-from infini_model.training.checkpoints.checkpoint import Position, save_checkpoint
-from infini_model.training.parallel.distributed import World
+from infini_model.training.checkpoint import HostCopy, TrainerState, save_checkpoint
+from infini_model.training.distributed import World
 
 WORLD = World(0, 1, torch.device("cpu"))
 TEXT = "the memory of a segment is what the next one reads and `more` ```of``` it"
@@ -65,7 +64,7 @@ def make_run(run_dir, config, steps=(20, 40), std=0.3):
             torch.nn.init.normal_(parameter, std=std)
         settings = config.model_dump(mode="json")
         precision = resolve_precision(config.training.precision, WORLD.device).name
-        position = Position(step, 2 * step, 0, 1, "k" * 64, None, settings, precision, 2)
+        position = TrainerState(step, 2 * step, 0, 1, "k" * 64, None, settings, precision, 2)
         save_checkpoint(run_dir, HostCopy(WORLD).take(model, optimizer), position, keep=2)
     metrics = MetricsFile(run_dir, None)
     for step in range(41):  # enough for a moving mean

@@ -19,7 +19,7 @@ from infini_model.model.kernels.attention import (
 from infini_model.model.memory import Memory, feature_map
 from infini_model.model.rotary import rope_tables, rotate
 from infini_model.runtime.errors import ConfigError
-from infini_model.training.parallel.distributed import deterministic_algorithms
+from infini_model.training.distributed import deterministic_algorithms
 
 UPDATES = ["linear", "delta", "residual"]
 EACH = pytest.mark.parametrize("update", UPDATES)

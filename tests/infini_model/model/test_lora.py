@@ -13,7 +13,7 @@ from infini_model.model.generation.causal import generate
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError
-from infini_model.training.callbacks.flops import flops_per_token
+from infini_model.training.metrics import flops_per_token
 
 MEMORIES = pytest.mark.parametrize("memory", ["linear", "residual"])
 EVERYTHING = LoraConfig(

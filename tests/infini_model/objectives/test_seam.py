@@ -6,7 +6,7 @@ from curves import curve
 
 from infini_model.objectives.causal import CausalLM
 from infini_model.training import parts
-from infini_model.training.loop import train
+from infini_model.training.train import train
 
 
 class Cloze:

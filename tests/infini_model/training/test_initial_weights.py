@@ -35,16 +35,16 @@ from infini_model.evaluation.subject import Subject
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import CheckpointError, ConfigError, UserError
-from infini_model.training.callbacks.mlflow_record import MlflowSink
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.checkpoints.loading import load_model
+from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.export import load_model
 from infini_model.training.initial_weights import (
     InitialWeights,
     find_initial_weights,
     read_initial_weights,
     record_initial_weights,
 )
-from infini_model.training.loop import train
+from infini_model.training.mlflow_record import MlflowExporter
+from infini_model.training.train import train
 
 NORM = "model.norm.weight"
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -97,12 +97,12 @@ def test_a_training_begins_with_nearly_the_loss_of_the_llama_and_records_where_f
     assert begun < before[0] - 0.5
 
     # The checkpoint has the whole shape, and the run its own settings.
-    model = read_position(newest_checkpoint(run_dir)).config["model"]
+    model = read_state(newest_checkpoint(run_dir)).config["model"]
     assert model["initial_weights"] is None
     assert (model["hidden_size"], model["vocab_size"], model["memory"]) == (32, 256, "linear")
     name = config.model.initial_weights
     assert f"initial_weights: {name}" in (run_dir / "config.yaml").read_text(encoding="utf-8")
-    tags = MlflowSink(run_dir, config, None)._origin()
+    tags = MlflowExporter(run_dir, config, None)._origin()
     assert tags["initial_weights.name"] == name
     assert tags["initial_weights.fingerprint"] == read_initial_weights(run_dir).fingerprint
 
@@ -361,7 +361,7 @@ def test_a_run_resumes_with_no_other_adapters_or_frozen_weights(
 LOAD = """
 import sys
 from pathlib import Path
-from infini_model.training.checkpoints.loading import load_model
+from infini_model.training.export import load_model
 print(load_model(Path(sys.argv[1])).config.memory)
 """
 

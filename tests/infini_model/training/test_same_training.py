@@ -13,8 +13,8 @@ from llamas import from_weights, recorded, write_llama
 from trainings import cut_off, on_two_ranks, train_traced, with_adapters
 
 from infini_model.config import merge
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.loop import train
+from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.train import train
 
 SHORT = {
     "training": {"max_steps": 6},
@@ -135,7 +135,7 @@ def test_a_training_is_the_same_whole_resumed_or_on_two_ranks(
         divided, pair = begin(kind, 2, "pair")
         on_two_ranks(train, divided, data, pair)
         expect_same_curves(pair, whole, kind.rounding)
-        assert read_position(newest_checkpoint(pair)).world_size == 2
+        assert read_state(newest_checkpoint(pair)).world_size == 2
     if kind.weights == "adapters":
         again = cut_off(pair, 4, tmp_path / "again")
         on_two_ranks(train, divided, data, again)
@@ -158,8 +158,8 @@ def test_a_run_goes_on_with_another_strategy_or_number_of_ranks(begin, dataset, 
     alone = cut_off(sharded, 4, tmp_path / "alone")
     train(config("fsdp", 4), dataset, alone)
     for run_dir in (sharded, copied, alone):
-        position = read_position(newest_checkpoint(run_dir))
-        assert (position.step, position.consumed, position.global_batch) == (6, 48, 8)
+        position = read_state(newest_checkpoint(run_dir))
+        assert (position.step, position.samples_seen, position.global_batch) == (6, 48, 8)
         expect_same_curves(run_dir, whole, 5e-5)
 
 

@@ -22,10 +22,9 @@ from trainings import start_ranks
 
 from infini_model.config import merge
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.runtime.runs import MODEL
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint
-from infini_model.training.checkpoints.folders import checkpoints_dir
-from infini_model.training.loop import train
+from infini_model.runtime.runs import CHECKPOINTS, MODEL
+from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.training.train import train
 
 pytestmark = pytest.mark.story
 
@@ -152,7 +151,7 @@ class Training:
         assert self._outcome(run_dir) == self._expected, strike
         assert not leftovers(run_dir), strike
         # As half a checkpoint would be when the training resumes.
-        assert not list(checkpoints_dir(run_dir).glob("damaged-*")), strike
+        assert not list((run_dir / CHECKPOINTS).glob("damaged-*")), strike
         shutil.rmtree(run_dir)
 
 

@@ -13,12 +13,10 @@ from torch import distributed as dist
 
 from infini_model.data.loading.windows import Batch
 from infini_model.objectives import make_objective
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint
-from infini_model.training.loop import train
-from infini_model.training.parallel.distributed import World
-from infini_model.training.parallel.sharding import gathered, shard_model
-from infini_model.training.replica import Replica
-from infini_model.training.setup import build_module
+from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.training.distributed import World
+from infini_model.training.parallel import TrainModule, build_module, full_tensor, shard_model
+from infini_model.training.train import compute_gradients, train
 
 pytestmark = pytest.mark.cuda
 
@@ -102,12 +100,11 @@ def test_each_precision_learns_as_float32_on_the_cpu_and_a_run_may_move_there(
 
 def _gradients(module, config, world, batches):
     """The loss and the whole gradients of a backward pass."""
-    replica = Replica(module, config, world)
-    # DDP's own first pass has left some.
-    module.zero_grad()
-    loss, _ = replica.backward(batches)
-    replica.close()
-    return loss.item(), {n: gathered(p.grad).cpu() for n, p in module.named_parameters()}
+    train_module = TrainModule(module, config, world)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+    loss, _ = compute_gradients(train_module, batches, world, scaler)
+    train_module.close()
+    return loss.item(), {n: full_tensor(p.grad).cpu() for n, p in module.named_parameters()}
 
 
 def _wrapped_as_alone(config, device, port):

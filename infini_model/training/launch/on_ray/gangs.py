@@ -11,7 +11,7 @@ from typing import Any
 
 from infini_model.config import Config, LaunchConfig
 from infini_model.runtime.errors import ConfigError, DeviceError, UserError
-from infini_model.training.checkpoints.folders import STATE, listed
+from infini_model.runtime.runs import STATE, list_checkpoints
 from infini_model.training.launch.division import Division, divide
 from infini_model.training.launch.failures import Crashed, Preempted
 from infini_model.training.launch.on_ray.gang import (
@@ -166,11 +166,11 @@ class Gangs:
             raise Preempted(f"stopped; step {self._saved_step()} is saved")
 
     def _saved_step(self) -> int:
-        return next((step for step, _ in listed(self._run_dir)), 0)
+        return next((step for step, _ in list_checkpoints(self._run_dir)), 0)
 
     def _saved_batch(self) -> int | None:
         """The global batch of the newest checkpoint; None without one."""
-        for _, folder in listed(self._run_dir):
+        for _, folder in list_checkpoints(self._run_dir):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
                 return int(state["global_batch"])

@@ -67,15 +67,15 @@ def test_resuming_at_every_position_gives_the_remaining_batches(byte_dataset):
     steps = len(few) // 8 + 3
     with Loader(few, **options) as loader:
         whole = [joined(batches) for batches in islice(loader, steps)]
-        assert loader.consumed == steps * 8
+        assert loader.samples_seen == steps * 8
     # An epoch holds each window once, the next one in another order.
     count, rows = len(few), torch.cat(whole)
     assert sorted(rows[:count].tolist()) == sorted(few.gather(np.arange(count)).tokens.tolist())
     assert not torch.equal(rows[count:], rows[: len(rows) - count])
     for done in range(steps):
-        with Loader(few, **options, consumed=done * 8) as loader:
+        with Loader(few, **options, samples_seen=done * 8) as loader:
             assert torch.equal(joined(next(loader)), whole[done])
-            assert loader.consumed == (done + 1) * 8
+            assert loader.samples_seen == (done + 1) * 8
 
 
 @settings(max_examples=10)
@@ -86,9 +86,9 @@ def test_resuming_at_every_position_gives_the_remaining_batches(byte_dataset):
     st.sampled_from([1, 5 * 6 * 64, 1 << 20]),
 )
 def test_any_number_of_processes_sees_the_same_global_batches(
-    windows, world_size, accumulation, consumed, tokens_at_once
+    windows, world_size, accumulation, samples_seen, tokens_at_once
 ):
-    with Loader(windows, batch_size=24, seed=5, consumed=consumed) as loader:
+    with Loader(windows, batch_size=24, seed=5, samples_seen=samples_seen) as loader:
         whole = [joined(next(loader)) for _ in range(2)]
     parts, keys = [], []
     for rank in range(world_size):
@@ -99,17 +99,17 @@ def test_any_number_of_processes_sees_the_same_global_batches(
             rank=rank,
             world_size=world_size,
             seed=5,
-            consumed=consumed,
+            samples_seen=samples_seen,
             tokens_at_once=tokens_at_once,
         ) as loader:
-            numbers = loader.numbers(consumed)
+            numbers = loader.numbers(samples_seen)
             parts.append([next(loader) for _ in range(2)])
-            assert loader.consumed == consumed + 48
+            assert loader.samples_seen == samples_seen + 48
         for batch, chosen in zip(parts[-1][0], numbers, strict=True):
             assert torch.equal(batch.tokens, windows.gather(chosen).tokens)
         keys += [key for step in parts[-1] for batch in step for key in batch.keys.tolist()]
     # Each window of a training has a key of its own, in all epochs.
-    assert sorted(keys) == list(range(consumed, consumed + 48))
+    assert sorted(keys) == list(range(samples_seen, samples_seen + 48))
     for step in range(2):
         assert all(len(part[step]) == accumulation for part in parts)
         together = torch.cat([joined(part[step]) for part in parts])
@@ -164,7 +164,7 @@ def assert_same(mine, theirs):
 
 def test_the_gpu_dataloader_is_a_loader(byte_dataset, each_device):
     packing = PackingConfig(mode="aligned", context_length=64)
-    options = {"batch_size": 3, "gradient_accumulation_steps": 2, "seed": 2, "consumed": 6}
+    options = {"batch_size": 3, "gradient_accumulation_steps": 2, "seed": 2, "samples_seen": 6}
     with (
         get_gpu_train_dataloader(byte_dataset, packing, 16, **options, device=each_device) as one,
         Loader(open_windows(byte_dataset, "train", packing, 16), **options) as other,

@@ -87,10 +87,11 @@ def test_resuming_anywhere_on_any_number_of_processes_gives_the_same_steps(
         whole = [rows(batches) for batches in islice(loader, steps)][done:]
     parts = []
     for rank in range(world_size):
-        options = {"rank": rank, "consumed": done * GLOBAL_BATCH, "tokens_at_once": tokens_at_once}
+        seen = done * GLOBAL_BATCH
+        options = {"rank": rank, "samples_seen": seen, "tokens_at_once": tokens_at_once}
         with begin(world_size, accumulation, **options) as loader:
             parts.append([next(loader) for _ in whole])
-            assert loader.consumed == steps * GLOBAL_BATCH
+            assert loader.samples_seen == steps * GLOBAL_BATCH
     for step, expected in enumerate(whole):
         assert all(len(part[step]) == accumulation for part in parts)
         assert torch.equal(torch.cat([rows(part[step]) for part in parts]), expected)

@@ -25,9 +25,8 @@ from infini_model.runtime.errors import DataError, DeviceError, RunLostError, Us
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
 from infini_model.training import AGENT
-from infini_model.training.callbacks import heartbeat
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.launch import launcher
+from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.launch import heartbeat, launcher
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.failures import (
     Crashed,
@@ -38,7 +37,7 @@ from infini_model.training.launch.failures import (
     TimedOut,
 )
 from infini_model.training.launch.launcher import launch
-from infini_model.training.loop import train
+from infini_model.training.train import train
 
 BY_HAND = ["-m", "infini_model.training"]
 LAUNCH = [
@@ -375,7 +374,7 @@ def hanging(tmp_path, monkeypatch):
             for place in (
                 "infini_model.data.loading.loader.Loader.__next__",
                 "infini_model.objectives.objective.LossModule.forward",
-                "infini_model.training.callbacks.heartbeat.Heartbeat.after_gradients",
+                "infini_model.training.launch.heartbeat.Heartbeat.after_gradients",
                 "torch.optim.AdamW.step",
             )
         ),
@@ -396,7 +395,7 @@ def test_a_rank_that_hangs_is_named_and_leaves_its_stack(
 
 @pytest.mark.story
 def test_a_slow_checkpoint_of_one_rank_is_no_hang(dataset, make_config, tmp_path, hanging):
-    clock = hanging("infini_model.training.checkpoints.saving.Checkpointer.save", rank=0, ranks=2)
+    clock = hanging("infini_model.training.checkpoint.Checkpointer.save", rank=0, ranks=2)
     pair = {"training": {"batch_size": 4}, "launch": {"processes": 2, "hang_timeout_seconds": 10}}
     launch(make_config(**pair), dataset, tmp_path / "run", on_line=ignore)
     assert clock.now == 60.0
@@ -472,7 +471,7 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     launch(config, dataset, run_dir, on_line=ignore)
     assert repeatable(run_dir) == repeatable(tmp_path / "expected")
     assert weights(run_dir) == weights(tmp_path / "expected")
-    assert read_position(newest_checkpoint(run_dir)).consumed == (12 + 1) * 8
+    assert read_state(newest_checkpoint(run_dir)).samples_seen == (12 + 1) * 8
 
 
 def test_ranks_share_cores_and_what_a_user_has_set_stays(monkeypatch):

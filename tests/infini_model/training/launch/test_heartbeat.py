@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from infini_model.training.callbacks import heartbeat
-from infini_model.training.callbacks.heartbeat import (
+from infini_model.training.launch import heartbeat
+from infini_model.training.launch.heartbeat import (
     MEDIAN_STEPS,
     MIN_LIMIT_SECONDS,
     PAUSE_LIMIT_SECONDS,
@@ -93,7 +93,7 @@ def test_startup_and_long_pauses_are_allowed(clock, hearts, silence):
     assert silence(watch, PAUSE_LIMIT_SECONDS) is None
     steps(clock, ranks, 10, seconds=0.01)
     for heart in ranks:
-        heart.before_pause()
+        heart.expect_long_work()
     # It lasts until the gradients of the next step, which have to wait for a slow rank.
     ranks[0].before_collective()
     assert silence(watch, PAUSE_LIMIT_SECONDS) is None

@@ -14,10 +14,9 @@ from stopping import StopAfter
 from infini_model.data.loading.windows import open_windows, sample_windows
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.training.callbacks import defaults, memory
-from infini_model.training.callbacks.callback import Callback
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint
-from infini_model.training.loop import train
+from infini_model.training.callbacks import Callback, defaults, memory
+from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.training.train import train
 from infini_model.training.validation import PROBE_WINDOWS
 
 BY_LAYER = ["share", "kv_norm"]

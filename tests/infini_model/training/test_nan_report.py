@@ -23,13 +23,13 @@ from infini_model.data.sources.listing import download
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import sha256
-from infini_model.training.callbacks.spikes import MIN_LOSSES, WINDOW, SpikeDetector
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.loop import train
+from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.spikes import MIN_LOSSES, WINDOW, SpikeDetector
+from infini_model.training.train import train
 
 # A byte that only one document contains.
 POISON = "@"
-TRAIN = Path(__file__).parents[4] / "docs" / "train.md"
+TRAIN = Path(__file__).parents[3] / "docs" / "train.md"
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,8 @@ def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_pa
     faults = {f"{fault['kind']}/{fault['name']}" for fault in tree["faults"]}
     assert set(saved) - batches == faults
     # The folder resumes as a separate run, before the step, and fails at the same one.
-    position = read_position(newest_checkpoint(folder))
-    assert (position.step, position.consumed) == (step - 1, (step - 1) * 8)
+    position = read_state(newest_checkpoint(folder))
+    assert (position.step, position.samples_seen) == (step - 1, (step - 1) * 8)
     again, its_folder = fail(config, poisoned, folder)
     assert again == step
     assert json.loads((its_folder / "rank-0" / "report.json").read_text()) == tree
@@ -214,7 +214,7 @@ def test_the_next_spike_is_reported_again_and_a_new_level_becomes_normal():
 def test_a_spike_is_reported_once_with_its_windows(poisoned, make_config, tmp_path, caplog):
     config = debugging(make_config, max_steps=24, learning_rate=1e-5)
     train(config, poisoned, tmp_path, [StopAfter(20)])
-    step = read_position(newest_checkpoint(tmp_path)).step + 1
+    step = read_state(newest_checkpoint(tmp_path)).step + 1
     change(newest_checkpoint(tmp_path), "lm_head.weight", lambda weight: weight.mul_(400))
     # With the losses from before the interruption.
     with caplog.at_level(logging.WARNING):

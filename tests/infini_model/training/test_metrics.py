@@ -8,7 +8,7 @@ from tiny_models import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from infini_model.model.llama import InfiniLlama
-from infini_model.training.callbacks.flops import flops_per_token, peak_flops
+from infini_model.training.metrics import flops_per_token, peak_flops
 
 LENGTH = 8
 CONFIG = tiny_config(segment_length=LENGTH)

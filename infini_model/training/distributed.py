@@ -1,4 +1,4 @@
-"""The process group of a training: ranks, collectives, and agreeing to stop.
+"""The process group of a training: ranks, collectives, and agreeing on settings and on stopping.
 
 Under torchrun, a process reads its rank from the environment and joins a process group: nccl on
 CUDA, gloo on the CPU. In plain Python there is one process and no process group.
@@ -15,17 +15,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from infini_model.config import LaunchConfig
+from infini_model.config import Config, LaunchConfig
+from infini_model.runtime.claims import first_difference
 from infini_model.runtime.errors import ConfigError, DeviceError
-from infini_model.training.callbacks.heartbeat import PAUSE_LIMIT_SECONDS
 from infini_model.training.launch.devices import GPU_NUMBERS, find_driver, physical_gpu
 from infini_model.training.launch.failures import STOPS
+from infini_model.training.launch.heartbeat import PAUSE_LIMIT_SECONDS
+
+T = TypeVar("T")
+
+# What the ranks do together, and when: besides what decides the weights.
+TOGETHER: dict[str, set[str]] = {
+    "launch": {"strategy", "gradient_checkpointing", "deterministic"},
+    "logging": {"logging_steps", "eval_steps", "debug"},
+    "checkpoint": {"save_steps"},
+    "evaluation": {"max_windows"},
+}
 
 
 @dataclass(frozen=True)
@@ -45,13 +57,13 @@ class World:
         """Whether this is rank 0, which writes checkpoints and metrics."""
         return self.rank == 0
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """`values` summed over all ranks, in place; the same bits on every rank."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """The `values` [N] of all ranks as [ranks, N], on every rank."""
         if self.size == 1:
             return values.unsqueeze(0)
@@ -59,60 +71,74 @@ class World:
         dist.all_gather(everyone, values)
         return torch.stack(everyone)
 
-    def from_main(self, value: int) -> int:
-        """Rank 0's `value`, on every rank."""
-        if self.size == 1:
-            return value
-        shared = torch.tensor([value], dtype=torch.int64, device=self.device)
-        dist.broadcast(shared, src=0)
-        return int(shared.item())
+    def all_gather_text(self, text: str) -> list[str]:
+        """The `text` of each rank, on every rank."""
+        own = _as_tensor(text.encode()).to(self.device)
+        sizes = self.all_gather(torch.tensor([len(own)], device=self.device)).flatten().tolist()
+        padded = own.new_zeros(max(sizes))
+        padded[: len(own)] = own
+        rows = zip(self.all_gather(padded), sizes, strict=True)
+        return [_as_bytes(row[:size]).decode() for row, size in rows]
 
-    def tensor_from_main(
-        self, read: Callable[[], torch.Tensor], like: torch.Tensor
-    ) -> torch.Tensor:
-        """The tensor that `read` returns on rank 0, on every rank; of `like`'s shape and dtype.
+    def broadcast(self, read: Callable[[], T]) -> T:
+        """The JSON value that `read` returns on rank 0, on every rank; only rank 0 calls it.
 
-        Only rank 0 calls `read`, so only its machine needs the files.
+        As JSON, not as torch's own broadcast of objects, which unpickles.
         """
+        value: T = json.loads(self.broadcast_bytes(lambda: json.dumps(read()).encode()))
+        return value
+
+    def broadcast_bytes(self, read: Callable[[], bytes]) -> bytes:
+        """As `broadcast`, of at least one byte."""
         if self.size == 1:
             return read()
-        shared = (
-            read().to(self.device) if self.is_main else torch.empty_like(like, device=self.device)
-        )
+        content = _as_tensor(read() if self.is_main else b"")
+        size = self.broadcast_tensor(lambda: torch.tensor([len(content)]), torch.empty(1).long())
+        return _as_bytes(self.broadcast_tensor(lambda: content, content.new_empty(int(size))))
+
+    def broadcast_tensor(self, read: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """As `broadcast`, of a tensor of `like`'s shape and dtype, on this rank's device."""
+        if self.size == 1:
+            return read()
+        shared = read().to(self.device) if self.is_main else torch.empty_like(like).to(self.device)
         dist.broadcast(shared, src=0)
         return shared
 
-    def bytes_from_main(self, read: Callable[[], bytes]) -> bytes:
-        """What `read` returns on rank 0, on every rank; only rank 0 calls it."""
-        if self.size == 1:
-            return read()
-        content = read() if self.is_main else b""
-        size = self.from_main(len(content))
-        if size == 0:
-            return b""
-        like = torch.empty(size, dtype=torch.uint8)
-        return _as_bytes(self.tensor_from_main(lambda: _as_tensor(content), like))
-
-    def json_from_main(self, read: Callable[[], Any]) -> Any:
-        """The JSON value that `read` returns on rank 0, on every rank; only rank 0 calls it."""
-        return json.loads(self.bytes_from_main(lambda: json.dumps(read()).encode()))
-
-    def texts(self, text: str) -> list[str]:
-        """The `text` of each rank, on every rank."""
-        own = _as_tensor(text.encode()).to(self.device)
-        sizes = self.gather(torch.tensor([len(own)], device=self.device)).flatten().tolist()
-        padded = own.new_zeros(max(sizes))
-        padded[: len(own)] = own
-        rows = zip(self.gather(padded), sizes, strict=True)
-        return [_as_bytes(row[:size]).decode() for row, size in rows]
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
 
 
-def _as_tensor(content: bytes) -> torch.Tensor:
+def _as_tensor(content: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 
-def _as_bytes(tensor: torch.Tensor) -> bytes:
+def _as_bytes(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
+
+
+def check_agreement(config: Config, dataset_key: str, world: World) -> None:
+    """Raise `ConfigError` on every rank if any has other settings or another dataset than rank 0.
+
+    Ranks of several machines read their settings there. With different ones they would wait for
+    each other for ever, or train different models and mix their gradients. The error names the
+    first setting that differs, with both values.
+    """
+    own = {**config.identity, "dataset": dataset_key}
+    for section, names in TOGETHER.items():
+        values = getattr(config, section).model_dump(mode="json", include=names)
+        own[section] = own.get(section, {}) | values
+    first = world.broadcast(lambda: own)
+    found = first_difference(first, own)
+    difference = ""
+    if found is not None:
+        difference = f"{found.key} is {found.one!r} on the first machine, {found.other!r}"
+    said = world.all_gather_text(difference)
+    for rank, text in enumerate(said):
+        if text:
+            where = "here" if rank == world.rank else f"on that of rank {rank}"
+            raise ConfigError(f"{text} {where}")
 
 
 def choose_device(gpus: str, local_rank: int) -> torch.device:
@@ -201,11 +227,11 @@ def join_world(launch: LaunchConfig) -> Iterator[World]:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    timeout = collective_timeout(launch.hang_timeout_seconds)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=collective_timeout(launch.hang_timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
     yield world
     # Not in a `finally`: after an error other ranks may be gone, and leaving would wait for them.
     dist.destroy_process_group()
@@ -219,6 +245,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._received: set[int] = set()
+        self._none: Tensor | None = None
         self._previous: dict[int, signal.Handlers | None] = {}
 
     def __enter__(self) -> StopSignals:
@@ -239,11 +266,19 @@ class StopSignals:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._received.add(number)
 
-    def as_counts(self) -> list[float]:
-        """For each of `STOPS`, 1 if this rank received it: summed over the ranks, all agree."""
-        return [float(number in self._received) for number in STOPS]
+    def counts_on(self, device: torch.device) -> Tensor:
+        """For each of `STOPS`, 1 if this rank received it: summed over the ranks, all agree.
+
+        Float64 on `device`; a copy waits for the device, so it is made only for a signal.
+        """
+        if self._received or self._none is None or self._none.device != device:
+            counts = [float(number in self._received) for number in STOPS]
+            found = torch.tensor(counts, dtype=torch.float64, device=device)
+            self._none = None if self._received else found
+            return found
+        return self._none
 
 
 def received_stop(counts: list[float]) -> int | None:
-    """The signal that any rank received, given the sum of `StopSignals.as_counts`; else None."""
+    """The signal that any rank received, given the sum of `StopSignals.counts_on`; else None."""
     return next((int(number) for number, count in zip(STOPS, counts, strict=True) if count), None)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infini_model.runtime.storage import make_folder, named_os_errors
-from infini_model.training.callbacks.callback import Callback
+from infini_model.training.callbacks import Callback
 from infini_model.training.launch.failures import Hung
 
 # Limit for loading, validating, saving and sending records.
@@ -77,9 +77,9 @@ class Heartbeat(Callback):
         self._timeout = timeout
         self._count = self._position = 0
         self._gaps: deque[float] = deque(maxlen=31)
-        self.before_pause()
+        self.expect_long_work()
 
-    def before_pause(self) -> None:
+    def expect_long_work(self) -> None:
         """Write a heartbeat that allows for long work."""
         self._stepped: float | None = None
         self._beat(PAUSE_LIMIT_SECONDS)

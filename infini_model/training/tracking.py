@@ -1,6 +1,6 @@
-"""Sinks that follow `metrics.jsonl`: TensorBoard and MLflow.
+"""Exporters that follow `metrics.jsonl`: TensorBoard and MLflow.
 
-Each runs in its own thread, so a sink that is slow or down never delays the training. It receives
+Each runs in its own thread, so one that is slow or down never delays the training. It receives
 what it missed once it is back, at the end, or when the run is next resumed or evaluated.
 """
 
@@ -15,25 +15,24 @@ from typing import Any, Protocol
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
-from infini_model.training.callbacks.callback import Status
-from infini_model.training.callbacks.mlflow_record import MlflowSink
-from infini_model.training.mlflow_client import error_summary
+from infini_model.training.callbacks import Status
+from infini_model.training.mlflow_record import MlflowExporter, error_summary
 
 POLL_SECONDS = 0.5
-# Retries of a failing sink back off exponentially up to this delay.
+# Retries of a failing exporter back off exponentially up to this delay.
 MAX_DELAY_SECONDS = 60.0
-# How long the end of a training waits for the sinks.
+# How long the end of a training waits for the exporters.
 CLOSE_TIMEOUT_SECONDS = 15.0
 
 log = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
+class Exporter(Protocol):
     """A destination of the metrics; any exception is caught and the delivery retried."""
 
     name: str
 
-    def deliver(self, lines: Sequence[Line]) -> None:
+    def export(self, lines: Sequence[Line]) -> None:
         """Send the lines after those of the last successful call; there may be none."""
 
     def finish(self, status: Status) -> None:
@@ -41,21 +40,20 @@ class Sink(Protocol):
 
 
 class Follower(threading.Thread):
-    """Tails `metrics.jsonl` and delivers new lines to one sink."""
+    """Tails `metrics.jsonl` and delivers new lines to one exporter."""
 
     def __init__(
-        self, run_dir: Path, sink: Sink, max_delay_seconds: float = MAX_DELAY_SECONDS
+        self, run_dir: Path, exporter: Exporter, max_delay_seconds: float = MAX_DELAY_SECONDS
     ) -> None:
-        super().__init__(name=f"follower of {sink.name}", daemon=True)
+        super().__init__(name=f"follower of {exporter.name}", daemon=True)
         self._path = run_dir / "metrics.jsonl"
-        self._sink = sink
+        self.exporter = exporter
         self._max_delay = max_delay_seconds
         self._offset = 0
         self._warned = False
         self._ending = threading.Event()
         self._deadline = float("inf")
         self._status: Status = "FINISHED"
-        self.sink_name = sink.name
         self.done = False
 
     def end(self, status: Status, deadline: float) -> None:
@@ -64,7 +62,7 @@ class Follower(threading.Thread):
         self._ending.set()
 
     def run(self) -> None:
-        """Deliver until ended, retrying a failing sink with exponential backoff."""
+        """Deliver until ended, retrying a failing exporter with exponential backoff."""
         delay, failed = 0.0, False
         while time.monotonic() < self._deadline:
             if self._ending.wait(delay) and failed:
@@ -72,38 +70,38 @@ class Follower(threading.Thread):
             # Checked before reading, so that everything written before the end is delivered.
             ending = self._ending.is_set()
             try:
-                self._deliver_new()
+                self._export_new()
                 if ending:
-                    self._sink.finish(self._status)
+                    self.exporter.finish(self._status)
                     self.done = True
                     return
                 delay, failed = POLL_SECONDS, False
-            except Exception as error:  # noqa: BLE001 - no sink may harm the training
+            except Exception as error:  # noqa: BLE001 - no exporter may harm the training
                 self._warn(error)
                 if ending and failed:
                     # It was already down before the end, so do not wait for it.
                     return
                 delay, failed = min(self._max_delay, max(2 * delay, POLL_SECONDS)), True
 
-    def _deliver_new(self) -> None:
+    def _export_new(self) -> None:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
         end = data.rfind(b"\n") + 1
-        self._sink.deliver(whole_lines(data[:end]))
+        self.exporter.export(whole_lines(data[:end]))
         self._offset += end
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             log.warning(
                 "cannot send metrics to %s (%s); training continues, they will be sent later",
-                self._sink.name,
+                self.exporter.name,
                 error_summary(error),
             )
         self._warned = True
 
 
-class TensorBoardSink:
+class TensorBoardExporter:
     """Writes event files, rebuilt from the first line at each start and so always complete."""
 
     name = "TensorBoard"
@@ -112,7 +110,7 @@ class TensorBoardSink:
         self._folder = folder
         self._writer: Any = None
 
-    def deliver(self, lines: Sequence[Line]) -> None:
+    def export(self, lines: Sequence[Line]) -> None:
         """Add `lines` to the event file."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -131,8 +129,8 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class Sinks:
-    """The sinks of a run, active from `start` to `close`."""
+class Exporters:
+    """The exporters of a run, active from `start` to `close`."""
 
     def __init__(
         self,
@@ -143,14 +141,14 @@ class Sinks:
         max_delay_seconds: float = MAX_DELAY_SECONDS,
     ) -> None:
         """`dataset` holds the dataset's `name`, `key` and `path`."""
-        sinks: list[Sink] = []
+        exporters: list[Exporter] = []
         if config.tracking.tensorboard:
             base = config.logging.tensorboard_dir
             folder = base / run_dir.name if base else run_dir / "logs" / "tensorboard"
-            sinks.append(TensorBoardSink(folder))
+            exporters.append(TensorBoardExporter(folder))
         if config.tracking.mlflow:
-            sinks.append(MlflowSink(run_dir, config, dataset))
-        self._followers = [Follower(run_dir, sink, max_delay_seconds) for sink in sinks]
+            exporters.append(MlflowExporter(run_dir, config, dataset))
+        self._followers = [Follower(run_dir, exporter, max_delay_seconds) for exporter in exporters]
 
     def start(self) -> None:
         """Start delivering."""
@@ -158,7 +156,7 @@ class Sinks:
             follower.start()
 
     def close(self, status: Status, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:
-        """Wait at most `timeout_seconds` for the sinks to receive everything."""
+        """Wait at most `timeout_seconds` for the exporters to receive everything."""
         deadline = time.monotonic() + timeout_seconds
         started = [follower for follower in self._followers if follower.ident is not None]
         for follower in started:
@@ -168,5 +166,5 @@ class Sinks:
             if not follower.done:
                 log.warning(
                     "%s is missing metrics; they will be sent when the run is resumed or evaluated",
-                    follower.sink_name,
+                    follower.exporter.name,
                 )

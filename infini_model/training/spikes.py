@@ -11,19 +11,15 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import torch
 
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
-from infini_model.training.callbacks.callback import Callback, Step
-from infini_model.training.callbacks.diagnostics import REMEDIES
-from infini_model.training.parallel.distributed import World
-from infini_model.training.provenance import Attribution, WindowRead, describe_windows
+from infini_model.training.callbacks import Callback, Step
+from infini_model.training.nan_report import REMEDIES, WindowRead, describe_windows, read_back
+from infini_model.training.setup import TrainingSetup
 
 # Number of past losses considered, and the minimum number needed.
 WINDOW = 64
@@ -85,40 +81,36 @@ class SpikeDetector:
         return Spike(loss, limit, median, deviation, len(self._losses))
 
 
-def past_losses(run_dir: Path, step: int, world: World) -> list[float]:
-    """The last losses of the run up to `step`, read by rank 0 and shared with every rank."""
-    values = torch.zeros(WINDOW, dtype=torch.float64, device=world.device)
-    if world.is_main:
-        lines = [line for line in read_metrics(run_dir) if line["step"] <= step]
-        losses = [line["train/loss"] for line in lines if "train/loss" in line][-WINDOW:]
-        values[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
-    return [loss for loss in world.sum(values).tolist() if loss > 0.0]
+def past_losses(setup: TrainingSetup) -> list[float]:
+    """The last losses of the run, read by rank 0 and shared with every rank."""
+
+    def read() -> list[float]:
+        lines = [line for line in read_metrics(setup.run_dir) if line["step"] <= setup.start.step]
+        return [line["train/loss"] for line in lines if "train/loss" in line][-WINDOW:]
+
+    return setup.world.broadcast(read)
 
 
 class SpikeReports(Callback):
-    """Warns when a spike begins and saves the windows of the step in `<run>/debug`."""
+    """Warns when a spike begins and saves the windows of the step in `<run>/debug`.
 
-    def __init__(
-        self,
-        run_dir: Path,
-        rank: int,
-        past: Iterable[float],
-        attribution: Attribution,
-        before_pause: Callable[[], None],
-    ) -> None:
-        """`past` holds the last losses; `before_pause` is called before windows are read back."""
-        self._run_dir, self._rank = run_dir, rank
-        self._detector = SpikeDetector(past)
-        self._attribution, self._before_pause = attribution, before_pause
+    They are scored again with the weights after the step, on a GPU after the next one.
+    """
 
-    def after_backward(self, step: Step) -> None:
-        """Check the loss, while the weights are still those that produced it."""
+    def __init__(self, setup: TrainingSetup, expect_long_work: Callable[[], None]) -> None:
+        """`expect_long_work` is called before windows are read back."""
+        self._setup, self._expect_long_work = setup, expect_long_work
+        self._detector = SpikeDetector(past_losses(setup))
+
+    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
+        """Check the loss."""
         if spike := self._detector.watch(step.loss):
-            self._before_pause()
-            self._report(step.number, spike, self._attribution.read_back(step.batches))
+            self._expect_long_work()
+            self._report(step.number, spike, read_back(self._setup, step))
 
     def _report(self, step: int, spike: Spike, reads: Sequence[WindowRead]) -> None:
-        path = self._run_dir / "debug" / f"spike-{step}" / f"rank-{self._rank}.json"
+        folder = self._setup.run_dir / "debug" / f"spike-{step}"
+        path = folder / f"rank-{self._setup.world.rank}.json"
         lines = [
             f"Loss spike at step {step}: {spike.loss:.4f} is above the limit {spike.limit:.4f}, "
             f"based on the last {spike.steps} steps (median {spike.median:.4f}).",

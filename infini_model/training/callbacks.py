@@ -1,7 +1,7 @@
 """The hooks of the training loop.
 
-To add a callback, subclass `Callback` in a new file and add one line to `default_callbacks` in
-`infini_model.training.callbacks.defaults`. Hooks run on every rank, so they may use collective
+To add a callback, subclass `Callback` in a new file and add it to the list in
+`infini_model.training.train.default_callbacks`. Hooks run on every rank, so they may use collective
 operations, and in the order of that list.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 # How a training ended, in MLflow's words.
 Status = Literal["FINISHED", "FAILED", "KILLED"]
+Arguments = ParamSpec("Arguments")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step after the backward pass, before or after the update.
+    """An optimizer step that has been computed.
 
     Attributes:
         number: 1 for the first step.
@@ -35,9 +36,12 @@ class Step:
         rank_loss: Sum of the losses of this rank's share of the batch.
         grad_norm: Norm of all gradients before clipping.
         learning_rate: Learning rate of the matrices.
-        overflowed: Whether gradients overflowed in fp16, so that the update is skipped.
+        loss_scale: Loss scale in fp16 after the step; None in other precisions.
+        overflowed: Whether gradients overflowed in fp16, so that the update was skipped.
         first_window: Windows read before the global batch, over all ranks.
         batches: This rank's micro-batches.
+        seconds: Wall-clock time of the step.
+        wait_seconds: How much of it the step waited for its batches.
         logged: Whether this step is logged.
     """
 
@@ -47,9 +51,12 @@ class Step:
     rank_loss: float
     grad_norm: float
     learning_rate: float
+    loss_scale: float | None
     overflowed: bool
     first_window: int
     batches: Sequence[Batch]
+    seconds: float
+    wait_seconds: float
     logged: bool
 
     @property
@@ -92,20 +99,24 @@ class Callback:
     def after_gradients(self) -> None:
         """This rank's gradients are computed; it has not waited for the others' losses yet."""
 
-    def after_backward(self, step: Step) -> None:
-        """All gradients are there, finite unless `step.overflowed`; no weight has changed yet."""
-
     def on_non_finite(self, step: Step) -> None:
-        """The loss or a gradient is NaN or infinite; the training ends after this hook."""
+        """The loss or a gradient is NaN or infinite; the weights are those from before the step.
 
-    def metrics(self, step: Step, seconds: float) -> Mapping[str, float]:  # noqa: ARG002
-        """Metrics of a step that took `seconds`, by their MLflow names."""
+        The training ends after this hook.
+        """
+
+    def metrics(self, step: Step) -> Mapping[str, float]:  # noqa: ARG002
+        """Metrics of a step, by their MLflow names."""
         return {}
 
     def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """The step is complete; `metrics` holds the metrics of all callbacks."""
+        """The step is complete; `metrics` holds the metrics of all callbacks.
 
-    def before_pause(self) -> None:
+        On a GPU the next step has been launched by then, unless this one is followed by a
+        validation, a checkpoint or the end.
+        """
+
+    def expect_long_work(self) -> None:
         """Work that may take much longer than a step starts, such as a checkpoint or validation."""
 
     def evaluation_metrics(self, evaluation: Evaluation) -> Mapping[str, float]:  # noqa: ARG002
@@ -125,71 +136,36 @@ class Callback:
 class Callbacks:
     """A list of callbacks, called in order."""
 
-    def __init__(self, members: Iterable[Callback]) -> None:
-        self._members = list(members)
+    def __init__(self, members: Iterable[Callback] = ()) -> None:
+        self.members = list(members)
 
-    def on_start(self, step: int) -> None:
-        """Call this hook of all members."""
-        for member in self._members:
-            member.on_start(step)
+    def call(
+        self,
+        hook: Callable[Concatenate[Callback, Arguments], None],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        """Call a hook of all members: `call(Callback.on_start, step)`."""
+        for member in self.members:
+            getattr(member, hook.__name__)(*args, **kwargs)
 
-    def before_step(self) -> None:
-        """Call this hook of all members."""
-        for member in self._members:
-            member.before_step()
-
-    def before_collective(self) -> None:
-        """Call this hook of all members."""
-        for member in self._members:
-            member.before_collective()
-
-    def after_gradients(self) -> None:
-        """Call this hook of all members."""
-        for member in self._members:
-            member.after_gradients()
-
-    def after_backward(self, step: Step) -> None:
-        """Call this hook of all members."""
-        for member in self._members:
-            member.after_backward(step)
-
-    def on_non_finite(self, step: Step) -> None:
-        """Call this hook of all members."""
-        for member in self._members:
-            member.on_non_finite(step)
-
-    def finish_step(self, step: Step, seconds: float) -> None:
+    def finish_step(self, step: Step) -> None:
         """Collect the metrics of all members, then call `after_step` of each with all of them."""
-        metrics: dict[str, float] = {}
-        for member in self._members:
-            metrics |= member.metrics(step, seconds)
-        for member in self._members:
-            member.after_step(step, metrics)
-
-    def before_pause(self) -> None:
-        """Call this hook of all members."""
-        for member in self._members:
-            member.before_pause()
+        metrics = {name: v for each in self.members for name, v in each.metrics(step).items()}
+        self.call(Callback.after_step, step, metrics)
 
     def finish_evaluation(self, evaluation: Evaluation) -> None:
         """As `finish_step`, with `evaluation_metrics` and `after_evaluation`."""
-        metrics: dict[str, float] = {}
-        for member in self._members:
-            metrics |= member.evaluation_metrics(evaluation)
-        for member in self._members:
-            member.after_evaluation(evaluation, metrics)
+        found = (each.evaluation_metrics(evaluation) for each in self.members)
+        metrics = {name: value for each in found for name, value in each.items()}
+        self.call(Callback.after_evaluation, evaluation, metrics)
 
-    def after_checkpoint(self, step: int, seconds: float) -> None:
-        """Call this hook of all members."""
-        for member in self._members:
-            member.after_checkpoint(step, seconds)
-
-    def on_end(self, status: Status) -> None:
-        """Call this hook of all members; an error in one is logged and keeps none from ending."""
-        for member in self._members:
+    def end(self, status: Status) -> None:
+        """Call `on_end` of all members; an error in one is logged and keeps none from ending."""
+        for member in self.members:
             try:
                 member.on_end(status)
             except Exception as error:
                 # An error that ended the training is reported; this one may follow from it.
-                told = f"{type(member).__name__} failed at the end of the training: {error!r}"
-                log.error(told, exc_info=status != "FAILED")  # noqa: TRY400
+                message = f"{type(member).__name__} failed at the end of the training: {error!r}"
+                log.error(message, exc_info=status != "FAILED")  # noqa: TRY400

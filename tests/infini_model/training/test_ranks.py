@@ -15,18 +15,17 @@ from infini_model.data.loading.windows import Batch
 from infini_model.data.manifest import read_manifest
 from infini_model.objectives import make_objective
 from infini_model.runtime.errors import ConfigError, DeviceError
-from infini_model.training.callbacks.heartbeat import Heartbeat
-from infini_model.training.launch.devices import GPU_NUMBERS, Driver
-from infini_model.training.loop import train
-from infini_model.training.parallel import distributed
-from infini_model.training.parallel.agreement import check_agreement
-from infini_model.training.parallel.distributed import (
+from infini_model.training import distributed
+from infini_model.training.distributed import (
+    check_agreement,
     choose_device,
     collective_timeout,
     join_world,
 )
-from infini_model.training.replica import Replica
-from infini_model.training.setup import build_module
+from infini_model.training.launch.devices import GPU_NUMBERS, Driver
+from infini_model.training.launch.heartbeat import Heartbeat
+from infini_model.training.parallel import TrainModule, build_module
+from infini_model.training.train import compute_gradients, train
 
 # 70 MB of parameters: far more than all else that a process allocates to make a model.
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "vocab_size": 256}
@@ -105,10 +104,15 @@ def peak_bytes(*, forget=False):
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
-def sums_of(replica, batches):
+def backward(module, batches, world):
+    """The gradients of a global batch, as a step computes them."""
+    return compute_gradients(module, batches, world, torch.amp.GradScaler("cpu", enabled=False))
+
+
+def sums_of(module, batches, world):
     """Number of gradient reductions in one backward pass, without that of the targets."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        replica.backward(batches)
+        backward(module, batches, world)
     names = ("c10d::allreduce_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_")
     return sum(event.count for event in profiler.key_averages() if event.key in names) - 1
 
@@ -122,10 +126,10 @@ def measure(config, folder):
         for strategy in ("ddp", "fsdp"):
             launch = config.launch.model_copy(update={"strategy": strategy})
             asked = config.model_copy(update={"launch": launch})
-            replica = Replica(build_module(asked, objective, None, world), asked, world)
-            replica.backward([batch])
-            found[strategy] = [sums_of(replica, [batch] * count) for count in (1, 3)]
-            replica.close()
+            module = TrainModule(build_module(asked, objective, None, world), asked, world)
+            backward(module, [batch], world)
+            found[strategy] = [sums_of(module, [batch] * count, world) for count in (1, 3)]
+            module.close()
         large = asked.model_copy(update={"model": asked.model.model_copy(update=LARGE)})
         before = peak_bytes(forget=True)
         module = build_module(large, objective, None, world)
@@ -154,7 +158,7 @@ def test_ddp_sums_gradients_once_a_step_and_under_fsdp_only_rank_0_ever_has_all_
 def test_the_launcher_ends_a_hang_before_the_ranks_give_up_waiting(tmp_path, hang_timeout):
     heartbeat = Heartbeat(tmp_path, 0, hang_timeout)
     allowed = []
-    for beat in (heartbeat.before_pause, heartbeat.after_gradients, heartbeat.after_gradients):
+    for beat in (heartbeat.expect_long_work, heartbeat.after_gradients, heartbeat.after_gradients):
         beat()
         line = (tmp_path / "logs" / "heartbeats" / "rank-0").read_text()
         allowed.append(float(line.split()[1]))

@@ -1,4 +1,4 @@
-"""The metrics of a run: a file, and sinks that follow it and may be slow, silent or down.
+"""The metrics of a run: a file, and exporters that follow it and may be slow, silent or down.
 
 The record in MLflow, here in a file, has the status and the origin of the run, too.
 """
@@ -25,16 +25,16 @@ from infini_model.runtime.metrics_file import MetricsFile, read_metrics, read_ne
 from infini_model.runtime.records import write_record
 from infini_model.runtime.runs import RUN, RunRecord
 from infini_model.runtime.storage import write_json
-from infini_model.training.callbacks import mlflow_record
-from infini_model.training.callbacks.mlflow_record import (
+from infini_model.training import mlflow_record
+from infini_model.training.metrics import Recorder
+from infini_model.training.mlflow_record import (
     NOTE,
-    MlflowSink,
+    MlflowExporter,
+    open_tracking,
     read_mlflow_record,
     run_url,
 )
-from infini_model.training.callbacks.recorder import Recorder
-from infini_model.training.callbacks.sinks import Follower, TensorBoardSink
-from infini_model.training.mlflow_client import open_tracking
+from infini_model.training.tracking import Follower, TensorBoardExporter
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 end_record = functools.partial(mlflow_record.end_record, timeout_seconds=PATIENCE)
@@ -71,20 +71,20 @@ def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
     assert newest == {"step": 20_000, "train/loss": 1 / 20_000, "validation/loss": 7.5}
 
 
-def test_the_sinks_hear_of_an_end_by_a_full_disk():
+def test_the_exporters_hear_of_an_end_by_a_full_disk():
     heard = []
 
     def fail():
         raise OSError(errno.ENOSPC, "what the file has buffered cannot be written")
 
-    sinks = SimpleNamespace(close=heard.append)
-    recorder = Recorder(SimpleNamespace(close=fail), sinks, None, None, 1)
+    exporters = SimpleNamespace(close=heard.append)
+    recorder = Recorder(SimpleNamespace(close=fail), exporters, 1)
     with pytest.raises(OSError, match="buffered"):
         recorder.on_end("FAILED")
     assert heard == ["FAILED"]
 
 
-def test_a_sink_that_stays_down_is_warned_of_once_and_does_not_delay_the_end(tmp_path, caplog):
+def test_an_exporter_that_stays_down_is_warned_of_once_and_does_not_delay_the_end(tmp_path, caplog):
     tried = threading.Event()
 
     def refuse(lines):
@@ -92,10 +92,10 @@ def test_a_sink_that_stays_down_is_warned_of_once_and_does_not_delay_the_end(tmp
         raise ConnectionError("connection refused")
 
     write(tmp_path, range(1, 6))
-    follower = Follower(tmp_path, SimpleNamespace(name="Down", deliver=refuse))
+    follower = Follower(tmp_path, SimpleNamespace(name="Down", export=refuse))
     with caplog.at_level(logging.WARNING):
         follower.start()
-        # The run ends once the sink has been tried, and may take forever to finish.
+        # The run ends once the exporter has been tried, and may take forever to finish.
         assert tried.wait(PATIENCE)
         follower.end("FINISHED", math.inf)
         follower.join(PATIENCE)
@@ -111,9 +111,9 @@ def test_tensorboard_has_each_step_once_across_a_resume(tmp_path):
     write(tmp_path, range(1, 8))
     for resumed_step, steps in ((None, range(1, 8)), (4, range(5, 10))):
         write(tmp_path, steps, resumed_step)
-        sink = TensorBoardSink(folder)
-        sink.deliver(read_metrics(tmp_path))
-        sink.finish("FINISHED")
+        exporter = TensorBoardExporter(folder)
+        exporter.export(read_metrics(tmp_path))
+        exporter.finish("FINISHED")
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
@@ -243,7 +243,7 @@ import json, os, signal, sys
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from infini_model.config import validate
-from infini_model.training.mlflow_client import open_tracking
+from infini_model.training.mlflow_record import open_tracking
 tables = []
 @event.listens_for(Engine, "after_cursor_execute")
 def kill(connection, cursor, statement, *rest):
@@ -271,14 +271,14 @@ def take_steps(metrics, steps):
         metrics.append(step, dict.fromkeys(NAMES, step + 0.5))
 
 
-def test_a_sink_that_hangs_delays_neither_steps_nor_the_end(config, tmp_path, monkeypatch):
+def test_an_exporter_that_hangs_delays_neither_steps_nor_the_end(config, tmp_path, monkeypatch):
     asked, released = threading.Event(), threading.Event()
 
-    def hang(sink, lines):
+    def hang(exporter, lines):
         asked.set()
         released.wait()
 
-    monkeypatch.setattr(MlflowSink, "deliver", hang)
+    monkeypatch.setattr(MlflowExporter, "export", hang)
     metrics = Record(tmp_path, config, DATASET)
     assert asked.wait(PATIENCE)
     take_steps(metrics, range(1, 51))
@@ -344,7 +344,7 @@ def test_each_point_arrives_once_through_outages_lost_answers_and_a_kill(line, c
     # As if killed while it is down again. The steps after the checkpoint are repeated.
     after("dropped", range(301, 311))
     metrics.close("FINISHED", timeout_seconds=0.0)
-    (follower,) = metrics.sinks._followers
+    (follower,) = metrics.exporters._followers
     follower.join(PATIENCE)
     assert recorded(tmp_path) == ("RUNNING", complete(range(1, 301)))
     line.fate = "answered"

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from infini_model.config import Config
 from infini_model.model.inspection import findings
 from infini_model.runtime.metrics_file import Line, read_metrics
-from infini_model.training.callbacks.callback import Callback, Evaluation, Step
-from infini_model.training.parallel.sharding import gathered
-from infini_model.training.parts import Parts
+from infini_model.training.callbacks import Callback, Evaluation, Step
+from infini_model.training.parallel import full_tensor
+from infini_model.training.setup import TrainingSetup
 from infini_model.training.validation import Probe, probe_memory
 
 # Steps after the warm-up from which on warnings are due: before, gates have hardly moved and
@@ -28,45 +28,31 @@ log = logging.getLogger(__name__)
 class MemoryReports(Callback):
     """Records the memory of the model, and warns once of each way in which it is of no use."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._config = parts, parts.config
-        self._gradients: dict[str, float] = {}
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup, self._config = setup, setup.config
         # The newest metrics of the run, and what they were a reason to warn of; on rank 0.
         self._newest: Line = {}
         self._warned: set[str] = set()
 
     def on_start(self, step: int) -> None:
         """Read what earlier processes of the run recorded, and so warned of."""
-        if not self._parts.world.is_main:
+        if not self._setup.world.is_main:
             return
-        for line in read_metrics(self._parts.run_dir):
+        for line in read_metrics(self._setup.run_dir):
             if line["step"] <= step:
                 self._newest |= line
                 if "validation/loss" in line:
                     self._warned |= dict(_findings(self._newest, self._config)).keys()
 
-    def after_backward(self, step: Step) -> None:
-        """Keep the norms of the gradients of gates or weights for `metrics`."""
-        self._gradients = {}
-        if not step.logged or step.overflowed:
-            return
-        if self._config.model.memory == "none":
-            return
-        kind = _weight_kind(self._config)
-        for number, attention in enumerate(self._parts.model.attentions):
-            if attention.read_weight.grad is not None:
-                norm = gathered(attention.read_weight.grad).norm().item()
-                self._gradients[f"memory/layer_{number}/{kind}_grad_norm"] = norm
-
-    def metrics(self, step: Step, seconds: float) -> dict[str, float]:  # noqa: ARG002
-        """`memory/layer_N/gate_mean`, `gate_min`, `gate_max` and `gate_grad_norm`.
+    def metrics(self, step: Step) -> dict[str, float]:
+        """`memory/layer_N/gate_mean`, `gate_min` and `gate_max`.
 
         Of a residual memory they are called `weight_mean` and so on.
         """
         if not step.logged:
             return {}
-        values, kind = dict(self._gradients), _weight_kind(self._config)
-        for layer, gate in enumerate(self._parts.model.gate_statistics(gathered)):
+        values, kind = dict[str, float](), _weight_kind(self._config)
+        for layer, gate in enumerate(self._setup.model.gate_statistics(full_tensor)):
             values |= {
                 f"memory/layer_{layer}/{kind}_mean": gate.mean,
                 f"memory/layer_{layer}/{kind}_min": gate.minimum,
@@ -77,21 +63,21 @@ class MemoryReports(Callback):
 
     def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
         """What the probe finds at a validation; warns of it."""
-        parts, config = self._parts, self._config
+        setup, config = self._setup, self._config
         if evaluation.split != "validation" or config.model.memory == "none":
             return {}
         found: dict[str, float] = {}
         if not _one_segment(config):
             probe = probe_memory(
-                parts.windows[evaluation.split],
-                parts.replica,
-                parts.world,
+                setup.windows[evaluation.split],
+                setup.train_module,
+                setup.world,
                 batch_size=config.training.batch_size,
                 max_windows=config.evaluation.max_windows,
             )
             found = {} if probe is None else dict(_metrics_of(probe))
         self._newest |= found | {"step": evaluation.step}
-        if parts.world.is_main:
+        if setup.world.is_main:
             self._warn()
         return found
 

@@ -10,26 +10,77 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import torch
+
+from infini_model.config import AttentionBackend
+from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.model.hf import (
     ADAPTER_CONFIG,
     GENERATION,
+    TokenIds,
     describe_tokens,
     is_adapter_folder,
+    read_adapter,
     read_config,
     refuse_other_files,
     write_files,
 )
+from infini_model.model.llama import InfiniLlama
+from infini_model.model.precision import Operands, Precision
 from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import atomic_folder, dump_json
-from infini_model.training.checkpoints.checkpoint import tokens_of
-from infini_model.training.checkpoints.loading import load_model
+from infini_model.training.initial_weights import fetch_folder
+from infini_model.training.sizing.fitting import check_kernels
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # What `transformers` itself writes for a model that reads texts of any length.
 ANY_LENGTH = 10**30
+
+
+def load_model(
+    folder: Path,
+    *,
+    device: str | torch.device = "cpu",
+    attention_backend: AttentionBackend = "auto",
+    operands: Precision | None = None,
+) -> InfiniLlama:
+    """The model in `folder`, in eval mode: whole weights, or an adapter that names them.
+
+    An adapter is not merged, so that the model computes what it was trained to. The weights that it
+    names come from their folder, or from the hub and its local cache. `operands` is the precision
+    of the model if its weights need no other: its device never holds both.
+
+    Raises:
+        CheckpointError: As `InfiniLlama.from_pretrained`.
+        ConfigError: The folder that an adapter names is gone.
+        DataError, UnreachableError: The hub does not have the weights, or does not answer.
+        DeviceError: As `check_kernels`, before any weights are read.
+    """
+    check_kernels(read_config(folder, {}), torch.device(device).type)
+    base, adapter = folder, None
+    if is_adapter_folder(folder):
+        base, adapter = _base_of(folder), folder
+    model = InfiniLlama.from_pretrained(base, adapter=adapter, attention_backend=attention_backend)
+    if operands is not None:
+        model.precision = operands
+        Operands(model, operands).swap()
+    return model.to(device).eval()
+
+
+def _base_of(folder: Path) -> Path:
+    """The folder of the weights that an adapter names."""
+    adapter = read_adapter(folder)
+    name = adapter.base if adapter.revision is None else f"{adapter.base}@{adapter.revision}"
+    return fetch_folder(name, f"{folder / ADAPTER_CONFIG}: base_model_name_or_path")[0]
+
+
+def tokens_of(tokenizer: Tokenizer | TokenizerRecord) -> TokenIds:
+    """What the folder of a model says about the tokenizer of its dataset."""
+    name = tokenizer.spec if tokenizer.spec == "bytes" else None
+    return TokenIds(tokenizer.bos_token_id, tokenizer.eos_token_id, name)
 
 
 def export_model(checkpoint: Path, target: Path, tokenizer: Tokenizer) -> None:
@@ -66,8 +117,13 @@ def _add_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Put the tokenizer into a temporary folder of a model, and its ids into config.json."""
     describe_tokens(folder, tokens_of(tokenizer))
     tokenizer.save(folder)
-    if isinstance(tokenizer, BPETokenizer):
-        dump_json(folder / TOKENIZER_CONFIG, _tokenizer_config(tokenizer, folder))
+    if not isinstance(tokenizer, BPETokenizer):
+        return
+    config = read_config(folder, {})
+    length = config.segment_length if config.memory == "none" else ANY_LENGTH
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+    fields |= {"clean_up_tokenization_spaces": False}
+    dump_json(folder / TOKENIZER_CONFIG, tokenizer.special_tokens() | fields)
 
 
 def check_target(target: Path) -> None:
@@ -81,13 +137,3 @@ def opens_in_transformers(folder: Path) -> bool:
     """Whether a model folder is a plain Llama: without a memory, and causal."""
     config = read_config(folder, {})
     return config.memory == "none" and not config.bidirectional
-
-
-def _tokenizer_config(tokenizer: BPETokenizer, folder: Path) -> dict[str, object]:
-    """The contents of tokenizer_config.json for the model in `folder`."""
-    config = read_config(folder, {})
-    return tokenizer.special_tokens() | {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config.segment_length if config.memory == "none" else ANY_LENGTH,
-        "clean_up_tokenization_spaces": False,
-    }

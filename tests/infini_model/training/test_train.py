@@ -24,11 +24,11 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, NonFiniteError, UserError
 from infini_model.runtime.runs import is_finished, read_run, record_evaluation
 from infini_model.runtime.storage import sha256, write_json
-from infini_model.training.callbacks.callback import Callback, Callbacks
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
-from infini_model.training.loop import train
-from infini_model.training.parallel.distributed import World, deterministic_algorithms
+from infini_model.training.callbacks import Callback, Callbacks
+from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.distributed import World, deterministic_algorithms
 from infini_model.training.run_status import read_status
+from infini_model.training.train import Trainer, train
 
 
 class Witness(Callback):
@@ -46,14 +46,11 @@ class Witness(Callback):
     def after_gradients(self):
         self.events.append(("gradients",))
 
-    def after_backward(self, step):
-        self.events.append(("backward", step.number))
-
     def on_non_finite(self, step):
         self.events.append(("not finite", step.number))
 
-    def metrics(self, step, seconds):
-        assert seconds > 0
+    def metrics(self, step):
+        assert step.seconds > 0
         return {"mine/double": 2.0 * step.number}
 
     def after_step(self, step, metrics):
@@ -61,7 +58,7 @@ class Witness(Callback):
         assert metrics["train/loss"] == step.loss
         self.events.append(("step", step.number))
 
-    def before_pause(self):
+    def expect_long_work(self):
         self.pauses += 1
 
     def evaluation_metrics(self, evaluation):
@@ -92,7 +89,7 @@ def test_a_training_learns_records_every_step_once_and_tells_its_callbacks(
     assert train(make_config(), dataset, tmp_path, [witness]).stopped_by is None
     expected = [("start", 0), ("validation", 0)]
     for step in range(1, 13):
-        expected += [("before step",), ("gradients",), ("backward", step), ("step", step)]
+        expected += [("before step",), ("gradients",), ("step", step)]
         expected += [("checkpoint", step)] if step % 4 == 0 else []
         expected += [("validation", step)] if step in (5, 10, 12) else []
     expected += [("test", 12), ("end", "FINISHED")]
@@ -101,7 +98,7 @@ def test_a_training_learns_records_every_step_once_and_tells_its_callbacks(
     # Gradients are announced before a rank waits for the loss of the others: so heartbeats tell
     # which rank of a hang is behind. The first sum is of the targets, by which they are scaled.
     first = witness.events.index(("before step",))
-    story = [("before step",), ("sum",), ("gradients",), ("sum",), ("backward", 1)]
+    story = [("before step",), ("sum",), ("gradients",), ("sum",), ("step", 1)]
     assert witness.events[first : first + 5] == story
 
     assert curve(tmp_path, "mine/double") == {step: 2.0 * step for step in range(1, 13)}
@@ -112,8 +109,8 @@ def test_a_training_learns_records_every_step_once_and_tells_its_callbacks(
     assert list(curve(tmp_path, "checkpoint/stall_seconds")) == [5, 9]
     saved = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
     assert saved == {"step-12", "step-8"}
-    position = read_position(newest_checkpoint(tmp_path))
-    assert (position.consumed, position.precision) == (12 * 8, "fp32")
+    position = read_state(newest_checkpoint(tmp_path))
+    assert (position.samples_seen, position.precision) == (12 * 8, "fp32")
 
 
 def test_a_step_that_is_not_finite_ends_the_training_before_the_weights_change(
@@ -131,6 +128,37 @@ def test_a_step_that_is_not_finite_ends_the_training_before_the_weights_change(
     assert all(tensor.isfinite().all() for tensor in parameters.values())
 
 
+def test_a_step_that_is_read_late_as_on_a_gpu_is_recorded_saved_and_reported_the_same(
+    dataset, make_config, tmp_path, monkeypatch
+):
+    config = make_config(training={"precision": "fp16"})
+    failing = make_config(training={"learning_rate": 1e30}, logging={"debug": True})
+    found = {}
+    for late in (False, True):
+        monkeypatch.setattr(Trainer, "reads_late", property(lambda _, late=late: late))
+        run_dir, parts, failed = (
+            tmp_path / f"{name}-{late}" for name in ("run", "parts", "failed")
+        )
+        train(config, dataset, run_dir)
+        stopped = train(config, dataset, parts, [StopAfter(6)]).step
+        # The signal is shared with the step after it, which the host reads when it has launched
+        # another one.
+        assert stopped == (8 if late else 7)
+        assert newest_checkpoint(parts).name == f"step-{stopped}"
+        train(config, dataset, parts)
+        assert repeatable(parts) == repeatable(run_dir)
+        assert weights(parts) == weights(run_dir)
+
+        with pytest.raises(NonFiniteError, match="the step was not taken") as caught:
+            train(failing, dataset, failed)
+        (folder,) = (failed / "debug").iterdir()
+        reports = [(folder / "rank-0" / name).read_text() for name in ("report.txt", "report.json")]
+        saved = (newest_checkpoint(folder).name, weights(folder))
+        error = str(caught.value).replace(str(failed), "")
+        found[late] = repeatable(run_dir), weights(run_dir), error, reports, saved
+    assert found[True] == found[False]
+
+
 def test_a_callback_that_fails_keeps_no_other_from_ending(dataset, make_config, tmp_path, caplog):
     class Failing(Callback):
         def after_evaluation(self, evaluation, metrics):
@@ -146,7 +174,7 @@ def test_a_callback_that_fails_keeps_no_other_from_ending(dataset, make_config, 
     # It is the first error that is reported.
     assert "Failing failed at the end of the training: OSError('no end')" in caplog.text
     assert "Traceback" not in caplog.text
-    Callbacks([Failing()]).on_end("FINISHED")
+    Callbacks([Failing()]).end("FINISHED")
     assert "Traceback" in caplog.text
     threads = {thread.name for thread in threading.enumerate()}
     assert not {name for name in threads if name.startswith(("loader", "checkpoint"))}

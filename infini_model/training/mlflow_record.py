@@ -10,6 +10,7 @@ import contextlib
 import getpass
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +20,14 @@ from infini_model.config import Config
 from infini_model.runtime.holders import flow_run_page
 from infini_model.runtime.metrics_file import Line, metrics_of
 from infini_model.runtime.runs import INITIAL_WEIGHTS, is_started, read_run
-from infini_model.runtime.storage import write_json
-from infini_model.training.callbacks.callback import Status
-from infini_model.training.mlflow_client import error_summary, open_tracking, quiet_mlflow
+from infini_model.runtime.storage import (
+    atomic_file,
+    lock,
+    make_folder,
+    remove_leftovers,
+    write_json,
+)
+from infini_model.training.callbacks import Status
 
 # MLflow's limits per request.
 METRICS_AT_ONCE = 1000
@@ -32,10 +38,63 @@ DIGEST_LENGTH = 36
 END_SECONDS = 5.0
 # Environment variable: address of an MLflow page that shows a local tracking database.
 PAGE = "INFINI_MLFLOW_PAGE"
+SQLITE = "sqlite:///"
 SOURCE = "infini_model.training"
 NOTE = "mlflow.note.content"
 
 log = logging.getLogger(__name__)
+
+
+def quiet_mlflow() -> None:
+    """Turn off MLflow's console output, and shorten its timeouts and retries."""
+    for name, value in {
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+        "GIT_PYTHON_REFRESH": "quiet",
+    }.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # It logs every retry; the follower of the metrics already warns about the first failure.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+
+
+def open_tracking(config: Config) -> tuple[Any, str]:
+    """A client and the id of the experiment, which is created if missing."""
+    quiet_mlflow()
+    from mlflow import MlflowClient
+
+    uri, name = config.tracking_uri, config.tracking.experiment_name
+    if not uri.startswith(SQLITE):
+        client = MlflowClient(uri)
+        return client, _ensure_experiment(client, name, None)
+    database = Path(uri.removeprefix(SQLITE))
+    folder = make_folder(database.parent)
+    with lock(folder / ".lock"):
+        if not database.exists():
+            remove_leftovers(folder, database.name)
+            # Creating the tables takes seconds, and MLflow cannot open them if it is interrupted.
+            with atomic_file(database) as temporary:
+                MlflowClient(f"{SQLITE}{temporary}")
+        client = MlflowClient(uri)
+        # Artifacts go beside the database, not into the working directory of the process.
+        return client, _ensure_experiment(client, name, (folder / "artifacts").resolve().as_uri())
+
+
+def _ensure_experiment(client: Any, name: str, artifacts: str | None) -> str:
+    """The id of the experiment `name`, created with its files at `artifacts` if missing."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        return str(client.create_experiment(name, artifact_location=artifacts))
+    return str(experiment.experiment_id)
+
+
+def error_summary(error: Exception) -> str:
+    """The type and the start of the message of an error, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}"
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -67,7 +126,7 @@ def read_mlflow_record(run_dir: Path) -> dict[str, Any]:
     return _read_json(_path(run_dir))
 
 
-class MlflowSink:
+class MlflowExporter:
     """Sends metrics to the run's record, which is created if missing.
 
     On connecting, MLflow is queried for the metrics it already has, so each metric of each step is
@@ -77,7 +136,7 @@ class MlflowSink:
     name = "MLflow"
 
     def __init__(self, run_dir: Path, config: Config, dataset: Mapping[str, str] | None) -> None:
-        """`dataset` is as for `Sinks`; None if this process does not train the run.
+        """`dataset` is as for `Exporters`; None if this process does not train the run.
 
         Then the run keeps its status and its description.
         """
@@ -93,15 +152,15 @@ class MlflowSink:
 
     @property
     def client(self) -> Any:
-        """MLflow's client; None before the first `deliver`."""
+        """MLflow's client; None before the first `export`."""
         return self._client
 
     @property
     def run_id(self) -> str:
-        """The run in MLflow. Raises `KeyError` before the first `deliver` of a new run."""
+        """The run in MLflow. Raises `KeyError` before the first `export` of a new run."""
         return str(self._record["run_id"])
 
-    def deliver(self, lines: Sequence[Line]) -> None:
+    def export(self, lines: Sequence[Line]) -> None:
         """Send those metrics in `lines` that MLflow does not have yet."""
         try:
             if self._client is None:

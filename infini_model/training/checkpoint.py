@@ -1,0 +1,456 @@
+"""Checkpoints: copied to host memory, written in the background, verified before they are loaded.
+
+`<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
+from_pretrained` and, without memory, `transformers` open; with LoRA an adapter that `peft` opens),
+`optimizer.safetensors` (AdamW's moments by parameter name), `generators.safetensors` (random
+states, a row per rank), `state.json` (`TrainerState`) and `manifest.json` (the SHA-256 of all these
+files). Tensors are stored whole, however they were sharded; frozen ones are not stored. Nothing is
+pickled.
+
+The training pauses only while tensors are copied to host memory; a thread writes the copy to disk.
+There is one copy and at most one checkpoint in progress: the next one waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from infini_model.config import Config, ModelConfig
+from infini_model.model.hf import (
+    NO_TOKENS,
+    Adapter,
+    TokenIds,
+    save_tensors,
+    write_adapter,
+    write_files,
+)
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import CheckpointError, UserError
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.runtime.runs import (
+    CHECKPOINTS,
+    MODEL,
+    STATE,
+    list_checkpoints,
+    step_key,
+    superseded_checkpoints,
+    verify_checkpoint,
+)
+from infini_model.runtime.storage import (
+    MANIFEST,
+    atomic_folder,
+    dump_json,
+    remove_leftovers,
+    retire,
+    sha256,
+)
+from infini_model.training.distributed import World
+from infini_model.training.parallel import full_tensor, shard_from_rank0
+
+OPTIMIZER = "optimizer.safetensors"
+GENERATORS = "generators.safetensors"
+SEPARATOR = "/"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The state of a training besides its tensors, in `state.json`.
+
+    Attributes:
+        step: Optimizer steps taken.
+        samples_seen: Windows of the training split read, over all ranks; `consumed` in the file.
+        seed: Seed of the initial weights, the order of windows and what the objective draws.
+        world_size: Number of ranks.
+        dataset_key: Content key of the dataset.
+        config: The whole configuration.
+        precision: Precision of matrix products.
+        global_batch: Windows per step.
+        scaler: State of fp16's loss scale; None in other precisions.
+    """
+
+    step: int
+    samples_seen: int
+    seed: int
+    world_size: int
+    dataset_key: str
+    config: dict[str, Any]
+    precision: str
+    global_batch: int
+    scaler: dict[str, Any] | None = None
+
+    def last_step(self, config: Config) -> int:
+        """Total optimizer steps: those set in `config`, or those computed from the epochs."""
+        return config.training.max_steps or int(self.config["training"]["max_steps"])
+
+    def write(self, folder: Path) -> None:
+        """Write `state.json` of a checkpoint, with the versions of what wrote it."""
+        tree = asdict(self)
+        tree["consumed"] = tree.pop("samples_seen")
+        dump_json(folder / STATE, tree | {"versions": _versions()})
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The `TrainerState` of a verified checkpoint."""
+    tree = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    tree["samples_seen"] = tree["consumed"]
+    return TrainerState(**{k: tree[k] for k in TrainerState.__dataclass_fields__ if k in tree})
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("infini-llama", "torch", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):  # The library runs from a checkout, too.
+            found[package] = version(package)
+    return found
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The tensors of a training at one step, on the CPU; they must not change while in use.
+
+    Attributes:
+        config: The model's configuration.
+        parameters: Those that are trained, by name, without the output layer if it is tied.
+        moments: AdamW's state as `parameter name/exp_avg` and so on.
+        generators: Random states as `cpu` and `cuda`, [ranks, bytes] uint8.
+    """
+
+    config: ModelConfig
+    parameters: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    generators: dict[str, Tensor]
+
+
+class HostCopy:
+    """Takes snapshots into reusable host buffers, page-locked for CUDA tensors.
+
+    A snapshot is valid until the next one is taken.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._buffers: dict[str, Tensor] = {}
+
+    def preallocate(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> None:
+        """Allocate the buffers in advance, so that the first snapshot does not stall on it."""
+        if self._world.is_main:
+            for name, tensor in _tensors(model, optimizer):
+                self._buffer_for(name, tensor).zero_()
+
+    def take(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Snapshot:
+        """Copy the state of a checkpoint. Call it on all ranks; only rank 0 gets the tensors."""
+        copies = {name: self._copy(name, tensor) for name, tensor in _tensors(model, optimizer)}
+        names = dict(model.named_parameters())
+        generators = {
+            name: self._world.all_gather(state.to(self._world.device)).cpu()
+            for name, state in _generator_states(self._world.device).items()
+        }
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        return Snapshot(
+            model.config,
+            parameters={name: copy for name, copy in copies.items() if name in names},
+            moments={name: copy for name, copy in copies.items() if name not in names},
+            generators=generators,
+        )
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Copy `tensor` to the buffer of `name`; complete once CUDA has been synchronized."""
+        tensor = full_tensor(tensor.detach())
+        if not self._world.is_main:
+            return torch.empty(0)
+        return self._buffer_for(name, tensor).copy_(tensor, non_blocking=True)
+
+    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
+        """The buffer for `tensor`; a sharded tensor has the shape of the whole."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+        return self._buffers[name]
+
+
+def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint by name: what is trained, then AdamW's moments of each."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    yield from trained.items()
+    for name, parameter in trained.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"{name}{SEPARATOR}{key}", value
+
+
+def _generator_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's default generators that this process uses, uint8."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def save_checkpoint(
+    run_dir: Path,
+    snapshot: Snapshot,
+    state: TrainerState,
+    keep: int,
+    tokens: TokenIds = NO_TOKENS,
+    adapter: Adapter | None = None,
+) -> Path:
+    """Write `checkpoints/step-N`, then delete those that `prune_checkpoints` does not keep.
+
+    `tokens` goes into the model's config.json; with LoRA, `adapter` into adapter_config.json.
+
+    Raises `UserError` that names the checkpoint if the disk is full or the folder is not writable;
+    an existing checkpoint there is kept.
+    """
+    target = run_dir / step_key(state.step)
+    with atomic_folder(target) as folder:
+        (folder / MODEL).mkdir()
+        if adapter is None:
+            write_files(folder / MODEL, snapshot.config, snapshot.parameters, tokens)
+        else:
+            write_adapter(folder / MODEL, adapter, snapshot.config, snapshot.parameters, tokens)
+        save_tensors(snapshot.moments, folder / OPTIMIZER)
+        save_tensors(snapshot.generators, folder / GENERATORS)
+        state.write(folder)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+        dump_json(folder / MANIFEST, {"sha256": sums})
+    prune_checkpoints(run_dir, keep)
+    return target
+
+
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Delete all checkpoints but the `keep` newest and the one with the lowest validation loss."""
+    for old in superseded_checkpoints(run_dir, keep):
+        _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; rename it first, so that a kill cannot leave a partial one."""
+    shutil.rmtree(retire(folder), ignore_errors=True)
+
+
+class BackgroundWriter:
+    """A thread that runs one job at a time; a job's exception is raised by the next call."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._job: Future[None] | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Run `job` in the thread, after the previous one. Re-raises the previous job's error."""
+        self.wait()
+        self._job = self._thread.submit(job)
+
+    def check(self) -> None:
+        """Re-raise the error of a finished job, without waiting for a running one."""
+        if self._job is not None and self._job.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the job, if any. Re-raises its error, once."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    def close(self) -> None:
+        """Wait for the job and stop the thread; an error not yet raised is logged."""
+        self._thread.shutdown(wait=True)
+        try:
+            self.wait()
+        except Exception as error:  # noqa: BLE001 - must not mask the error being raised
+            log.warning("%s", error)
+
+
+class Checkpointer:
+    """Saves a training. Call all methods on all ranks; rank 0, which has `record`, writes."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        model: InfiniLlama,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        record: MetricsFile | None,
+        *,
+        tokens: TokenIds,
+        adapter: Adapter | None,
+        keep: int,
+        saved_step: int | None,
+    ) -> None:
+        """Keeps the `keep` newest checkpoints; the one of `saved_step` already exists.
+
+        `adapter` is what LoRA trains, if so.
+        """
+        self._run_dir, self._model, self._optimizer = run_dir, model, optimizer
+        self._world, self._record, self._keep = world, record, keep
+        self._saved_step, self._tokens, self._adapter = saved_step, tokens, adapter
+        self._copy, self.writer = HostCopy(world), BackgroundWriter()
+
+    def preallocate(self) -> None:
+        """Allocate the host buffers in the background, once the optimizer has its moments."""
+        self.writer.start(partial(self._copy.preallocate, self._model, self._optimizer))
+
+    def save(self, state: TrainerState) -> float | None:
+        """Copy the state and write it in the background. Re-raises the last write's error.
+
+        Returns the seconds that the training was stalled, or None if the step is already saved.
+        """
+        if self._saved_step == state.step:
+            return None
+        began = time.perf_counter()
+        self.writer.wait()
+        snapshot = self._copy.take(self._model, self._optimizer)
+        if self._record is not None:
+            self.writer.start(partial(self._write, self._record, snapshot, state))
+        self._saved_step = state.step
+        return time.perf_counter() - began
+
+    def _write(self, record: MetricsFile, snapshot: Snapshot, state: TrainerState) -> None:
+        record.sync()
+        path = save_checkpoint(
+            self._run_dir, snapshot, state, self._keep, self._tokens, self._adapter
+        )
+        log.info("Checkpoint saved: %s", path)
+
+    def save_to(self, folder: Path, state: TrainerState) -> None:
+        """Write a checkpoint as a separate run in `folder`; all ranks wait for it.
+
+        A full disk is only logged, so that it does not mask the error being handled.
+        """
+        self.writer.wait()
+        snapshot = self._copy.take(self._model, self._optimizer)
+        if self._record is not None:
+            try:
+                path = save_checkpoint(folder, snapshot, state, 1, self._tokens, self._adapter)
+                log.error("Checkpoint saved: %s", path)
+            except UserError as error:
+                log.error("cannot save the checkpoint: %s", error)  # noqa: TRY400
+        self._world.barrier()
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run that passes verification, or None.
+
+    Warns about a damaged one and falls back to the one before it. Changes nothing on disk.
+    """
+    for _, path in list_checkpoints(run_dir):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            log.warning("%s; falling back to the previous checkpoint", error)
+        else:
+            return path
+    return None
+
+
+def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
+    """Rename checkpoints newer than `checkpoint`, which are damaged; delete temporary files.
+
+    Call it only while no other process writes to the run. A damaged `step-N` becomes
+    `damaged-step-N`, which pruning ignores and which can still be inspected.
+    """
+    folder = run_dir / CHECKPOINTS
+    for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").glob("*")):
+        remove_leftovers(place)
+    for _, path in list_checkpoints(run_dir):
+        if path == checkpoint:
+            break
+        damaged = folder / f"damaged-{path.name}"
+        if damaged.exists():
+            _remove(damaged)
+        os.rename(path, damaged)
+
+
+def load_optimizer(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> None:
+    """Restore the state of `optimizer`, made for `model`, from `checkpoint`.
+
+    Call it on all ranks: rank 0 reads, tensor by tensor, and each rank gets what it holds.
+
+    Raises `CheckpointError` if the file is missing, broken, or of another model.
+    """
+    path = checkpoint / OPTIMIZER
+    states: dict[str, dict[str, Tensor]] = {}
+    parameters = dict(model.named_parameters())
+    for full_name, number in world.broadcast(partial(_numbers, path)).items():
+        name, _, key = full_name.rpartition(SEPARATOR)
+        if name not in parameters:
+            raise CheckpointError(f"{path}: the model has no parameter {name}")
+        if number is None:
+            read = partial(_read_tensor, path, full_name)
+            value = shard_from_rank0(read, parameters[name], world)
+        else:
+            value = torch.tensor(number)
+        states.setdefault(name, {})[key] = value
+    names = {parameter: name for name, parameter in parameters.items()}
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    # The optimizer's own loader moves each tensor to its parameter's device.
+    state = {i: states[names[p]] for i, p in enumerate(ordered) if names[p] in states}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _numbers(path: Path) -> dict[str, float | None]:
+    """The names of the tensors in a file, with the value of each that is a single number."""
+    with _opened(path) as file:
+        return {
+            name: None if file.get_slice(name).get_shape() else file.get_tensor(name).item()
+            for name in file.keys()  # noqa: SIM118 - safe_open is no mapping
+        }
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    with _opened(path) as file:
+        return cast("Tensor", file.get_tensor(name))
+
+
+def load_generators(checkpoint: Path, world: World) -> None:
+    """Restore this rank's random states, read by rank 0; a rank without saved ones keeps its own.
+
+    Raises `CheckpointError` if the file is broken.
+    """
+    path = checkpoint / GENERATORS
+    try:
+        generators = load(world.broadcast_bytes(path.read_bytes))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    for name, states in generators.items():
+        if world.rank >= len(states):
+            continue
+        # A copy: torch crashes on a view with a storage offset.
+        state = states[world.rank].clone()
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif world.device.type == "cuda":
+            torch.cuda.set_rng_state(state, world.device)

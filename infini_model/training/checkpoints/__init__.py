@@ -1,1 +1,0 @@
-"""Checkpoints: their files, and the thread that writes them in the background."""

@@ -1,0 +1,244 @@
+"""The metrics of a run: what is recorded, the machine's use, and model FLOPs utilization (MFU).
+
+Recomputation, as under activation checkpointing, is not counted in the MFU.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from infini_model.model.llama import InfiniLlama
+from infini_model.runtime.errors import DeviceError
+from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.training.callbacks import Callback, Evaluation, Status, Step
+from infini_model.training.launch.devices import list_gpus
+from infini_model.training.setup import TrainingSetup
+from infini_model.training.tracking import Exporters
+from infini_model.training.validation import loss_by_segment
+
+SAMPLE_SECONDS = 5.0
+# Interval over which the first CPU utilization is measured.
+FIRST_SECONDS = 0.1
+MEGABYTE = 1e6
+
+# Dense bfloat16 peak of a GPU in TFLOP/s, by words in its name; the first match counts. From the
+# vendors' data sheets.
+PEAK_TERAFLOPS = {
+    "GB300": 2500.0,
+    "GB200": 2500.0,
+    "B300": 2250.0,
+    "B200": 2250.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.0,
+}
+
+
+class Recorder(Callback):
+    """Writes a line of `metrics.jsonl` per step and per evaluation, on rank 0.
+
+    `exporters` follow the file.
+    """
+
+    def __init__(self, file: MetricsFile, exporters: Exporters, step_tokens: int) -> None:
+        """`step_tokens` is the number of tokens in a global batch."""
+        self._file, self._exporters, self._step_tokens = file, exporters, step_tokens
+        self._stall_seconds: float | None = None
+
+    def on_start(self, step: int) -> None:  # noqa: ARG002
+        """Start the exporters."""
+        self._exporters.start()
+
+    def metrics(self, step: Step) -> dict[str, float]:
+        """The metrics of a step."""
+        values = {
+            "train/loss": step.loss,
+            "train/learning_rate": step.learning_rate,
+            "train/tokens_per_second": self._step_tokens / step.seconds,
+            "train/step_seconds": step.seconds,
+            "train/data_wait_seconds": step.wait_seconds,
+        }
+        if step.loss_scale is not None:
+            values["train/loss_scale"] = step.loss_scale
+        if step.overflowed:
+            values["train/skipped_steps"] = 1.0
+        else:
+            values["train/grad_norm"] = step.grad_norm
+        if self._stall_seconds is not None:
+            # The stall was between the previous step and this one.
+            values["checkpoint/stall_seconds"] = self._stall_seconds
+            self._stall_seconds = None
+        return values
+
+    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Write the line of the step. Raises `UserError` if the disk is full."""
+        self._file.append(step.number, metrics)
+
+    def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
+        """The loss of the split; of windows with several segments, also by segment."""
+        by_segment = loss_by_segment(evaluation.sums, evaluation.targets)
+        return {
+            f"{evaluation.split}/loss": evaluation.loss,
+            **{f"{evaluation.split}/loss_by_segment/{k}": v for k, v in by_segment.items()},
+        }
+
+    def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:
+        """Write the line of the evaluation. Raises `UserError` if the disk is full."""
+        self._file.append(evaluation.step, metrics)
+
+    def after_checkpoint(self, step: int, seconds: float) -> None:  # noqa: ARG002
+        """Keep the stall time for the line of the next step."""
+        self._stall_seconds = seconds
+
+    def on_end(self, status: Status) -> None:
+        """Give the exporters a bounded time to flush."""
+        self._exporters.close(status)
+        self._file.close()  # Raises on a full disk.
+
+
+class SystemMetrics(Callback):
+    """Records the latest sample at every logged step."""
+
+    def __init__(self) -> None:
+        self._ending = threading.Event()
+        self._latest = {**_host(FIRST_SECONDS), **_gpus()}
+
+    def on_start(self, step: int) -> None:  # noqa: ARG002
+        """Start sampling in a thread."""
+        threading.Thread(target=self._run, name="system metrics", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._ending.wait(SAMPLE_SECONDS):
+            self._latest = {**_host(None), **_gpus()}
+
+    def metrics(self, step: Step) -> dict[str, float]:
+        """The latest sample."""
+        return self._latest if step.logged else {}
+
+    def on_end(self, status: Status) -> None:  # noqa: ARG002
+        """Tell the thread to stop, without waiting for it."""
+        self._ending.set()
+
+
+def _host(seconds: float | None) -> dict[str, float]:
+    """CPU and memory use, over the next `seconds` or since the last call; empty without psutil."""
+    try:
+        import psutil
+    except ImportError:
+        return {}
+    memory, process = psutil.virtual_memory(), psutil.Process()
+    return {
+        "system/cpu_utilization_percentage": psutil.cpu_percent(seconds),
+        "system/system_memory_usage_megabytes": memory.used / MEGABYTE,
+        "system/system_memory_usage_percentage": memory.percent,
+        "system/process_memory_usage_megabytes": process.memory_info().rss / MEGABYTE,
+    }
+
+
+def _gpus() -> dict[str, float]:
+    """Use of every GPU visible to CUDA, by CUDA index; empty if they cannot be queried."""
+    try:
+        found = list_gpus()
+    except DeviceError:
+        return {}
+    sample: dict[str, float] = {}
+    for number, gpu in enumerate(found):
+        used = gpu.total_bytes - gpu.free_bytes
+        sample |= {
+            f"system/gpu_{number}_utilization_percentage": gpu.busy_percent,
+            f"system/gpu_{number}_memory_usage_megabytes": used / MEGABYTE,
+            f"system/gpu_{number}_memory_usage_percentage": 100 * used / gpu.total_bytes,
+        }
+    return sample
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bfloat16 FLOP/s of a GPU; None if unknown, as that of a slice of one (MIG)."""
+    if " MIG " in device_name:
+        return None
+    for words, tera in PEAK_TERAFLOPS.items():
+        if re.search(rf"\b{words}\b", device_name):
+            return tera * 1e12
+    return None
+
+
+def flops_per_token(model: InfiniLlama, length: int) -> float:
+    """FLOPs of forward and backward per token, in rows of `length` tokens.
+
+    - Matrices: 6 per parameter, except the embedding, which is a lookup: a multiplication and an
+      addition forward, twice that backward (Kaplan et al., arXiv 2001.08361, section 2.1). A frozen
+      one has no gradient of its own: 4.
+    - Local attention, of width W = heads · D: a query attends to L/2 of the L keys of its segment
+      on average, at 2W each for the scores and for the sum of values; with the backward
+      3 · 4W · L/2 = 12 · W · L/2. PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) counts
+      twice that, ignoring the mask; in a bidirectional model it is twice that.
+    - Memory: a query reads D rows of D per head, 2W · D; a key-value pair is written at 2W_kv · D
+      (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all segments but
+      one: the first reads nothing, and what the last writes is never read. A residual memory has
+      features of 2D, so twice that.
+    - Block diffusion has two streams, of which one writes and one has an output layer.
+    """
+    config = model.config
+    lookup = None if config.tie_word_embeddings else model.model.embed_tokens.weight
+    products = sum(
+        _product_flops(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and parameter is not lookup and not name.endswith("memory_weight")
+    )
+    segment = min(config.segment_length, length)
+    width = config.num_attention_heads * config.head_dim
+    kv_width = config.key_value_heads * config.head_dim
+    seen = segment if config.bidirectional else segment / 2
+    local = 12 * width * seen
+    older = 1 - segment / length if config.memory != "none" else 0.0
+    streams = 2 if config.bidirectional and config.memory != "none" else 1
+    features = config.head_dim * (2 if config.memory == "residual" else 1)
+    memory = 6 * features * (streams * width + kv_width) * older
+    layers = products - _product_flops(model.lm_head.weight)
+    repeated = (streams - 1) * layers
+    return products + repeated + config.num_hidden_layers * (streams * local + memory)
+
+
+def _product_flops(weight: Tensor) -> int:
+    """FLOPs per token of a product with `weight`; a frozen one has no gradient."""
+    return (6 if weight.requires_grad else 4) * weight.numel()
+
+
+class Utilization(Callback):
+    """The MFU of the training.
+
+    The peak is that of 16-bit matmuls: there is no MFU in fp32, on a CPU or on an unknown GPU.
+    """
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        world, peak = setup.world, None
+        if world.device.type == "cuda" and setup.train_module.precision.name != "fp32":
+            peak = peak_flops(torch.cuda.get_device_name(world.device))
+        length = setup.config.packing.context_length
+        flops = setup.step_tokens * flops_per_token(setup.model, length)
+        self._share = None if peak is None else flops / (world.size * peak)
+
+    def metrics(self, step: Step) -> dict[str, float]:
+        """`train/mfu`, if it is known."""
+        return {} if self._share is None else {"train/mfu": self._share / step.seconds}

@@ -1,1 +1,0 @@
-"""Training on several processes: process groups and sharded parameters."""

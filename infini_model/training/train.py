@@ -1,0 +1,404 @@
+"""The training loop: validate, step, save, until the last step or a signal.
+
+The loss of a step is the sum of all token losses of the global batch divided by the number of
+targets, so it does not depend on how the batch is split into processes and micro-batches. A run
+that is interrupted and resumed takes bit-identical steps: its state is the weights, AdamW's
+moments, the step and the number of windows seen. Checkpoints are written in the background; no
+rank exits before the last one is on disk.
+
+The host never waits for the step that a GPU is computing: what a step found is read one step late,
+but for a step that is followed by a validation, a checkpoint or the end. So whether an update is
+taken is decided on the device. After a NaN no update is, until the host has read of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from infini_model.config import Config
+from infini_model.data.loading.windows import Batch
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.runtime.errors import NonFiniteError
+from infini_model.runtime.runs import MODEL, step_key
+from infini_model.training.callbacks import Callback, Callbacks, Evaluation, Status, Step
+from infini_model.training.checkpoint import prune_checkpoints
+from infini_model.training.console import Console
+from infini_model.training.distributed import (
+    StopSignals,
+    World,
+    deterministic_algorithms,
+    join_world,
+    received_stop,
+)
+from infini_model.training.export import export_model
+from infini_model.training.launch.failures import STOPS
+from infini_model.training.memory_probe import MemoryReports
+from infini_model.training.metrics import Recorder, SystemMetrics, Utilization
+from infini_model.training.nan_report import (
+    REMEDIES,
+    NonFiniteReports,
+    non_finite_error,
+)
+from infini_model.training.optimizer import set_learning_rate
+from infini_model.training.parallel import TrainModule, full_tensor
+from infini_model.training.setup import TrainingSetup, build_setup, only_writer
+from infini_model.training.spikes import SpikeReports
+from infini_model.training.tracking import Exporters
+from infini_model.training.validation import validate_split
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended: complete at `step`, or stopped by a signal with that step saved."""
+
+    step: int
+    stopped_by: int | None
+
+
+def train(
+    config: Config, dataset_dir: Path, run_dir: Path, callbacks: Sequence[Callback] = ()
+) -> Outcome:
+    """Train in this process, which is one rank of several under torchrun.
+
+    Resumes from the newest complete checkpoint in `run_dir`, if there is one. `callbacks` run
+    before the default ones.
+
+    Raises:
+        UserError: The settings do not match the dataset or the run, or a folder is not writable.
+        NonFiniteError: The loss or a gradient is NaN or infinite; nothing was overwritten.
+    """
+    with (
+        StopSignals() as stops,
+        join_world(config.launch) as world,
+        only_writer(run_dir, world),
+        contextlib.ExitStack() as stack,
+    ):
+        if config.launch.deterministic and world.device.type == "cuda":
+            stack.enter_context(deterministic_algorithms())
+        trainer = Trainer(build_setup(config, dataset_dir, run_dir, world), stops, callbacks)
+        status: Status = "FAILED"
+        try:
+            outcome = trainer.run()
+            status = "FINISHED" if outcome.stopped_by is None else "KILLED"
+        finally:
+            trainer.close(status)
+        return outcome
+
+
+def compute_gradients(
+    model: TrainModule,
+    batches: Sequence[Batch],
+    world: World,
+    scaler: torch.amp.GradScaler,
+    before_collective: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward: the gradients of the mean loss over the global batch.
+
+    Args:
+        model: The model on this rank.
+        batches: This rank's micro-batches.
+        world: The ranks.
+        scaler: In fp16 the gradients are multiplied by its scale.
+        before_collective: Called before each operation that may wait for the other ranks, except
+            those of FSDP within a forward pass.
+
+    Returns:
+        The sum of this rank's token losses, [1] float64, and the divisor over all ranks, []: the
+        number of targets, int64, or of answers, float64.
+    """
+    micro_batches = [model.objective.inputs(batch) for batch in batches]
+    counts = torch.stack([inputs.counted.sum() for inputs in micro_batches])
+    before_collective()
+    targets = world.sum(counts.sum())
+    # DDP and FSDP average over the ranks.
+    scale = (world.size / targets.clamp(min=1)).float()
+    total = torch.zeros(1, dtype=torch.float64, device=world.device)
+    for index, inputs in enumerate(micro_batches):
+        with model.sync(last=index + 1 == len(micro_batches)):
+            loss = model(inputs)
+            before_collective()
+            scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total, targets
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step whose numbers may still be computed by the device; `numbers` are on the host then.
+
+    `scaler` is the state of fp16's loss scale with which its gradients were computed.
+    """
+
+    number: int
+    learning_rate: float
+    first_window: int
+    batches: Sequence[Batch]
+    wait_seconds: float
+    numbers: Tensor
+    ready: torch.cuda.Event | None
+    scaler: Sequence[Tensor]
+
+
+class Trainer:
+    """A training at one step."""
+
+    def __init__(
+        self, setup: TrainingSetup, stops: StopSignals, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        """`callbacks` run before the default ones."""
+        self.setup, self._stops = setup, stops
+        self.config, self.world, self.run_dir = setup.config, setup.world, setup.run_dir
+        self.model, self.optimizer, self.scaler = setup.train_module, setup.optimizer, setup.scaler
+        self.loader, self.checkpointer = setup.loader, setup.checkpointer
+        self.step = setup.start.step
+        self.stopped_by: int | None = None
+        self._parameters = list(setup.model.parameters())
+        # On the device: whether a step since the start was not finite.
+        self._failed = torch.zeros((), dtype=torch.bool, device=self.world.device)
+        self._unread: LaunchedStep | None = None
+        self._read_at = time.perf_counter()
+        self._callbacks = Callbacks([*callbacks, *default_callbacks(self)])
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether the device computes a step while the host launches the next one."""
+        return self.world.device.type == "cuda"
+
+    def run(self) -> Outcome:
+        """Train to the last step, or until a signal stops it."""
+        total, began_at = self.config.training.total_steps, self.step
+        self._callbacks.call(Callback.on_start, self.step)
+        while not self._is_stopped():
+            if self._is_due(self.config.logging.eval_steps):
+                self._evaluate("validation")
+            if self.step == total:
+                self._evaluate("test")
+                break
+            if not self._is_stopped():
+                self._take_step()
+                if self.step == began_at + 1:
+                    self.checkpointer.preallocate()
+            if self._is_due(self.config.checkpoint.save_steps):
+                self._save()
+        self._save()
+        self._finish(is_new=self.step > began_at)
+        return Outcome(self.step, self.stopped_by)
+
+    def _take_step(self) -> None:
+        """One optimizer step on the next global batch. Re-raises checkpoint writer errors."""
+        self.checkpointer.writer.check()
+        self._callbacks.call(Callback.before_step)
+        if self._unread is None:
+            self._read_at = time.perf_counter()
+        rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
+        batches = self._next_batches()
+        scale_before = [tensor.clone() for tensor in self.scaler.tensors]
+
+        rank_loss, targets = self._compute_gradients(batches)
+        overflowed = torch.zeros_like(self._failed)
+        if self.scaler.is_enabled():
+            overflowed = self.scaler.unscale_and_update(self.optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._callbacks.call(Callback.before_collective)
+        norm = full_tensor(get_total_norm(gradients))
+        self._callbacks.call(Callback.after_gradients)
+        # One reduction sums the loss and shares the stop signals that the ranks have received.
+        sums = torch.cat([rank_loss, self._stops.counts_on(self.world.device)])
+        self._callbacks.call(Callback.before_collective)
+        loss = self.world.sum(sums)[0] / targets.clamp(min=1)
+
+        # Every rank has the same numbers. Fused AdamW takes no step where `found_inf` is 1.
+        self._failed |= ~loss.isfinite() | (~norm.isfinite() & ~overflowed)
+        self.optimizer.found_inf = (self._failed | overflowed).float()  # type: ignore[attr-defined]
+        clip_grads_with_norm_(self._parameters, self.config.training.max_grad_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+
+        self._read()
+        found = [loss, rank_loss[0], norm, overflowed, *sums[1:], *self.scaler.tensors[:1]]
+        numbers, ready = _to_host(torch.stack([number.double() for number in found]))
+        self._unread = LaunchedStep(
+            number=self.step,
+            learning_rate=rate,
+            first_window=self.loader.samples_seen - self.loader.global_batch,
+            batches=batches,
+            wait_seconds=self.loader.wait_seconds,
+            numbers=numbers,
+            ready=ready,
+            scaler=scale_before,
+        )
+        logging, checkpoint = self.config.logging, self.config.checkpoint
+        is_last = self._is_due(logging.eval_steps) or self._is_due(checkpoint.save_steps)
+        if not self.reads_late or is_last or self._is_stopped():
+            self._read()
+
+    def _next_batches(self) -> list[Batch]:
+        """This rank's micro-batches of the next global batch not marked to be skipped."""
+        while self.loader.samples_seen in self.setup.recovery.skipped:
+            log.warning("skipping the global batch at window %d", self.loader.samples_seen)
+            next(self.loader)
+        return next(self.loader)
+
+    def _compute_gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        announce = partial(self._callbacks.call, Callback.before_collective)
+        return compute_gradients(self.model, batches, self.world, self.scaler, announce)
+
+    def recompute_gradients(self, batches: Sequence[Batch]) -> None:
+        """Compute the gradients of a step that was not finite again, from the same weights."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._compute_gradients(batches)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+
+    def _read(self) -> None:
+        """Read what the last launched step found, and record it, unless that has been done."""
+        launched, self._unread = self._unread, None
+        if launched is None:
+            return
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        loss, rank_loss, norm, overflowed, *others = launched.numbers.tolist()
+        self.stopped_by = self.stopped_by or received_stop(others[: len(STOPS)])
+        total, now = self.config.training.total_steps, time.perf_counter()
+        step = Step(
+            number=launched.number,
+            total=total,
+            loss=loss,
+            rank_loss=rank_loss,
+            grad_norm=norm,
+            learning_rate=launched.learning_rate,
+            loss_scale=next(iter(others[len(STOPS) :]), None),
+            overflowed=bool(overflowed),
+            first_window=launched.first_window,
+            batches=launched.batches,
+            seconds=now - self._read_at,
+            wait_seconds=launched.wait_seconds,
+            logged=launched.number % self.config.logging.logging_steps == 0
+            or launched.number == total,
+        )
+        self._read_at = now
+        if not step.is_finite:
+            self.scaler.restore(launched.scaler)
+            self._callbacks.call(Callback.on_non_finite, step)
+            raise non_finite_error(step, self.run_dir, reported=self.config.logging.debug)
+        if step.overflowed:
+            log.warning("step %d: skipping the update: gradients overflowed in fp16", step.number)
+        self._callbacks.finish_step(step)
+
+    def _is_due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.training.total_steps
+
+    def _is_stopped(self) -> bool:
+        return self.stopped_by is not None
+
+    def _evaluate(self, split: str) -> None:
+        """Record the mean loss of `split` at this step, unless already recorded or split empty.
+
+        A validation interrupted by a signal starts over when the run is resumed.
+        """
+        name, record = f"{split}/loss", self.setup.record
+        if len(self.setup.windows[split]) == 0 or self._is_stopped():
+            return
+        if self.world.broadcast(lambda: bool(record and record.has(self.step, name))):
+            return
+        self.expect_long_work()
+        self.setup.model.eval()
+        totals = validate_split(
+            self.setup.windows[split],
+            self.model,
+            self.world,
+            batch_size=self.config.training.batch_size,
+            max_windows=self.config.evaluation.max_windows,
+            is_stopped=self._check_stop_between_batches,
+        )
+        if totals is not None:
+            sums, targets = totals
+            loss = float(sums.sum() / targets.sum().clamp(min=1))
+            if not math.isfinite(loss):
+                raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
+            self._callbacks.finish_evaluation(Evaluation(self.step, split, loss, sums, targets))
+        self.setup.model.train()
+
+    def _check_stop_between_batches(self) -> bool:
+        self.expect_long_work()
+        counts = self.world.sum(self._stops.counts_on(self.world.device).clone())
+        self.stopped_by = received_stop(counts.tolist())
+        return self._is_stopped()
+
+    def _save(self) -> None:
+        """Save this step unless already saved. Re-raises errors of the checkpoint writer."""
+        self.expect_long_work()
+        state = self.setup.state(self.step, self.loader.samples_seen)
+        seconds = self.checkpointer.save(state)
+        if seconds is not None:
+            self._callbacks.call(Callback.after_checkpoint, self.step, seconds)
+
+    def expect_long_work(self) -> None:
+        """Tell the callbacks that something may take much longer than a step."""
+        self._callbacks.call(Callback.expect_long_work)
+
+    def _finish(self, *, is_new: bool) -> None:
+        """Wait until this step's checkpoint, and the export after the last step, are on disk."""
+        self.expect_long_work()
+        self.checkpointer.writer.wait()
+        is_last = self.step == self.config.training.total_steps
+        if self.world.is_main and is_last and (is_new or not (self.run_dir / MODEL).exists()):
+            prune_checkpoints(self.run_dir, self.config.checkpoint.save_total_limit)
+            tokenizer = load_dataset_tokenizer(self.setup.dataset_dir)
+            export_model(self.run_dir / step_key(self.step), self.run_dir / MODEL, tokenizer)
+        # torchrun kills the remaining ranks when the first rank of a stopped run exits.
+        self.world.barrier()
+
+    def close(self, status: Status) -> None:
+        """Stop the threads; the sinks get a bounded time to flush."""
+        with contextlib.ExitStack() as closing:  # the last one first, each whatever others raise
+            closing.callback(self._callbacks.end, status)
+            closing.callback(self.model.close)
+            closing.callback(self.checkpointer.writer.close)
+            closing.callback(self.loader.close)
+            self.expect_long_work()
+
+
+def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """`numbers` on the host once the event has happened; without one they are there."""
+    if not numbers.is_cuda:
+        return numbers, None
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event
+
+
+def default_callbacks(trainer: Trainer) -> list[Callback]:
+    """The callbacks of a rank, in the order in which they are called."""
+    setup = trainer.setup
+    callbacks: list[Callback] = []
+    if setup.record is not None:
+        exporters = Exporters(setup.run_dir, setup.config, setup.dataset)
+        callbacks += [Recorder(setup.record, exporters, setup.step_tokens), SystemMetrics()]
+    callbacks += [
+        SpikeReports(setup, trainer.expect_long_work),
+        MemoryReports(setup),
+        Utilization(setup),
+        Console(setup),
+    ]
+    if setup.config.logging.debug:
+        callbacks.append(
+            NonFiniteReports(setup, trainer.expect_long_work, trainer.recompute_gradients)
+        )
+    return callbacks

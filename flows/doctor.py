@@ -26,8 +26,8 @@ from infini_model.runtime.machine import (
     lacking_on_gpu,
 )
 from infini_model.training.launch.devices import find_driver, list_gpus, nvml_error, torch_cuda
-from infini_model.training.sizing.fitting import Machine, Need, remedy, shortage
-from infini_model.training.sizing.shape import UnknownShapeError, known_shape
+from infini_model.training.memory_estimate import Machine, Need, advice
+from infini_model.training.resolve import UnknownShapeError, known_shape
 
 GIB = 1 << 30
 NEEDED_DISK_GIB = 5
@@ -143,8 +143,8 @@ def _training(config: Config) -> Finding:
     except UserError as error:
         return Finding(subject, str(error), "correct the setting")
     need = Need.of(shaped, machine)
-    if need.exceeds(machine):
-        return Finding(subject, shortage(need, machine), remedy(shaped, machine))
+    if shortage := need.shortage():
+        return Finding(subject, shortage, advice(shaped, machine))
     return Finding(subject, str(need))
 
 

@@ -13,8 +13,13 @@ from infini_model.runtime.store_client import endpoint_of
 from infini_model.runtime.stored_runs import refresh_runs
 from infini_model.training.initial_weights import InitialWeights
 from infini_model.training.launch.devices import choose_gpus
-from infini_model.training.sizing.fitting import Machine, check_kernels, check_memory
-from infini_model.training.sizing.shape import UnknownShapeError, known_shape, with_objective
+from infini_model.training.memory_estimate import Machine, check_memory
+from infini_model.training.resolve import (
+    UnknownShapeError,
+    check_kernels,
+    known_shape,
+    with_objective,
+)
 from tasks.remote_stage import RemoteStage
 
 
@@ -83,8 +88,8 @@ def check_remote_stages(config: Config) -> None:
 def check_training_memory(config: Config, weights: InitialWeights | None = None) -> None:
     """Log what the training needs, unless only what is yet to be read says how large its model is.
 
-    A remote training is checked where it runs. Raises `ConfigError` if that is more than this
-    machine has, `DeviceError` as `choose_gpus` and `check_kernels` do.
+    A remote training is checked where it runs. Warns, or raises `ConfigError`, as `check_memory`
+    does, and `DeviceError` as `choose_gpus` and `check_kernels` do.
     """
     log = get_run_logger()
     if "train" in config.deployments:

@@ -29,10 +29,10 @@ from prefect.states import Failed
 from infini_model.config import Config
 from infini_model.data.manifest import read_manifest
 from infini_model.runtime.errors import StageError, UserError
-from infini_model.training.launch.failures import OutOfMemory, TrainingFailure
+from infini_model.training.launch.failures import TrainingFailure
+from infini_model.training.memory_estimate import SMALLER, Machine, advice
+from infini_model.training.resolve import UnknownShapeError, known_shape, with_vocabulary
 from infini_model.training.run_status import saved_step
-from infini_model.training.sizing.fitting import SMALLER, Machine, lighter
-from infini_model.training.sizing.shape import UnknownShapeError, known_shape, with_vocabulary
 from tasks import artifacts
 from tasks.flow_run import library_logged
 
@@ -157,7 +157,7 @@ def note_training(
     if isinstance(error, TrainingFailure):
         if is_killed := error.message.endswith("SIGKILL") and error.times >= KILLS:
             error.add_note(f"{error.times} times in a row, so probably out of memory")
-        if is_killed or (isinstance(error, OutOfMemory) and error.is_final):
+        if is_killed or (error.kind == "out of memory" and error.is_final):
             in_main_memory = "killed" in error.message
             error.add_note(_lighter(config, dataset_dir, in_main_memory=in_main_memory))
     if note := saved_note(run_dir):
@@ -179,7 +179,7 @@ def _lighter(config: Config, dataset_dir: Path, *, in_main_memory: bool) -> str:
         if in_main_memory and machine.device == "cuda":
             return "end other programs on the machine, or give it more main memory"
         size = read_manifest(dataset_dir).tokenizer.vocab_size
-        return lighter(known_shape(with_vocabulary(config, size, dataset_dir)), machine)
+        return advice(known_shape(with_vocabulary(config, size, dataset_dir)), machine)
     return SMALLER
 
 

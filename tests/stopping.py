@@ -17,7 +17,7 @@ from infini_model.training.callbacks import Callback, Evaluation, Step
 _SITE = """
 import sys
 if "infini_model.training" in sys.orig_argv and not {{
-    "infini_model.runtime.processes", "infini_model.training.launch.agent"
+    "infini_model.runtime.processes", "infini_model.training.launch.torchrun"
 }} & set(sys.orig_argv):
     import logging, os, pathlib, signal
     rank = os.environ.get("RANK", "0")

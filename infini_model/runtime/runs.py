@@ -32,8 +32,9 @@ INITIAL_WEIGHTS = "initial_weights.json"
 VALIDATION_LOSS = "evaluation/validation_loss"
 CHECKPOINTS, MODEL = "checkpoints", "model"
 # The file of a checkpoint that says where in the training it was saved.
-STATE = "state.json"
 STEP = re.compile(rf"{CHECKPOINTS}/step-(\d+)")
+# The file of a checkpoint that says where in the training it was saved.
+STATE = "state.json"
 
 
 def step_key(step: int) -> str:

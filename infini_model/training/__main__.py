@@ -15,19 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infini_model.config import Config, load_config
-from infini_model.runtime.errors import DataError, NonFiniteError, UserError
 from infini_model.runtime.processes import die_with_parent
 from infini_model.runtime.stage_protocol import rate_limited, write_progress
 from infini_model.training import AGENT
 from infini_model.training.callbacks import Callback, Step
 from infini_model.training.launch.devices import number_visible_gpus, physical_gpu
-from infini_model.training.launch.failures import (
-    EXIT_CRASH,
-    EXIT_NON_FINITE,
-    EXIT_USER_ERROR,
-    Kind,
-    Report,
-)
+from infini_model.training.launch.failures import EXIT_CRASH, TrainingFailure
 from infini_model.training.launch.heartbeat import Heartbeat
 
 
@@ -81,21 +74,6 @@ def _log_to_stdout(config: Config, rank: int) -> None:
         logger.propagate = False
 
 
-def _kind_of(error: Exception) -> tuple[Kind, int]:
-    if isinstance(error, DataError):
-        return "data", EXIT_USER_ERROR
-    if isinstance(error, UserError):
-        return "user error", EXIT_USER_ERROR
-    if isinstance(error, NonFiniteError):
-        return "non-finite", EXIT_NON_FINITE
-    # When the host is out of memory, torch raises a plain RuntimeError, known only by its text.
-    text = str(error)
-    signs = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    if isinstance(error, MemoryError) or any(sign in text for sign in signs):
-        return "out of memory", EXIT_CRASH
-    return "crash", EXIT_CRASH
-
-
 class _Progress(Callback):
     """Prints the progress of the training for the launcher."""
 
@@ -107,15 +85,15 @@ class _Progress(Callback):
         self._report(step.number, step.total)
 
 
-def _report_failure(error: Exception, run_dir: Path, rank: int) -> int:
+def _report_failure(error: Exception, rank: int) -> int:
     """Print why this rank failed and save it for the launcher; returns the exit status."""
-    kind, status = _kind_of(error)
-    message = str(error) or type(error).__name__
-    Report.now(kind, message, rank, _gpu(), getattr(error, "consumed", None)).save(run_dir)
-    crashed = "".join(traceback.format_exception(error)).splitlines()
-    for line in crashed if status == EXIT_CRASH else [message]:
+    failure = TrainingFailure.of(error, rank, _gpu())
+    failure.save()
+    crashed = failure.exit_status == EXIT_CRASH
+    trace = "".join(traceback.format_exception(error)).splitlines()
+    for line in trace if crashed else [failure.message]:
         print(f"{_prefix(rank)}:ERROR | {line}", file=sys.stderr)
-    return status
+    return failure.exit_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,12 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         outcome = train(config, arguments.dataset, arguments.run_dir, callbacks)
     except Exception as error:  # noqa: BLE001 - the one place that reports every failure
-        return _report_failure(error, arguments.run_dir, rank)
+        return _report_failure(error, rank)
     heartbeat.close()
     if outcome.stopped_by is None:
         return 0
     message = f"stopped by signal {outcome.stopped_by}; step {outcome.step} is saved"
-    Report.now("preempted", message, rank, _gpu()).save(arguments.run_dir)
+    TrainingFailure("preempted", message, rank, _gpu()).save()
     return 128 + outcome.stopped_by
 
 

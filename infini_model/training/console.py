@@ -10,8 +10,8 @@ import torch
 
 from infini_model.data.loading.packing import PairPacking
 from infini_model.training.callbacks import Callback, Evaluation, Step
+from infini_model.training.memory_estimate import Device, MemoryEstimate, estimate_memory
 from infini_model.training.setup import TrainingSetup
-from infini_model.training.sizing.estimate import Device, MemoryEstimate, estimate_memory
 
 RULE = "=" * 46
 
@@ -34,7 +34,7 @@ class Console(Callback):
         """Log the step, if it is one to log."""
         if not step.logged:
             return
-        read = step.first_window + self._setup.division.global_batch
+        read = step.first_window + self._setup.plan.global_batch
         log.info(
             "Step [%d/%d] | Loss: %.4f | LR: %.2e | Grad Norm: %.4f | Epoch: %.2f | ETA: %s",
             *(step.number, step.total, step.loss, step.learning_rate, step.grad_norm),
@@ -104,7 +104,7 @@ def _parameters(setup: TrainingSetup) -> str:
 def _memory(setup: TrainingSetup) -> MemoryEstimate:
     """What a process needs for its tensors."""
     device: Device = "cuda" if setup.world.device.type == "cuda" else "cpu"
-    config = setup.division.applied_to(setup.config)
+    config = setup.config
     return estimate_memory(config, setup.world.size, device)
 
 
@@ -113,14 +113,14 @@ def _schedule(setup: TrainingSetup) -> list[str]:
     schedule, phases = setup.config.packing.context_schedule, setup.loader.phases
     if schedule is None:
         return []
-    begins = [phase.first // setup.division.global_batch for phase in phases]
+    begins = [phase.first // setup.plan.global_batch for phase in phases]
     pairs = zip(schedule.values(), begins, strict=True)
     steps = ", ".join(f"{segments} from step {first}" for segments, first in pairs)
     return [f"Segments of a window: {steps}"]
 
 
 def _lines(setup: TrainingSetup) -> list[str]:
-    config, division, start = setup.config, setup.division, setup.start
+    config, plan, start = setup.config, setup.plan, setup.start
     total, trained = config.training.total_steps, len(setup.windows["train"])
     return [
         f"Run: {setup.run_dir}",
@@ -130,14 +130,14 @@ def _lines(setup: TrainingSetup) -> list[str]:
         f"Local attention: {setup.train_module.attention_backend}",
         f"torch.compile: {setup.train_module.compiled}",
         f"Number of processes: {setup.world.size}, {config.launch.strategy}",
-        f"Batch size per process: {division.micro_batch}",
-        f"Gradient accumulation: {division.accumulation}",
-        f"Total batch size: {division.global_batch} windows, {setup.step_tokens:,} tokens per step",
+        f"Batch size per process: {plan.micro_batch}",
+        f"Gradient accumulation: {plan.accumulation}",
+        f"Total batch size: {plan.global_batch} windows, {setup.step_tokens:,} tokens per step",
         *_schedule(setup),
         f"Model parameters: {_parameters(setup)}",
         f"Memory per process, estimated: {_memory(setup)}",
         f"Vocabulary size: {config.model.vocab_size}",
         _beginning(setup),
         f"Steps: {start.step} of {total} done",
-        f"Epochs: {total * division.global_batch / trained:.2f} of {trained:,} windows",
+        f"Epochs: {total * plan.global_batch / trained:.2f} of {trained:,} windows",
     ]

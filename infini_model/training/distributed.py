@@ -25,8 +25,8 @@ from torch import Tensor
 from infini_model.config import Config, LaunchConfig
 from infini_model.runtime.claims import first_difference
 from infini_model.runtime.errors import ConfigError, DeviceError
+from infini_model.runtime.processes import STOPS
 from infini_model.training.launch.devices import GPU_NUMBERS, find_driver, physical_gpu
-from infini_model.training.launch.failures import STOPS
 from infini_model.training.launch.heartbeat import PAUSE_LIMIT_SECONDS
 
 T = TypeVar("T")

@@ -33,7 +33,7 @@ from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import atomic_folder, dump_json
 from infini_model.training.initial_weights import fetch_folder
-from infini_model.training.sizing.fitting import check_kernels
+from infini_model.training.resolve import check_kernels
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # What `transformers` itself writes for a model that reads texts of any length.

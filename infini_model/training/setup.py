@@ -52,12 +52,11 @@ from infini_model.training.initial_weights import (
     check_frozen,
     weights_of_run,
 )
-from infini_model.training.launch.division import Division, divide
-from infini_model.training.launch.recovery import Recovery, read_recovery, recovery_of
+from infini_model.training.launch.recovery import BatchPlan, Recovery, read_recovery
+from infini_model.training.memory_estimate import Machine, check_memory
 from infini_model.training.optimizer import LossScaler, make_optimizer
 from infini_model.training.parallel import TrainModule, build_module
-from infini_model.training.sizing.fitting import Machine, check_kernels, check_memory
-from infini_model.training.sizing.shape import with_objective, with_vocabulary
+from infini_model.training.resolve import check_kernels, with_objective, with_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class TrainingSetup:
     start: ResumePoint
     recovery: Recovery
     initial_weights: InitialWeights | None
-    division: Division
+    plan: BatchPlan
     windows: Mapping[str, Windows]
     train_module: TrainModule
     optimizer: torch.optim.Optimizer
@@ -130,7 +129,7 @@ class TrainingSetup:
     @property
     def step_tokens(self) -> int:
         """Tokens of a global batch."""
-        return self.division.global_batch * self.config.packing.context_length
+        return self.plan.global_batch * self.config.packing.context_length
 
     def state(self, step: int, samples_seen: int) -> TrainerState:
         """The state after `step` steps, with `samples_seen` windows read."""
@@ -142,7 +141,7 @@ class TrainingSetup:
             dataset_key=self.manifest.key,
             config=self.config.model_dump(mode="json"),
             precision=self.train_module.precision.name,
-            global_batch=self.division.global_batch,
+            global_batch=self.plan.global_batch,
             scaler=self.scaler.state_dict() or None,
         )
 
@@ -156,9 +155,9 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     check_agreement(config, manifest.key, world)
     start = find_start(run_dir, manifest.key, world)
     check_settings(run_dir, config, start, world)
-    recovery = recovery_of(world.broadcast(lambda: asdict(read_recovery(run_dir))))
+    recovery = Recovery.of(world.broadcast(lambda: asdict(read_recovery(run_dir))))
     weights = weights_of_run(config, run_dir, world)
-    config, windows, division = resolve(
+    config, windows, plan = resolve(
         config, manifest, dataset_dir, start, recovery, weights, world.size
     )
     if weights is not None and start.checkpoint is None and not asked.model.ignore_tokenizer:
@@ -167,7 +166,7 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     check_kernels(config.model, world.device.type, compiled=config.launch.compile)
     if world.is_main:
         is_pretrained = weights is not None
-        check_memory(division.applied_to(config), machine_of(world), is_pretrained=is_pretrained)
+        check_memory(config, machine_of(world), is_pretrained=is_pretrained)
     module, optimizer = _model_and_optimizer(config, start, weights, world)
     train_module = TrainModule(module, config, world)
     scaler = LossScaler(world.device, enabled=train_module.precision.name == "fp16")
@@ -180,10 +179,10 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
             config.packing,
             config.model.segment_length,
             total_steps=config.training.total_steps,
-            global_batch=division.global_batch,
+            global_batch=plan.global_batch,
         ),
-        batch_size=division.micro_batch,
-        gradient_accumulation_steps=division.accumulation,
+        batch_size=plan.micro_batch,
+        gradient_accumulation_steps=plan.accumulation,
         rank=world.rank,
         world_size=world.size,
         seed=config.run.seed,
@@ -217,7 +216,7 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         start=start,
         recovery=recovery,
         initial_weights=weights,
-        division=division,
+        plan=plan,
         windows=windows,
         train_module=train_module,
         optimizer=optimizer,
@@ -236,18 +235,18 @@ def resolve(
     recovery: Recovery,
     weights: InitialWeights | None,
     processes: int,
-) -> tuple[Config, Mapping[str, Windows], Division]:
+) -> tuple[Config, Mapping[str, Windows], BatchPlan]:
     """The settings with all that a training decides by itself, its windows, and its batches.
 
     In this order: the precision in which the run began, where `auto` may be another one now; the
-    micro-batches that `recovery` calls for; the shape of the initial `weights`; the vocabulary of
-    the dataset; what the objective makes of the model; and the steps that `training.epochs` means.
+    shape of the initial `weights`; the vocabulary of the dataset; what the objective makes of the
+    model; the micro-batches, smaller where `recovery` calls for it; and the steps that
+    `training.epochs` means.
 
     Raises `UserError` if settings, weights and dataset do not match.
     """
     if start.state is not None:
         config = config.updated(training={"precision": start.state.precision})
-    config = recovery.applied_to(config)
     key = "model.vocab_size"
     if weights is not None:
         config, key = weights.shaped(config), "vocab_size of model.initial_weights"
@@ -257,11 +256,12 @@ def resolve(
         split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)
         for split in ("train", "validation", "test")
     }
-    division = divide(config.training, processes, start.state.global_batch if start.state else None)
+    fixed = start.state.global_batch if start.state else None
+    plan = BatchPlan.of(config.training, processes, fixed, recovery.micro_batch_divisor)
     if config.training.epochs is not None:
-        steps = config.training.epochs * len(windows["train"]) / division.global_batch
+        steps = config.training.epochs * len(windows["train"]) / plan.global_batch
         config = config.updated(training={"max_steps": math.ceil(steps), "epochs": None})
-    return config, windows, division
+    return plan.applied_to(config), windows, plan
 
 
 def find_start(run_dir: Path, dataset_key: str, world: World) -> ResumePoint:

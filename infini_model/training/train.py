@@ -30,6 +30,7 @@ from infini_model.config import Config
 from infini_model.data.loading.windows import Batch
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.runtime.errors import NonFiniteError
+from infini_model.runtime.processes import STOPS
 from infini_model.runtime.runs import MODEL, step_key
 from infini_model.training.callbacks import Callback, Callbacks, Evaluation, Status, Step
 from infini_model.training.checkpoint import prune_checkpoints
@@ -42,7 +43,6 @@ from infini_model.training.distributed import (
     received_stop,
 )
 from infini_model.training.export import export_model
-from infini_model.training.launch.failures import STOPS
 from infini_model.training.memory_probe import MemoryReports
 from infini_model.training.metrics import Recorder, SystemMetrics, Utilization
 from infini_model.training.nan_report import (

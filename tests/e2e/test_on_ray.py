@@ -35,12 +35,12 @@ from infini_model.config import load_config
 from infini_model.data.downloads import download_shards
 from infini_model.runtime.errors import DeviceError
 from infini_model.runtime.ray import connect
-from infini_model.training.launch.on_ray import gangs
+from infini_model.training.launch import ray as on_nodes
 
 pytestmark = pytest.mark.story
 ROOT = Path(__file__).resolve().parents[2]
 LOST = "its worker was lost"
-LAUNCHER = "ray::Launcher"
+LAUNCHER = "ray::NodeLauncher"
 STEPS = 120
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 2},
@@ -52,9 +52,9 @@ HaltAt = Callable[[int], Halt]
 Begin = Callable[[Path], Running]
 # Python reads it at its start: a cluster that is slow must not have fewer nodes tried at once.
 PATIENT = """
-if sys.orig_argv[1:3] == ["-m", "infini_model.training.launch.on_ray"]:
-    from infini_model.training.launch.on_ray import gangs
-    gangs.RESERVE_SECONDS = 60
+if sys.orig_argv[1:3] == ["-m", "infini_model.training.launch.ray"]:
+    from infini_model.training.launch import ray
+    ray.RESERVE_SECONDS = 60
 """
 
 
@@ -273,7 +273,7 @@ def training_on(cluster: RayCluster, settings: Path, nodes: str) -> tuple[str | 
 def test_what_the_cluster_cannot_give_is_one_line(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gangs, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(on_nodes, "PATIENCE_SECONDS", 0.0)
     state = tmp_path / "checkpoints" / "step-20" / "state.json"
     state.parent.mkdir(parents=True)
     state.write_text('{"global_batch": 8}')
@@ -287,8 +287,9 @@ def test_what_the_cluster_cannot_give_is_one_line(
     with connect(cluster.address, "launch"):
         for setting, refusal in refusals.items():
             config = load_config(overrides=["launch.launcher=ray", f"launch.{setting}"])
+            folders = tmp_path, tmp_path
             with pytest.raises(DeviceError) as refused:
-                gangs.Gangs(config, tmp_path, tmp_path, cluster.address, lambda: False).train()
+                on_nodes.RayLauncher(config, *folders, cluster.address, lambda: False).train()
             assert str(refused.value) == f"launch.{refusal}"
 
 
@@ -344,9 +345,7 @@ def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
     halt.wait(3)
     halt = halt_at(85)
     (driver,) = (
-        child
-        for child in running.tree()
-        if "infini_model.training.launch.on_ray" in words_of(child)
+        child for child in running.tree() if "infini_model.training.launch.ray" in words_of(child)
     )
     driver.kill()
     running.wait_for("retry 1 of 2")

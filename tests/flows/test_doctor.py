@@ -12,9 +12,9 @@ from flows import doctor
 from flows.presets import configure
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import DeviceError
+from infini_model.training import memory_estimate
 from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Driver, Gpu
-from infini_model.training.sizing import fitting
 from tasks.checks import check_training_memory
 
 H200 = Gpu("0", 0, "NVIDIA H200", 140 << 30, 141 << 30, 3, "GPU-1", (9, 0))
@@ -107,17 +107,17 @@ def test_the_memory_of_a_training_is_told_with_what_would_fit(
     def found(*overrides: str, preset: str = "production", gpus: int = 0) -> doctor.Finding:
         monkeypatch.setattr(devices, "list_gpus", lambda: [H200] * gpus)
         monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
-        monkeypatch.setattr(fitting, "available_memory", lambda: 200 << 30)
+        monkeypatch.setattr(memory_estimate, "available_memory", lambda: 200 << 30)
         config = configure([preset], overrides=[f"run.output_dir={tmp_path}", *overrides])
         (finding,) = [each for each in doctor.examine(config) if each.subject == "training memory"]
         return finding
 
     fits = found(gpus=8)
-    assert "(weights 3.7, weight copies " in fits.found
+    assert "(weights 3.7, gradients 3.7, moments 7.5, " in fits.found
     assert fits.remedy == ""
     whole = found("launch.strategy=ddp", gpus=8)
-    assert "needs 156 GiB" in whole.found
-    assert whole.remedy == "launch.strategy=fsdp would fit"
+    assert "a training process needs about 1" in whole.found
+    assert whole.remedy == "launch.strategy=fsdp would need 47 GiB a process"
     unknown = found("model={initial_weights: team/llama, segment_length: 2048}", preset="uptrain")
     assert "not known before the weights team/llama have been read" in unknown.found
     assert not any(tmp_path.iterdir())  # nothing is created

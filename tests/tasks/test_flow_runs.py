@@ -43,7 +43,7 @@ from infini_model.config import load_config
 from infini_model.runtime.errors import ConfigError, DataError, StageError, UserError
 from infini_model.runtime.pictures import FOLDER
 from infini_model.runtime.storage import make_folder, write_json
-from infini_model.training.launch.failures import Crashed
+from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.mlflow_record import PAGE
 from infini_model.training.run_status import saved_step
 from tasks import artifacts, failures, remote_stage
@@ -334,7 +334,7 @@ def test_a_failure_of_a_training_says_what_is_saved_and_names_fields_of_the_form
     config = load_config(overrides=[*shape, *launch])
 
     def said(error: Exception, times: int = 1) -> str:
-        if isinstance(error, Crashed):
+        if isinstance(error, TrainingFailure):
             error.times = times
         with FlowRunContext.model_construct(flow=pipeline, flow_run=None):
             failures.note_training(error, config, dataset, tmp_path, [])
@@ -342,17 +342,15 @@ def test_a_failure_of_a_training_says_what_is_saved_and_names_fields_of_the_form
 
     assert said(UserError("/full: No space left")) == "/full: No space left; step 5 is saved"
     killed = "killed by SIGKILL"
-    assert said(Crashed(killed), 2).endswith(
+    assert said(TrainingFailure("crash", killed), 2).endswith(
         ": killed by SIGKILL; step 5 is saved; the same command resumes"
     )
-    found = said(Crashed(killed), 3)
-    assert found.startswith(f"{NOTED}with training.batch_size=4 "), found
+    found = said(TrainingFailure("crash", killed), 3)
+    assert found.startswith(f"{NOTED}training.batch_size=4 "), found
     assert found.endswith("; step 5 is saved; the same command resumes")
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker's")
-    found = said(Crashed(killed), 3)
-    assert found.startswith(f"{NOTED}with Batch size=4 training.gradient_accumulation_steps=2 "), (
-        found
-    )
+    found = said(TrainingFailure("crash", killed), 3)
+    assert found.startswith(f"{NOTED}Batch size=4 training.gradient_accumulation_steps=2 "), found
     assert found.endswith("; step 5 is saved; Retry resumes")
 
 
@@ -360,7 +358,7 @@ def test_a_failure_of_a_training_says_what_is_saved_and_names_fields_of_the_form
     ("when", "told"), [("1.03 second(s) from now", "in 2 s"), ("immediately",) * 2]
 )
 def test_a_retry_is_announced_with_its_cause_and_no_advice(when: str, told: str) -> None:
-    state = failures._failed(Crashed("killed by SIGKILL"))
+    state = failures._failed(TrainingFailure("crash", "killed by SIGKILL"))
     args = ("state", state, 1, 2, when)
     record = logging.LogRecord("prefect.task_runs", logging.INFO, "", 1, failures.RETRY, args, None)
     assert failures._WithoutEchoes().filter(record)

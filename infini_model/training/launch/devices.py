@@ -61,22 +61,39 @@ class Driver:
     cuda: tuple[int, int]
 
 
+@contextlib.contextmanager
+def _nvml() -> Iterator[None]:
+    """NVML, while the block runs. Raises `NVMLError` if it does not work, or there is no GPU."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def find_driver() -> Driver | None:
     """The driver as reported by NVML; None if there is none."""
     import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
+    with contextlib.suppress(pynvml.NVMLError), _nvml():
         # 13020 means 13.2.
         number = int(pynvml.nvmlSystemGetCudaDriverVersion())
-        return Driver(
-            str(pynvml.nvmlSystemGetDriverVersion()), (number // 1000, number % 1000 // 10)
-        )
-    finally:
-        pynvml.nvmlShutdown()
+        version = str(pynvml.nvmlSystemGetDriverVersion())
+        return Driver(version, (number // 1000, number % 1000 // 10))
+    return None
+
+
+def nvml_error() -> str | None:
+    """Why NVML does not work on a machine that has CUDA's driver; None if it does, or has none."""
+    import pynvml
+
+    try:
+        with _nvml():
+            return None
+    except pynvml.NVMLError as error:
+        return str(error) if _has_cuda() else None
 
 
 def _visible() -> list[str] | None:
@@ -87,18 +104,6 @@ def _visible() -> list[str] | None:
     identifiers = [part.strip() for part in value.split(",") if part.strip()]
     # As in CUDA: the first invalid entry, by convention -1, hides itself and all that follow.
     return identifiers[: identifiers.index("-1")] if "-1" in identifiers else identifiers
-
-
-def nvml_error() -> str | None:
-    """Why NVML does not work on a machine that has CUDA's driver; None if it does, or has none."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return str(error) if _has_cuda() else None
-    pynvml.nvmlShutdown()
-    return None
 
 
 def _has_cuda() -> bool:
@@ -113,14 +118,11 @@ def _has_cuda() -> bool:
 def _list_with_nvml(visible: list[str] | None) -> list[Gpu]:
     import pynvml
 
-    pynvml.nvmlInit()
-    try:
+    with _nvml():
         count = pynvml.nvmlDeviceGetCount()
         if visible is None:
             visible = [name for index in range(count) for name in _identifiers(index)]
         return [_query_nvml(identifier, count) for identifier in visible]
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _identifiers(index: int) -> list[str]:

@@ -18,13 +18,13 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from infini_model.runtime.storage import make_folder, named_os_errors
 from infini_model.training.callbacks import Callback
-from infini_model.training.launch.failures import Hung
+from infini_model.training.launch.failures import TrainingFailure
 
 # Limit for loading, validating, saving and sending records.
 PAUSE_LIMIT_SECONDS = 1800.0
@@ -115,14 +115,17 @@ class Heartbeat(Callback):
         self._path.unlink(missing_ok=True)
 
 
-class Watch:
-    """Detects hangs: called repeatedly with the agent's process id, returns `Hung` on a hang.
+class HangDetector:
+    """Detects hangs: called repeatedly with the agent's process id, returns a failure on a hang.
 
-    `ranks` are those of this machine; a single rank is its own agent. `timeout` is
-    `launch.hang_timeout_seconds`, which also limits how long a process may be stopped.
+    `ranks` are those of this machine, with the physical numbers of their GPUs; a single rank is its
+    own agent. `timeout` is `launch.hang_timeout_seconds`, which also limits how long a process may
+    be stopped.
     """
 
-    def __init__(self, run_dir: Path, ranks: Sequence[int], timeout: float | None) -> None:
+    def __init__(
+        self, run_dir: Path, ranks: Mapping[int, int | None], timeout: float | None
+    ) -> None:
         self._run_dir, self._ranks = run_dir, ranks
         self._stopped_limit = timeout or MIN_LIMIT_SECONDS
         self._beats: dict[int, Beat] = {}
@@ -130,9 +133,11 @@ class Watch:
         self._stopped: dict[int, float] = {}
         self._polled = time.monotonic()
         for rank in ranks:
-            _path(run_dir, rank).unlink(missing_ok=True)
+            path = _path(run_dir, rank)
+            make_folder(path.parent)
+            path.unlink(missing_ok=True)
 
-    def __call__(self, agent: int) -> Hung | None:
+    def __call__(self, agent: int) -> TrainingFailure | None:
         """Poll if it is time; on a hang, have the ranks dump their stacks first."""
         now = time.monotonic()
         if now - self._polled < POLL_SECONDS:
@@ -141,10 +146,10 @@ class Watch:
         elapsed = min(now - self._polled, 2 * POLL_SECONDS)
         self._polled = now
         self._read_heartbeats(elapsed)
-        hung = self._find_stopped(agent, elapsed) or self._find_silent()
-        if hung is not None:
+        hang = self._find_stopped(agent, elapsed) or self._find_silent()
+        if hang is not None:
             self._ask_for_stacks()
-        return hung
+        return hang
 
     def _read_heartbeats(self, elapsed: float) -> None:
         for rank in self._ranks:
@@ -157,27 +162,34 @@ class Watch:
             self._silence[rank] = self._silence[rank] + elapsed if is_same else 0.0
             self._beats[rank] = beat
 
-    def _find_stopped(self, agent: int, elapsed: float) -> Hung | None:
+    def _find_stopped(self, agent: int, elapsed: float) -> TrainingFailure | None:
         processes = {beat.pid: rank for rank, beat in self._beats.items()}
         for pid in {agent, *processes}:
             stopped = _is_stopped(pid)
             self._stopped[pid] = self._stopped.get(pid, 0.0) + elapsed if stopped else 0.0
             if self._stopped[pid] > self._stopped_limit:
                 what = "its process" if pid in processes else "torchrun's agent"
-                message = f"{what} {pid} has been stopped for {self._stopped_limit:g} s"
-                return Hung(message, processes.get(pid))
+                return self._hang(
+                    f"{what} {pid} has been stopped for {self._stopped_limit:g} s",
+                    processes.get(pid),
+                )
         return None
 
-    def _find_silent(self) -> Hung | None:
+    def _find_silent(self) -> TrainingFailure | None:
         silent = [r for r, beat in self._beats.items() if self._silence[r] > beat.allowed]
         if not silent:
             return None
         allowed = self._beats[silent[0]].allowed
         reached = {rank: (beat.number, beat.position) for rank, beat in self._beats.items()}
         behind = [rank for rank, place in reached.items() if place == min(reached.values())]
-        message = f"no step within {allowed:g} s; the stacks are in {self._run_dir / 'logs'}"
-        # If several ranks are behind, they wait for each other and none can be blamed.
-        return Hung(message, behind[0] if len(behind) == 1 else None)
+        return self._hang(
+            f"no step within {allowed:g} s; the stacks are in {self._run_dir / 'logs'}",
+            # If several ranks are behind, they wait for each other and none can be blamed.
+            behind[0] if len(behind) == 1 else None,
+        )
+
+    def _hang(self, message: str, rank: int | None) -> TrainingFailure:
+        return TrainingFailure("hang", message, rank, None if rank is None else self._ranks[rank])
 
     def _ask_for_stacks(self) -> None:
         for beat in self._beats.values():

@@ -1,4 +1,4 @@
-"""How a training that failed is retried.
+"""How a training that failed is retried, and how its batch is divided then.
 
 The launcher records the failures in `<run>/recovery.json`. Out of memory: smaller micro-batches and
 more accumulation steps, with the same global batch. NaN or infinity: resume from the newest
@@ -10,25 +10,76 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config
-from infini_model.runtime.errors import CheckpointError
+from infini_model.config import Config, TrainingConfig
+from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
-from infini_model.training.launch.failures import (
-    Kind,
-    NonFiniteFailure,
-    OutOfMemory,
-    TrainingFailure,
-)
+from infini_model.training.launch.failures import Kind, TrainingFailure
 
 MAX_NON_FINITE_RETRIES = 2
 FILE = "recovery.json"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the windows of a global batch are divided.
+
+    Attributes:
+        processes: Ranks, each with an equal share.
+        accumulation: Micro-batches per rank.
+        micro_batch: Windows per micro-batch.
+    """
+
+    processes: int
+    accumulation: int
+    micro_batch: int
+
+    @classmethod
+    def of(
+        cls,
+        training: TrainingConfig,
+        processes: int,
+        global_batch: int | None = None,
+        divisor: int = 1,
+    ) -> BatchPlan:
+        """Divide a run's global batch among `processes`.
+
+        Args:
+            training: What the user has set: it decides the global batch of a run that begins, and
+                later only limits the micro-batch, to `batch_size` windows.
+            processes: Ranks in all.
+            global_batch: Windows per step; None before the run has begun.
+            divisor: Parts into which micro-batches are split; see `Recovery`.
+
+        Raises:
+            ConfigError: The batch does not divide evenly.
+        """
+        if global_batch is None:
+            global_batch = processes * training.gradient_accumulation_steps * training.batch_size
+        share, rest = divmod(global_batch, processes)
+        if rest or share == 0:
+            raise ConfigError(
+                f"launch.processes: {processes} processes cannot split this run's global batch of "
+                f"{global_batch} windows evenly; use a divisor of {global_batch}"
+            )
+        largest = max(1, min(share, training.batch_size // divisor))
+        micro_batch = next(size for size in range(largest, 0, -1) if share % size == 0)
+        return cls(processes, share // micro_batch, micro_batch)
+
+    @property
+    def global_batch(self) -> int:
+        """Windows per step, over all ranks."""
+        return self.processes * self.accumulation * self.micro_batch
+
+    def applied_to(self, config: Config) -> Config:
+        """`config` with the batches that each rank really takes."""
+        batch = {"batch_size": self.micro_batch, "gradient_accumulation_steps": self.accumulation}
+        return config.updated(training=batch)
 
 
 @dataclass(frozen=True)
@@ -56,39 +107,33 @@ class Recovery:
     micro_batch_divisor: int = 1
     skipped: tuple[int, ...] = ()
 
-    def applied_to(self, config: Config) -> Config:
-        """`config` with its micro-batches split; the global batch stays the same.
-
-        The micro-batches may be smaller than the user's, where a gang on Ray divides a batch anew.
-        """
-        training = config.training
-        windows = training.batch_size * training.gradient_accumulation_steps
-        most = max(1, training.batch_size // self.micro_batch_divisor)
-        size = next(size for size in range(most, 0, -1) if windows % size == 0)
-        smaller = {"batch_size": size, "gradient_accumulation_steps": windows // size}
-        return config.updated(training=smaller)
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> Recovery:
+        """A recovery from its JSON. Raises `ValueError`, `KeyError` or `TypeError` otherwise."""
+        attempts = tuple(Attempt(**attempt) for attempt in tree["attempts"])
+        return cls(attempts, int(tree["micro_batch_divisor"]), tuple(tree["skipped"]))
 
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:
         """The recovery once `failure` has happened, after `step` steps of the user's `config`.
 
         Marks the failure as final if a retry would not help, and counts it.
         """
-        attempt = Attempt(failure.kind, failure.message, failure.rank, step, time.time())
+        attempt = Attempt(failure.kind, failure.message, failure.rank, step, failure.timestamp)
         changed = replace(self, attempts=(*self.attempts, attempt))
         alike = itertools.takewhile(
             lambda each: each.message == failure.message, reversed(changed.attempts)
         )
         failure.times = len(list(alike))
-        if isinstance(failure, OutOfMemory):
-            micro_batch = config.training.batch_size // self.micro_batch_divisor
-            failure.is_final = micro_batch == 1
-            parts = self.micro_batch_divisor * _smallest_factor(micro_batch)
-            return replace(changed, micro_batch_divisor=parts)
-        if isinstance(failure, NonFiniteFailure):
-            times = sum(attempt.kind == failure.kind for attempt in changed.attempts)
+        if failure.kind == "out of memory":
+            size = config.training.batch_size // self.micro_batch_divisor
+            failure.is_final = size == 1
+            factor = next((n for n in range(2, size + 1) if size % n == 0), 1)
+            return replace(changed, micro_batch_divisor=self.micro_batch_divisor * factor)
+        if failure.kind == "non-finite":
+            times = sum(each.kind == failure.kind for each in changed.attempts)
             failure.is_final = times > MAX_NON_FINITE_RETRIES
-            if config.launch.skip_non_finite and failure.consumed is not None:
-                return replace(changed, skipped=(*self.skipped, failure.consumed))
+            if config.launch.skip_non_finite and failure.samples_seen is not None:
+                return replace(changed, skipped=(*self.skipped, failure.samples_seen))
         return changed
 
     def describe(self, config: Config) -> str:
@@ -98,31 +143,21 @@ class Recovery:
         """
         if not self.attempts:
             return ""
-        last, now = self.attempts[-1], self.applied_to(config).training
-        parts = [f"Resuming after: {last.kind}"]
+        parts = [f"Resuming after: {self.attempts[-1].kind}"]
         if self.micro_batch_divisor > 1:
-            accumulation = f"gradient_accumulation_steps {now.gradient_accumulation_steps}"
-            parts.append(f"batch_size {now.batch_size}, {accumulation}, the same global batch")
+            now = BatchPlan.of(config.training, 1, divisor=self.micro_batch_divisor)
+            accumulation = f"gradient_accumulation_steps {now.accumulation}"
+            parts.append(f"batch_size {now.micro_batch}, {accumulation}, the same global batch")
         if self.skipped:
             parts.append(f"skipping the global batches at windows {list(self.skipped)}")
         return "; ".join(parts)
-
-
-def _smallest_factor(number: int) -> int:
-    return next((n for n in range(2, number + 1) if number % n == 0), 1)
-
-
-def recovery_of(tree: Mapping[str, Any]) -> Recovery:
-    """A recovery from its JSON. Raises `ValueError`, `KeyError` or `TypeError` if that is wrong."""
-    attempts = tuple(Attempt(**attempt) for attempt in tree["attempts"])
-    return Recovery(attempts, int(tree["micro_batch_divisor"]), tuple(tree["skipped"]))
 
 
 def read_recovery(run_dir: Path) -> Recovery:
     """Read `recovery.json` of a run folder. Raises `CheckpointError` if it is damaged."""
     path = run_dir / FILE
     try:
-        return recovery_of(json.loads(path.read_text(encoding="utf-8")))
+        return Recovery.of(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return Recovery()
     except (ValueError, KeyError, TypeError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,9 +107,20 @@ def reserve(
         Holder.current(run_dir, Owner(owner)),
         shares=config.launch.num_nodes > 1,
     )
+    note, next_line = waiting_note(run_dir), 0.0
     with contextlib.ExitStack() as stack:
-        taken = _wait_for(demand, stack, waiting_note(run_dir), on_line, stop)
-        yield [slot.gpu for slot in taken if slot.gpu is not None]
+        try:
+            while not (found := _try_to_take(demand, stack))[0]:
+                if time.monotonic() >= next_line:
+                    next_line = time.monotonic() + REPEAT_SECONDS
+                    on_line(_note_waiting(note, demand, found[1]))
+                if reason := stop():
+                    raise reason
+                time.sleep(POLL_SECONDS)
+        finally:
+            with contextlib.suppress(OSError):
+                note.unlink()
+        yield [slot.gpu for slot in found[0] if slot.gpu is not None]
 
 
 def waiting_note(run_dir: Path) -> Path:
@@ -117,40 +128,14 @@ def waiting_note(run_dir: Path) -> Path:
     return run_dir / "logs" / "waiting"
 
 
-def _wait_for(
-    demand: _Demand,
-    stack: contextlib.ExitStack,
-    note: Path,
-    on_line: Callable[[str], None],
-    stop: Callable[[], Exception | None],
-) -> list[_Slot]:
-    next_line = 0.0
-    try:
-        while True:
-            taken, others = _try_to_take(demand, stack)
-            if taken:
-                return taken
-            if time.monotonic() >= next_line:
-                next_line = time.monotonic() + REPEAT_SECONDS
-                runs = dict.fromkeys(
-                    Path(other.run).name or str(other) for other in others.values()
-                )
-                make_folder(note.parent)
-                with named_os_errors(note):
-                    note.write_text(
-                        f"Waiting for {demand}, held by {', '.join(runs)}", encoding="utf-8"
-                    )
-                held = [
-                    f"{label} is held by {other}, which trains {other.run}"
-                    for label, other in others.items()
-                ]
-                on_line(f"Waiting for {demand}: {'; '.join(held)}")
-            if reason := stop():
-                raise reason
-            time.sleep(POLL_SECONDS)
-    finally:
-        with contextlib.suppress(OSError):
-            note.unlink()
+def _note_waiting(note: Path, demand: _Demand, others: Mapping[str, Holder]) -> str:
+    """Write the note of a run that waits; returns a line that says more."""
+    runs = dict.fromkeys(Path(other.run).name or str(other) for other in others.values())
+    make_folder(note.parent)
+    with named_os_errors(note):
+        note.write_text(f"Waiting for {demand}, held by {', '.join(runs)}", encoding="utf-8")
+    held = (f"{label} is held by {o}, which trains {o.run}" for label, o in others.items())
+    return f"Waiting for {demand}: {'; '.join(held)}"
 
 
 def _try_to_take(

@@ -12,7 +12,7 @@ from infini_model.runtime.holders import Owner
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import MODEL, record_evaluation
 from infini_model.runtime.storage import make_folder, write_json
-from infini_model.training.launch.failures import Crashed, Preempted
+from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.launch.recovery import record_failure
 from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.run_status import RunStatus, list_runs, read_status, saved_step
@@ -37,9 +37,9 @@ def begin(output: Path, name: str, step: int) -> Path:
 def test_the_state_is_that_of_the_last_attempt(tmp_path: Path) -> None:
     run_dir = begin(tmp_path, "one", 5)
     assert read_status(run_dir).state == "interrupted"
-    record_failure(run_dir, Preempted("SIGTERM came"), load_config())
+    record_failure(run_dir, TrainingFailure("preempted", "SIGTERM came"), load_config())
     assert read_status(run_dir).state == "interrupted"
-    record_failure(run_dir, Crashed("killed by SIGKILL", 1), load_config())
+    record_failure(run_dir, TrainingFailure("crash", "killed by SIGKILL", 1), load_config())
     run = read_status(run_dir)
     assert (run.state, run.detail) == ("failed", "crash")
     begin(tmp_path, "one", 7)

@@ -9,8 +9,8 @@ from infini_model.training.launch.heartbeat import (
     MEDIAN_STEPS,
     MIN_LIMIT_SECONDS,
     PAUSE_LIMIT_SECONDS,
+    HangDetector,
     Heartbeat,
-    Watch,
 )
 
 
@@ -35,12 +35,12 @@ def clock(monkeypatch):
 def silence(clock):
     """Poll every half second until a hang is detected or time is up; returns the time taken."""
 
-    def wait(watch, seconds):
+    def wait(detector, seconds):
         began = clock.now
         while clock.now - began < seconds:
             clock.now += 0.5
-            if hung := watch(os.getpid()):
-                return clock.now - began, hung
+            if hang := detector(os.getpid()):
+                return clock.now - began, hang
         return None
 
     return wait
@@ -48,12 +48,12 @@ def silence(clock):
 
 @pytest.fixture
 def hearts(tmp_path, clock, monkeypatch):
-    """Heartbeats of two ranks, both of this process, and their watch; it requests no stacks."""
-    monkeypatch.setattr(Watch, "_ask_for_stacks", lambda self: None)
+    """Heartbeats of two ranks, both of this process, and their detector; it requests no stacks."""
+    monkeypatch.setattr(HangDetector, "_ask_for_stacks", lambda self: None)
 
     def make(timeout=None):
-        watch = Watch(tmp_path, range(2), timeout)
-        return watch, [Heartbeat(tmp_path, rank, timeout) for rank in range(2)]
+        detector = HangDetector(tmp_path, {0: 5, 1: 3}, timeout)
+        return detector, [Heartbeat(tmp_path, rank, timeout) for rank in range(2)]
 
     return make
 
@@ -75,42 +75,42 @@ def steps(clock, hearts, count, seconds):
     ids=["20 median steps", "a minute", "the timeout"],
 )
 def test_a_silence_of_this_long_is_a_hang(clock, hearts, silence, step, timeout, limit):
-    watch, ranks = hearts(timeout)
+    detector, ranks = hearts(timeout)
     steps(clock, ranks, 10, seconds=step)
     if timeout is not None:
         # Only one rank is behind: the other waits for it.
         ranks[0].before_collective()
-        assert silence(watch, limit / 2) is None
+        assert silence(detector, limit / 2) is None
         ranks[0].before_collective()
         limit /= 2
-    took, hung = silence(watch, 1000.0)
+    took, hang = silence(detector, 1000.0)
     assert limit < took < limit + 2
-    assert hung.rank == (None if timeout is None else 1)
+    assert (hang.rank, hang.gpu) == ((None, None) if timeout is None else (1, 3))
 
 
 def test_startup_and_long_pauses_are_allowed(clock, hearts, silence):
-    watch, ranks = hearts(timeout=5.0)
-    assert silence(watch, PAUSE_LIMIT_SECONDS) is None
+    detector, ranks = hearts(timeout=5.0)
+    assert silence(detector, PAUSE_LIMIT_SECONDS) is None
     steps(clock, ranks, 10, seconds=0.01)
     for heart in ranks:
         heart.expect_long_work()
     # It lasts until the gradients of the next step, which have to wait for a slow rank.
     ranks[0].before_collective()
-    assert silence(watch, PAUSE_LIMIT_SECONDS) is None
+    assert silence(detector, PAUSE_LIMIT_SECONDS) is None
     ranks[1].before_collective()
     # The pause does not count towards the median step.
     steps(clock, ranks, 2, seconds=0.01)
-    took, _ = silence(watch, 1000.0)
+    took, _ = silence(detector, 1000.0)
     assert took < 7.0
 
 
 def test_a_pause_of_the_launcher_and_a_rank_that_has_finished_are_no_hang(clock, hearts, silence):
-    watch, ranks = hearts()
+    detector, ranks = hearts()
     steps(clock, ranks, 10, seconds=0.01)
-    assert silence(watch, 5.0) is None
+    assert silence(detector, 5.0) is None
     clock.now += 10_000.0
-    assert watch(os.getpid()) is None
+    assert detector(os.getpid()) is None
     ranks[1].close()
     for _ in range(20):
         steps(clock, ranks[:1], 1, seconds=0.01)
-        assert silence(watch, 5.0) is None
+        assert silence(detector, 5.0) is None

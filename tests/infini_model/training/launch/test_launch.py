@@ -28,14 +28,7 @@ from infini_model.training import AGENT
 from infini_model.training.checkpoint import newest_checkpoint, read_state
 from infini_model.training.launch import heartbeat, launcher
 from infini_model.training.launch.devices import Gpu
-from infini_model.training.launch.failures import (
-    Crashed,
-    Hung,
-    NonFiniteFailure,
-    OutOfMemory,
-    Preempted,
-    TimedOut,
-)
+from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.launch.launcher import launch
 from infini_model.training.train import train
 
@@ -64,7 +57,7 @@ PATIENT = {"launch": {"hang_timeout_seconds": PATIENCE}}
 SITE = """
 import sys
 if "infini_model.training" in sys.orig_argv and not {{
-    "infini_model.runtime.processes", "infini_model.training.launch.agent"
+    "infini_model.runtime.processes", "infini_model.training.launch.torchrun"
 }} & set(sys.orig_argv):
     import os, signal, time, torch
     def fault(inputs, loss):
@@ -77,7 +70,7 @@ if "infini_model.training" in sys.orig_argv and not {{
 HANG = """
 import sys
 if "infini_model.training" in sys.orig_argv and not {{
-    "infini_model.runtime.processes", "infini_model.training.launch.agent"
+    "infini_model.runtime.processes", "infini_model.training.launch.torchrun"
 }} & set(sys.orig_argv):
     import os, pathlib, pkgutil, time
     from infini_model.data.loading.loader import Loader
@@ -102,13 +95,13 @@ if "infini_model.training" in sys.orig_argv and not {{
 
 
 def ranks(run_dir):
-    agents = "infini_model.training.launch.agent"
+    agents = "infini_model.training.launch.torchrun"
     everyone = [p for p in trainers(run_dir) if agents not in p.info["cmdline"]]
     return [p for p in everyone if "infini_model.training" in p.info["cmdline"]]
 
 
 def agent(run_dir):
-    name = "infini_model.training.launch.agent"
+    name = "infini_model.training.launch.torchrun"
     (found,) = [p for p in trainers(run_dir) if name in p.info["cmdline"]]
     return found
 
@@ -165,12 +158,12 @@ def faulty(tmp_path, monkeypatch):
     return make
 
 
-def sum_of_ids(config, dataset, consumed):
-    """Identifies rank 0's part of the global batch that starts after `consumed` windows."""
+def sum_of_ids(config, dataset, samples_seen):
+    """Identifies rank 0's part of the global batch that starts after `samples_seen` windows."""
     windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
     training = config.training
     with Loader(
-        windows, batch_size=training.batch_size, seed=config.run.seed, consumed=consumed
+        windows, batch_size=training.batch_size, seed=config.run.seed, samples_seen=samples_seen
     ) as loader:
         return int(CausalLM().inputs(next(loader)[0]).input_ids.sum())
 
@@ -220,7 +213,7 @@ def test_a_killed_process_ends_all_and_a_rank_is_named_with_its_gpu(
     run_dir, in_mlflow = tmp_path / "run", []
     monkeypatch.setattr(launcher, "end_record", lambda _, status: in_mlflow.append(status))
     kill = Once("Step [20/", lambda: victim(run_dir).kill())
-    with pytest.raises(Crashed) as caught:
+    with pytest.raises(TrainingFailure) as caught:
         launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     assert str(caught.value) == f"training failed: crash{where}: killed by SIGKILL"
     assert not caught.value.is_final
@@ -309,7 +302,7 @@ def test_a_stopped_process_is_a_hang_that_names_it(
     config = make_config(**merge(PAIR, {"launch": {"hang_timeout_seconds": 3}}))
     # In the first validation, where the silence of a slow rank is no hang for half an hour.
     faulty(f"os.environ['RANK'] == '1' and os.kill({pid}, signal.SIGSTOP); time.sleep(600)")
-    with pytest.raises(Hung, match="has been stopped for 3 s") as caught:
+    with pytest.raises(TrainingFailure, match=r"hang.*has been stopped for 3 s") as caught:
         launch(config, dataset, run_dir, on_line=ignore)
     assert caught.value.rank == rank
     none_left(run_dir)
@@ -387,7 +380,7 @@ def test_a_rank_that_hangs_is_named_and_leaves_its_stack(
     last = 1 if settings is PAIR else 0
     hanging(place, rank=last, ranks=last + 1)
     config = make_config(**merge(settings, {"launch": {"hang_timeout_seconds": 10}}))
-    with pytest.raises(Hung, match="no step within 10 s") as caught:
+    with pytest.raises(TrainingFailure, match=r"hang.*no step within 10 s") as caught:
         launch(config, dataset, tmp_path / "run", on_line=ignore)
     assert caught.value.rank == last
     none_left(tmp_path / "run")
@@ -432,8 +425,8 @@ def test_a_training_that_is_ended_from_outside_is_saved(
         owner._lost[run_dir.resolve()] = RunLostError("taken over")
 
     for act, error, message in (
-        (preempt, Preempted, r"^training stopped: preempted: .*step \d+ is saved$"),
-        (wait, TimedOut, "not finished after 3600 s"),
+        (preempt, TrainingFailure, r"^training stopped: preempted: .*step \d+ is saved$"),
+        (wait, TrainingFailure, "timeout: not finished after 3600 s"),
         (lose, RunLostError, "taken over"),
     ):
         clock.ahead = 0.0
@@ -448,7 +441,7 @@ def test_a_kill_by_the_oom_killer_is_out_of_memory(dataset, make_config, tmp_pat
     counts, run_dir = iter([3, 4]), tmp_path / "run"
     monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
     kill = Once("Step [2/", lambda: ranks(run_dir)[0].kill())
-    with pytest.raises(OutOfMemory, match="killed by the kernel"):
+    with pytest.raises(TrainingFailure, match="out of memory: killed by the kernel"):
         launch(make_config(**LONG), dataset, run_dir, on_line=kill)
 
 
@@ -457,16 +450,16 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     dataset, make_config, tmp_path, faulty
 ):
     config = make_config(launch={"skip_non_finite": True})
-    consumed = 6 * 8
-    expected = {"attempts": [], "micro_batch_divisor": 1, "skipped": [consumed]}
+    samples_seen = 6 * 8
+    expected = {"attempts": [], "micro_batch_divisor": 1, "skipped": [samples_seen]}
     write_json(tmp_path / "expected" / "recovery.json", expected)
     train(config, dataset, tmp_path / "expected")
-    culprit = sum_of_ids(config, dataset, consumed)
+    culprit = sum_of_ids(config, dataset, samples_seen)
     faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
-    with pytest.raises(NonFiniteFailure, match="step 7") as caught:
+    with pytest.raises(TrainingFailure, match=r"non-finite.*step 7") as caught:
         launch(config, dataset, run_dir, on_line=ignore)
-    assert caught.value.consumed == consumed
+    assert caught.value.samples_seen == samples_seen
     assert not caught.value.is_final
     launch(config, dataset, run_dir, on_line=ignore)
     assert repeatable(run_dir) == repeatable(tmp_path / "expected")
@@ -479,17 +472,14 @@ def test_ranks_share_cores_and_what_a_user_has_set_stays(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launcher, "available_cores", lambda: 100)
     gpus = [Gpu(str(n), n, "NVIDIA H100", 0, 0, 0, str(n)) for n in range(2)]
-    alone, both = (
-        launcher._environment(launcher._LocalRanks(range(len(each)), each, True))
-        for each in (gpus[:1], gpus)
-    )
+    alone, both = (launcher._environment(each, len(each)) for each in (gpus[:1], gpus))
     assert (alone["OMP_NUM_THREADS"], both["OMP_NUM_THREADS"]) == ("100", "50")
     assert alone["TORCHINDUCTOR_COMPILE_THREADS"] == "32"
     assert both["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     own = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    kept = launcher._environment(launcher._LocalRanks(range(2), gpus, True))
+    kept = launcher._environment(gpus, 2)
     assert not kept.keys() & {*own, "PYTORCH_ALLOC_CONF"}
 
 
@@ -505,7 +495,7 @@ def test_what_lets_no_training_begin_is_named_in_one_line(
         ({}, damaged, "run", DataError, str(damaged)),
         ({}, dataset, "file/run", UserError, "file/run"),
         ({"model": {"vocab_size": 100}}, dataset, "run", UserError, "model.vocab_size: 100 is les"),
-        (huge, dataset, "run", OutOfMemory, "allocate"),
+        (huge, dataset, "run", TrainingFailure, "out of memory on rank 0"),
         ({"launch": {"gpus": "all"}}, dataset, "other", DeviceError, "launch.gpus=all: no GPU"),
         ({"launch": {"gpus": "3"}}, dataset, "other", DeviceError, "GPU 3 does not exist; this"),
     ):
@@ -515,5 +505,5 @@ def test_what_lets_no_training_begin_is_named_in_one_line(
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
         errors = [line for line in lines if "ERROR" in line]
-        assert error is OutOfMemory or len(errors) <= 1
+        assert error is TrainingFailure or len(errors) <= 1
     assert not (tmp_path / "other").exists()

@@ -1,12 +1,13 @@
-"""The model that settings mean: its vocabulary, and what its objective decides."""
+"""The model that settings mean: its vocabulary, what its objective decides, and its kernels."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from infini_model.config import Config
+from infini_model.config import Config, ModelConfig
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
-from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.errors import ConfigError, DeviceError
+from infini_model.runtime.machine import lacking_on_gpu
 
 
 class UnknownShapeError(LookupError):
@@ -82,3 +83,18 @@ def _diffusion_shape(config: Config) -> dict[str, object]:
         return {"bidirectional": True, "memory_query_shift": shifted is None or shifted}
     length = max(config.packing.context_length, config.model.segment_length)
     return {"bidirectional": True, "segment_length": length}
+
+
+def check_kernels(model: ModelConfig, device: str, *, compiled: bool | None = None) -> None:
+    """Raise `DeviceError` if the first step or batch on `device` would find no kernels.
+
+    On a GPU, Triton builds those of the memory; `compiled`, which is `launch.compile`, needs some
+    for the layers as well, and null does without what is missing.
+    """
+    if device != "cuda" or (model.memory == "none" and not compiled):
+        return
+    if (lack := lacking_on_gpu()) is not None:
+        raise DeviceError(
+            f"the kernels of a GPU cannot be built: there is no {lack.what}; {lack.remedy}; or "
+            "launch.gpus=cpu, which needs none"
+        )

@@ -6,8 +6,7 @@ import pytest
 
 from infini_model.config import LaunchConfig
 from infini_model.runtime.ray import attempt, marked, sources_fingerprint
-from infini_model.training.launch.on_ray.gangs import needs_of
-from infini_model.training.launch.on_ray.node import Place, survey
+from infini_model.training.launch.ray import Node, needs_of, probe_node
 
 
 def launch(**settings):
@@ -33,15 +32,15 @@ def test_what_a_launcher_reserves(settings, nodes, needs):
 
 def test_a_node_is_taken_if_it_has_the_same_code_and_sees_the_run(tmp_path):
     with marked(tmp_path) as mark:
-        place = survey(sources_fingerprint(), str(mark))
-        assert isinstance(place, Place)
-        assert place.host == socket.gethostname()
-        with socket.create_server(("", place.port)):
+        node = probe_node(sources_fingerprint(), str(mark))
+        assert isinstance(node, Node)
+        assert node.host == socket.gethostname()
+        with socket.create_server(("", node.port)):
             pass
-        kind, message = attempt(survey, "other", str(mark))
+        kind, message = attempt(probe_node, "other", str(mark))
         assert kind == "user"
         assert "is not the infini_model that started the job" in message
-    kind, message = attempt(survey, sources_fingerprint(), str(mark))
+    kind, message = attempt(probe_node, sources_fingerprint(), str(mark))
     assert kind == "user"
     assert message.startswith(f"{tmp_path}: is not the folder of this name on the machine that")
     assert "run.output_dir" in message

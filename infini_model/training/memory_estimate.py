@@ -1,0 +1,311 @@
+"""The memory that a training needs: what it holds for certain, and what a step takes besides.
+
+The weights, gradients and moments are counted, from the model itself on the meta device. What a
+step takes besides is a formula, which `benchmarks.memory_estimate` compares with what PyTorch's
+MemTracker counts. So a training is refused only where the first alone do not fit. Where both do
+not, it is warned: out of memory, it would divide its micro-batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from infini_model.config import Config, LoraConfig, ModelConfig
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.machine import available_memory
+from infini_model.training.launch.devices import choose_gpus
+
+Device = Literal["cpu", "cuda"]
+
+GIB = 1 << 30
+FLOAT, HALF = 4, 2
+# What a process takes besides tensors: Python and libraries in main memory, more of them with CUDA;
+# and on a GPU the CUDA context.
+LIBRARIES: dict[Device, int] = {"cpu": GIB // 2, "cuda": 2 * GIB}
+CONTEXT = GIB // 2
+# Settings are recommended if they fit into this share of the memory: the rest is for fragmentation
+# and for errors of the estimate.
+KEPT = 0.9
+# GPUs that may be recommended.
+GPU_COUNTS = tuple(2**power for power in range(1, 11))
+SMALLER = "a smaller model or packing.context_length needs less"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the processes of a training run.
+
+    Attributes:
+        device: What they compute on.
+        processes: All of them, on all machines.
+        local: Those on this machine.
+        is_first: Whether the process that writes checkpoints is on this machine.
+        gpu_bytes: Memory of the smallest of the GPUs; 0 on the CPU.
+        main_bytes: Main memory that is available here.
+    """
+
+    device: Device
+    processes: int
+    local: int
+    is_first: bool
+    gpu_bytes: int
+    main_bytes: int
+
+    @classmethod
+    def of(cls, config: Config) -> Machine:
+        """This machine, with the devices that `config.launch` selects. Raises `DeviceError`."""
+        gpus = choose_gpus(config.launch.gpus)
+        local = config.launch.processes or max(1, len(gpus))
+        return cls(
+            device="cuda" if gpus else "cpu",
+            processes=local * config.launch.num_nodes,
+            local=local,
+            is_first=config.launch.node_rank == 0,
+            gpu_bytes=min((gpu.total_bytes for gpu in gpus[:local]), default=0),
+            main_bytes=available_memory(),
+        )
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of the tensors of one process.
+
+    Attributes:
+        weights: The parameters; under FSDP this process's shards.
+        gradients: Of the trained parameters, float32.
+        moments: AdamW's two, float32.
+        activations: What the fullest moment of a step takes besides those: what is kept for the
+            backward pass, logits, weights in 16 bits, and what FSDP has gathered.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return self.weights + self.gradients + self.moments + self.activations
+
+    def __str__(self) -> str:
+        """The total and the parts in GiB, such as "3.1 GiB (weights 0.4, …)"."""
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in vars(self).items() if size)
+        return f"{gib(self.total)} GiB ({parts})"
+
+
+def gib(size: int) -> str:
+    """A number of bytes in GiB, with two digits or more."""
+    number = size / GIB
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}" if number >= 1 else f"{number:.2f}"
+
+
+class _Parameters(NamedTuple):
+    """Bytes of the parameters of a model: of a layer, of what is outside the layers, of all; and of
+    each tensor that is trained."""
+
+    layer: int
+    root: int
+    all: int
+    trained: Sequence[int]
+
+
+@functools.cache
+def _parameters(model: ModelConfig, lora: LoraConfig | None) -> _Parameters:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    from infini_model.model.llama import InfiniLlama
+
+    class Undrawn(TorchFunctionMode):
+        """Draws no weights: on the meta device PyTorch would load its compiler, in seconds."""
+
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if getattr(function, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
+                return args[0] if args else kwargs["tensor"]
+            return function(*args, **kwargs or {})
+
+    with torch.device("meta"), Undrawn():
+        whole = InfiniLlama(model, lora=lora)
+    everything = sum(p.nbytes for p in whole.parameters())
+    layer = sum(p.nbytes for p in whole.model.layers[0].parameters())
+    trained = [p.nbytes for p in whole.parameters() if p.requires_grad]
+    return _Parameters(layer, everything - model.num_hidden_layers * layer, everything, trained)
+
+
+def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEstimate:
+    """What one of `processes` processes needs in a step of the training that `config` describes.
+
+    `config.model` is that of the model itself, its vocabulary included (see
+    `infini_model.training.resolve`). What Python, libraries, the CUDA context and fragmentation
+    take comes on top.
+    """
+    parameters = _parameters(config.model, config.training.lora)
+    shards = processes if config.launch.strategy == "fsdp" else 1
+    gradients = sum(parameters.trained) // shards
+    taken = _activations(config, parameters, device)
+    if shards > 1:
+        # Two layers and all that is outside them, of which half has a gradient to be reduced.
+        taken += 2 * parameters.layer + 3 * parameters.root // 2
+    elif processes == 1 and config.training.gradient_accumulation_steps == 1:
+        # The gradients come while the activations go.
+        taken = max(0, taken - gradients)
+    return MemoryEstimate(parameters.all // shards, gradients, 2 * gradients, taken)
+
+
+def _activations(config: Config, parameters: _Parameters, device: Device) -> int:
+    """Bytes that a micro-batch takes when the loss is computed.
+
+    A layer keeps of each token the residual before both of its norms in float32; in the dtype of
+    products what the norms return, several times the heads, as the attention and the memory read
+    and write them, and four widths of the feed-forward. The memory keeps states of each segment.
+    """
+    from infini_model.model.loss import LOGITS_AT_ONCE
+
+    model, training = config.model, config.training
+    auto = HALF if device == "cuda" else FLOAT
+    products = {"auto": auto, "fp32": FLOAT, "bf16": HALF, "fp16": HALF}[training.precision]
+    hidden, head, layers = model.hidden_size, model.head_dim, model.num_hidden_layers
+    tokens = training.batch_size * config.packing.context_length
+    rows = tokens * (2 if training.objective == "block_diffusion" else 1)
+    # PyTorch's RMSNorm saves what it has normalised on a CPU.
+    residuals = (4 if device == "cpu" else 2) * hidden
+    times, states = {"none": (3, 0), "linear": (4, 1), "residual": (4, 2), "delta": (7, 7)}[
+        model.memory
+    ]
+    attention = times * head * (model.num_attention_heads + model.key_value_heads)
+    inner = 2 * hidden + attention + 4 * model.intermediate_size
+    kept = rows * (FLOAT * residuals + products * inner)
+    segments = training.batch_size * math.ceil(config.packing.context_length / model.segment_length)
+    kept += states * segments * model.key_value_heads * (head + 1) * head * FLOAT
+    if products == HALF and training.lora is None:
+        kept += parameters.layer // 2  # its weights in 16 bits
+    if config.launch.gradient_checkpointing:
+        kept += layers * rows * hidden * FLOAT  # the inputs of all layers, and one layer
+    else:
+        kept *= layers
+    logits = min(tokens * (model.vocab_size or 0), LOGITS_AT_ONCE)
+    return kept + logits * (FLOAT + FLOAT - products) + 2 * tokens * hidden * FLOAT
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a training needs on a machine; `copy` is what rank 0 copies for a checkpoint."""
+
+    process: MemoryEstimate
+    copy: int
+    machine: Machine
+
+    @classmethod
+    def of(cls, config: Config, machine: Machine) -> Need:
+        """The need of a training whose `config.model` is that of the model itself."""
+        process = estimate_memory(config, machine.processes, machine.device)
+        trained = _parameters(config.model, config.training.lora).trained
+        if machine.device == "cuda":
+            # The copy is page-locked, and PyTorch rounds each of its tensors up to a power of two.
+            trained = tuple(1 << (size - 1).bit_length() for size in trained)
+        return cls(process, 3 * sum(trained) * machine.is_first, machine)
+
+    @property
+    def main(self) -> int:
+        """Bytes of main memory, of all processes on the machine."""
+        return self._main(self.process)
+
+    def _main(self, process: MemoryEstimate) -> int:
+        tensors = process.total if self.machine.device == "cpu" else 0
+        return self.machine.local * (LIBRARIES[self.machine.device] + tensors) + self.copy
+
+    def shortage(self, share: float = 1.0, *, for_certain: bool = False) -> str:
+        """What does not fit into a share of the memory; empty if all does.
+
+        `for_certain` leaves out the activations.
+        """
+        process = replace(self.process, activations=0) if for_certain else self.process
+        machine, most = self.machine, "at least" if for_certain else "about"
+        if machine.device == "cuda" and process.total + CONTEXT > share * machine.gpu_bytes:
+            has = gib(machine.gpu_bytes)
+            return f"a training process needs {most} {process}, and a GPU has {has} GiB"
+        if (main := self._main(process)) > share * machine.main_bytes:
+            has = gib(machine.main_bytes)
+            needs = f"{most} {gib(main)} GiB of main memory, {process} a process"
+            return f"the training needs {needs}, and {has} GiB are available"
+        return ""
+
+    def __str__(self) -> str:
+        """The need of a process with its parts, and the main memory."""
+        return f"{self.process} a process; {gib(self.main)} GiB of main memory"
+
+
+def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = False) -> Need:
+    """What the training needs; `config.model` is that of the model itself.
+
+    Warns where that is probably more than the machine has. `is_pretrained` says whether its weights
+    are given, so that LoRA could take its place. Raises `ConfigError`, with settings that would
+    fit, where it is certainly more and `launch.force` is false.
+    """
+    need = Need.of(config, machine)
+    told = functools.partial(advice, config, machine, is_pretrained=is_pretrained)
+    if not config.launch.force and (lack := need.shortage(for_certain=True)):
+        raise ConfigError(f"not enough memory: {lack}; {told()}; launch.force=true runs it anyway")
+    if lack := need.shortage():
+        log.warning("the memory may not suffice: %s; %s", lack, told())
+    return need
+
+
+def advice(config: Config, machine: Machine, *, is_pretrained: bool = False) -> str:
+    """Settings with which a training needs clearly less, and fits, for a message.
+
+    They are the first that do, of those of the same training, the cheapest first; then the same on
+    more GPUs. For `is_pretrained` see `check_memory`.
+    """
+    now, hint = Need.of(config, machine).process.total, ""
+    if is_pretrained and config.training.lora is None:
+        hint = "; training.lora={} needs less, and freezes the pretrained weights"
+    counts = [machine.processes]
+    if machine.device == "cuda":
+        counts += [count for count in GPU_COUNTS if count > machine.processes]
+    for count in counts:
+        local, where = min(count, 8), f" on {count} such GPUs"
+        if count == machine.processes:
+            local, where = machine.local, ""
+        on = replace(machine, processes=count, local=local)
+        for change in _changes(config, on):
+            need = Need.of(_changed(config, change), on)
+            if need.process.total < KEPT * now and not need.shortage(KEPT):
+                words = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
+                less = f"{gib(need.process.total)} GiB a process"
+                return f"{words or 'the same'}{where} would need {less}{hint}"
+    return f"{SMALLER}{hint}"
+
+
+def _changes(config: Config, machine: Machine) -> Iterator[Mapping[str, Any]]:
+    """Settings of the same training that need less, by their keys, those that cost least first."""
+    training, launch = config.training, config.launch
+    shards = {"launch.strategy": "fsdp"} if machine.processes > 1 else {}
+    recomputes = {} if launch.gradient_checkpointing else {"launch.gradient_checkpointing": True}
+    for size in range(training.batch_size, 0, -1):
+        if training.batch_size % size:
+            continue
+        steps = training.gradient_accumulation_steps * (training.batch_size // size)
+        batch = {"training.batch_size": size, "training.gradient_accumulation_steps": steps}
+        smaller = batch if size < training.batch_size else {}
+        yield smaller
+        yield shards | smaller
+        yield recomputes | smaller
+        yield shards | recomputes | smaller
+
+
+def _changed(config: Config, change: Mapping[str, Any]) -> Config:
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        config = config.updated(**{section: {name: value}})
+    return config

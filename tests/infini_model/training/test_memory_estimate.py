@@ -1,0 +1,132 @@
+"""What a training needs, beside what a step allocates; what cannot fit is refused, with advice."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.memory_estimate import TOLERANCE, configured, peak_of_step
+from flows.presets import configure
+from infini_model.config import Config, LoraConfig, load_config
+from infini_model.runtime import machine as this_machine
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.machine import available_memory
+from infini_model.training.memory_estimate import (
+    GIB,
+    KEPT,
+    Machine,
+    Need,
+    advice,
+    check_memory,
+    estimate_memory,
+)
+from infini_model.training.resolve import UnknownShapeError, known_shape
+
+# As NVML counts it.
+H100 = int(79.6 * GIB)
+EIGHT = Machine("cuda", 8, 8, True, H100, 512 * GIB)
+ONE = replace(EIGHT, processes=1, local=1)
+DESKTOP = Machine("cpu", 1, 1, True, 0, 16 * GIB)
+
+
+def test_the_estimate_is_the_counted_peak_of_a_step() -> None:
+    config = configured("activations")
+    found = estimate_memory(config, 1, "cpu").total
+    assert found == pytest.approx(peak_of_step(config), rel=TOLERANCE)
+
+
+def known(preset: str, *overrides: str) -> Config:
+    return known_shape(configure([preset], overrides=overrides))
+
+
+def applied(config: Config, words: str) -> Config:
+    """The settings that an advice names, as a user types them."""
+    return load_config(overrides=[config.model_dump(mode="json"), *words.split()])
+
+
+def test_the_presets_fit_the_machines_that_their_first_lines_name() -> None:
+    config = known("one-gpu")
+    assert round(estimate_memory(config, 1, "cuda").total / GIB) == 17
+    # Some of the 24 GiB are the CUDA context's.
+    assert not Need.of(config, replace(ONE, gpu_bytes=23 * GIB)).shortage(KEPT)
+    need = Need.of(known("production"), EIGHT)
+    assert not need.shortage(KEPT)
+    # In main memory 8 billion weights with two moments.
+    assert 12 * 8e9 < need.main < 128 * GIB
+
+
+def test_what_is_certain_not_to_fit_is_refused_with_settings_that_would() -> None:
+    config = known("production")
+    with pytest.raises(
+        ConfigError, match=r"needs at least 120 GiB .* on 4 such GPUs would need \d\d GiB"
+    ):
+        check_memory(config, ONE)
+    unsharded = known("production", "launch.strategy=ddp")
+    with pytest.raises(
+        ConfigError,
+        match=r"; launch.strategy=fsdp would need 47 GiB a process;.*launch\.force=true",
+    ):
+        check_memory(unsharded, EIGHT)
+    check_memory(applied(unsharded, "launch.force=true"), EIGHT)
+    small = replace(DESKTOP, main_bytes=GIB // 4)
+    with pytest.raises(
+        ConfigError, match=r"main memory, .* and 0\.25 GiB are available; a smaller model"
+    ):
+        check_memory(known("quickstart"), small)
+
+
+def test_what_may_not_fit_is_a_warning_and_its_advice_keeps_the_global_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shape = ("model.hidden_size=768", "model.intermediate_size=3072", "model.num_hidden_layers=20")
+    for overrides, machine in (
+        (["training.batch_size=48", "launch.processes=2"], replace(DESKTOP, processes=2, local=2)),
+        (["training.batch_size=6", "model.num_hidden_layers=30"], DESKTOP),
+    ):
+        config = known("arxiv", *shape, *overrides)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "infini_model"):
+            check_memory(config, machine)
+        assert "the memory may not suffice: the training needs about" in caplog.text
+        words, _, rest = advice(config, machine).partition(" would need ")
+        assert rest.endswith(" GiB a process")
+        assert words in caplog.text
+        better = applied(config, words)
+        assert not Need.of(better, machine).shortage()
+        then, now = (
+            each.training.batch_size * each.training.gradient_accumulation_steps
+            for each in (config, better)
+        )
+        assert now == then
+
+
+def test_lora_is_named_where_pretrained_weights_are_trained_whole() -> None:
+    config = known("production")
+    hint = "; training.lora={} needs less, and freezes the pretrained weights"
+    assert advice(config, ONE, is_pretrained=True) == advice(config, ONE) + hint
+    adapted = config.updated(training={"lora": LoraConfig()})
+    assert estimate_memory(adapted, 1, "cuda").total < estimate_memory(config, 1, "cuda").total / 2
+    assert hint not in advice(adapted, replace(ONE, gpu_bytes=GIB), is_pretrained=True)
+
+
+def test_a_shape_that_only_weights_or_a_tokenizer_know_is_not_guessed() -> None:
+    for preset, name in (("llada-shakespeare", "weights GSAI-ML/LLaDA-8B-Base"), ("arxiv", "tok")):
+        config = configure([preset], overrides=["data.tokenizer.spec=team/tokenizer"])
+        with pytest.raises(UnknownShapeError, match=f"not known before the {name}"):
+            known_shape(config)
+    assert known("shakespeare").model.vocab_size == 256
+    assert known("quickstart", "data.tokenizer.vocab_size=5000").model.vocab_size == 5000
+    assert known("diffusion-quickstart").model.vocab_size == 257
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch) -> None:
+    free = available_memory()
+    assert free > 0
+    monkeypatch.setattr(this_machine, "CGROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 150000\n")
+    for limit, left in (("1000000\n", 450_000), ("100\n", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert available_memory() == left
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 1_000_000

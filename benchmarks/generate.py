@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.report import publish, speed_ratio, take_turns
 from infini_model.config import ModelConfig
-from infini_model.model.generation.causal import read_prompts, stream
+from infini_model.model.generate import read_prompts, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS
 

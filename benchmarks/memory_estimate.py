@@ -49,7 +49,7 @@ BF16: Tree = {"training": {"precision": "bf16"}}
 # Settings laid over `SMALL`.
 CASES: dict[str, Tree] = {
     "activations": {},
-    "tiled kernel": {"model": {"segment_length": 256}},
+    "long segments": {"model": {"segment_length": 256}},
     "16 bits": BF16,
     "grouped heads": {"model": {"num_attention_heads": 8, "num_key_value_heads": 2}},
     "long window": {

@@ -91,7 +91,7 @@ def draw(rng: np.random.Generator, segments: int, depths: Sequence[float]) -> Ha
 def answers(model: InfiniLlama, haystacks: Haystacks) -> Tensor:
     """Logits of the answers' tokens, [N, A, vocab_size]."""
     _, question, answer = (each.flatten(1) for each in haystacks)
-    hidden, _ = model.hidden(torch.cat((haystacks.bodies, question, answer), 1))
+    hidden = model.hidden(torch.cat((haystacks.bodies, question, answer), 1))
     logits: Tensor = model.lm_head(hidden[:, -answer.size(1) - 1 : -1])
     return logits
 

@@ -111,8 +111,8 @@ SETUPS = {
 def answers(model: InfiniLlama, batch: Questions) -> Tensor:
     """Logits of the answer to each question, [N, vocab_size]."""
     past, no_memory = batch.input_ids[:, :-SEGMENT], model.config.memory == "none"
-    state = None if no_memory else model.hidden(past)[1]
-    hidden, _ = model.hidden(batch.input_ids[:, -SEGMENT:], state)
+    state = None if no_memory else model.extend(past, None)[1]
+    hidden, _ = model.extend(batch.input_ids[:, -SEGMENT:], state)
     logits: Tensor = model.lm_head(hidden[batch.labels[:, -SEGMENT:] >= 0])
     return logits
 

@@ -107,7 +107,7 @@ class Training:
         self._optimizer = make_optimizer(self.model, self._config)
         kernel = resolve_backend(
             *("auto", torch.device(DEVICE), torch.bfloat16 if CUDA else torch.float32),
-            *(config.head_dim, config.segment_length),
+            config.head_dim,
         )
         self._attention_compiles = can_be_compiled(kernel)
 

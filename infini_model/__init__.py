@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from infini_model.data.loading.gpu import get_gpu_train_dataloader, gpu_clm_process
     from infini_model.data.tokenizers.load import load_tokenizer
     from infini_model.model.attention import infini_attention
-    from infini_model.model.generation.causal import generate
+    from infini_model.model.generate import generate
     from infini_model.model.llama import InfiniLlama
     from infini_model.model.memory import Memory
     from infini_model.objectives.causal import GPUDataCollatorForCLM
@@ -40,7 +40,7 @@ _MODULES = {
     "GPUDataCollatorForCLM": "objectives.causal",
     "InfiniLlama": "model.llama",
     "Memory": "model.memory",
-    "generate": "model.generation.causal",
+    "generate": "model.generate",
     "get_gpu_train_dataloader": "data.loading.gpu",
     "gpu_clm_process": "data.loading.gpu",
     "infini_attention": "model.attention",

@@ -12,10 +12,9 @@ from infini_model.config import Config, SampleConfig
 from infini_model.data.sources.pairs import ASSISTANT, CONTENT, ROLE
 from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
 from infini_model.evaluation.prompt import decode_pieces, load_checkpoint, run_of
-from infini_model.model.generation.causal import PREFILL_TOKENS
-from infini_model.model.generation.sampling import check_sampling, sample_tokens
+from infini_model.model.generate import PREFILL_TOKENS, check_sampling, sample_tokens
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import Operands
+from infini_model.model.precision import LowPrecisionWeights
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.runs import read_run_config
 
@@ -49,7 +48,7 @@ class Conversation:
         self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
         self._template = template
         self._rng = np.random.default_rng(seed)
-        self._operands = Operands(model, model.precision)
+        self._operands = LowPrecisionWeights(model, model.precision)
         self._state = model.empty_state(1)
         self._after_answer = ""
 

@@ -49,7 +49,7 @@ class LongDocuments(NamedTuple):
         return rows[:, :: self.segment_length]
 
 
-class Reach(NamedTuple):
+class SegmentRange(NamedTuple):
     """Segments of a document, counted from 1, both inclusive."""
 
     first: int
@@ -71,7 +71,7 @@ class Measurement(NamedTuple):
     losses: dict[str, np.ndarray]
     gains: dict[str, np.ndarray]
 
-    def over(self, sums: np.ndarray, reaches: Sequence[Reach]) -> list[Interval]:
+    def over(self, sums: np.ndarray, reaches: Sequence[SegmentRange]) -> list[Interval]:
         """`sums`, one of `losses` or `gains`, per target in each of `reaches`, over documents."""
         numbers = np.arange(1, sums.shape[1] + 1)
         inside = np.array([(first <= numbers) & (numbers <= last) for first, last in reaches]).T

@@ -10,10 +10,10 @@ import torch
 from infini_model.config import Config, UnmaskingConfig
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_of
 from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
-from infini_model.model.generation.causal import stream
-from infini_model.model.generation.unmasking import DEFAULT, unmask
+from infini_model.model.generate import stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
+from infini_model.model.unmask import DEFAULT, unmask
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, is_started, read_run
 from infini_model.training.checkpoint import newest_checkpoint
@@ -139,8 +139,8 @@ def new_tokens(
     """Stream the tokens that follow `ids`, without the end of text.
 
     One by one from a causal model, block by block from one of diffusion. The settings and
-    errors are those of `infini_model.model.generation.causal.generate` and
-    `infini_model.model.generation.unmasking.unmask`.
+    errors are those of `infini_model.model.generate.generate` and
+    `infini_model.model.unmask.unmask`.
     """
     if model.config.bidirectional:
         blocks: Iterable[Sequence[int | None]] = unmask(

@@ -41,9 +41,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from infini_model.model.kernels.attention import local_attention
-from infini_model.model.kernels.memory_ops import gated_read
-from infini_model.model.kernels.numerics import memory_dtype
-from infini_model.model.kernels.residual_ops import residual_read
+from infini_model.model.kernels.memory_ops import gated_read, memory_dtype, residual_read
 from infini_model.model.memory import Memory, Update, memory_states
 from infini_model.model.rotary import Rope
 
@@ -125,8 +123,8 @@ def infini_attention(
     reading = q if memory_queries is None else memory_queries
     _check_qkv(q, k, v, segment_length)
     _check_rope(rope, segment_length, q)
-    _check_memory(q, k, gate, segment_length, memory, update, reset, keys, written, reading)
-    _check_gates(memory_gates, keys, update)
+    own = (keys, written, reading, memory_gates)
+    _check_memory(q, k, gate, segment_length, memory, update, reset, *own)
     rows, tokens = keys.size(0), q.size(2)
     length = min(segment_length, tokens)
     full = tokens // segment_length
@@ -160,12 +158,9 @@ def read_memory(q: Tensor, local: Tensor, gate: Tensor, memory: Memory) -> Tenso
 
     `gate` is that of `infini_attention`.
     """
-    out: Tensor = (
-        residual_read(q, local, gate, memory.kv)
-        if memory.norm is None
-        else gated_read(q, local, gate, memory.kv, memory.norm)
-    )
-    return out
+    if memory.norm is None:
+        return residual_read(q, local, gate, memory.kv)
+    return gated_read(q, local, gate, memory.kv, memory.norm)
 
 
 def _by_memory(x: Tensor, rows: int) -> Tensor:
@@ -195,28 +190,19 @@ def _local_segments(
     causal: bool,
 ) -> Tensor:
     """Local attention of segments [B, S, H, L, D], padded after the first `tokens` positions."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        tables = None if rope is None else (rope[0][: q.size(3)], rope[1][: q.size(3)])
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        return local_attention(*flat, rope=tables, backend=backend, causal=causal).reshape(q.shape)
+
     padding = q.size(1) * q.size(3) - tokens
     if causal or not padding:
-        return _equal_segments(q, k, v, rope, backend, causal=causal)
+        return attend(q, k, v)
     # Only a causal mask hides the padding: without one, the last segment is attended to by itself.
-    q_full, k_full, v_full = (x[:, :-1] for x in (q, k, v))
-    q_last, k_last, v_last = (x[:, -1:, :, :-padding] for x in (q, k, v))
-    full = _equal_segments(q_full, k_full, v_full, rope, backend, causal=False)
-    last = _equal_segments(q_last, k_last, v_last, rope, backend, causal=False)
+    full = attend(*(x[:, :-1] for x in (q, k, v)))
+    last = attend(*(x[:, -1:, :, :-padding] for x in (q, k, v)))
     return torch.cat((full, functional.pad(last, (0, 0, 0, padding))), dim=1)
-
-
-def _equal_segments(
-    q: Tensor, k: Tensor, v: Tensor, rope: Rope | None, backend: str, *, causal: bool
-) -> Tensor:
-    """Local attention of segments [B, S, H, L, D], batched over B · S."""
-    shape = q.shape
-    if rope is not None:
-        cos, sin = (table[: q.size(3)] for table in rope)
-        rope = cos, sin
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out = local_attention(q, k, v, rope=rope, backend=backend, causal=causal)
-    return out.reshape(shape)
 
 
 def segmented_local_attention(
@@ -242,16 +228,15 @@ def segmented_local_attention(
     return out.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
 
 
-def _expect(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raise unless `x` has `shape` and the device of `like`."""
+def _expect(
+    name: str, x: Tensor, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Raise unless `x` has `shape`, the device of `like`, and `dtype` if that matters."""
     if tuple(x.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
     if x.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} as q, got {x.device}")
-
-
-def _expect_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
-    if x.dtype != dtype:
+    if dtype not in (None, x.dtype):
         raise TypeError(f"{name}: expected dtype {dtype}, got {x.dtype}")
 
 
@@ -268,8 +253,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, segment_length: int) -> None:
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
     for name, x in (("k", k), ("v", v)):
-        _expect(name, x, (batch, kv_heads, tokens, head_dim), q)
-        _expect_dtype(name, x, q.dtype)
+        _expect(name, x, (batch, kv_heads, tokens, head_dim), q, q.dtype)
     if segment_length < 1:
         raise ValueError(f"segment_length: expected at least 1, got {segment_length}")
 
@@ -291,6 +275,7 @@ def _check_memory(
     keys: Tensor,
     values: Tensor,
     queries: Tensor,
+    gates: Tensor | None,
 ) -> None:
     """Raise on the first argument of the memory that does not fit `q`, `k` or another one."""
     rows, (_, heads, tokens, head_dim) = len(keys), k.shape
@@ -298,36 +283,25 @@ def _check_memory(
         raise ValueError(
             f"memory_keys: expected a number of rows that divides {len(q)}, got {rows}"
         )
-    written = (rows, heads, tokens, head_dim)
-    for name, x, shape in (
-        ("memory_keys", keys, written),
-        ("memory_values", values, written),
-        ("memory_queries", queries, tuple(q.shape)),
-    ):
-        _expect(name, x, shape, q)
-        _expect_dtype(name, x, q.dtype)
     if update not in get_args(Update):
         raise ValueError(f"update: expected one of {', '.join(get_args(Update))}, got {update!r}")
-    is_residual = update == "residual"
-    _expect("gate", gate, (q.size(1), head_dim) if is_residual else (q.size(1),), q)
-    if memory is not None:
-        if is_residual != (memory.norm is None):
-            raise ValueError(f"memory: does not belong to update {update!r}")
-        features = 2 * head_dim if is_residual else head_dim
-        _expect("memory.kv", memory.kv, (rows, heads, features, head_dim), q)
-        if memory.norm is not None:
-            _expect("memory.norm", memory.norm, (rows, heads, head_dim), q)
-        for name, x in zip(("memory.kv", "memory.norm"), memory.parts, strict=False):
-            _expect_dtype(name, x, memory_dtype(q.dtype))
-    if reset is not None:
-        _expect("reset", reset, (rows, -(-tokens // segment_length)), q)
-        _expect_dtype("reset", reset, torch.bool)
-
-
-def _check_gates(gates: Tensor | None, keys: Tensor, update: Update) -> None:
-    if gates is None:
-        return
-    if update != "residual":
+    is_residual, exact = update == "residual", memory_dtype(q.dtype)
+    if memory is not None and is_residual != (memory.norm is None):
+        raise ValueError(f"memory: does not belong to update {update!r}")
+    if gates is not None and not is_residual:
         raise ValueError(f"memory_gates: not with update {update!r}")
-    _expect("memory_gates", gates, (*keys.shape[:3], 2), keys)
-    _expect_dtype("memory_gates", gates, memory_dtype(keys.dtype))
+    kv, norm = (None, None) if memory is None else memory
+    written, features = (rows, heads, tokens, head_dim), head_dim * (2 if is_residual else 1)
+    expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype | None]] = [
+        ("memory_keys", keys, written, q.dtype),
+        ("memory_values", values, written, q.dtype),
+        ("memory_queries", queries, tuple(q.shape), q.dtype),
+        ("gate", gate, (q.size(1), head_dim) if is_residual else (q.size(1),), None),
+        ("memory.kv", kv, (rows, heads, features, head_dim), exact),
+        ("memory.norm", norm, (rows, heads, head_dim), exact),
+        ("reset", reset, (rows, -(-tokens // segment_length)), torch.bool),
+        ("memory_gates", gates, (rows, heads, tokens, 2), exact),
+    ]
+    for name, x, shape, dtype in expected:
+        if x is not None:
+            _expect(name, x, shape, q, dtype)

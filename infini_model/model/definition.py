@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infini_model.model.kernels.numerics import READ_EPSILON, SHARPNESS
+from infini_model.model.kernels.memory_ops import READ_EPSILON, SHARPNESS
 from infini_model.model.memory import Memory, Update
 from infini_model.model.rotary import Rope, rotate
 

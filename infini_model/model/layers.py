@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from infini_model.model.attention import (
     segmented_local_attention,
 )
 from infini_model.model.kernels.attention import local_attention
-from infini_model.model.kernels.compile import region
-from infini_model.model.kernels.numerics import FORGET_START, WRITE_START, memory_dtype
+from infini_model.model.kernels.compile import compile_in_training
+from infini_model.model.kernels.memory_ops import memory_dtype
 from infini_model.model.key_shift import streams_with_previous, with_previous
 from infini_model.model.memory import Memory, update_memory
 from infini_model.model.precision import as_operand, product_input
@@ -33,6 +34,11 @@ MEMORY_PARAMETERS = (
     "memory_key_shift",
     "memory_query_shift",
 )
+
+# Where the gates of a residual memory start, before sigmoid and softplus: a token writes 90% of its
+# value, and lets 0.01% fade of what the memory holds. With 0.1%, text is learned as well, and pass
+# keys are lost at four times the trained length (`benchmarks.passkey`).
+WRITE_START, FORGET_START = 2.2, -9.0
 
 
 class Attention(nn.Module):
@@ -125,11 +131,13 @@ class Attention(nn.Module):
         state: LayerState | None,
         reset: Tensor | None,
         streams: int = 1,
-    ) -> tuple[Tensor, LayerState]:
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Tensor, LayerState | None]:
         """Attend to `x` [B, T, hidden], which starts on a segment border, all segments at once.
 
         With several streams, the first B / streams rows are written to the memory, which all read,
-        and the state is theirs.
+        and the state is theirs. There is none unless it is to be kept.
         """
         config, length = self.config, self.config.segment_length
         q, k, v = self.project(x)
@@ -140,40 +148,35 @@ class Attention(nn.Module):
         starts = None
         if reset is not None:
             starts = functional.pad(reset.unsqueeze(-1), (0, length - 1)).flatten(1)[:, : k.size(2)]
-        memory_keys = self.shift_keys(keys, None if state is None else state.last_key, starts)
-        memory = None if state is None else state.memory
+        last_key = last_query = memory = None
+        if state is not None:
+            last_key, last_query, memory = state.last_key, state.last_query, state.memory
+        memory_keys = self.shift_keys(keys, last_key, starts)
         gates = self.memory_gates(written)
+        local: dict[str, Any] = {
+            "segment_length": length,
+            "rope": rope,
+            "backend": self.backend,
+            "causal": not config.bidirectional,
+        }
         if config.memory == "none":
-            out = segmented_local_attention(
-                q,
-                k,
-                v,
-                segment_length=length,
-                rope=rope,
-                backend=self.backend,
-                causal=not config.bidirectional,
-            )
+            out = segmented_local_attention(q, k, v, **local)
             memory = empty_memory(config, keys) if memory is None else memory
         else:
-            last_query = None if state is None else state.last_query
             out, memory = infini_attention(
-                q,
-                k,
-                v,
-                self.read_weight,
-                segment_length=length,
-                rope=rope,
+                *(q, k, v, self.read_weight),
                 memory=memory,
                 update=config.memory,
-                backend=self.backend,
                 reset=reset,
                 memory_keys=memory_keys,
                 memory_values=values,
                 memory_queries=self.shift_queries(q, last_query, starts, streams),
                 memory_gates=gates,
-                causal=not config.bidirectional,
+                **local,
             )
-        after = self._state_after(clean, keys, values, memory_keys, gates, memory, rope)
+        after = None
+        if keep_state:
+            after = self._state_after(clean, keys, values, memory_keys, gates, memory, rope)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     def _state_after(
@@ -285,7 +288,7 @@ class Mlp(nn.Module):
         return out
 
     # Without down_proj: recomputed layers need its input only.
-    @region
+    @compile_in_training
     def gated(self, x: Tensor) -> Tensor:
         """The input of `down_proj`, [..., intermediate]."""
         out: Tensor = functional.silu(self.gate_proj(x)) * self.up_proj(x)
@@ -314,18 +317,19 @@ class DecoderLayer(nn.Module):
         state: LayerState | None,
         reset: Tensor | None,
         update: CacheUpdate | None,
-        streams: int = 1,
-    ) -> tuple[Tensor, LayerState]:
+        streams: int,
+        keep_state: bool,
+    ) -> tuple[Tensor, LayerState | None]:
         """[B, T, hidden] to the same shape, and the layer's state after it.
 
         With `update` the tokens lie in the open segment of each row; without it they start on a
-        segment border. `streams` is that of `Attention.forward`.
+        segment border. `streams` and `keep_state` are those of `Attention.forward`.
         """
-        x, normed, after = self.attend(x, rope, state, reset, update, streams)
+        x, normed, after = self.attend(x, rope, state, reset, update, streams, keep_state)
         return x + self.mlp(normed), after
 
     # FSDP gathers the feed-forward when it is called, which cannot be compiled.
-    @region
+    @compile_in_training
     def attend(
         self,
         x: Tensor,
@@ -334,13 +338,16 @@ class DecoderLayer(nn.Module):
         reset: Tensor | None,
         update: CacheUpdate | None,
         streams: int,
-    ) -> tuple[Tensor, Tensor, LayerState]:
+        keep_state: bool,
+    ) -> tuple[Tensor, Tensor, LayerState | None]:
         """The residual stream after the attention, the feed-forward's input, and the state."""
         normed = product_input(self.input_layernorm(x))
         if update is not None and state is not None:
             attended, after = self.self_attn.advance(normed, rope, state, update)
         else:
-            attended, after = self.self_attn(normed, rope, state, reset, streams)
+            attended, after = self.self_attn(
+                normed, rope, state, reset, streams, keep_state=keep_state
+            )
         x = x + attended
         return x, product_input(self.post_attention_layernorm(x)), after
 
@@ -384,25 +391,29 @@ class Decoder(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        states: tuple[LayerState, ...] | None,
-        reset: Tensor | None,
-        update: CacheUpdate | None,
+        states: tuple[LayerState, ...] | None = None,
+        reset: Tensor | None = None,
+        update: CacheUpdate | None = None,
+        *,
         streams: int = 1,
+        keep_state: bool = True,
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
-        """[B, T] ids to [B, T, hidden], and the layers' states after them.
+        """[B, T] ids to [B, T, hidden], and the layers' states after them, if they are to be kept.
 
         `streams` is that of `Attention.forward`.
         """
         x = self.embed_tokens(input_ids)
-        rope, after = (self.cos, self.sin), []
+        rope, after = (self.cos, self.sin), list[LayerState]()
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            inputs = (x, rope, None if states is None else states[index], reset, update, streams)
+            state = None if states is None else states[index]
+            inputs = (x, rope, state, reset, update, streams, keep_state)
             # No layer draws random numbers, so there is no generator state to restore.
             x, new = (
                 checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
                 if recompute
                 else layer(*inputs)
             )
-            after.append(new)
+            if keep_state:
+                after.append(new)
         return self.norm(x), tuple(after)

@@ -21,7 +21,7 @@ from infini_model.config import AttentionBackend, LoraConfig, ModelConfig
 from infini_model.model import hf
 from infini_model.model.layers import MEMORY_PARAMETERS, Attention, Decoder
 from infini_model.model.lora import add_lora, initial_adapters, is_adapter, merged_tensors
-from infini_model.model.loss import IGNORED, summed_loss
+from infini_model.model.loss import IGNORED, fused_linear_cross_entropy
 from infini_model.model.precision import PRECISIONS
 from infini_model.model.state import CacheUpdate, LayerState, State, empty_memory
 from infini_model.runtime.errors import ConfigError
@@ -118,32 +118,27 @@ class InfiniLlama(nn.Module):
             ValueError: A shape does not fit, `reset` is given inside a segment, or a bidirectional
                 model is given a state without a memory or inside a segment.
         """
-        hidden, after = self.hidden(input_ids, state, reset)
+        hidden, after = self.extend(input_ids, state, reset)
         if labels is None:
             return ModelOutput(self.lm_head(hidden), None, after)
         if labels.shape != input_ids.shape:
             raise ValueError(
                 f"labels: expected shape {list(input_ids.shape)}, got {list(labels.shape)}"
             )
-        total = summed_loss(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten())
+        total = fused_linear_cross_entropy(
+            hidden.flatten(0, 1), self.lm_head.weight, labels.flatten()
+        )
         return ModelOutput(None, total / (labels != IGNORED).sum().clamp(min=1), after)
 
-    def hidden(
-        self, input_ids: Tensor, state: State | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, State]:
-        """The inputs of `lm_head`, [B, T, hidden], and the state after the last token.
+    def hidden(self, input_ids: Tensor, reset: Tensor | None = None) -> Tensor:
+        """The inputs of `lm_head`, [B, T, hidden], of whole texts, given as to `forward`.
 
-        Arguments and errors are those of `forward`. Objectives compute their losses from this.
+        Objectives compute their losses from this: no state is built.
         """
-        if input_ids.dim() != 2 or input_ids.size(1) == 0:
-            raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
-        if state is not None:
-            return self.extend(input_ids, state, reset)
-        hidden, layers = self.model(input_ids, None, reset, None)
-        position = torch.full((input_ids.size(0),), input_ids.size(1), device="cpu")
-        return hidden, State(layers, position)
+        hidden: Tensor = self.model(input_ids, reset=reset, keep_state=False)[0]
+        return hidden
 
-    def noisy_hidden(
+    def two_stream_forward(
         self, noisy_ids: Tensor, clean_ids: Tensor, reset: Tensor | None = None
     ) -> Tensor:
         """As `hidden`, for segments of `noisy_ids` that read the memory of `clean_ids` before them.
@@ -160,12 +155,12 @@ class InfiniLlama(nn.Module):
                 f"noisy_ids: expected whole segments of {self.config.segment_length} as "
                 f"{list(clean_ids.shape)}, got {list(noisy_ids.shape)}"
             )
-        hidden, _ = self.model(torch.cat((clean_ids, noisy_ids)), None, reset, None, 2)
-        noisy: Tensor = hidden[batch:]
-        return noisy
+        both = torch.cat((clean_ids, noisy_ids))
+        hidden: Tensor = self.model(both, reset=reset, streams=2, keep_state=False)[0]
+        return hidden[batch:]
 
     def extend(
-        self, input_ids: Tensor, state: State, reset: Tensor | None = None
+        self, input_ids: Tensor, state: State | None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Process a chunk of any length: up to the next segment border, then all segments at once.
 
@@ -174,6 +169,11 @@ class InfiniLlama(nn.Module):
         Returns:
             The inputs of `lm_head`, [B, T, hidden], and the state after the last token.
         """
+        if input_ids.dim() != 2 or input_ids.size(1) == 0:
+            raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
+        if state is None:
+            hidden, layers = self.model(input_ids, reset=reset)
+            return hidden, State(layers, torch.full((len(input_ids),), input_ids.size(1)))
         self._refuse_without_state()
         length, parts, start = self.config.segment_length, [], 0
         if len(state.position) != input_ids.size(0):
@@ -190,7 +190,7 @@ class InfiniLlama(nn.Module):
             else:
                 chunk = input_ids[:, start:]
                 reset = self._with_sequence_starts(reset, state, chunk)
-                hidden, layers = self.model(chunk, state.layers, reset, None)
+                hidden, layers = self.model(chunk, state.layers, reset)
                 state = State(layers, state.position + chunk.size(1))
             parts.append(hidden)
             start += chunk.size(1)

@@ -32,7 +32,7 @@ FP16_ROWS = 8192
 IGNORED = -100
 
 
-def summed_loss(
+def fused_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -83,7 +83,7 @@ def token_losses(
     excluded: int | None = None,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Tensor:
-    """The loss of each target, [N], 0 where ignored; arguments are those of `summed_loss`.
+    """The loss of each target, [N], 0 where ignored; as `fused_linear_cross_entropy`.
 
     Gradients flow to `hidden` and `weight`, but then autograd keeps the logits of all chunks.
     """

@@ -8,7 +8,7 @@ applies an affine map to the memory. The maps depend only on the normaliser, whi
 so all of them are known at once and can be composed in parallel.
 
 The `residual` rule is the linear one with other features, of twice the width, and no normaliser;
-see `infini_model.model.kernels.residual_ops`. Each token may also let the memory fade (Gated
+see `infini_model.model.kernels.memory_ops`. Each token may also let the memory fade (Gated
 DeltaNet, arXiv 2412.06464): by a product over its segment, so that the memory before a segment is
 still a sum over the earlier ones, each multiplied by what the later ones keep.
 """
@@ -23,9 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infini_model.model.kernels.memory_ops import key_value_sums
-from infini_model.model.kernels.numerics import EMPTY_MASS, memory_dtype
-from infini_model.model.kernels.residual_ops import residual_sums
+from infini_model.model.kernels.memory_ops import (
+    EMPTY_MASS,
+    feature_map,
+    key_value_sums,
+    memory_dtype,
+    residual_sums,
+)
 from infini_model.model.kernels.scan import exclusive_scan
 
 Update = Literal["linear", "delta", "residual"]
@@ -72,15 +76,6 @@ class Memory(NamedTuple):
         return [self.kv] if self.norm is None else [self.kv, self.norm]
 
 
-def feature_map(x: Tensor) -> Tensor:
-    """σ = ELU + 1, in the memory's dtype.
-
-    Computed as relu(x) + exp(min(x, 0)): `elu(x) + 1` cancels where exp(x) is small.
-    """
-    x = x.to(memory_dtype(x.dtype))
-    return functional.relu(x) + x.clamp(max=0).exp()
-
-
 def memory_states(
     keys: Tensor,
     values: Tensor,
@@ -111,9 +106,9 @@ def memory_states(
             # What is left of what a token writes is what the later ones of its segment keep.
             scale, kept = scale * _sums_of_later(fading).exp(), fading.sum(-1).exp()
         sums = residual_sums(*pairs, scale.flatten(0, 1))
-        kv, last_kv = exclusive_scan(sums.unflatten(0, rows), first.kv, reset, kept)
+        kv, last_kv = exclusive_scan(sums.view(*rows, *sums.shape[1:]), first.kv, reset, kept)
         return Memory(kv, None), Memory(last_kv, None)
-    added_kv, added_norm = (x.unflatten(0, rows) for x in key_value_sums(*pairs))
+    added_kv, added_norm = (x.view(*rows, *x.shape[1:]) for x in key_value_sums(*pairs))
     norm, last_norm = exclusive_scan(added_norm, first.norm, reset)
     if update == "linear":
         kv, last_kv = exclusive_scan(added_kv, first.kv, reset)

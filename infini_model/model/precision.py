@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 
 class Precision(NamedTuple):
-    """`products` is the dtype of the matrix products under autocast; None means no autocast."""
+    """A training precision; `matmul_dtype` is that of autocast, None means no autocast."""
 
     name: Literal["bf16", "fp16", "fp32"]
-    products: torch.dtype | None
+    matmul_dtype: torch.dtype | None
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The context in which to run a model on `device`."""
-        return torch.autocast(device.type, self.products, enabled=self.products is not None)
+        return torch.autocast(device.type, self.matmul_dtype, enabled=self.matmul_dtype is not None)
 
 
 def product_input(x: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ def as_operand(weight: Tensor, x: Tensor) -> Tensor:
     return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
 
 
-class Operands:
-    """The weights of the linear layers of a model in the dtype of its products, cast once.
+class LowPrecisionWeights:
+    """The weights of the linear layers of a model in the dtype of autocast, cast once.
 
     Without gradients autocast casts each weight in each pass, even in that of a single token. In
     this context, which may be entered many times, the layers hold the copies, and passes under
@@ -49,11 +49,11 @@ class Operands:
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
-        products = precision.products
+        dtype = precision.matmul_dtype
         self._others: list[tuple[nn.Linear, nn.Parameter | None]] = [
-            (layer, nn.Parameter(layer.weight.detach().to(products), requires_grad=False))
+            (layer, nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False))
             for layer in model.modules()
-            if isinstance(layer, nn.Linear) and products not in (None, layer.weight.dtype)
+            if isinstance(layer, nn.Linear) and dtype not in (None, layer.weight.dtype)
             # Autocast leaves these as they are.
             if layer.weight.dtype != torch.float64
         ]

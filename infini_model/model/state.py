@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from infini_model.config import ModelConfig
 from infini_model.model.memory import Memory
 
 
-@dataclass(frozen=True)
-class LayerState:
+class LayerState(NamedTuple):
     """The memory of one layer, and its cache of the open segment: the one that is not full yet.
 
     Attributes:
@@ -36,8 +36,7 @@ class LayerState:
     last_query: Tensor | None
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What the model carries from one chunk of a sequence to the next.
 
     Attributes:
@@ -50,29 +49,11 @@ class State:
 
     def repeat(self, times: int) -> State:
         """A state with each row repeated so many times, one after the other."""
-
-        def repeated(tensor: Tensor) -> Tensor:
-            return tensor.repeat_interleave(times, dim=0)
-
-        layers = []
-        for layer in self.layers:
-            gates, queries = layer.memory_gates, layer.last_query
-            layers.append(
-                LayerState(
-                    layer.memory.map(repeated),
-                    repeated(layer.keys),
-                    repeated(layer.values),
-                    repeated(layer.memory_keys),
-                    None if gates is None else repeated(gates),
-                    repeated(layer.last_key),
-                    None if queries is None else repeated(queries),
-                )
-            )
-        return State(tuple(layers), repeated(self.position))
+        repeated: State = tree_map_only(Tensor, lambda x: x.repeat_interleave(times, dim=0), self)
+        return repeated
 
 
-@dataclass(frozen=True)
-class CacheUpdate:
+class CacheUpdate(NamedTuple):
     """Where the tokens of a chunk go in each row's cache of the open segment.
 
     Attributes:

@@ -33,4 +33,4 @@ class BlockDiffusion(MaskedDiffusion):
     def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:
         """The inputs of `lm_head` in the noisy stream, [B, T, hidden]."""
         clean = torch.where(inputs.labels == IGNORED, inputs.input_ids, inputs.labels)
-        return model.noisy_hidden(inputs.input_ids, clean, inputs.reset)
+        return model.two_stream_forward(inputs.input_ids, clean, inputs.reset)

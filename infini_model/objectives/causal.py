@@ -14,8 +14,8 @@ from torch import Tensor
 
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.loss import IGNORED, summed_loss, token_losses
-from infini_model.objectives.objective import Inputs, Reduction, shares
+from infini_model.model.loss import IGNORED
+from infini_model.objectives.objective import Inputs, Reduction, shares, weighted_losses
 
 
 class CausalLM:
@@ -44,15 +44,11 @@ class CausalLM:
 
     def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
         """Cross entropy in nats, computed without materializing all logits."""
-        hidden, _ = model.hidden(inputs.input_ids, reset=inputs.reset)
-        flat, targets = hidden.flatten(0, 1), inputs.labels.flatten()
+        hidden = model.hidden(inputs.input_ids, inputs.reset).flatten(0, 1)
+        targets, output = inputs.labels.flatten(), model.lm_head.weight
         weights = None if inputs.weights is None else inputs.weights.flatten()
-        if reduction == "sum":
-            return summed_loss(flat, model.lm_head.weight, targets, row_weights=weights)
-        losses = token_losses(flat, model.lm_head.weight, targets)
-        if weights is not None:
-            losses = losses * weights.to(losses.dtype)
-        return losses.view_as(inputs.labels)
+        losses = weighted_losses(hidden, output, targets, weights, reduction)
+        return losses if reduction == "sum" else losses.view_as(inputs.labels)
 
 
 class GPUDataCollatorForCLM:

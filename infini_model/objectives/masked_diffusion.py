@@ -24,9 +24,9 @@ from torch import Tensor
 
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.loss import IGNORED, summed_loss, token_losses
+from infini_model.model.loss import IGNORED
 from infini_model.model.random import hashed, spread_evenly, uniform
-from infini_model.objectives.objective import Inputs, Reduction, shares
+from infini_model.objectives.objective import Inputs, Reduction, shares, weighted_losses
 
 EPSILON = 1e-3
 Noise = Literal["count", "time"]
@@ -73,8 +73,7 @@ class MaskedDiffusion:
 
     def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:
         """The inputs of `lm_head` at all positions, [B, T, hidden]."""
-        hidden, _ = model.hidden(inputs.input_ids, reset=inputs.reset)
-        return hidden
+        return model.hidden(inputs.input_ids, inputs.reset)
 
     def _hashes(self, keys: Tensor, maskable: Tensor) -> Tensor:
         """An integer for each position of each window, int64 in the shape of `maskable`."""
@@ -108,13 +107,12 @@ class MaskedDiffusion:
         """
         hidden = self.hidden(model, inputs)
         chosen = inputs.labels != IGNORED
-        rows, targets = hidden[chosen], inputs.labels[chosen]
+        targets, output = inputs.labels[chosen], model.lm_head.weight
         weights = None if inputs.weights is None else inputs.weights[chosen]
-        output, excluded = model.lm_head.weight, self.mask_token_id
+        losses = weighted_losses(
+            hidden[chosen], output, targets, weights, reduction, self.mask_token_id
+        )
         if reduction == "sum":
-            return summed_loss(rows, output, targets, row_weights=weights, excluded=excluded)
-        losses = token_losses(rows, output, targets, excluded=excluded)
-        if weights is not None:
-            losses = losses * weights.to(losses.dtype)
+            return losses
         zeros = torch.zeros_like(inputs.labels, dtype=losses.dtype)
         return zeros.masked_scatter(chosen, losses)

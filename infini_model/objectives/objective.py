@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.loss import fused_linear_cross_entropy, token_losses
 
 Reduction = Literal["sum", "none"]
 
@@ -42,6 +43,26 @@ def shares(targets: Tensor) -> Tensor:
     The sum is 1 in each row that has targets.
     """
     return targets / targets.sum(1, keepdim=True).clamp(min=1).double()
+
+
+def weighted_losses(
+    hidden: Tensor,
+    output: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    reduction: Reduction,
+    excluded: int | None = None,
+) -> Tensor:
+    """The `sum` of the weighted losses of rows `hidden` [N, H], or with `none` each loss, [N].
+
+    `excluded` is a token that has no probability.
+    """
+    if reduction == "sum":
+        return fused_linear_cross_entropy(
+            hidden, output, targets, row_weights=weights, excluded=excluded
+        )
+    losses = token_losses(hidden, output, targets, excluded=excluded)
+    return losses if weights is None else losses * weights.to(losses.dtype)
 
 
 class Objective(Protocol):

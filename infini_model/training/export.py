@@ -28,7 +28,7 @@ from infini_model.model.hf import (
     write_files,
 )
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import Operands, Precision
+from infini_model.model.precision import LowPrecisionWeights, Precision
 from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import atomic_folder, dump_json
@@ -66,7 +66,7 @@ def load_model(
     model = InfiniLlama.from_pretrained(base, adapter=adapter, attention_backend=attention_backend)
     if operands is not None:
         model.precision = operands
-        Operands(model, operands).swap()
+        LowPrecisionWeights(model, operands).swap()
     return model.to(device).eval()
 
 

@@ -64,10 +64,8 @@ class TrainModule:
         kernel = resolve_backend(
             config.launch.attention_backend,
             world.device,
-            self.precision.products or torch.float32,
+            self.precision.matmul_dtype or torch.float32,
             config.model.head_dim,
-            min(config.model.segment_length, config.packing.context_length),
-            causal=not config.model.bidirectional,
         )
         self.attention_backend = describe_backend(kernel)
         self._sharded = is_sharded(config.launch, world)

@@ -25,7 +25,7 @@ from infini_model.data.sources.listing import download
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
 from infini_model.evaluation.chat import Conversation
-from infini_model.model.generation.causal import generate
+from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS
 from infini_model.runtime.claims import claim_run

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.model.generation.causal import chunk_width, stream
+from infini_model.model.generate import chunk_width, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import LOGITS_AT_ONCE
 from infini_model.model.precision import PRECISIONS, Precision

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from infini_model.evaluation.retrieval.haystack import Haystacks
-from infini_model.model.generation.causal import read_prompts
+from infini_model.model.generate import read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.model.state import State

@@ -13,7 +13,7 @@ from infini_model.evaluation.long_documents import (
     FEWEST,
     LongDocuments,
     Measurement,
-    Reach,
+    SegmentRange,
     find_long_documents,
     measure,
     segments_measured,
@@ -168,8 +168,8 @@ def _of_documents(subject: Subject, documents: LongDocuments) -> TaskResult:
     measured = measure(subject, documents)
     if not all(np.isfinite(sums).all() for sums in measured.losses.values()):
         raise CheckpointError(f"{subject.checkpoint}: the loss of a document is not finite")
-    every = [Reach(number, number) for number in range(1, documents.segments + 1)]
-    far = [Reach(start, documents.segments) for start in FROM if start <= documents.segments]
+    every = [SegmentRange(number, number) for number in range(1, documents.segments + 1)]
+    far = [SegmentRange(start, documents.segments) for start in FROM if start <= documents.segments]
     losses = {way: measured.over(sums, every) for way, sums in measured.losses.items()}
     gains = {way: measured.over(sums, every) for way, sums in measured.gains.items()}
     labels = {way: f"memory {name}" for way, name in WAYS.items()} if gains else {"fresh": "loss"}
@@ -202,7 +202,7 @@ def _points(intervals: Sequence[Interval]) -> Series:
     return [i + 1.0 for i in range(len(intervals))], [each.estimate for each in intervals]
 
 
-def _from(measured: Measurement, far: Sequence[Reach], split: Split) -> dict[str, Interval]:
+def _from(measured: Measurement, far: Sequence[SegmentRange], split: Split) -> dict[str, Interval]:
     """The metrics: loss and gains from some segments on."""
     named = {"loss": measured.losses["fresh"]}
     named |= {METRICS[way]: sums for way, sums in measured.gains.items()}
@@ -214,7 +214,7 @@ def _from(measured: Measurement, far: Sequence[Reach], split: Split) -> dict[str
 
 
 def _found(
-    subject: Subject, documents: LongDocuments, measured: Measurement, far: Sequence[Reach]
+    subject: Subject, documents: LongDocuments, measured: Measurement, far: Sequence[SegmentRange]
 ) -> tuple[str, list[str]]:
     """Summary and advice."""
     where = f"on {len(documents.starts):,} documents of the {documents.split} split"
@@ -244,7 +244,7 @@ def _method(documents: LongDocuments, measured: Measurement) -> str:
     )
 
 
-def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Reach]) -> str:
+def _table(documents: LongDocuments, measured: Measurement, far: Sequence[SegmentRange]) -> str:
     """Perplexity each way, and what the memory gains, by position."""
     ways = [f"Perplexity, {WAYS[way]}" for way in measured.losses]
     gained = [f"Gain, {WAYS[way]}" for way in measured.gains]
@@ -261,9 +261,9 @@ def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Reach]
     return table(header, zip(names, *perplexities, *gains, strict=True))
 
 
-def _growing(segments: int) -> list[Reach]:
+def _growing(segments: int) -> list[SegmentRange]:
     """The 1st segment, the 2nd, the 3rd and 4th, the 5th to 8th, and so on."""
-    reaches = [Reach(1, 1)]
+    reaches = [SegmentRange(1, 1)]
     while (last := reaches[-1].last) < segments:
-        reaches.append(Reach(last + 1, min(2 * last, segments)))
+        reaches.append(SegmentRange(last + 1, min(2 * last, segments)))
     return reaches

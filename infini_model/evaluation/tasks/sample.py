@@ -14,8 +14,8 @@ from infini_model.evaluation.prompt import new_tokens
 from infini_model.evaluation.reporting.markdown import fenced
 from infini_model.evaluation.subject import Subject
 from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
-from infini_model.model.generation.unmasking import check_guidance
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.unmask import check_guidance
 
 
 class Task(EvaluationTask):

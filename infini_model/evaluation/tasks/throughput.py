@@ -22,7 +22,7 @@ from infini_model.evaluation.reporting.markdown import table
 from infini_model.evaluation.reporting.plots import plot_speed_by_length
 from infini_model.evaluation.subject import Subject
 from infini_model.evaluation.tasks.task import EvaluationTask, Picture, TaskResult
-from infini_model.model.generation.causal import stream
+from infini_model.model.generate import stream
 from infini_model.model.llama import InfiniLlama
 
 # Trials of a length, if they fit into its time.

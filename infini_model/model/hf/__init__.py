@@ -2,8 +2,7 @@
 
 The settings of Infini-attention are stored in config.json under one key, `infini_attention`, which
 `transformers` preserves and ignores, and its parameters as tensors such as `…self_attn.gate`, named
-as in the model. A bidirectional model, with a
-memory or without, is stored as a LLaDA. Nothing is unpickled.
+as in the model. A bidirectional model, with a memory or without, is stored as a LLaDA.
 """
 
 from infini_model.model.hf.adapter import (
@@ -22,11 +21,13 @@ from infini_model.model.hf.config import (
     TokenIds,
     read_config,
 )
-from infini_model.model.hf.reading import check_tensors, read_tensors, weight_files
-from infini_model.model.hf.writing import (
+from infini_model.model.hf.weights import (
+    check_tensors,
     describe_tokens,
+    read_tensors,
     refuse_other_files,
     save_tensors,
+    weight_files,
     write_checkpoint,
     write_files,
 )

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from infini_model.model.inspection.knock_out import FAR, closed, read_weights_at
-from infini_model.model.kernels.numerics import memory_dtype
+from infini_model.model.kernels.memory_ops import memory_dtype
 from infini_model.model.layers import Attention
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.rotary import Rope
@@ -143,7 +143,7 @@ def _attended(
     finally:
         handle.remove()
     rows, tokens, _ = seen[0].shape
-    return seen[0].reshape(rows, tokens, -1, attention.head_dim), after
+    return seen[0].reshape(rows, tokens, -1, attention.head_dim), cast("LayerState", after)
 
 
 def _has_memory(targets: Tensor, length: int, reset: Tensor | None) -> Tensor:

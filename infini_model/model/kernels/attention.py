@@ -1,8 +1,6 @@
 """Exact softmax attention inside segments (arXiv 2404.07143, equations 2 and 3).
 
-On CUDA it runs flash-attn or one of PyTorch's kernels. On a CPU, PyTorch's kernel computes all
-scores of a segment and masks the upper half; `tiled` skips that half, which takes a third off the
-time at 512 tokens. Without a causal mask there is nothing to skip, and PyTorch's kernel serves.
+On CUDA it runs flash-attn or one of PyTorch's kernels, on a CPU one of PyTorch's.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
-from infini_model.model.kernels.tiled_attention import tiled_attention
 from infini_model.model.rotary import Rope, rotate
 from infini_model.runtime.errors import ConfigError
 
@@ -28,7 +25,7 @@ _KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_CPU_BACKENDS = ("auto", "tiled", "flash", "efficient", "math")
+_CPU_BACKENDS = ("auto", "flash", "efficient", "math")
 _CUDA_BACKENDS = ("auto", "flash_attn", *_KERNELS)
 # Those that take no float32 on CUDA.
 _NARROW_BACKENDS = ("flash_attn", "flash", "cudnn")
@@ -38,19 +35,8 @@ _FLASH_ATTN = ("flash-attn-4", "flash-attn")
 # Before this version its backward pass was deterministic on some of its GPUs only.
 _OLDEST_FLASH_ATTN_4 = "4.0.0b8"
 
-# For shorter segments, `tiled` saves less than its overhead.
-_UNTILED_LENGTH = 128
 
-
-def resolve_backend(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    length: int,
-    *,
-    causal: bool = True,
-) -> str:
+def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The kernel to use for `backend`; `auto` means that PyTorch chooses among its own.
 
     On CUDA a backend for 16 bits means `auto` where the computation is in float32, and a kernel is
@@ -61,8 +47,6 @@ def resolve_backend(
         device: Where the attention runs.
         dtype: Of queries, keys and values.
         head_dim: Width of a head.
-        length: Tokens of a segment.
-        causal: As in `local_attention`; without it `tiled` becomes `auto`.
 
     Raises:
         ConfigError: The backend is unknown, not installed, not deterministic, or does not support
@@ -77,14 +61,8 @@ def resolve_backend(
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return resolve_on_cuda(backend, capability, dtype, head_dim)
-    tileable = dtype in (torch.float32, torch.float64)
-    if backend == "tiled" and not tileable:
-        raise ConfigError(f"{got}: it takes float32 or float64, not {dtype}")
-    if backend == "tiled" and not causal:
-        return "auto"
-    if backend in ("auto", "efficient"):
-        return "tiled" if causal and tileable and length > _UNTILED_LENGTH else "auto"
-    return backend
+    # What PyTorch itself chooses on a CPU computes no scores of all pairs at once.
+    return "auto" if backend == "efficient" else backend
 
 
 # As `torch.compiler.assume_constant_result` does; that imports the compiler, which takes a second.
@@ -177,10 +155,7 @@ def local_attention(
         ConfigError: The backend is unknown, not installed, or does not support the device or dtype.
     """
     causal = causal and mask is None
-    kernel = resolve_backend(backend, q.device, q.dtype, q.size(3), q.size(2), causal=causal)
-    if kernel == "tiled":
-        out: Tensor = tiled_attention(q, k, v, *(rope or ()))
-        return out
+    kernel = resolve_backend(backend, q.device, q.dtype, q.size(3))
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     if mask is None and kernel in _FLASH_ATTN:

@@ -21,7 +21,7 @@ from infini_model.runtime.machine import lacking_on_cpu, lacking_on_gpu
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def region(method: Method) -> Method:
+def compile_in_training(method: Method) -> Method:
     """Decorate a method of a module to be compiled in its training passes, where it asks for that.
 
     The module has an attribute `compiled`, which may change. The region must compile without a

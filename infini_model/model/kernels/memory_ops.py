@@ -1,31 +1,135 @@
-"""The operators of the memory: read it and mix with local attention, and sum what segments write.
+"""The operators of the memory: read it onto local attention, and sum what segments write.
 
-Both are custom operators with their own backward pass, opaque to `torch.compile`. On a CPU they
-process the segments in chunks that fit the cache; on CUDA forward and backward are one Triton
-kernel each, for heads up to 256 wide, or 128 in float32. σ = ELU + 1 and all sums are float32
-(float64 for float64) for any input dtype.
+They are plain PyTorch, differentiated by autograd, and on CUDA custom operators: forward and
+backward one Triton kernel each, for heads up to 256 wide, or 128 in float32. Features and all sums
+are float32 (float64 for float64) for any input dtype, also under autocast.
+
+The paper's memory (arXiv 2404.07143) has features σ(x) = ELU(x) + 1 and a normaliser. The residual
+memory has features φ(x) = [softmax(c x), softmax(−c x)], of twice the width (Hedgehog, arXiv
+2402.04347), where c is `SHARPNESS`: each is bounded by 1 and together they sum to 2, so nothing
+needs a normaliser.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from infini_model.model.kernels.numerics import EMPTY_MASS, memory_dtype
-from infini_model.model.kernels.operators import operator
-from infini_model.model.kernels.tiling import (
-    Chunk,
-    chunk_rows,
-    for_each_chunk,
-    scratch,
-    write_chunk,
-)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Below this normaliser σ(q)·z a read counts as empty: the memory is empty, or every product of
+# features has underflowed. Its square is well inside float32's range, so dividing by a larger
+# normaliser cannot overflow, nor can the gradient of that division.
+EMPTY_MASS = 1e-18
+
+# What the features of a residual memory multiply keys and queries by, before the softmax: found by
+# `benchmarks.memory_gain`.
+SHARPNESS = 2.0
+
+# Epsilon of the RMSNorm of what is read from a residual memory.
+READ_EPSILON = 1e-6
 
 
-@operator("launch", "gated_read_forward")
+def memory_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the memory for activations of `dtype`: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def feature_map(x: Tensor) -> Tensor:
+    """σ = ELU + 1, in the memory's dtype.
+
+    Computed as relu(x) + exp(min(x, 0)): `elu(x) + 1` cancels where exp(x) is small.
+    """
+    x = x.to(memory_dtype(x.dtype))
+    return functional.relu(x) + x.clamp(max=0).exp()
+
+
+def two_softmaxes(x: Tensor) -> Tensor:
+    """φ, the features of the residual memory, [..., 2 D] of x [..., D], in the memory's dtype."""
+    x = x.to(memory_dtype(x.dtype)) * SHARPNESS
+    return torch.stack((x, -x), dim=-2).softmax(-1).flatten(-2)
+
+
+def operator(
+    module: str, fake: Callable[..., Any], *, summand: int | None = None
+) -> Callable[[Function], Function]:
+    """Compute the decorated function on CUDA by `<name>_forward` and `<name>_backward` of a module.
+
+    The first takes the arguments, the second the gradients of the results and then the arguments,
+    and returns those of the arguments. What the kernels do not take, the function computes there,
+    too, and it is never opaque to `torch.compile` elsewhere.
+
+    Args:
+        module: The kernels are in `triton_<module>`, imported when they are first used.
+        fake: The results without their numbers, as the kernels lay them out.
+        summand: An argument that is added to the result, so that its gradient is the result's; the
+            backward kernel does not take it.
+    """
+
+    def define(definition: Function) -> Function:
+        name = definition.__name__
+
+        def launch(direction: str, *inputs: Tensor) -> Any:
+            kernels = importlib.import_module(f"infini_model.model.kernels.triton_{module}")
+            return getattr(kernels, f"{name}_{direction}")(*inputs)
+
+        schema = torch.library.infer_schema(definition, mutates_args=())
+        forward = torch.library.custom_op(
+            f"infini_model::{name}",
+            functools.partial(launch, "forward"),
+            mutates_args=(),
+            schema=schema,
+        )
+        backward = torch.library.custom_op(
+            f"infini_model::{name}_backward",
+            lambda grads, inputs: list(launch("backward", *grads, *inputs)),
+            mutates_args=(),
+            schema="(Tensor[] grads, Tensor[] inputs) -> Tensor[]",
+        )
+        forward.register_fake(fake)
+        backward.register_fake(lambda _, inputs: [torch.empty_like(x) for x in inputs])
+
+        def save(ctx: Any, inputs: tuple[Tensor, ...], output: object) -> None:  # noqa: ARG001
+            ctx.save_for_backward(*(x for at, x in enumerate(inputs) if at != summand))
+
+        def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+            found = backward(list(grads), list(ctx.saved_tensors))
+            return tuple(found if summand is None else (*found[:summand], *grads, *found[summand:]))
+
+        forward.register_autograd(gradients, setup_context=save)
+
+        @functools.wraps(definition)
+        def run(*inputs: Tensor) -> Any:
+            if inputs[0].is_cuda and _kernels_compute(inputs):
+                return forward(*inputs)
+            with torch.autocast(inputs[0].device.type, enabled=False):
+                return definition(*inputs)
+
+        return cast("Function", run)
+
+    return define
+
+
+def _kernels_compute(inputs: tuple[Tensor, ...]) -> bool:
+    """Whether the Triton kernels are precise enough, and their blocks fit a multiprocessor."""
+    if any(x.dtype == torch.float64 for x in inputs):
+        return False
+    exact = all(x.dtype == torch.float32 for x in inputs)
+    return inputs[0].size(-1) <= (128 if exact else 256)
+
+
+def _by_memory(x: Tensor, memory: Tensor) -> Tensor:
+    """Rows [N, H, L, ...] of all heads that read a memory [N, H_kv, ...], [N, H_kv, G · L, ...]."""
+    return x.reshape(*memory.shape[:2], -1, x.size(3))
+
+
+@operator("read", lambda *inputs: torch.empty_like(inputs[1]))
 def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor) -> Tensor:
     """Read the memory and mix it with the local attention (arXiv 2404.07143, equations 7 and 10).
 
@@ -41,73 +145,20 @@ def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor)
     Returns:
         [N, H, L, D] in the dtype of `local`.
     """
-    heads, out = norm.size(1), torch.empty_like(local)
-
-    def read(chunk: Chunk) -> None:
-        features = _features(chunk_rows(q, chunk, heads))
-        weights = _read_weights(features, gate, norm, chunk)
-        local_rows = chunk_rows(local, chunk, heads)
-        mixed = scratch("mixed", norm, *local_rows.shape)
-        torch.mul(local_rows, 1.0 - weights.share, out=mixed)
-        mixed.baddbmm_(features.mul_(weights.weight), kv[chunk].flatten(0, 1))
-        write_chunk(out, chunk, heads, mixed)
-
-    for_each_chunk(read, q, heads, _features_size(q, heads))
-    return out
-
-
-@operator("launch", "gated_read_backward")
-def _gated_read_backward(
-    grad: Tensor, q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    heads = norm.size(1)
-    dq, dlocal, dkv, dnorm = (torch.empty_like(x) for x in (q, local, kv, norm))
-    dgate = norm.new_empty(q.size(0), heads, q.size(1) // heads)
-
-    def differentiate(chunk: Chunk) -> None:
-        features = _features(chunk_rows(q, chunk, heads))
-        nonempty, mass, share, weight = _read_weights(features, gate, norm, chunk)
-        grad_rows, local_rows = (chunk_rows(x, chunk, heads) for x in (grad, local))
-        dfeatures = scratch("dfeatures", norm, *features.shape)
-        torch.bmm(grad_rows, kv[chunk].flatten(0, 1).mT, out=dfeatures)
-        dweight = torch.linalg.vecdot(features, dfeatures).unsqueeze(-1)
-        dshare = dweight / mass - torch.linalg.vecdot(grad_rows, local_rows).unsqueeze(-1)
-        dgate[chunk] = (dshare * nonempty).view(*dgate[chunk].shape, -1).sum(-1)
-
-        dmass = -dweight * weight / mass
-        weighted = torch.mul(grad_rows, weight, out=scratch("mixed", norm, *features.shape))
-        dkv[chunk] = torch.bmm(features.mT, weighted).view_as(dkv[chunk])
-        dnorm[chunk] = torch.bmm(dmass.mT, features).view_as(dnorm[chunk])
-        dfeatures.mul_(weight).baddbmm_(dmass, norm[chunk].flatten(0, 1).unsqueeze(1))
-        write_chunk(dq, chunk, heads, dfeatures.mul_(features.clamp_(max=1.0)))
-        write_chunk(dlocal, chunk, heads, torch.mul(grad_rows, 1.0 - share, out=weighted))
-
-    for_each_chunk(differentiate, q, heads, _features_size(q, heads))
-    gate_share = gate.to(norm.dtype).sigmoid()
-    dgate = dgate.sum(0).flatten() * gate_share * (1.0 - gate_share)
-    return dq, dlocal, dgate.to(gate.dtype), dkv, dnorm
-
-
-class _ReadWeights(NamedTuple):
-    """How each row of a chunk reads the memory, [M, R, 1] each."""
-
-    nonempty: Tensor  # whether the memory holds anything for it
-    mass: Tensor  # σ(q)·z, 1 where the memory is empty
-    share: Tensor  # of the memory in the result, 0 where the memory is empty
-    weight: Tensor  # share / mass
-
-
-def _read_weights(features: Tensor, gate: Tensor, norm: Tensor, chunk: Chunk) -> _ReadWeights:
-    mass = torch.bmm(features, norm[chunk].flatten(0, 1).unsqueeze(-1))
+    features = _by_memory(feature_map(q), kv)
+    mass = (features @ norm.unsqueeze(-1)).view(*q.shape[:3], 1)
     nonempty = mass > EMPTY_MASS
-    mass = torch.where(nonempty, mass, 1.0)
-    gate_share = gate.to(norm.dtype).sigmoid().view(norm.size(1), -1, 1)[chunk[1]]
-    by_head = nonempty.view(-1, *gate_share.shape[:2], nonempty.size(1) // gate_share.size(1))
-    share = (by_head * gate_share).view_as(mass)
-    return _ReadWeights(nonempty, mass, share, share / mass)
+    share = nonempty * gate.to(norm.dtype).sigmoid().view(-1, 1, 1)
+    read = (features @ kv).view_as(q) * (share / torch.where(nonempty, mass, 1.0))
+    return (local * (1.0 - share) + read).to(local.dtype)
 
 
-@operator("launch", "key_value_sums_forward")
+def _empty_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    norm = keys.new_empty(*keys.shape[:2], keys.size(3), dtype=memory_dtype(keys.dtype))
+    return norm.new_empty(*norm.shape, keys.size(3)), norm
+
+
+@operator("write", _empty_sums)
 def key_value_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """What each segment writes (arXiv 2404.07143, equation 8): σ(K)ᵀV and Σσ(K).
 
@@ -118,83 +169,44 @@ def key_value_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [N, H_kv, D, D] and [N, H_kv, D], float32 (float64 for float64).
     """
-    heads, width, dtype = keys.size(1), keys.size(3), memory_dtype(keys.dtype)
-    kv = torch.empty(len(keys), heads, width, width, dtype=dtype, device=keys.device)
-    norm = torch.empty(kv.shape[:3], dtype=dtype, device=keys.device)
-
-    def write(chunk: Chunk) -> None:
-        features = _features(chunk_rows(keys, chunk, heads))
-        kv[chunk] = torch.bmm(features.mT, chunk_rows(values, chunk, heads)).view_as(kv[chunk])
-        norm[chunk] = features.sum(dim=1).view_as(norm[chunk])
-
-    for_each_chunk(write, keys, heads, _features_size(keys, heads))
-    return kv, norm
+    features = feature_map(keys)
+    return features.mT @ values.to(features.dtype), features.sum(2)
 
 
-@operator("launch", "key_value_sums_backward")
-def _key_value_sums_backward(
-    dkv: Tensor, dnorm: Tensor, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
-    heads, dkeys, dvalues = keys.size(1), torch.empty_like(keys), torch.empty_like(values)
+@operator("residual", lambda *inputs: torch.empty_like(inputs[1]), summand=1)
+def residual_read(q: Tensor, local: Tensor, weight: Tensor, kv: Tensor) -> Tensor:
+    """Read the memory, and add what it returns to the local attention: local + w ⊙ RMSNorm(φ(q) S).
 
-    def differentiate(chunk: Chunk) -> None:
-        features = _features(chunk_rows(keys, chunk, heads))
-        chunk_dkv = dkv[chunk].flatten(0, 1)
-        chunk_dnorm = dnorm[chunk].flatten(0, 1).unsqueeze(1)
-        product = scratch("mixed", dkv, *features.shape)
-        write_chunk(dvalues, chunk, heads, torch.bmm(features, chunk_dkv, out=product))
-        value_rows = chunk_rows(values, chunk, heads)
-        dfeatures = torch.baddbmm(chunk_dnorm, value_rows, chunk_dkv.mT, out=product)
-        write_chunk(dkeys, chunk, heads, dfeatures.mul_(features.clamp_(max=1.0)))
+    Where the memory is empty or `weight` is 0, the result is exactly `local`.
 
-    for_each_chunk(differentiate, keys, heads, _features_size(keys, heads))
-    return dkeys, dvalues
+    Args:
+        q: Queries without rotary embedding, [N, H, L, D].
+        local: Local attention, of the shape and dtype of `q`.
+        weight: w, [H, D].
+        kv: S, [N, H_kv, 2 D, D]; query head h reads key-value head h // (H / H_kv).
 
-
-def _features_size(x: Tensor, heads: int) -> int:
-    """Bytes of the features of `x` [N, heads · G, L, D] for one head of one segment."""
-    return math.prod(x.shape[1:]) // heads * memory_dtype(x.dtype).itemsize
+    Returns:
+        [N, H, L, D] in the dtype of `local`.
+    """
+    read = (_by_memory(two_softmaxes(q), kv) @ kv).view_as(q)
+    normed = functional.rms_norm(read, read.shape[-1:], eps=READ_EPSILON)
+    return (local + weight.to(kv.dtype).unsqueeze(1) * normed).to(local.dtype)
 
 
-def _features(x: Tensor) -> Tensor:
-    """σ(x) of x [M, R, D], as in `infini_model.model.memory.feature_map`, in scratch memory."""
-    features = torch.clamp(x, max=0.0, out=scratch("features", x, *x.shape)).exp_()
-    return features.add_(torch.clamp(x, min=0.0, out=scratch("mixed", x, *x.shape)))
+def _empty_residual_sums(keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG001
+    return scale.new_empty(*keys.shape[:2], 2 * keys.size(3), keys.size(3))
 
 
-@gated_read.register_fake
-def _(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(local)
+@operator("residual", _empty_residual_sums)
+def residual_sums(keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """What each segment writes: Σ β φ(k)ᵀ v.
 
+    Args:
+        keys: [N, H_kv, L, D].
+        values: Of the shape and dtype of `keys`.
+        scale: β, [N, H_kv, L], in the memory's dtype.
 
-@_gated_read_backward.register_fake
-def _(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
-    return tuple(torch.empty_like(x) for x in inputs)
-
-
-@key_value_sums.register_fake
-def _(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    dtype = memory_dtype(keys.dtype)
-    norm = keys.new_empty(*keys.shape[:2], keys.size(3), dtype=dtype)
-    return norm.new_empty(*norm.shape, keys.size(3)), norm
-
-
-@_key_value_sums_backward.register_fake
-def _(dkv: Tensor, dnorm: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return torch.empty_like(keys), torch.empty_like(values)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: object) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs)
-
-
-def _read_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_gated_read_backward(grad, *ctx.saved_tensors))
-
-
-def _sums_gradients(ctx: Any, dkv: Tensor, dnorm: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_key_value_sums_backward(dkv, dnorm, *ctx.saved_tensors))
-
-
-gated_read.register_autograd(_read_gradients, setup_context=_save)
-key_value_sums.register_autograd(_sums_gradients, setup_context=_save)
+    Returns:
+        [N, H_kv, 2 D, D], in the memory's dtype.
+    """
+    return two_softmaxes(keys).mT @ (values * scale.unsqueeze(-1))

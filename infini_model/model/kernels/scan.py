@@ -20,7 +20,7 @@ def exclusive_scan(
     reset: Tensor | None,
     kept: Tensor | None = None,
     *,
-    from_last: bool = False,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Exclusive prefix sums that start again, from zero, where `reset` is true.
 
@@ -33,16 +33,16 @@ def exclusive_scan(
             emptied; None is never.
         kept: The factors by which each segment multiplies the state before it adds to it, [B, N,
             H], where H is the third dimension of `added`; None is 1.
-        from_last: Whether the first to be added is the last segment. Then `first` is the state
+        reverse: Whether the first to be added is the last segment. Then `first` is the state
             after the last, and each state that after a segment.
 
     Returns:
         The state before each segment [B, N, ...], and that after the last [B, ...]; with
-        `from_last` the state after each segment, and that before the first.
+        `reverse` the state after each segment, and that before the first.
     """
     count = added.size(1)
     segments, borders = [*range(count)], [*range(count + 1)]
-    if from_last:
+    if reverse:
         segments, borders = segments[::-1], borders[::-1]
     states, end = torch.empty_like(added), torch.empty_like(first)
     slots = [*(states[:, segment] for segment in segments), end]
@@ -67,11 +67,11 @@ def _(
     reset: Tensor | None,
     kept: Tensor | None = None,
     *,
-    from_last: bool = False,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     from infini_model.model.kernels import triton_scan
 
-    return triton_scan.exclusive_scan(added, first, reset, kept, from_last=from_last)
+    return triton_scan.exclusive_scan(added, first, reset, kept, reverse=reverse)
 
 
 @exclusive_scan.register_fake
@@ -81,7 +81,7 @@ def _(
     reset: Tensor | None,  # noqa: ARG001
     kept: Tensor | None = None,  # noqa: ARG001
     *,
-    from_last: bool = False,  # noqa: ARG001
+    reverse: bool = False,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(added), torch.empty_like(first)
 
@@ -91,18 +91,18 @@ def _save(
 ) -> None:
     _, _, reset, kept = inputs
     ctx.save_for_backward(reset, kept, None if kept is None else output[0])
-    ctx.from_last = keyword_only_inputs["from_last"]
+    ctx.reverse = keyword_only_inputs["reverse"]
 
 
 def _gradients(ctx: Any, dstates: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
     reset, kept, states = ctx.saved_tensors
-    dadded, dfirst = exclusive_scan(dstates, dend, reset, kept, from_last=not ctx.from_last)
+    dadded, dfirst = exclusive_scan(dstates, dend, reset, kept, reverse=not ctx.reverse)
     dkept = None
     if kept is not None:
         dkept = torch.linalg.vecdot(dadded.flatten(3), states.flatten(3))
         if reset is not None:
             # What is emptied may have been infinite.
-            beyond = reset[:, :-1] if ctx.from_last else reset[:, 1:]
+            beyond = reset[:, :-1] if ctx.reverse else reset[:, 1:]
             dkept = dkept.masked_fill(beyond.unsqueeze(-1), 0.0)
     return dadded, dfirst, None, dkept
 

@@ -1,8 +1,9 @@
-"""Launch the Triton kernels: what `infini_model.model.kernels.memory_ops` defines, on CUDA.
+"""What the Triton kernels of the memory share: how rows are divided, and device functions.
 
-A program loops over some blocks of the rows of one key-value head and keeps its sums in registers.
-The sums of several programs are added afterwards, always in the same order and never atomically:
-the same arguments give the same bits.
+A program holds the memory of one key-value head, or its gradient, and loops over some blocks of
+that memory's rows, which are the rows of all query heads that read it. It keeps its sums in
+registers. The sums of several programs are added afterwards, always in the same order and never
+atomically: the same arguments give the same bits.
 """
 
 from __future__ import annotations
@@ -14,160 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infini_model.model.kernels.triton_read import read_backward, read_forward
-from infini_model.model.kernels.triton_write import sums_backward, sums_forward
-
 # Of an H100 or H200; on other devices only the speed differs.
 MULTIPROCESSORS = 132
-
-
-def gated_read_forward(
-    q: Tensor,
-    local: Tensor,
-    gate: Tensor,
-    kv: Tensor,
-    norm: Tensor,
-    *,
-    multiprocessors: int = MULTIPROCESSORS,
-) -> Tensor:
-    """Read the memory and mix it with the local attention (equations 7 and 10).
-
-    Args:
-        q: Queries without rotary embedding, [N, H, L, D]; float32 with D at most 128, or bfloat16
-            or float16 with D at most 256.
-        local: Local attention, [N, H, L, D], of the dtype of `q`.
-        gate: [H], before the sigmoid.
-        kv: Memory [N, H_kv, D, D], float32; query head h reads key-value head h // (H / H_kv).
-        norm: Its normaliser [N, H_kv, D], float32.
-        multiprocessors: Of the device; decides how the rows are divided among programs.
-
-    Returns:
-        [N, H, L, D] in the dtype of `local`, and with its strides if these are dense.
-    """
-    q, local = row_contiguous(q), row_contiguous(local)
-    out = torch.empty_like(local)
-    constants = kernel_constants(q, shared_memory(q))
-    blocks_per_program, grid = partition(q, norm.size(1), constants, multiprocessors)
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        read_forward[grid](
-            *(with_strides(q), with_strides(local)),
-            *(gate.contiguous(), kv.contiguous(), norm.contiguous()),
-            with_strides(out),
-            *(norm.size(1), q.size(1) // norm.size(1), q.size(2), blocks_per_program),
-            **constants,
-            num_warps=4 if constants["ROWS"] == 64 else 8,
-        )
-    return out
-
-
-def gated_read_backward(
-    grad: Tensor,
-    q: Tensor,
-    local: Tensor,
-    gate: Tensor,
-    kv: Tensor,
-    norm: Tensor,
-    *,
-    multiprocessors: int = MULTIPROCESSORS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `gated_read_forward` from that of its result.
-
-    Args:
-        grad: Gradient of the result, [N, H, L, D], in the dtype of `local`.
-        q: This and the following are the arguments of `gated_read_forward`.
-        local: See there.
-        gate: See there.
-        kv: See there.
-        norm: See there.
-        multiprocessors: See there.
-
-    Returns:
-        The gradients of q, local, gate, kv and norm, in the shape and dtype of each.
-    """
-    grad, q, local = row_contiguous(grad), row_contiguous(q), row_contiguous(local)
-    dq, dlocal = torch.empty_like(q), torch.empty_like(local)
-    constants = kernel_constants(q, shared_memory(q))
-    blocks_per_program, grid = partition(q, norm.size(1), constants, multiprocessors)
-    dgate = norm.new_empty(grid[2], *q.shape[:2], triton.cdiv(q.size(2), constants["ROWS"]))
-    dkv, dnorm = (x.new_empty(grid[1], *x.shape) for x in (kv, norm))
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        read_backward[grid](
-            with_strides(grad),
-            *(with_strides(q), with_strides(local)),
-            *(gate.contiguous(), kv.contiguous(), norm.contiguous()),
-            *(with_strides(dq), with_strides(dlocal), dgate, dkv, dnorm),
-            *(norm.size(1), q.size(1) // norm.size(1), q.size(2), blocks_per_program),
-            **constants,
-            num_warps=4 if constants["WIDTH"] <= 64 else 8,
-        )
-    dgate = dgate.sum(dim=(0, 1, 3)).to(gate.dtype)
-    return dq, dlocal, dgate, sum_partials(dkv), sum_partials(dnorm)
-
-
-def key_value_sums_forward(
-    keys: Tensor, values: Tensor, *, multiprocessors: int = MULTIPROCESSORS
-) -> tuple[Tensor, Tensor]:
-    """Sum what each segment writes to the memory (equation 8): σ(K)ᵀV and Σσ(K).
-
-    Args:
-        keys: [N, H_kv, L, D]; float32 with D at most 128, or bfloat16 or float16 with D at most
-            256.
-        values: Of the shape and dtype of `keys`.
-        multiprocessors: Of the device; decides how the rows are divided among programs.
-
-    Returns:
-        [N, H_kv, D, D] and [N, H_kv, D], float32.
-    """
-    keys, values = row_contiguous(keys), row_contiguous(values)
-    heads, head_dim = keys.size(1), keys.size(3)
-    constants = kernel_constants(keys, shared_memory(keys))
-    blocks_per_program, grid = partition(keys, heads, constants, multiprocessors)
-    norm = keys.new_empty(grid[1], *keys.shape[:2], head_dim, dtype=torch.float32)
-    kv = norm.new_empty(*norm.shape, head_dim)
-    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
-        sums_forward[grid](
-            *(with_strides(keys), with_strides(values), kv, norm),
-            *(heads, keys.size(2), blocks_per_program),
-            **constants,
-            num_warps=8,
-        )
-    return sum_partials(kv), sum_partials(norm)
-
-
-def key_value_sums_backward(
-    dkv: Tensor,
-    dnorm: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    multiprocessors: int = MULTIPROCESSORS,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `key_value_sums_forward` from those of its results.
-
-    Args:
-        dkv: Gradient of the first result, [N, H_kv, D, D], float32.
-        dnorm: Gradient of the second, [N, H_kv, D], float32.
-        keys: This and the following are the arguments of `key_value_sums_forward`.
-        values: See there.
-        multiprocessors: See there.
-
-    Returns:
-        The gradients of keys and values, in the dtype of each and with its strides if these are
-        dense.
-    """
-    keys, values = row_contiguous(keys), row_contiguous(values)
-    dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
-    constants = kernel_constants(keys, shared_memory(keys))
-    blocks_per_program, grid = partition(keys, keys.size(1), constants, multiprocessors)
-    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
-        sums_backward[grid](
-            *(dkv.contiguous(), dnorm.contiguous(), with_strides(keys), with_strides(values)),
-            *(with_strides(dkeys), with_strides(dvalues)),
-            *(keys.size(1), keys.size(2), blocks_per_program),
-            **constants,
-            num_warps=8,
-        )
-    return dkeys, dvalues
 
 
 def sum_partials(partial: Tensor) -> Tensor:
@@ -240,3 +89,100 @@ def partition(
     blocks_per_program: int = triton.cdiv(blocks, programs_per_head)
     columns = triton.cdiv(constants["HEAD_DIM"], constants["TILE"])
     return blocks_per_program, (heads, triton.cdiv(blocks, blocks_per_program), columns)
+
+
+@triton.jit
+def row_pointers(
+    strided: tl.tuple, at: tl.tuple, columns: tl.tensor, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
+) -> tl.tensor:
+    """Pointers to columns of a block of rows, and a mask of those inside the tensor."""
+    tensor, of_n, of_head, of_row = strided
+    n, head, first, length = at
+    rows = tl.arange(0, ROWS)
+    # The offset of a block may exceed 32 bits in a long context; offsets inside a block do not.
+    start = n.to(tl.int64) * of_n + head.to(tl.int64) * of_head + first.to(tl.int64) * of_row
+    within = (first + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
+    return tensor + start + rows[:, None] * of_row + columns[None, :], within
+
+
+@triton.jit
+def load_rows(
+    strided: tl.tuple,
+    at: tl.tuple,
+    columns: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTSIDE: tl.constexpr = 0.0,
+) -> tl.tensor:
+    """The columns of a block of rows, [ROWS, columns]; `OUTSIDE` beyond the tensor."""
+    pointers, within = row_pointers(strided, at, columns, HEAD_DIM, ROWS)
+    return tl.load(pointers, within, other=OUTSIDE)
+
+
+@triton.jit
+def store_rows(
+    strided: tl.tuple,
+    at: tl.tuple,
+    columns: tl.tensor,
+    x: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Write `x` [ROWS, columns] to the columns of a block of rows."""
+    pointers, within = row_pointers(strided, at, columns, HEAD_DIM, ROWS)
+    tl.store(pointers, x, within)
+
+
+@triton.jit
+def locate(
+    block: tl.tensor,
+    memory: tl.tensor,
+    kv_heads: tl.tensor,
+    group: tl.tensor,
+    length: tl.tensor,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """The position of a block of a memory's rows: segment, head, first row and segment length."""
+    of_head = tl.cdiv(length, ROWS)
+    head = memory % kv_heads * group + block // of_head
+    return memory // kv_heads, head, block % of_head * ROWS, length
+
+
+@triton.jit
+def memory_pointers(
+    kv: tl.tensor, index: tl.tensor, keys: tl.tensor, values: tl.tensor, HEAD_DIM: tl.constexpr
+) -> tl.tensor:
+    """Pointers to the columns `values` of memory `index`, and a mask of those inside it."""
+    start = index.to(tl.int64) * HEAD_DIM * HEAD_DIM
+    within = (keys < HEAD_DIM)[:, None] & (values < HEAD_DIM)[None, :]
+    return kv + start + keys[:, None] * HEAD_DIM + values[None, :], within
+
+
+@triton.jit
+def load_memory(
+    kv: tl.tensor, index: tl.tensor, keys: tl.tensor, values: tl.tensor, HEAD_DIM: tl.constexpr
+) -> tl.tensor:
+    """The columns `values` of memory `index`, [keys, values]; 0 beyond the head dimension."""
+    pointers, within = memory_pointers(kv, index, keys, values, HEAD_DIM)
+    return tl.load(pointers, within, other=0.0)
+
+
+@triton.jit
+def store_memory(
+    kv: tl.tensor,
+    index: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    x: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> None:
+    """Write `x` [keys, values] to the columns `values` of memory `index`."""
+    pointers, within = memory_pointers(kv, index, keys, values, HEAD_DIM)
+    tl.store(pointers, x, within)
+
+
+@triton.jit
+def features(x: tl.tensor) -> tl.tensor:
+    """σ = ELU + 1, without cancellation where exp(x) is small. Keeps NaN."""
+    x = x.to(tl.float32)
+    return tl.where(x > 0, x + 1, tl.exp(x))

@@ -20,20 +20,90 @@ backward pass recomputes f; nothing is saved but the arguments.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from infini_model.model.kernels.numerics import EMPTY_MASS
-from infini_model.model.kernels.triton_addressing import (
+from infini_model.model.kernels.memory_ops import EMPTY_MASS
+from infini_model.model.kernels.triton_launch import (
+    MULTIPROCESSORS,
     features,
+    kernel_constants,
     load_memory,
     load_rows,
     locate,
+    partition,
+    row_contiguous,
+    shared_memory,
     store_memory,
     store_rows,
+    sum_partials,
+    with_strides,
 )
 
 _EMPTY_MASS = tl.constexpr(EMPTY_MASS)
+
+
+def gated_read_forward(
+    q: Tensor,
+    local: Tensor,
+    gate: Tensor,
+    kv: Tensor,
+    norm: Tensor,
+    *,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> Tensor:
+    """As `memory_ops.gated_read`, for float32 with D at most 128, or 16 bits with D at most 256.
+
+    The number of `multiprocessors` decides how the rows are divided among programs. The result has
+    the strides of `local` if these are dense.
+    """
+    q, local = row_contiguous(q), row_contiguous(local)
+    out = torch.empty_like(local)
+    constants = kernel_constants(q, shared_memory(q))
+    blocks_per_program, grid = partition(q, norm.size(1), constants, multiprocessors)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        read_forward[grid](
+            *(with_strides(q), with_strides(local)),
+            *(gate.contiguous(), kv.contiguous(), norm.contiguous()),
+            with_strides(out),
+            *(norm.size(1), q.size(1) // norm.size(1), q.size(2), blocks_per_program),
+            **constants,
+            num_warps=4 if constants["ROWS"] == 64 else 8,
+        )
+    return out
+
+
+def gated_read_backward(
+    grad: Tensor,
+    q: Tensor,
+    local: Tensor,
+    gate: Tensor,
+    kv: Tensor,
+    norm: Tensor,
+    *,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, local, gate, kv and norm from that of the result, in their dtypes."""
+    grad, q, local = row_contiguous(grad), row_contiguous(q), row_contiguous(local)
+    dq, dlocal = torch.empty_like(q), torch.empty_like(local)
+    constants = kernel_constants(q, shared_memory(q))
+    blocks_per_program, grid = partition(q, norm.size(1), constants, multiprocessors)
+    dgate = norm.new_empty(grid[2], *q.shape[:2], triton.cdiv(q.size(2), constants["ROWS"]))
+    dkv, dnorm = (x.new_empty(grid[1], *x.shape) for x in (kv, norm))
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        read_backward[grid](
+            with_strides(grad),
+            *(with_strides(q), with_strides(local)),
+            *(gate.contiguous(), kv.contiguous(), norm.contiguous()),
+            *(with_strides(dq), with_strides(dlocal), dgate, dkv, dnorm),
+            *(norm.size(1), q.size(1) // norm.size(1), q.size(2), blocks_per_program),
+            **constants,
+            num_warps=4 if constants["WIDTH"] <= 64 else 8,
+        )
+    dgate = dgate.sum(dim=(0, 1, 3)).to(gate.dtype)
+    return dq, dlocal, dgate, sum_partials(dkv), sum_partials(dnorm)
 
 
 @triton.jit

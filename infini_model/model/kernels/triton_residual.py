@@ -1,4 +1,4 @@
-"""The kernels of the residual memory, and their launch: `infini_model.model.kernels.residual_ops`.
+"""The kernels of the residual memory, and their launch: `infini_model.model.kernels.memory_ops`.
 
 For a row x with features a = softmax(c x) and b = softmax(−c x), and the two halves of a memory S:
 
@@ -21,20 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infini_model.model.kernels.numerics import READ_EPSILON, SHARPNESS
-from infini_model.model.kernels.triton_addressing import (
-    load_memory,
-    load_rows,
-    locate,
-    store_memory,
-    store_rows,
-)
+from infini_model.model.kernels.memory_ops import READ_EPSILON, SHARPNESS
 from infini_model.model.kernels.triton_launch import (
     MULTIPROCESSORS,
     kernel_constants,
+    load_memory,
+    load_rows,
+    locate,
     partition,
     row_contiguous,
     shared_memory,
+    store_memory,
+    store_rows,
     sum_partials,
     with_strides,
 )

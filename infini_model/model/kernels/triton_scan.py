@@ -21,7 +21,7 @@ def exclusive_scan(
     reset: Tensor | None,
     kept: Tensor | None = None,
     *,
-    from_last: bool = False,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `infini_model.model.kernels.scan`, for any floating-point dtype."""
     added, first = added.contiguous(), first.contiguous()
@@ -32,7 +32,7 @@ def exclusive_scan(
         scan[triton.cdiv(size, BLOCK), rows](
             *(added, first, reset, kept, states, end),
             *(added.size(1), size, added.size(2)),
-            FROM_LAST=from_last,
+            REVERSE=reverse,
             BLOCK=BLOCK,
             num_warps=4,
             # The product is rounded before the sum, as on a CPU.
@@ -52,7 +52,7 @@ def scan(
     segments: tl.tensor,
     size: tl.tensor,
     heads: tl.tensor,
-    FROM_LAST: tl.constexpr,
+    REVERSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """The states of some elements of one row, segment by segment."""
@@ -64,10 +64,10 @@ def scan(
     state = tl.load(first + row * size + elements, within, other=0.0)
     border = row * (segments + 1)
     if reset is not None:
-        emptied = tl.load(reset + border + (segments if FROM_LAST else 0))
+        emptied = tl.load(reset + border + (segments if REVERSE else 0))
         state = tl.where(emptied, 0.0, state)
     for step in tl.range(segments, num_stages=4):
-        segment = segments - 1 - step if FROM_LAST else step
+        segment = segments - 1 - step if REVERSE else step
         at = (row * segments + segment) * size + elements
         tl.store(states + at, state, within)
         if kept is not None:
@@ -75,6 +75,6 @@ def scan(
         state += tl.load(added + at, within, other=0.0)
         if reset is not None:
             # A select, not a product with 0: what precedes a reset may be infinite.
-            emptied = tl.load(reset + border + (segment if FROM_LAST else segment + 1))
+            emptied = tl.load(reset + border + (segment if REVERSE else segment + 1))
             state = tl.where(emptied, 0.0, state)
     tl.store(end + row * size + elements, state, within)

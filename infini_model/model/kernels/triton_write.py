@@ -13,19 +13,75 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from infini_model.model.kernels.triton_addressing import (
+from infini_model.model.kernels.triton_launch import (
+    MULTIPROCESSORS,
     features,
+    kernel_constants,
     load_memory,
     load_rows,
     locate,
+    partition,
+    row_contiguous,
+    shared_memory,
     store_memory,
     store_rows,
+    sum_partials,
+    with_strides,
 )
 
 _MINUS_INFINITY = tl.constexpr(-math.inf)
+
+
+def key_value_sums_forward(
+    keys: Tensor, values: Tensor, *, multiprocessors: int = MULTIPROCESSORS
+) -> tuple[Tensor, Tensor]:
+    """As `memory_ops.key_value_sums`; dtypes and `multiprocessors` as in `gated_read_forward`."""
+    keys, values = row_contiguous(keys), row_contiguous(values)
+    heads, head_dim = keys.size(1), keys.size(3)
+    constants = kernel_constants(keys, shared_memory(keys))
+    blocks_per_program, grid = partition(keys, heads, constants, multiprocessors)
+    norm = keys.new_empty(grid[1], *keys.shape[:2], head_dim, dtype=torch.float32)
+    kv = norm.new_empty(*norm.shape, head_dim)
+    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+        sums_forward[grid](
+            *(with_strides(keys), with_strides(values), kv, norm),
+            *(heads, keys.size(2), blocks_per_program),
+            **constants,
+            num_warps=8,
+        )
+    return sum_partials(kv), sum_partials(norm)
+
+
+def key_value_sums_backward(
+    dkv: Tensor,
+    dnorm: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values from those of both results, in the dtype of each.
+
+    They have its strides if these are dense.
+    """
+    keys, values = row_contiguous(keys), row_contiguous(values)
+    dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
+    constants = kernel_constants(keys, shared_memory(keys))
+    blocks_per_program, grid = partition(keys, keys.size(1), constants, multiprocessors)
+    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+        sums_backward[grid](
+            *(dkv.contiguous(), dnorm.contiguous(), with_strides(keys), with_strides(values)),
+            *(with_strides(dkeys), with_strides(dvalues)),
+            *(keys.size(1), keys.size(2), blocks_per_program),
+            **constants,
+            num_warps=8,
+        )
+    return dkeys, dvalues
 
 
 @triton.jit

@@ -51,8 +51,8 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
         message: Why, in one line.
         rank: The rank that failed first; None if that is not known.
         gpu: The physical number of its GPU; None on the CPU, or if that is not known.
-        samples_seen: Of `non-finite`, the windows read before the global batch at fault; None if it was
-            not a batch.
+        samples_seen: Of `non-finite`, the windows read before the global batch at fault; None if
+            it was not a batch.
         is_killed: Whether a signal killed the rank.
         timestamp: When, in seconds since the epoch.
         is_final: Whether a retry would not help; the launcher sets it.

@@ -17,7 +17,7 @@ from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.evaluation.harness.adapter import harness_model, read_settings
 from infini_model.evaluation.harness.answering import Answerer, Question, Settings
-from infini_model.model.generation.causal import PREFILL_TOKENS, generate
+from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 

@@ -30,7 +30,7 @@ from infini_model.evaluation.retrieval.trials import Trials
 from infini_model.evaluation.subject import Subject
 from infini_model.evaluation.tasks.recall import answer, ordinary_tokens
 from infini_model.evaluation.tasks.task import TaskResult, load_task
-from infini_model.model.generation.causal import PREFILL_TOKENS, generate
+from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.model.precision import PRECISIONS

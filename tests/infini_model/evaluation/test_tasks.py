@@ -263,7 +263,7 @@ def test_finished_passes_are_kept_for_these_settings_only(subject_of, monkeypatc
     monkeypatch.setattr(InfiniLlama, "hidden", lambda *_, **__: None)
     assert run("heads", subject_of(**FEW_WINDOWS)) == first
     other = subject_of(**FEW_WINDOWS, **{"packing.mode": "document", "packing.remainder": "pad"})
-    with pytest.raises(TypeError):
+    with pytest.raises(AttributeError):
         run("heads", other)
 
 

@@ -11,10 +11,10 @@ import torch
 from tiny_models import draw_memory_parameters, tiny_config
 
 from infini_model.config import UnmaskingConfig
-from infini_model.model.generation import unmasking
-from infini_model.model.generation.causal import generate
-from infini_model.model.generation.unmasking import unmask
+from infini_model.model import unmask as unmasking
+from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import UserError
 
 
@@ -138,9 +138,9 @@ class Scripted(InfiniLlama):
         with torch.no_grad():
             self.lm_head.weight.copy_(torch.eye(VOCABULARY))
 
-    def hidden(self, input_ids, state=None, reset=None):
+    def hidden(self, input_ids, reset=None):
         self.seen.append(input_ids[0].tolist())
-        return self.logits[None, : input_ids.size(1)].expand(len(input_ids), -1, -1), None
+        return self.logits[None, : input_ids.size(1)].expand(len(input_ids), -1, -1)
 
 
 def run(model, prompt=PROMPT, new=24, settings=None, **options):
@@ -181,7 +181,7 @@ def test_a_block_fills_the_noisy_stream_given_the_clean_one(block_model, monkeyp
         clean = torch.tensor([known + [1] * (-here % BLOCK or BLOCK)])
         noisy = clean.clone()
         noisy[0, here:] = MASK
-        logits = block_model.lm_head(block_model.noisy_hidden(noisy, clean))[0, here].detach()
+        logits = block_model.lm_head(block_model.two_stream_forward(noisy, clean))[0, here].detach()
         logits[MASK] = -torch.inf
         known.append(int(logits.argmax()))
     assert run(block_model, known[:prompt], 11, GREEDY) == known[prompt:]

@@ -346,7 +346,7 @@ def test_a_larger_vocabulary_appends_mean_rows(tmp_path, bidirectional, tied):
         (write_llama, {"head_dim": 7}, "head_dim must be even for the rotary embedding, not 7"),
         (write_llama, {"attention_bias": True}, "attention_bias is True, only False"),
         (write_llama, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of type 'yarn'"),
-        (write_llama, {"rope_scaling": "twice"}, "rope_parameters holds 'twice', needs a mapping"),
+        (write_llama, {"rope_scaling": "twice"}, "rope_parameters: holds str, needs a mapping"),
         (write_llama, {"infini_attention": {"segment_length": 0}}, "segment_length: Input should"),
         (write_llada, {"architectures": ["LLaDAMoE"]}, r"architectures is \['LLaDAMoE'\], only"),
         (write_llada, {"rope": False}, "rope is False, only True is supported"),
@@ -399,7 +399,7 @@ def test_damage_is_reported(tmp_path):
             InfiniLlama.from_pretrained(folder, **changes)
         assert "\n" not in str(caught.value)
 
-    fails(r"m/config\.json: no such file")
+    fails(r"m/config\.json: cannot be read: No such file")
     write_llama(folder)
     fails("segment_length: Input should be a valid integer", segment_length="long")
     fails("segments: Extra inputs are not permitted", segments=1)

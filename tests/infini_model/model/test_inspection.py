@@ -105,7 +105,7 @@ def test_of_two_streams_the_noisy_one_counts():
 
     def shares(one, other):
         with torch.no_grad(), watched(model, everywhere) as watch:
-            model.noisy_hidden(one, other)
+            model.two_stream_forward(one, other)
         return watch.use.mean_shares
 
     with torch.no_grad(), watched(model, everywhere) as watch:

@@ -9,7 +9,7 @@ from tiny_models import draw_memory_parameters
 from torch.utils.flop_counter import FlopCounterMode
 
 from infini_model.config import LoraConfig
-from infini_model.model.generation.causal import generate
+from infini_model.model.generate import generate
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from infini_model.model import loss as module
-from infini_model.model.loss import summed_loss, token_losses
+from infini_model.model.loss import fused_linear_cross_entropy, token_losses
 
 ROWS, WIDTH, VOCABULARY = 23, 6, 17
 CHUNKS = pytest.mark.parametrize("rows_at_once", [1, 5, ROWS])
@@ -44,7 +44,7 @@ def in_chunks(function, rows):
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_equals_the_loss_of_the_whole(rows_at_once, scale):
     """Also where logits differ so much that probabilities underflow, and for a scaled loss."""
-    chunked = in_chunks(summed_loss, rows_at_once)
+    chunked = in_chunks(fused_linear_cross_entropy, rows_at_once)
     for masked in (False, True):
         given = inputs(masked=masked, scale=scale)
         ours, theirs = (loss_and_gradients(f, *given, factor=-0.37) for f in (chunked, whole))
@@ -66,7 +66,7 @@ def test_bf16_under_autocast_and_as_dtype(rows_at_once, autocast):
     dtype = torch.float32 if autocast else torch.bfloat16
     given = [x.detach().to(dtype).requires_grad_() for x in exact[:2]] + [exact[2]]
     errors = []
-    for function in (in_chunks(summed_loss, rows_at_once), whole):
+    for function in (in_chunks(fused_linear_cross_entropy, rows_at_once), whole):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = function(*given)
         results = loss, *torch.autograd.grad(loss, given[:2])
@@ -84,7 +84,7 @@ def test_the_gradient_of_a_weight_in_fp16_does_not_overflow():
     rows = 1 << 17
     hidden, weight = (torch.ones(n, 8, requires_grad=True) for n in (rows, 4))
     with torch.autocast("cpu", torch.float16):
-        loss = summed_loss(hidden, weight, torch.zeros(rows, dtype=torch.int64))
+        loss = fused_linear_cross_entropy(hidden, weight, torch.zeros(rows, dtype=torch.int64))
     (dweight,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(dweight[:, 0] / rows, torch.tensor([-0.75, 0.25, 0.25, 0.25]))
 
@@ -98,7 +98,7 @@ def test_chunks_of_whole_tiles_equal_the_whole(monkeypatch, autocast):
     results = []
     for rows in (module.TILE + 7, len(given[2])):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            results.append(loss_and_gradients(in_chunks(summed_loss, rows), *given))
+            results.append(loss_and_gradients(in_chunks(fused_linear_cross_entropy, rows), *given))
     bound = 1e-2 if autocast else 1e-10
     torch.testing.assert_close(*results, rtol=bound, atol=bound)
 
@@ -121,7 +121,7 @@ def test_the_logits_are_never_held_whole(autocast):
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
             torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
         ):
-            summed_loss(
+            fused_linear_cross_entropy(
                 hidden, weight, targets, logits_at_once=rows_at_once * vocabulary
             ).backward()
         largest.append(max(event.self_cpu_memory_usage for event in profiler.events()))
@@ -135,4 +135,4 @@ def test_a_target_outside_the_vocabulary_is_an_error():
     for wrong in (VOCABULARY, -5):
         targets[1] = wrong
         with pytest.raises((RuntimeError, IndexError)):
-            summed_loss(hidden, weight, targets)
+            fused_linear_cross_entropy(hidden, weight, targets)

@@ -5,10 +5,10 @@ import torch
 from tiny_models import draw_memory_parameters, tiny_config
 
 from infini_model.config import LoraConfig
-from infini_model.model.generation.causal import read_prompts, stream
+from infini_model.model.generate import read_prompts, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.lora import initial_adapters
-from infini_model.model.precision import PRECISIONS, Operands, resolve_precision
+from infini_model.model.precision import PRECISIONS, LowPrecisionWeights, resolve_precision
 
 WIDTH, TOKENS = 32, 12
 
@@ -24,7 +24,7 @@ def test_the_products_and_their_gradients_are_those_of_a_cast_each(monkeypatch):
         draw_memory_parameters(model)
         ids = torch.randint(11, (2, TOKENS), generator=torch.Generator().manual_seed(0))
         with torch.autocast("cpu", torch.bfloat16):
-            hidden, _ = model.hidden(ids)
+            hidden = model.hidden(ids)
         (hidden * torch.linspace(-1, 1, WIDTH)).sum().backward()
         results.append((hidden, [p.grad for p in model.parameters() if p.grad is not None]))
     (ours, gradients), (theirs, expected) = results
@@ -72,7 +72,7 @@ def test_weights_in_16_bits_are_cast_once_and_give_the_bits_of_autocast(changes)
     model, prompt = in_16_bits(**changes), torch.arange(10).view(1, -1)
     before = [*model.named_parameters(remove_duplicate=False)]
     tokens, logits = by_autocast(model, prompt, 6)
-    with Operands(model, model.precision):
+    with LowPrecisionWeights(model, model.precision):
         again, same = by_autocast(model, prompt, 6)
     assert tokens == again
     assert all(map(torch.equal, logits, same))

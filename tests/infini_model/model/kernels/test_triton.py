@@ -26,8 +26,8 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from infini_model.model import key_shift  # noqa: E402, F401 - defines an operator
-from infini_model.model.kernels import memory_ops, residual_ops  # noqa: E402, F401 - so do they
+from infini_model.model import key_shift  # noqa: E402
+from infini_model.model.kernels import memory_ops  # noqa: E402
 from infini_model.model.kernels import triton_launch as launch  # noqa: E402
 from infini_model.model.kernels import triton_read as read  # noqa: E402
 from infini_model.model.kernels import triton_residual as residual  # noqa: E402
@@ -42,8 +42,8 @@ CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 ALL_DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 KERNELS = {
-    "gated_read": (launch.gated_read_forward, launch.gated_read_backward),
-    "key_value_sums": (launch.key_value_sums_forward, launch.key_value_sums_backward),
+    "gated_read": (read.gated_read_forward, read.gated_read_backward),
+    "key_value_sums": (write.key_value_sums_forward, write.key_value_sums_backward),
     "residual_read": (residual.residual_read_forward, residual.residual_read_backward),
     "residual_sums": (residual.residual_sums_forward, residual.residual_sums_backward),
     "shifted_keys": (shift.shifted_keys_forward, shift.shifted_keys_backward),
@@ -139,21 +139,24 @@ def saved(name, arguments):
     return [x for i, x in enumerate(arguments) if (name, i) != ("residual_read", 1)]
 
 
-def on_cuda(name, arguments, grads):
-    """The same, through the operators as they are registered for CUDA."""
-    operators = torch.ops.infini_model
-    forward, backward = getattr(operators, name), getattr(operators, f"{name}_backward")
-    results = as_list(forward.default.redispatch(CUDA, *arguments))
-    return results + as_list(backward.default.redispatch(CUDA, *grads, *saved(name, arguments)))
+def differentiated(function, name, arguments, grads, *, autocast=False):
+    """The same by autograd."""
+    leaves = [x.detach().requires_grad_() for x in arguments]
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        results = as_list(function(*leaves))
+    gradients = torch.autograd.grad(results, saved(name, leaves), grads)
+    return [x.detach() for x in results] + list(gradients)
+
+
+def function(name):
+    """What the model calls: the kernels on CUDA, where they can, and else plain PyTorch."""
+    return getattr(key_shift if name == "shifted_keys" else memory_ops, name)
 
 
 def exact(name, arguments, grads):
     """The same in float64 on the CPU, where the definition of the attention vouches for it."""
-    leaves = [x.cpu().double().requires_grad_() for x in arguments]
-    results = as_list(getattr(torch.ops.infini_model, name)(*leaves))
-    weights = [x.cpu().double() for x in grads]
-    gradients = torch.autograd.grad(results, saved(name, leaves), weights)
-    return [x.detach() for x in results] + list(gradients)
+    wide = ([x.cpu().double() for x in each] for each in (arguments, grads))
+    return differentiated(function(name), name, *wide)
 
 
 def assert_close(name, results, expected, tolerance):
@@ -195,9 +198,14 @@ def test_equals_float64_with_all_gradients(name, shape, dtype):
 
 @cuda
 @EACH
-def test_the_operator_is_the_kernel_on_cuda(name):
-    case = draw(name)
-    assert_same_bits(on_cuda(name, *case), run(name, *case))
+def test_the_operator_is_the_kernel(name):
+    case, operator = draw(name), getattr(torch.ops.infini_model, name)
+    assert_same_bits(differentiated(operator, name, *case), run(name, *case))
+    leaves = [x.requires_grad_() for x in case[0]]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator.default, leaves, test_utils=checks)
+    if not INTERPRETED:
+        assert_same_bits(differentiated(function(name), name, *case), run(name, *case))
 
 
 @cuda
@@ -210,8 +218,7 @@ def test_float64_and_wide_heads_are_computed_whatever_the_kernels_can(name, dtyp
     arguments, grads = draw(name, (1, 2, 1, 20, dim), dtype)
     if dtype == torch.float64:
         arguments, grads = ([x.double() for x in each] for each in (arguments, grads))
-    with torch.autocast(DEVICE, torch.bfloat16):
-        results = on_cuda(name, arguments, grads)
+    results = differentiated(function(name), name, arguments, grads, autocast=True)
     assert_close(name, results, exact(name, arguments, grads), TOLERANCE.get(dtype, 1e-12))
 
 
@@ -339,7 +346,7 @@ def test_numbers_beyond_the_range_of_float16(name, change, dtype):
 def test_the_normaliser_is_not_rounded_to_bfloat16():
     (q, local, gate, kv, norm), _ = draw("gated_read", dtype=torch.bfloat16)
     q, local, kv, norm = q * 0, local.float() * 0, kv * 0 + 1, norm * 0 + 1.003
-    out = launch.gated_read_forward(q, local, gate, kv, norm)
+    out = read.gated_read_forward(q, local, gate, kv, norm)
     torch.testing.assert_close(out, (gate.sigmoid() / 1.003)[None, :, None, None].expand_as(out))
     case = draw("key_value_sums", dtype=torch.bfloat16)
     found, expected = (function("key_value_sums", *case)[1] for function in (run, exact))
@@ -350,7 +357,7 @@ def test_the_normaliser_is_not_rounded_to_bfloat16():
 def test_nan_propagates():
     (q, local, gate, kv, norm), _ = draw("gated_read", (1, 2, 1, 20, 16))
     kv[0, 0, 3, 5] = torch.nan
-    assert launch.gated_read_forward(q, local, gate, kv, norm)[..., 5].isnan().all()
+    assert read.gated_read_forward(q, local, gate, kv, norm)[..., 5].isnan().all()
     (keys, values), grads = draw("key_value_sums", (1, 2, 2, 20, 16))
     keys[0, 0, 3, 5] = torch.nan
     kv, norm, _, dvalues = run("key_value_sums", (keys, values), grads)
@@ -376,21 +383,21 @@ def draw_scan(rows, segments, *shape, dtype=torch.float32):
 
 
 @cuda
-@pytest.mark.parametrize("from_last", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("rows", "segments", "shape"),
     [(2, 5, (3, 16, 16)), (1, 1, (2, 24)), (3, 9, (1, 7)), (2, 0, (2, 8)), (0, 3, (2, 8))],
 )
-def test_a_scan_gives_the_bits_of_the_cpu(rows, segments, shape, dtype, from_last):
+def test_a_scan_gives_the_bits_of_the_cpu(rows, segments, shape, dtype, reverse):
     added, first, resets, factors = draw_scan(rows, segments, *shape, dtype=dtype)
     operator = torch.ops.infini_model.exclusive_scan.default
     for reset, kept in itertools.product((resets, None), (factors, None)):
         inputs = (added, first, reset, kept)
-        found = scan.exclusive_scan(*inputs, from_last=from_last)
+        found = scan.exclusive_scan(*inputs, reverse=reverse)
         on_cpu = (x if x is None else x.cpu() for x in inputs)
-        assert_same_bits(found, exclusive_scan(*on_cpu, from_last=from_last))
-        registered = operator.redispatch(CUDA, *inputs, from_last=from_last)
+        assert_same_bits(found, exclusive_scan(*on_cpu, reverse=reverse))
+        registered = operator.redispatch(CUDA, *inputs, reverse=reverse)
         assert_same_bits(registered, found)
 
 

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from infini_model.config import ModelConfig, UnmaskingConfig
-from infini_model.model.generation.causal import PREFILL_TOKENS
-from infini_model.model.generation.sampling import check_sampling, sample_tokens
+from infini_model.model.generate import PREFILL_TOKENS, check_sampling, sample_tokens
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import Operands
+from infini_model.model.precision import LowPrecisionWeights
 from infini_model.model.random import hashed, uniform
 from infini_model.model.state import State
 from infini_model.runtime.errors import UserError
@@ -48,7 +47,7 @@ def unmask(
 
     Args:
         model: A bidirectional model with a mask token, used as in
-            `infini_model.model.generation.causal.generate`.
+            `infini_model.model.generate.generate`.
         prompt: Token ids; may be empty.
         max_new_tokens: Number of tokens to generate, if the context has room for them.
         settings: Blocks, steps, and which predictions are kept.
@@ -69,7 +68,7 @@ def unmask(
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     mask, length = _check(model, prompt, settings), model.config.segment_length
     end = -1 if eos_token_id is None else eos_token_id
-    operands = Operands(model, model.precision)
+    operands = LowPrecisionWeights(model, model.precision)
     with operands:
         state, known = _read(model, prompt)
     new = max_new_tokens if state is not None else min(max_new_tokens, length - len(known))
@@ -87,7 +86,8 @@ def unmask(
         return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
     while left:
-        ids = _masked_segment(model, known, mask, length if state is not None else new)
+        segment = torch.tensor([*known, *[mask] * (length if state is not None else new)])
+        ids = segment[:length].to(model.lm_head.weight.device)
         stop = min(len(ids), len(known) + left)
         for start in range(len(known), stop, settings.block_length):
             block = ids[start : min(start + settings.block_length, stop)]
@@ -97,7 +97,9 @@ def unmask(
                 tokens, confidence = predict(ids, masked + start)
                 kept = _kept(tokens, confidence, len(masked), steps_left, settings, end)
                 block[masked.to(block.device)[kept]] = tokens[kept]
-                _fill_behind_end(block, mask, end)
+                if len(ends := (block == end).nonzero()):  # what follows an end is not generated
+                    behind = block[int(ends[0]) :]
+                    behind[behind == mask] = end
                 steps_left, step = max(1, steps_left - 1), step + 1
             complete: list[int] = block.tolist()
             if end in complete:
@@ -156,12 +158,6 @@ def _extended(model: InfiniLlama, ids: Tensor, state: State) -> State:
         return model.extend(ids.unsqueeze(0), state)[1]
 
 
-def _masked_segment(model: InfiniLlama, known: Sequence[int], mask: int, tokens: int) -> Tensor:
-    """What is known of a segment, then masked tokens, int64, on the model's device."""
-    ids = torch.tensor([*known, *[mask] * tokens], dtype=torch.int64)
-    return ids[: model.config.segment_length].to(model.lm_head.weight.device)
-
-
 @torch.inference_mode()
 def _logits(
     model: InfiniLlama,
@@ -181,7 +177,7 @@ def _logits(
         rows = rows.repeat(2, 1)
         rows[1, :prompt] = mask
     with model.precision.autocast(rows.device):
-        hidden, _ = model.hidden(rows, state)
+        hidden = model.hidden(rows) if state is None else model.extend(rows, state)[0]
         logits: Tensor = model.lm_head(hidden[:, masked.to(hidden.device)]).float()
     guided: Tensor = logits[0] if not scale else logits[1] + (1.0 + scale) * (logits[0] - logits[1])
     guided[:, mask] = -torch.inf
@@ -204,11 +200,3 @@ def _kept(
     if settings.confidence_threshold is not None:
         kept |= (confidence >= settings.confidence_threshold) & ~is_end
     return kept
-
-
-def _fill_behind_end(block: Tensor, mask: int, end: int) -> None:
-    """Fill what is masked behind an end of text with the same token."""
-    ends = (block == end).nonzero()
-    if len(ends):
-        after = block[int(ends[0]) :]
-        after[after == mask] = end

@@ -187,6 +187,10 @@ def _activations(config: Config, parameters: _Parameters, device: Device) -> int
     kept = rows * (FLOAT * residuals + products * inner)
     segments = training.batch_size * math.ceil(config.packing.context_length / model.segment_length)
     kept += states * segments * model.key_value_heads * (head + 1) * head * FLOAT
+    if device == "cpu" and model.memory != "none":
+        # Autograd keeps the features in float32, and what they read and write.
+        read, written = 4 * rows * model.num_attention_heads, 3 * tokens * model.key_value_heads
+        kept += FLOAT * head * (read + written)
     if products == HALF and training.lora is None:
         kept += parameters.layer // 2  # its weights in 16 bits
     if config.launch.gradient_checkpointing:

@@ -129,7 +129,7 @@ def _wrapped_as_alone(config, device, port):
     on_cpu = build_module(config, objective, None, World(0, 1, torch.device("cpu")))
     modules = {
         "ddp": build_module(config, objective, None, alone),
-        "fsdp": shard_model(on_cpu.model, objective, alone, torch.bfloat16),
+        "fsdp": shard_model(on_cpu.model, objective, alone),
     }
     for strategy, module in modules.items():
         launch = config.launch.model_copy(update={"strategy": strategy})

@@ -35,7 +35,7 @@ from flows.presets import configure
 from infini_model.config import Config
 from infini_model.data.build import build_dataset
 from infini_model.data.sources.listing import download
-from infini_model.evaluation.reporting.plots import plot_by_position
+from infini_model.evaluation.plots import plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
 
 STEPS = 1200

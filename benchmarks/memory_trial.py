@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks.memory_forms import FORMS
 from benchmarks.report import environment, run
 from infini_model.config import Config, dump_config, load_config
-from infini_model.evaluation.long_documents import LongDocuments, find_long_documents, measure
-from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.tasks.by_position import LongDocuments, find_long_documents, measure
 from infini_model.runtime.storage import content_key
 from infini_model.training.__main__ import main as train
 
@@ -61,15 +61,15 @@ def folder_name(trial: tuple[Any, ...], key: str) -> str:
     return re.sub(r"[^\w.]+", "-", "-".join(map(str, (*trial, key))))
 
 
-def score(subject: Subject) -> dict[str, Any]:
+def score(context: EvalContext) -> dict[str, Any]:
     """Sums of losses in nats, and counts of targets, by document and by segment.
 
     By document they are of what lies beyond the first `NEAR` segments.
     """
-    documents = find_long_documents(subject)
+    documents = find_long_documents(context)
     if not isinstance(documents, LongDocuments):
         raise SystemExit(f"no documents to score: the longest has {documents:,} tokens")
-    measured = measure(subject, documents)
+    measured = measure(context, documents)
     kinds = {"counts": measured.counts, **measured.losses}
     kinds.pop("carried", None)
     return {
@@ -98,7 +98,7 @@ def main() -> None:
         if status := train(where):
             raise SystemExit(status)
         config = load_config(file=options.config)
-        print(json.dumps(score(Subject(options.run_dir, options.dataset, config))))
+        print(json.dumps(score(EvalContext(options.run_dir, options.dataset, config))))
 
 
 if __name__ == "__main__":

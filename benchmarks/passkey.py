@@ -28,10 +28,16 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks.recall_training import OPTIMIZATION, SEGMENT, SHAPE, processes, without_memory
 from benchmarks.report import Cell, publish
 from infini_model.config import ModelConfig, TrainingConfig
-from infini_model.evaluation.retrieval.asking import ask
-from infini_model.evaluation.retrieval.filler import RANDOM, random_sentences
-from infini_model.evaluation.retrieval.haystack import Haystacks, build, draw_key, pass_key
-from infini_model.evaluation.retrieval.heat_map import plot_heat_map
+from infini_model.evaluation.plots import plot_heat_map
+from infini_model.evaluation.tasks.passkey import (
+    RANDOM,
+    Haystacks,
+    ask,
+    build,
+    draw_key,
+    pass_key,
+    random_sentences,
+)
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.machine import available_cores
 from infini_model.training.optimizer import make_optimizer, set_learning_rate

@@ -41,7 +41,7 @@ from benchmarks.recall_training import (
     without_memory,
 )
 from benchmarks.report import Cell, publish
-from infini_model.evaluation.retrieval.associations import Questions, Shape, draw
+from infini_model.evaluation.tasks.recall import Questions, Shape, draw
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.machine import available_cores
 from infini_model.runtime.storage import content_key

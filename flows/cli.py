@@ -373,7 +373,7 @@ def chat(asked: Invocation, checkpoint: Checkpoint = None) -> None:
 
     Its memory holds all turns, at a cost that does not grow. Ctrl-D ends the talk.
     """
-    from infini_model.evaluation.chat import begin_conversation
+    from infini_model.evaluation.prompt import begin_conversation
 
     talk = begin_conversation(asked.config, checkpoint or latest_run(asked.config))
     while True:

@@ -10,10 +10,16 @@ import typer
 
 from flows.runs import PIPE_WIDTH
 from infini_model.config import Config
-from infini_model.evaluation.comparison.compare import Comparison, compare
-from infini_model.evaluation.comparison.runs import SEED
-from infini_model.evaluation.comparison.text import MISSING, result, verdict
-from infini_model.evaluation.comparison.writing import Files, write_comparison
+from infini_model.evaluation.compare import (
+    MISSING,
+    SEED,
+    Comparison,
+    Files,
+    compare,
+    result,
+    verdict,
+    write_comparison,
+)
 from infini_model.runtime.runs import VALIDATION_LOSS
 
 # Of the results, those in the terminal; the files have all.

@@ -101,8 +101,8 @@ def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.downloads import download_shards
-    from infini_model.evaluation.reporting.report import evaluate_run
-    from infini_model.evaluation.tracking import log_evaluation
+    from infini_model.evaluation.mlflow import log_evaluation
+    from infini_model.evaluation.report import evaluate_run
 
     download_shards(arguments.dataset)
     result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)

@@ -147,7 +147,7 @@ def test_the_pages_stay_few_and_short() -> None:
     assert lines.pop("README.md") <= 150
     del lines["settings.md"]
     assert len(lines) <= 14
-    assert sum(lines.values()) <= 2100, lines
+    assert sum(lines.values()) <= 2076, lines
 
 
 def test_the_reference_is_that_of_the_settings() -> None:
@@ -218,7 +218,7 @@ def reader(
     tree["packing"]["context_length"] = 256
     few = {"trials": 1, "depths": [0.0, 30.0, 60.0, 90.0]}
     tree["evaluation"] |= {"max_windows": 2, "passkey": few, "needles": few}
-    tree["evaluation"] |= {"recall": {"sequences": 2}, "throughput": {"max_seconds": 0.1}}
+    tree["evaluation"]["recall"] = {"sequences": 2}
     write_settings(folder / "mine.yaml", tree)
     write_llama(folder / "llama")
     (folder / "book.txt").write_text("river stone light")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from infini_model.config.section import NonEmptyList, Section
 
@@ -16,11 +16,9 @@ EvaluationTaskName = Literal[
     "loss",
     "loss_by_position",
     "likelihood_bound",
-    "heads",
     "passkey",
     "needles",
     "recall",
-    "throughput",
     "lm_eval",
     "sample",
 ]
@@ -43,29 +41,6 @@ class LikelihoodBoundConfig(Section):
     """Windows of the split to score."""
     draws: AtLeastTwo = 128
     """Draws of the noise per window, spread evenly over the numbers of masks."""
-
-
-class HeadsConfig(Section):
-    """The task heads: what the memory of each layer and head contributes."""
-
-    max_windows: PositiveInt = 16
-    """Windows to score, once for each memory that is knocked out; at most
-    evaluation.max_windows."""
-    max_heads: NonNegativeInt | None = 16
-    """Heads whose memory is knocked out one by one: those with the largest share of memory in their
-    output. Layers are all knocked out. null does it for every head."""
-
-
-class ThroughputConfig(Section):
-    """The task throughput: speed and peak memory by length, one sequence at a time."""
-
-    lengths: NonEmptyList[PositiveInt] = [1, 2, 8, 32]
-    """Lengths of the prompt, as multiples of packing.context_length."""
-    new_tokens: AtLeastTwo = 32
-    """Tokens to generate after each prompt."""
-    max_seconds: PositiveFloat = 3.0
-    """Time for a length, besides a first trial that does not count. A length that would take longer
-    for a single trial is left out."""
 
 
 class LmEvalConfig(Section):
@@ -167,7 +142,7 @@ class EvaluationConfig(Section):
     split, the same during training and in the report. null (default) scores all."""
     batch_size: PositiveInt = 8
     """Windows, or requests of lm_eval, per batch in the evaluate stage."""
-    tasks: NonEmptyList[EvaluationTaskName] = ["loss", "loss_by_position", "heads", "sample"]
+    tasks: NonEmptyList[EvaluationTaskName] = ["loss", "loss_by_position", "sample"]
     """What the evaluate stage measures, in the order of the report."""
     loss_by_position: LossByPositionConfig = LossByPositionConfig()
     likelihood_bound: LikelihoodBoundConfig = LikelihoodBoundConfig()
@@ -176,5 +151,3 @@ class EvaluationConfig(Section):
     passkey: PasskeyConfig = PasskeyConfig()
     recall: RecallConfig = RecallConfig()
     sample: SampleConfig = SampleConfig()
-    heads: HeadsConfig = HeadsConfig()
-    throughput: ThroughputConfig = ThroughputConfig()

@@ -1,7 +1,7 @@
 """The MLflow model: prompts in, continuations out.
 
 MLflow stores a copy of this file with the model and runs it when the model is loaded ("models from
-code"), so nothing is pickled. Only `infini_model.evaluation.mlflow_model` refers to it, as a file.
+code"), so nothing is pickled. Only `infini_model.evaluation.mlflow` refers to it, as a file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
+from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.evaluation.prompt import continue_prompt
 from infini_model.model.precision import resolve_precision
@@ -39,9 +40,11 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
         params: dict[str, Any] | None = None,
     ) -> list[str]:
         """The continuation of each prompt; MLflow fills in the defaults of `params`."""
-        settings = params or {}
+        given = dict(params or {})
+        seed = given.pop("seed", 0)
+        settings = SampleConfig().updated(**given)
         return [
-            "".join(continue_prompt(self._model, self._tokenizer, prompt, **settings))
+            "".join(continue_prompt(self._model, self._tokenizer, prompt, settings, seed))
             for prompt in model_input["prompt"]
         ]
 

@@ -23,6 +23,11 @@ class Interval(NamedTuple):
         """`0.0512 (0.0398 to 0.0611)`, without a sign of 0.0000."""
         return f"{self.estimate:z.4f} ({self.low:z.4f} to {self.high:z.4f})"
 
+    @property
+    def percent(self) -> str:
+        """`97.1% (94.6 to 98.5)`."""
+        return f"{100 * self.estimate:.1f}% ({100 * self.low:.1f} to {100 * self.high:.1f})"
+
 
 def bootstrap(sums: Any, counts: Any, *, seed: int = 0) -> list[Interval]:
     """Ratios of sums over documents, Σ sums / Σ counts, with percentile intervals over resamples.

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from infini_model.data.loading.windows import Batch
-from infini_model.model.inspection.memory_use import MemoryUse, watched
 from infini_model.model.precision import Precision
-from infini_model.objectives.objective import Inputs, LossModule
+from infini_model.objectives.objective import LossModule
 
 
 class Scorer:
@@ -35,16 +34,6 @@ class Scorer:
         if empty_memory:
             reset = torch.ones(windows, length // segment_length, dtype=torch.bool)
             inputs = inputs._replace(reset=reset.to(self._device))
-        return self._losses(inputs), inputs.counted.double()
-
-    def losses_and_use(self, batch: Batch) -> tuple[Tensor, Tensor, MemoryUse]:
-        """As `losses`, and what the memory contributed; `ConfigError` for a model without one."""
-        inputs = self._module.objective.inputs(batch.to(self._device))
-        with watched(self._module.model, inputs.counted > 0) as watch:
-            losses = self._losses(inputs)
-        return losses, inputs.counted.double(), watch.use
-
-    def _losses(self, inputs: Inputs) -> Tensor:
         with torch.no_grad(), self._precision.autocast(self._device):
             losses: Tensor = self._module(inputs, "none")
-        return losses.double()
+        return losses.double(), inputs.counted.double()

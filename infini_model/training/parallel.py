@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infini_model.config import Config, LaunchConfig
 from infini_model.data.loading.windows import Batch
-from infini_model.model.inspection.memory_use import MemoryUse
 from infini_model.model.kernels.attention import can_be_compiled, describe_backend, resolve_backend
 from infini_model.model.kernels.compile import resolve_compile
 from infini_model.model.llama import InfiniLlama
@@ -107,17 +106,17 @@ class TrainModule:
         self._free_gathered()
         return by_segment
 
-    def score_with_and_without_memory(self, batch: Batch) -> tuple[Tensor, MemoryUse]:
-        """Loss sums with memory and without, and target counts, by window; and the memory's use.
+    def score_with_and_without_memory(self, batch: Batch) -> Tensor:
+        """Loss sums with memory and without, and target counts, by window.
 
         Without: emptied before every segment. Under FSDP call it on all ranks. Returns [3, B]
-        float64 on the device. Raises `ConfigError` for a model without memory.
+        float64 on the device.
         """
-        losses, targets, use = self._scorer.losses_and_use(batch)
+        losses, targets = self._scorer.losses(batch)
         self._free_gathered()
         without, _ = self._scorer.losses(batch, empty_memory=True)
         self._free_gathered()
-        return torch.stack([each.sum(1) for each in (losses, without, targets)]), use
+        return torch.stack([each.sum(1) for each in (losses, without, targets)])
 
     def close(self) -> None:
         """Release DDP while the process group still exists.

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from infini_model.data.loading.windows import Windows, validation_batches
-from infini_model.model.inspection.memory_use import MemoryUse
 from infini_model.training.distributed import World
 from infini_model.training.parallel import TrainModule
 
-# Windows of the probe, some of those that the validation scores; each costs as much as three.
+# Windows of the probe, some of those that the validation scores; each costs as much as two.
 PROBE_WINDOWS = 8
 
 
@@ -68,7 +67,7 @@ def loss_by_segment(sums: Tensor, targets: Tensor) -> dict[str, float]:
     return found
 
 
-class Probe(NamedTuple):
+class MemoryProbe(NamedTuple):
     """A few windows, scored with memory and without.
 
     Attributes:
@@ -76,33 +75,28 @@ class Probe(NamedTuple):
         gain: How much lower that is than without memory.
         error: Standard error of the gain, of differences that are paired by window; infinite for a
             single one.
-        use: What the memory contributed to the output.
     """
 
     loss: float
     gain: float
     error: float
-    use: MemoryUse
 
 
 def probe_memory(
     windows: Windows, model: TrainModule, world: World, *, batch_size: int, max_windows: int | None
-) -> Probe | None:
+) -> MemoryProbe | None:
     """Probe a fixed part of the sample of `validate_split`, the same on all ranks.
 
     Arguments are those of `validate_split`. None if no window has a target.
     """
     most = PROBE_WINDOWS if max_windows is None else min(PROBE_WINDOWS, max_windows)
     sums: Tensor | None = None
-    use: MemoryUse | None = None
     for batch in validation_batches(windows, batch_size, world.rank, world.size, most):
-        scored, used = model.score_with_and_without_memory(batch)
-        sums = _paired_sums(scored) if sums is None else sums + _paired_sums(scored)
-        use = used if use is None else use + used
-    if sums is None or use is None:
+        paired = _paired_sums(model.score_with_and_without_memory(batch))
+        sums = paired if sums is None else sums + paired
+    if sums is None:
         return None
     loss, gain, targets, *squares, count = world.sum(sums).tolist()
-    use = MemoryUse(*map(world.sum, use))
     if not targets:
         return None
     mean = gain / targets
@@ -111,7 +105,7 @@ def probe_memory(
     error = float("inf")
     if count > 1:
         error = (residuals * count / (count - 1)) ** 0.5 / targets
-    return Probe(loss / targets, mean, error, use)
+    return MemoryProbe(loss / targets, mean, error)
 
 
 def _paired_sums(scored: Tensor) -> Tensor:

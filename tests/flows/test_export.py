@@ -24,7 +24,7 @@ from infini_model.data.manifest import Manifest
 from infini_model.data.sources.listing import download
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
-from infini_model.evaluation.chat import Conversation
+from infini_model.evaluation.prompt import Conversation
 from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS

@@ -1,5 +1,28 @@
-"""Evaluation tasks: one measurement each, with its section of the report.
+"""The evaluation tasks, a module each."""
 
-To add a task, write a module here with a class `Task` like the existing ones, and add the module's
-name to `EvaluationTaskName` in `infini_model.config.evaluation`.
-"""
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+from infini_model.config.evaluation import EvaluationTaskName
+from infini_model.evaluation.task import EvaluationTask
+
+# Module and class of each task; a module is imported if its task is run.
+TASKS: dict[EvaluationTaskName, tuple[str, str]] = {
+    "loss": ("loss", "Loss"),
+    "loss_by_position": ("by_position", "LossByPosition"),
+    "likelihood_bound": ("bound", "LikelihoodBound"),
+    "sample": ("sample", "Sample"),
+    "passkey": ("passkey", "Passkey"),
+    "needles": ("passkey", "Needles"),
+    "recall": ("recall", "Recall"),
+    "lm_eval": ("lm_eval", "LmEval"),
+}
+
+
+def load_task(name: EvaluationTaskName) -> EvaluationTask:
+    """The task of that name. Raises `UserError` if a package that it needs is not installed."""
+    module, task = TASKS[name]
+    made = getattr(import_module(f"{__name__}.{module}"), task)
+    return cast("EvaluationTask", made())

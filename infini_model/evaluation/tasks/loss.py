@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from infini_model.evaluation.reporting.markdown import table
-from infini_model.evaluation.subject import HELD_OUT, Pass, Subject
-from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
+from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass
+from infini_model.evaluation.task import EvaluationTask, TaskResult, table
 
 
-class Task(EvaluationTask):
+class Loss(EvaluationTask):
     """The mean loss over the targets of each split, and its perplexity."""
 
     title = "Scores"
 
-    def scores(self, subject: Subject) -> set[Pass]:  # noqa: ARG002
+    def scores(self, context: EvalContext) -> set[Pass]:  # noqa: ARG002
         """Both splits."""
         return {Pass(split) for split in HELD_OUT}
 
-    def run(self, subject: Subject) -> TaskResult:
+    def run(self, context: EvalContext) -> TaskResult:
         """Score each split."""
-        scores = {str(split): subject.score(split) for split in HELD_OUT}
+        scores = {str(split): context.score(split) for split in HELD_OUT}
         metrics, rows, notes, summary = {}, [], [], []
         for split, score in scores.items():
             if score.loss is None or score.perplexity is None:
@@ -37,23 +36,23 @@ class Task(EvaluationTask):
                 f"On the {split} split the loss is **{numbers[0]} nats per token**, a perplexity "
                 f"of {numbers[1]}."
             )
-        if subject.config.training.objective != "causal":
+        if context.config.training.objective != "causal":
             notes.append(
                 "The loss bounds the negative log-likelihood from above; each window is scored "
                 "with one draw of the noise, the same in every report."
             )
-        if subject.manifest.pairs:
+        if context.manifest.pairs:
             notes.append(
                 "Only answers are scored, each with the mean loss of its tokens; the loss is the "
                 "mean over the answers."
             )
-        limit = subject.config.evaluation.max_windows
+        limit = context.config.evaluation.max_windows
         if limit is not None:
             notes.append(
                 f"`evaluation.max_windows` limits the scores to a fixed sample of {limit:,} "
                 "windows per split, the same as for validation during training."
             )
-        counted = "Answers" if subject.manifest.pairs else "Tokens"
+        counted = "Answers" if context.manifest.pairs else "Tokens"
         header = ("Split", "Loss (nats per token)", "Perplexity", counted, "Windows")
         return TaskResult(
             metrics=metrics,

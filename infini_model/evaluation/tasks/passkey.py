@@ -1,26 +1,432 @@
-"""Retrieval of a pass key by length and depth."""
+"""Retrieval by length and depth: one number, or several, hidden in filler and asked for at the end.
+
+The needles are the pass keys of Mohtashami and Jaggi (arXiv 2305.16300): random numbers that
+nothing but the needle tells. All is built from token ids, so that lengths are exact with any
+tokenizer, and the answer has the same tokens in the needle as after the question.
+"""
 
 from __future__ import annotations
 
-from infini_model.evaluation.retrieval.findings import findings
-from infini_model.evaluation.retrieval.grid import check, sequences
-from infini_model.evaluation.subject import Subject
-from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from infini_model.config.evaluation import PasskeyConfig
+from infini_model.data.loading.stream import TokenStream, open_split
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.plots import plot_heat_map
+from infini_model.evaluation.statistics import Interval, wilson
+from infini_model.evaluation.task import NEEDS_CAUSAL, EvaluationTask, Picture, TaskResult, table
+from infini_model.model.generate import read_prompts
+from infini_model.model.llama import InfiniLlama
+from infini_model.model.loss import IGNORED
+from infini_model.runtime.errors import UserError
+
+Encode = Callable[[str], list[int]]
+# Draws at least so many tokens.
+Filler = Callable[[np.random.Generator, int], np.ndarray]
+
+OWNERS = (
+    *("Anna", "Omar", "Lena", "Ivan", "Rosa", "Hugo", "Mina", "Karl"),
+    *("Yuki", "Noah", "Vera", "Liam", "Zara", "Paul", "Ines", "Otto"),
+)
+# As in arXiv 2305.16300.
+REPEATED = (
+    *(" The grass is green.", " The sky is blue.", " The sun is yellow."),
+    *(" Here we go.", " There and back again."),
+)
+_SUBJECTS = ("The baker", "A child", "The old man", "My sister", "The captain", "A stranger")
+_VERBS = ("walks", "waits", "sings", "sleeps", "works", "looks around")
+_PLACES = ("by the river", "in the garden", "behind the house", "on the hill", "at the market")
+RANDOM = tuple(f" {' '.join(words)}." for words in itertools.product(_SUBJECTS, _VERBS, _PLACES))
+# Shares of right answers: from the first on a length is remembered, up to the second it is not.
+FOUND, LOST = 0.95, 0.5
 
 
-class Task(EvaluationTask):
-    """Hides a number in a long context and asks for it at the end (arXiv 2305.16300)."""
+class Counts(NamedTuple):
+    """Sums over answers, by depth: [D] int64 each, in the order of the settings' depths.
 
-    title = "Pass keys"
+    Attributes:
+        answers: Answers.
+        exact: Answers of which every token is right.
+        tokens: Tokens of the answers.
+        right: Those of them that are right.
+    """
 
-    def sequences(self, subject: Subject) -> int:
+    answers: np.ndarray
+    exact: np.ndarray
+    tokens: np.ndarray
+    right: np.ndarray
+
+    @property
+    def token_accuracy(self) -> Interval:
+        """The share of right tokens; the sample is of answers, whose tokens are not independent."""
+        answers = int(self.answers.sum())
+        return wilson(answers * float(self.right.sum() / self.tokens.sum()), answers)
+
+
+class Passkey(EvaluationTask):
+    """Hides a number in a long context and asks for it at the end."""
+
+    name, title = "passkey", "Pass keys"
+
+    def settings(self, context: EvalContext) -> tuple[PasskeyConfig, int]:
+        """The settings of the task, and the number of needles in a haystack."""
+        return context.config.evaluation.passkey, 1
+
+    def sequences(self, context: EvalContext) -> int:
         """All haystacks."""
-        return sequences(subject, subject.config.evaluation.passkey, 1)
+        if context.model.config.bidirectional:
+            return 0
+        settings, needles = self.settings(context)
+        return len(set(settings.lengths)) * settings.trials * _haystacks(settings, needles)
 
-    def check(self, subject: Subject) -> None:
+    def check(self, context: EvalContext) -> None:
         """Refuse lengths that are too short, and a filler that is missing."""
-        check(subject, "passkey", subject.config.evaluation.passkey, 1)
+        if not context.model.config.bidirectional:
+            settings, needles = self.settings(context)
+            Trials(context, self.name, settings, needles).draw(min(settings.lengths), 0)
 
-    def run(self, subject: Subject) -> TaskResult:
-        """Measure with the settings in `evaluation.passkey` and the run's seed."""
-        return findings(subject, "passkey", self.title, subject.config.evaluation.passkey, 1)
+    def run(self, context: EvalContext) -> TaskResult:
+        """Ask for the needles at all lengths and depths of the settings, drawn by the run's seed.
+
+        Finished trials are kept: one more length, or trial, costs only itself.
+        """
+        if context.model.config.bidirectional:
+            return TaskResult(section=NEEDS_CAUSAL)
+        settings, needles = self.settings(context)
+        trials = Trials(context, self.name, settings, needles)
+        kept = settings.updated(lengths=[], trials=0).model_dump(mode="json")
+        cache = context.cache(self.name, kept)
+        rows, depths = context.config.evaluation.batch_size, len(settings.depths)
+
+        def counted(length: int, number: int) -> list[list[int]]:
+            haystacks, places = trials.draw(length, number)
+            right, tokens = (x.flatten().numpy() for x in ask(context.model, haystacks, rows))
+            sums = (np.ones_like(right), right == tokens, tokens, right)
+            by_depth = (np.bincount(places.flatten(), each, depths) for each in sums)
+            return [each.astype(np.int64).tolist() for each in by_depth]
+
+        measured = {}
+        for length in sorted(set(settings.lengths)):
+            every = []
+            for number in range(settings.trials):
+                part = partial(counted, length, number)
+                every.append(cache.get_or_compute(f"{length}x-{number}", part))
+                context.on_windows(_haystacks(settings, needles))
+            measured[length] = Counts(*np.sum(every, axis=0))
+        return self._result(context, measured)
+
+    def _result(self, context: EvalContext, measured: Mapping[int, Counts]) -> TaskResult:
+        settings, needles = self.settings(context)
+        trained = context.config.packing.context_length
+        exact, metrics, intervals, rows = {}, {}, {}, []
+        for length, counts in measured.items():
+            exact[length] = wilson(int(counts.exact.sum()), int(counts.answers.sum()))
+            found = {"exact_match": exact[length], "token_accuracy": counts.token_accuracy}
+            for name, share in found.items():
+                metric = f"evaluation/{self.name}_{name}/{length * trained}"
+                metrics[metric], intervals[metric] = share.estimate, (share.low, share.high)
+            by_depth = counts.exact / counts.answers
+            worst = int(by_depth.argmin())
+            rows.append(
+                (
+                    f"{length * trained:,} ({length} x)",
+                    *(share.percent for share in found.values()),
+                    f"{by_depth[worst]:.0%} at {settings.depths[worst]:g}%",
+                    f"{counts.answers.sum():,}",
+                )
+            )
+        picture = plot_heat_map(
+            np.stack([each.exact / each.answers for each in measured.values()], axis=1),
+            [f"{length * trained:,}\n{length} x trained" for length in measured],
+            settings.depths,
+            context.plots_dir / f"{self.name}.png",
+            title=self.title,
+            trained=sum(length <= 1 for length in measured),
+        )
+        at = [
+            f"{share.percent} at {length * trained:,} tokens ({length} x the trained context)"
+            for length, share in exact.items()
+        ]
+        header = ("Tokens", "Whole answer right", "Tokens right", "Worst depth", "Answers")
+        return TaskResult(
+            metrics=metrics,
+            intervals=intervals,
+            section=_section(context, settings, needles, table(header, rows)),
+            summary=[f"{self.title}: the model finds {', '.join(at)}."],
+            advice=_advice(context, self.name, exact),
+            pictures=[Picture(path=picture, caption=f"{self.title} found, by length and depth")],
+            details={
+                "depths": settings.depths,
+                "lengths": {
+                    str(length * trained): {name: x.tolist() for name, x in each._asdict().items()}
+                    for length, each in measured.items()
+                },
+            },
+        )
+
+
+class Needles(Passkey):
+    """Hides numbers of different people in a long context and asks for each of them."""
+
+    name, title = "needles", "Several needles"
+
+    def settings(self, context: EvalContext) -> tuple[PasskeyConfig, int]:
+        """The settings of the task, and the number of needles in a haystack."""
+        settings = context.config.evaluation.needles
+        return settings, settings.needles
+
+
+def _section(context: EvalContext, settings: PasskeyConfig, needles: int, grid: str) -> str:
+    hidden = "A number is" if needles == 1 else f"{needles} numbers are"
+    filler = {
+        "repeated": "five sentences that repeat",
+        "random": "random sentences",
+        "documents": "documents of the test split",
+    }[settings.filler]
+    parts = [
+        f"{hidden} hidden in {filler} and asked for at the end. The model was trained on windows "
+        f"of {context.config.packing.context_length:,} tokens; a guess is right once in "
+        f"{9 * 10 ** (settings.digits - 1):,} times.",
+        grid,
+        "Intervals are of 95%. A token is right if it is the likeliest after the question and the "
+        "tokens of the answer before it, so a whole answer is right if greedy generation gives it.",
+    ]
+    if context.model.config.memory == "none":
+        parts.append("The model has no memory: it sees only the segment of the question.")
+    return "\n\n".join(parts)
+
+
+def _advice(context: EvalContext, task: str, exact: Mapping[int, Interval]) -> list[str]:
+    """What to do if not everything is found."""
+    lost = [length for length, found in exact.items() if found.estimate < FOUND]
+    if not lost:
+        return []
+    if context.model.config.memory == "none":
+        return [
+            "The model has no memory and finds nothing beyond a segment: train with "
+            "`model.memory=linear`."
+        ]
+    if exact[min(exact)].estimate < LOST:
+        return [
+            f"Few needles of `{task}` are found at any length, as is usual for a model whose "
+            "training never asked for what stood far back: include such text in the training "
+            "data before judging the memory by it."
+        ]
+    return [
+        f"Needles of `{task}` get lost from {lost[0]} x the trained context on: train on longer "
+        "windows (`packing.context_length`)."
+    ]
+
+
+class Needle(NamedTuple):
+    """The token ids of a statement, of the question for it up to the answer, and of the answer."""
+
+    statement: list[int]
+    question: list[int]
+    answer: list[int]
+
+
+class Haystacks(NamedTuple):
+    """N haystacks of K needles: a sequence is a row of `bodies`, a question and its answer.
+
+    Attributes:
+        bodies: [N, H] int64, filler and needles.
+        questions: [N, K, Q] int64; questions shorter than Q begin with filler.
+        answers: [N, K, A] int64; answers shorter than A end with -100.
+    """
+
+    bodies: Tensor
+    questions: Tensor
+    answers: Tensor
+
+
+def _haystacks(settings: PasskeyConfig, needles: int) -> int:
+    """Haystacks of a trial: as many as it takes for every depth to occur."""
+    return -(-len(settings.depths) // needles)
+
+
+class Trials:
+    """Draws the trials of a task; all haystacks of a trial have the same filler."""
+
+    def __init__(
+        self, context: EvalContext, task: str, settings: PasskeyConfig, needles: int
+    ) -> None:
+        """Load the tokenizer.
+
+        Raises `UserError` if the filler is the test split's documents and there are none.
+        """
+        self._task, self._settings, self._seed = task, settings, context.config.run.seed
+        self._context_length = context.config.packing.context_length
+        self._owners = [None] if needles == 1 else list(OWNERS[:needles])
+        tokenizer = load_dataset_tokenizer(context.dataset_dir)
+        self._encode: Encode = lambda text: tokenizer.encode_batch([text]).ids.tolist()
+        self._bos = tokenizer.bos_token_id
+        if settings.filler == "repeated":
+            cycle = np.concatenate([self._encode(sentence) for sentence in REPEATED])
+            self._filler: Filler = lambda rng, tokens: np.resize(cycle, tokens)  # noqa: ARG005
+        elif settings.filler == "random":
+            self._filler = random_sentences(self._encode)
+        else:
+            test = open_split(context.dataset_dir, "test")
+            if not test.documents:
+                raise UserError(
+                    f"evaluation.{task}.filler: documents, but the test split of "
+                    f"{context.dataset_dir} has none; random and repeated need none"
+                )
+            self._filler = partial(_documents, test)
+
+    def draw(self, multiple: int, number: int) -> tuple[Haystacks, np.ndarray]:
+        """Trial `number` of the length that is `multiple` times the trained context.
+
+        And the number in `settings.depths` of each needle's depth, [N, K]; if K does not divide the
+        number of depths, some occur twice. Raises `UserError` if the needles and the question are
+        longer than the length.
+        """
+        settings, needles = self._settings, len(self._owners)
+        length = multiple * self._context_length
+        rng = np.random.default_rng((self._seed, multiple, number))
+        filler = self._filler(rng, length)
+        order = rng.permutation(len(settings.depths))
+        depths = np.resize(order, (_haystacks(settings, needles), needles))
+        encode, digits = self._encode, settings.digits
+        keys = [
+            [pass_key(encode, draw_key(rng, digits), owner) for owner in self._owners]
+            for _ in depths
+        ]
+        begins = 0 if self._bos is None else 1
+        try:
+            haystacks = build(
+                [filler] * len(depths),
+                keys,
+                (np.array(settings.depths)[depths] / 100).tolist(),
+                length - begins,
+            )
+        except ValueError as error:
+            raise UserError(
+                f"evaluation.{self._task}.lengths: {multiple} x packing.context_length is "
+                f"{length:,} tokens, but {error}"
+            ) from error
+        if self._bos is not None:
+            bodies = functional.pad(haystacks.bodies, (1, 0), value=self._bos)
+            haystacks = haystacks._replace(bodies=bodies)
+        return haystacks, depths
+
+
+def random_sentences(encode: Encode) -> Filler:
+    """Sentences drawn at random."""
+    pool = [np.asarray(encode(sentence)) for sentence in RANDOM]
+    shortest = min(map(len, pool))
+
+    def draw(rng: np.random.Generator, tokens: int) -> np.ndarray:
+        drawn = rng.integers(len(pool), size=tokens // shortest + 1)
+        return np.concatenate([pool[number] for number in drawn])
+
+    return draw
+
+
+def _documents(stream: TokenStream, rng: np.random.Generator, tokens: int) -> np.ndarray:
+    """The documents of a split in random order, over and over, without their end-of-text tokens."""
+    found: list[np.ndarray] = []
+    have = 0
+    for number in rng.permutation(stream.documents):
+        found.append(stream.document(int(number))[:-1])
+        have += len(found[-1])
+        if have >= tokens:
+            break
+    return np.resize(np.concatenate(found), max(have, tokens))
+
+
+def draw_key(rng: np.random.Generator, digits: int) -> int:
+    """A random number of so many digits, the first of which is not 0."""
+    return int(rng.integers(10 ** (digits - 1), 10**digits))
+
+
+def pass_key(encode: Encode, key: int, owner: str | None = None) -> Needle:
+    """A pass key; `owner` tells it from others in the same haystack."""
+    subject = "pass key" if owner is None else f"pass key of {owner}"
+    answer, space = encode(f" {key}"), encode(" ")
+    opening = encode(f" The {subject} is")
+    # A space that is a token of its own is no part of the answer.
+    if answer[: len(space)] == space:
+        answer, opening = answer[len(space) :], opening + space
+    return Needle(
+        statement=[*opening, *answer, *encode(". Remember it.")],
+        question=[*encode(f" What is the {subject}?"), *opening],
+        answer=answer,
+    )
+
+
+def build(
+    fillers: Sequence[np.ndarray],
+    needles: Sequence[Sequence[Needle]],
+    depths: Sequence[Sequence[float]],
+    length: int,
+) -> Haystacks:
+    """Haystacks of `length` tokens each, the question and the longest answer included.
+
+    Args:
+        fillers: Token ids for each haystack, at least `length`.
+        needles: K needles for each haystack.
+        depths: The share of the filler that stands before each of them, 0 to 1.
+        length: Tokens of a sequence.
+
+    Raises `ValueError` if there is no room for the needles and the question.
+    """
+    every = [needle for row in needles for needle in row]
+    answer = max(len(needle.answer) for needle in every)
+    question = max(len(needle.question) for needle in every)
+    hidden = [sum(len(needle.statement) for needle in row) for row in needles]
+    if (needed := max(hidden) + question + answer) > length:
+        raise ValueError(f"needles and question take {needed} tokens")
+    bodies, questions, answers = [], [], []
+    for filler, row, at, statements in zip(fillers, needles, depths, hidden, strict=True):
+        hay = length - question - answer - statements
+        places = [round(depth * hay) for depth in at]
+        order = np.argsort(places, kind="stable")
+        first, *pieces = np.split(filler[:hay], np.sort(places))
+        mixed = [first]
+        for number, piece in zip(order, pieces, strict=True):
+            mixed += [np.asarray(row[number].statement), piece]
+        bodies.append(np.concatenate(mixed).astype(np.int64))
+        rest = filler[hay : hay + question].tolist()
+        questions.append([rest[len(needle.question) :] + needle.question for needle in row])
+        answers.append(
+            [needle.answer + [IGNORED] * (answer - len(needle.answer)) for needle in row]
+        )
+    return Haystacks(
+        torch.from_numpy(np.stack(bodies)), torch.tensor(questions), torch.tensor(answers)
+    )
+
+
+@torch.inference_mode()
+def ask(model: InfiniLlama, haystacks: Haystacks, rows: int) -> tuple[Tensor, Tensor]:
+    """Read `rows` bodies at once, each once, in chunks and in constant memory; ask for all needles.
+
+    A token is right if it is the likeliest after the question and the right tokens before it. So
+    greedy generation gives the whole answer if, and only if, all of its tokens are right. The model
+    must be causal.
+
+    Returns:
+        Of each answer the number of its right tokens, and of all, [N, K] int64 on the CPU.
+    """
+    device, right = model.lm_head.weight.device, []
+    for bodies, questions, answers in zip(
+        *(torch.split(tensor, rows) for tensor in haystacks), strict=True
+    ):
+        asked = torch.cat((questions, answers[..., :-1].clamp(min=0)), -1).flatten(0, 1)
+        _, state = read_prompts(model, bodies, torch.full((len(bodies),), bodies.size(1)))
+        with model.precision.autocast(device):
+            hidden, _ = model.extend(asked.to(device), state.repeat(answers.size(1)))
+            logits = model.lm_head(hidden[:, questions.size(-1) - 1 :])
+        right.append(logits.argmax(-1).cpu().view_as(answers) == answers)
+    counted = haystacks.answers != IGNORED
+    return (torch.cat(right) & counted).sum(-1), counted.sum(-1)

@@ -1,8 +1,12 @@
-"""Associative recall across segments, with tokens of the model's own vocabulary."""
+"""Associative recall across segments, with tokens of the model's own vocabulary.
+
+Early segments hold pairs of a key and its value among fillers. The last segment asks for every key,
+and a filler follows each question, never its answer: attention inside the segment cannot see an
+answer, and none can be guessed by elimination. After Arora et al. (arXiv 2312.04927).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,21 +14,59 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infini_model.config.evaluation import RecallConfig
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.evaluation.reporting.markdown import table
-from infini_model.evaluation.retrieval.asking import read
-from infini_model.evaluation.retrieval.associations import Questions, Shape, Vocabulary, draw
-from infini_model.evaluation.retrieval.findings import NEEDS_CAUSAL, percent
-from infini_model.evaluation.statistics import Interval, wilson
-from infini_model.evaluation.subject import Subject
-from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
+from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.statistics import wilson
+from infini_model.evaluation.task import NEEDS_CAUSAL, EvaluationTask, TaskResult, table
+from infini_model.model.generate import read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 
 QUARTERS = 4
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Vocabulary(NamedTuple):
+    """Numbers of the tokens of each kind: keys come first, then values, then fillers."""
+
+    keys: int = 32
+    values: int = 32
+    fillers: int = 16
+
+    @property
+    def size(self) -> int:
+        """All of them; also the masked token, where there is one."""
+        return self.keys + self.values + self.fillers
+
+
+class Shape(NamedTuple):
+    """What the sequences are made of.
+
+    Attributes:
+        segment: Tokens of a segment, at least twice as many as pairs.
+        pairs: Pairs of key and value in a sequence, at most as many as keys.
+        vocabulary: Tokens of each kind.
+    """
+
+    segment: int
+    pairs: int
+    vocabulary: Vocabulary = Vocabulary()
+
+
+class Questions(NamedTuple):
+    """Sequences of one length.
+
+    Attributes:
+        input_ids: [B, T] int64.
+        labels: [B, T] int64, the answer at each question, or at the masked token after it, and -100
+            elsewhere.
+        written: [B, T] int64, the segment of each answer in its place.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    written: Tensor
 
 
 class Counts(NamedTuple):
@@ -41,52 +83,53 @@ class Counts(NamedTuple):
     right_of_values: list[int]
 
 
-class Task(EvaluationTask):
+class Recall(EvaluationTask):
     """Writes pairs of tokens into early segments and asks for them in the last one."""
 
     title = "Associative recall"
 
-    def sequences(self, subject: Subject) -> int:
+    def sequences(self, context: EvalContext) -> int:
         """All sequences of all lengths."""
-        settings = subject.config.evaluation.recall
-        if subject.model.config.bidirectional:
+        settings = context.config.evaluation.recall
+        if context.model.config.bidirectional:
             return 0
         return len(set(settings.lengths)) * settings.sequences
 
-    def check(self, subject: Subject) -> None:
+    def check(self, context: EvalContext) -> None:
         """Refuse segments that are too short for the pairs, and too small a vocabulary."""
-        if not subject.model.config.bidirectional:
-            _alphabet(subject)
+        if not context.model.config.bidirectional:
+            _alphabet(context)
 
-    def run(self, subject: Subject) -> TaskResult:
+    def run(self, context: EvalContext) -> TaskResult:
         """Measure with the settings in `evaluation.recall` and the run's seed."""
-        settings, seed = subject.config.evaluation.recall, subject.config.run.seed
-        if subject.model.config.bidirectional:
+        settings, seed = context.config.evaluation.recall, context.config.run.seed
+        if context.model.config.bidirectional:
             return TaskResult(section=NEEDS_CAUSAL)
-        shape, tokens = _alphabet(subject)
+        shape, tokens = _alphabet(context)
         # One more length costs only itself.
-        cells = subject.cells("recall", settings.updated(lengths=[]))
+        cache = context.cache("recall", settings.updated(lengths=[]).model_dump(mode="json"))
         measured = {}
         for segments in sorted(set(settings.lengths)):
-            generator = torch.Generator().manual_seed(_seed(seed, segments))
+            own = np.random.SeedSequence((seed, segments)).generate_state(1)[0]
+            generator = torch.Generator().manual_seed(int(own))
             questions = draw(shape, settings.sequences, segments, 1, generator)
-            rows = subject.config.evaluation.batch_size
-            ask = partial(answer, subject.model, shape.vocabulary, tokens, questions, rows)
-            measured[segments] = Counts(*cells.measured(str(segments), ask))
-            subject.on_windows(settings.sequences)
-        return _result(subject, settings, shape.vocabulary, measured)
+            rows = context.config.evaluation.batch_size
+            ask = partial(answer, context.model, shape.vocabulary, tokens, questions, rows)
+            measured[segments] = Counts(*cache.get_or_compute(str(segments), ask))
+            context.on_windows(settings.sequences)
+        return _result(context, shape.vocabulary, measured)
 
 
-def _alphabet(subject: Subject) -> tuple[Shape, Tensor]:
-    """What the sequences are made of. Raises `UserError` as `Task.check` does."""
-    segment, pairs = subject.model.config.segment_length, subject.config.evaluation.recall.pairs
+def _alphabet(context: EvalContext) -> tuple[Shape, Tensor]:
+    """What the sequences are made of. Raises `UserError` as `Recall.check` does."""
+    segment, pairs = context.model.config.segment_length, context.config.evaluation.recall.pairs
     if segment < 2 * pairs:
         raise UserError(
             f"evaluation.recall.pairs: {pairs} pairs need segments of at least {2 * pairs} tokens, "
             f"the model has segments of {segment}"
         )
-    shape, tokenizer = Shape(segment, pairs), load_dataset_tokenizer(subject.dataset_dir)
-    return shape, ordinary_tokens(tokenizer, shape, subject.config.run.seed)
+    shape, tokenizer = Shape(segment, pairs), load_dataset_tokenizer(context.dataset_dir)
+    return shape, ordinary_tokens(tokenizer, shape, context.config.run.seed)
 
 
 def ordinary_tokens(tokenizer: Tokenizer, shape: Shape, seed: int) -> Tensor:
@@ -107,6 +150,50 @@ def ordinary_tokens(tokenizer: Tokenizer, shape: Shape, seed: int) -> Tensor:
     )
 
 
+def draw(
+    shape: Shape,
+    rows: int,
+    segments: int,
+    writings: int,
+    generator: torch.Generator,
+    *,
+    masked: bool = False,
+) -> Questions:
+    """Sequences whose last segment asks for all keys, each written in `writings` segments.
+
+    They are drawn uniformly from all but the last, so there must be more than `writings` segments;
+    the newest value is the answer. With `masked`, a masked token follows each question.
+    """
+    length, pairs, vocabulary = shape
+
+    def shuffled(*sizes: int) -> Tensor:
+        return torch.rand(sizes, generator=generator).argsort(dim=-1)
+
+    row, pair = torch.arange(rows)[:, None], torch.arange(pairs)[:, None]
+    keys = shuffled(rows, vocabulary.keys)[:, :pairs]
+    values = vocabulary.keys + shuffled(rows, pairs, vocabulary.values)[..., :writings]
+    segment = shuffled(rows, pairs, segments - 1)[..., :writings].sort(dim=-1).values
+    # Each segment's places are shuffled and pair i takes the ith, so no two pairs overlap.
+    place = shuffled(rows, segments - 1, length // 2)[row[..., None], segment, pair]
+    start = segment * length + 2 * place
+    step = 2 if masked else 1
+    question = (segments - 1) * length + step * shuffled(rows, length // step)[:, :pairs]
+
+    sizes = (rows, segments * length)
+    fillers = torch.randint(vocabulary.fillers, sizes, generator=generator)
+    input_ids = vocabulary.keys + vocabulary.values + fillers
+    input_ids[row[..., None], start] = keys[..., None].expand_as(start)
+    input_ids[row[..., None], start + 1] = values
+    input_ids[row, question] = keys
+    if masked:
+        question += 1
+        input_ids[row, question] = vocabulary.size
+    labels, written = torch.full(sizes, -100), torch.full(sizes, -100)
+    labels[row, question] = values[..., -1]
+    written[row, question] = segment[..., -1]
+    return Questions(input_ids, labels, written)
+
+
 @torch.inference_mode()
 def answer(
     model: InfiniLlama, vocabulary: Vocabulary, tokens: Tensor, questions: Questions, rows: int
@@ -114,12 +201,13 @@ def answer(
     """Read `rows` sequences at once and count the right answers; the model must be causal."""
     segment, values = model.config.segment_length, slice(vocabulary.keys, -vocabulary.fillers)
     counts = torch.zeros(3, QUARTERS, dtype=torch.int64)
+    device = model.lm_head.weight.device
     for batch in map(
         Questions._make, zip(*(torch.split(each, rows) for each in questions), strict=True)
     ):
-        ids = tokens[batch.input_ids]
-        state = read(model, ids[:, :-segment])
-        asked, device = batch.labels >= 0, model.lm_head.weight.device
+        ids, asked = tokens[batch.input_ids], batch.labels >= 0
+        before = ids[:, :-segment]
+        _, state = read_prompts(model, before, torch.full((len(ids),), before.size(1)))
         with model.precision.autocast(device):
             hidden, _ = model.extend(ids[:, -segment:].to(device), state)
             logits = model.lm_head(hidden[asked[:, -segment:].to(device)]).cpu()
@@ -132,26 +220,37 @@ def answer(
     return Counts(*counts.tolist())
 
 
-def _seed(seed: int, segments: int) -> int:
-    return int(np.random.SeedSequence((seed, segments)).generate_state(1)[0])
-
-
 def _result(
-    subject: Subject, settings: RecallConfig, vocabulary: Vocabulary, measured: dict[int, Counts]
+    context: EvalContext, vocabulary: Vocabulary, measured: dict[int, Counts]
 ) -> TaskResult:
     metrics: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
-    rows = []
+    rows, of_values = [], {}
     for segments, found in measured.items():
-        of_all, of_values = (_share(each, found.answers) for each in found[1:])
-        for name, each in (("recall", of_all), ("recall_of_values", of_values)):
+        answers = sum(found.answers)
+        of_all = wilson(sum(found.right), answers)
+        of_values[segments] = wilson(sum(found.right_of_values), answers)
+        for name, each in (("recall", of_all), ("recall_of_values", of_values[segments])):
             metric = f"evaluation/{name}/{segments}"
             metrics[metric], intervals[metric] = each.estimate, (each.low, each.high)
         worst = min(x / n for x, n in zip(found.right, found.answers, strict=True) if n)
-        cells = (percent(of_all), percent(of_values), f"{worst:.0%}", f"{sum(found.answers):,}")
-        rows.append((f"{segments:,}", *cells))
-    chance = 1 / vocabulary.values
-    longest, best = max(measured), max(_of_values(each).low for each in measured.values())
+        shares = (of_all.percent, of_values[segments].percent, f"{worst:.0%}")
+        rows.append((f"{segments:,}", *shares, f"{answers:,}"))
+    chance, longest = 1 / vocabulary.values, max(measured)
+    trained = context.config.packing.context_length // context.model.config.segment_length
+    header = ("Segments", "Right of all tokens", "Right of the values", "Worst quarter", "Answers")
+    parts = [
+        f"{context.config.evaluation.recall.pairs} keys, each followed by its value, are written "
+        "among fillers, and the last segment asks for every value. All are tokens of the dataset's "
+        "vocabulary, drawn at random. The model was trained on windows of "
+        f"{trained:,} segments. Guessing among the {vocabulary.values} values is right in "
+        f"{chance:.1%}, among all tokens in {1 / context.model.lm_head.out_features:.2%}.",
+        table(header, rows),
+        "Intervals are of 95%. The worst quarter is that of the sequence whose values are found "
+        "least often.",
+    ]
+    if context.model.config.memory == "none":
+        parts.append("The model has no memory: it sees only the segment of the question.")
     advice = (
         "Recall is not above guessing, as is usual for a model whose training never asked for "
         "what stood far back: judge the memory by its gain in loss first."
@@ -159,42 +258,11 @@ def _result(
     return TaskResult(
         metrics=metrics,
         intervals=intervals,
-        section=_section(subject, settings, vocabulary, rows),
+        section="\n\n".join(parts),
         summary=[
-            f"Associative recall: {percent(_of_values(measured[longest]))} right among the values "
+            f"Associative recall: {of_values[longest].percent} right among the values "
             f"at {longest:,} segments; guessing gives {chance:.1%}."
         ],
-        advice=[advice] if best <= chance else [],
+        advice=[advice] if max(each.low for each in of_values.values()) <= chance else [],
         details={str(segments): each._asdict() for segments, each in measured.items()},
     )
-
-
-def _section(
-    subject: Subject,
-    settings: RecallConfig,
-    vocabulary: Vocabulary,
-    rows: Sequence[tuple[str, ...]],
-) -> str:
-    trained = subject.config.packing.context_length // subject.model.config.segment_length
-    header = ("Segments", "Right of all tokens", "Right of the values", "Worst quarter", "Answers")
-    parts = [
-        f"{settings.pairs} keys, each followed by its value, are written among fillers, and the "
-        "last segment asks for every value. All are tokens of the dataset's vocabulary, drawn at "
-        f"random. The model was trained on windows of {trained:,} segments. Guessing among the "
-        f"{vocabulary.values} values is right in {1 / vocabulary.values:.1%}, among all tokens in "
-        f"{1 / subject.model.lm_head.out_features:.2%}.",
-        table(header, rows),
-        "Intervals are of 95%. The worst quarter is that of the sequence whose values are found "
-        "least often.",
-    ]
-    if subject.model.config.memory == "none":
-        parts.append("The model has no memory: it sees only the segment of the question.")
-    return "\n\n".join(parts)
-
-
-def _of_values(counts: Counts) -> Interval:
-    return _share(counts.right_of_values, counts.answers)
-
-
-def _share(right: list[int], answers: list[int]) -> Interval:
-    return wilson(sum(right), sum(answers))

@@ -2,134 +2,95 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
-from pydantic import BaseModel, ConfigDict
-
-from infini_model.config import SampleConfig
 from infini_model.data.loading.stream import TokenStream, open_split
-from infini_model.data.manifest import Manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.evaluation.context import HELD_OUT, EvalContext
 from infini_model.evaluation.prompt import new_tokens
-from infini_model.evaluation.reporting.markdown import fenced
-from infini_model.evaluation.subject import Subject
-from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
-from infini_model.model.llama import InfiniLlama
+from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.model.unmask import check_guidance
 
 
-class Task(EvaluationTask):
-    """Continues a document of the test split."""
+class Sample(EvaluationTask):
+    """Continues a document of the test split, or of validation if test is empty."""
 
     title = "A sample"
 
-    def check(self, subject: Subject) -> None:
+    def check(self, context: EvalContext) -> None:
         """Refuse guidance that does not fit the model."""
-        if subject.model.config.bidirectional:
-            check_guidance(subject.model.config, subject.config.evaluation.sample.unmasking)
+        if context.model.config.bidirectional:
+            check_guidance(context.model.config, context.config.evaluation.sample.unmasking)
 
-    def run(self, subject: Subject) -> TaskResult:
-        """Generate with the settings in `evaluation.sample` and the run's seed."""
-        config = subject.config
-        sample = draw_sample(
-            subject.model,
-            subject.dataset_dir,
-            subject.manifest,
-            config.evaluation.sample,
-            config.run.seed,
+    def run(self, context: EvalContext) -> TaskResult:
+        """Generate with the settings in `evaluation.sample` and the run's seed.
+
+        The document is the first one longer than the prompt length, or the longest one. Where
+        documents are prompts and answers, it is the first prompt that fits the context.
+        """
+        nothing = TaskResult(section="There is no held-out document to continue.")
+        splits = context.manifest.splits
+        split = next((each for each in reversed(HELD_OUT) if splits[each].tokens > 1), None)
+        if split is None:
+            return nothing
+        settings = context.config.evaluation.sample
+        stream = open_split(context.dataset_dir, split)
+        longest, most = _lengths(context)
+        if stream.pairs:
+            limit = longest if context.model.config.bidirectional else None
+            number, longest = _first_prompt(stream, limit)
+        else:
+            number = _first_longer(stream, settings.prompt_tokens + 1)
+        document = stream.document(number)[:-1]  # without its end-of-text token
+        prompt, rest = document[:longest], document[longest:]
+        if len(prompt) == 0:
+            return nothing
+        new = new_tokens(
+            context.model,
+            prompt.tolist(),
+            settings.updated(max_new_tokens=most),
+            context.config.run.seed,
+            context.manifest.tokenizer.eos_token_id,
         )
-        if sample is None:
-            return TaskResult(section="There is no held-out document to continue.")
-        return TaskResult(section=_section(sample), details=sample.model_dump())
+        tokenizer = load_dataset_tokenizer(context.dataset_dir)
+        texts = {
+            "prompt": tokenizer.decode(prompt),
+            "continuation": tokenizer.decode(list(new)),
+            "original": tokenizer.decode(rest[:most]),
+        }
+        parts = [
+            f"Prompt: the first {len(prompt):,} tokens of document {number} of the {split} split.",
+            fenced(texts["prompt"]),
+            "Model's continuation:",
+            fenced(texts["continuation"]) if texts["continuation"] else "(end of text)",
+            "Original continuation:",
+            fenced(texts["original"]) if texts["original"] else "(end of document)",
+        ]
+        where = {"split": split, "document": number, "prompt_tokens": len(prompt)}
+        return TaskResult(section="\n\n".join(parts), details=where | texts)
 
 
-def _section(sample: Sample) -> str:
-    """Prompt, continuation and original."""
-    parts = [
-        f"Prompt: the first {sample.prompt_tokens:,} tokens of document {sample.document} of the "
-        f"{sample.split} split.",
-        fenced(sample.prompt),
-        "Model's continuation:",
-        fenced(sample.continuation) if sample.continuation else "(end of text)",
-        "Original continuation:",
-        fenced(sample.original) if sample.original else "(end of document)",
-    ]
-    return "\n\n".join(parts)
+def fenced(text: str) -> str:
+    """`text` as a Markdown code block whose fence is longer than any in the text.
 
-
-class Sample(BaseModel):
-    """A prompt from a document, the model's continuation and the original one.
-
-    Attributes:
-        split: Split of the document.
-        document: Its number in the split.
-        prompt_tokens: Number of tokens in the prompt.
-        prompt: The prompt as text.
-        continuation: The model's text.
-        original: The document's text after the prompt, at most `max_new_tokens` tokens.
+    Control characters, which a terminal might interpret, become U+FFFD.
     """
-
-    model_config = ConfigDict(frozen=True)
-
-    split: str
-    document: int
-    prompt_tokens: int
-    prompt: str
-    continuation: str
-    original: str
-
-
-def draw_sample(
-    model: InfiniLlama, dataset_dir: Path, manifest: Manifest, config: SampleConfig, seed: int
-) -> Sample | None:
-    """Continue a document of the test split, or of validation if test is empty, else None.
-
-    The document is the first one longer than the prompt length, or the longest one. Where documents
-    are prompts and answers, it is the first prompt that fits the context.
-    """
-    held_out = [split for split in ("test", "validation") if _tokens(manifest, split) > 1]
-    if not held_out:
-        return None
-    stream = open_split(dataset_dir, held_out[0])
-    longest, most = _lengths(model, config)
-    if stream.pairs:
-        number, longest = _first_prompt(stream, longest if model.config.bidirectional else None)
-    else:
-        number = _first_longer(stream, config.prompt_tokens + 1)
-    document = stream.document(number)[:-1]  # without its end-of-text token
-    prompt = document[:longest]
-    if len(prompt) == 0:
-        return None
-    original = document[len(prompt) : len(prompt) + most]
-    new = new_tokens(
-        model,
-        prompt.tolist(),
-        max_new_tokens=most,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=seed,
-        eos_token_id=manifest.tokenizer.eos_token_id,
-        unmasking=config.unmasking,
+    text = text.replace("\r\n", "\n")
+    text = "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
-    tokenizer = load_dataset_tokenizer(dataset_dir)
-    return Sample(
-        split=held_out[0],
-        document=number,
-        prompt_tokens=len(prompt),
-        prompt=tokenizer.decode(prompt),
-        continuation=tokenizer.decode(list(new)),
-        original=tokenizer.decode(original),
-    )
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
 
 
-def _lengths(model: InfiniLlama, config: SampleConfig) -> tuple[int, int]:
+def _lengths(context: EvalContext) -> tuple[int, int]:
     """The tokens of the prompt and the new ones: both fit the context of masked diffusion."""
-    if not model.config.bidirectional or model.config.memory != "none":
-        return config.prompt_tokens, config.max_new_tokens
-    context = model.config.segment_length
-    most = min(config.max_new_tokens, context // 2)
-    return min(config.prompt_tokens, context - most), most
+    model, settings = context.model.config, context.config.evaluation.sample
+    if not model.bidirectional or model.memory != "none":
+        return settings.prompt_tokens, settings.max_new_tokens
+    most = min(settings.max_new_tokens, model.segment_length // 2)
+    return min(settings.prompt_tokens, model.segment_length - most), most
 
 
 def _first_longer(stream: TokenStream, tokens: int) -> int:
@@ -158,7 +119,3 @@ def _first_prompt(stream: TokenStream, longest: int | None) -> tuple[int, int]:
             return first + here, int(lengths[here])
         first += len(lengths)
     return 0, 0
-
-
-def _tokens(manifest: Manifest, split: str) -> int:
-    return sum(record.tokens for name, record in manifest.splits.items() if name == split)

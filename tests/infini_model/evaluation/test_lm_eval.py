@@ -1,21 +1,237 @@
-"""Tasks of the lm-evaluation-harness, made from local files, run on a small trained run."""
+"""The lm-evaluation-harness: requests answered as its own model of transformers answers them.
+
+And tasks of local files, run on a small trained run.
+"""
 
 import json
+import logging
+import random
 import re
 import shutil
 import socket
 import sys
 
 import pytest
+import torch
 import yaml
+from llamas import write_llama
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from templates import with_bos
+from tiny_models import draw_memory_parameters, tiny_config
+from tokenizers import Tokenizer as Reference
 from trained_run import make_dataset, make_run, settings
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from infini_model.evaluation.reporting.report import evaluate_run
+from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer
+from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.statistics import wilson
-from infini_model.evaluation.subject import Subject
-from infini_model.evaluation.tasks.task import load_task
+from infini_model.evaluation.tasks import load_task
+from infini_model.evaluation.tasks.lm_eval import HarnessModel, Settings
+from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import DataError, UserError
+
+CONTEXT = 48
+WORDS = ["the", "memory", "of", "a", "segment", "is", "read", "by", "next", "ünïcödé", "漢字"]
+
+
+def text(chance, words):
+    return " ".join(chance.choices(WORDS, k=words))
+
+
+def make_tokenizer(*, begins):
+    chance = random.Random(2)
+    trained = train_tokenizer([[text(chance, 50) for _ in range(40)]], 340)
+    return BPETokenizer("trained", with_bos(trained.text) if begins else trained.text)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "begins"])
+def pair(request, tmp_path_factory):
+    """The same Llama and tokenizer in the harness's own model and in ours."""
+    logging.disable(logging.WARNING)
+    tokenizer = make_tokenizer(begins=request.param)
+    folder = write_llama(
+        tmp_path_factory.mktemp("llama"),
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    llama = LlamaForCausalLM.from_pretrained(folder)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Reference.from_str(tokenizer.text), **tokenizer.special_tokens()
+    )
+    theirs = HFLM(pretrained=llama, tokenizer=fast, batch_size=3, max_length=CONTEXT)
+    ours = InfiniLlama.from_pretrained(folder, segment_length=CONTEXT, memory="none")
+    logging.disable(logging.NOTSET)
+    return theirs, HarnessModel(ours, tokenizer, batch_size=4)
+
+
+def instances(kind, arguments):
+    return [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
+
+
+def test_likelihoods_are_those_of_the_harness(pair):
+    theirs, ours = pair
+    chance = random.Random(1)
+    arguments = [(text(chance, n), " " + text(chance, m)) for n, m in [(3, 1), (20, 4), (60, 6)]]
+    arguments += [("", text(chance, 5)), ("the memory ", "of a segment"), ("漢", "字 ünï")]
+    requests = instances("loglikelihood", arguments)
+    found, expected = ours.loglikelihood(requests), theirs.loglikelihood(requests, True)
+    for mine, reference in zip(found, expected, strict=True):
+        assert mine[0] == pytest.approx(reference[0], abs=1e-4)
+        assert mine[1] == reference[1]
+
+
+def test_rolling_likelihoods_are_those_of_the_harness(pair):
+    theirs, ours = pair
+    chance = random.Random(4)
+    texts = [text(chance, words) for words in (1, 7, 15, 40, 90)]
+    found = ours.loglikelihood_rolling(instances("loglikelihood_rolling", [(t,) for t in texts]))
+    if theirs.tokenizer.bos_token is None:
+        requests = instances("loglikelihood_rolling", [(t,) for t in texts])
+        assert found == pytest.approx(theirs.loglikelihood_rolling(requests, True), abs=1e-3)
+    # Of its own prefix and that of the tokenizer the harness predicts the second from the first;
+    # as the answer to an empty question a text is scored without it.
+    short = instances("loglikelihood", [("", t) for t in texts[:3]])
+    expected = [each for each, _ in theirs.loglikelihood(short, True)]
+    assert found[:3] == pytest.approx(expected, abs=1e-3)
+
+
+def test_greedy_texts_are_those_of_the_harness(pair):
+    theirs, ours = pair
+    chance = random.Random(3)
+    settings = {"until": ["the", "?"], "max_gen_toks": 12, "do_sample": False}
+    requests = instances("generate_until", [(text(chance, n), settings) for n in (2, 9, 60)])
+    # A batch of one, since the harness pads the others on the left.
+    theirs.batch_size_per_gpu = 1
+    found = ours.generate_until(requests)
+    assert found == theirs.generate_until(requests, True)
+    assert any(found)
+
+
+def test_settings_are_read_under_all_their_names():
+    given = {"until": "\n", "max_new_tokens": 5, "do_sample": True, "top_k": 0, "top_p": 0.5}
+    assert Settings.read(given) == (("\n",), 5, 1.0, None, 0.5)
+    assert Settings.read({"until": ["a", ""]}) == (("a",), 256, 0.0, None, None)
+    assert Settings.read({"do_sample": False, "temperature": 0.7}).temperature == 0.0
+    with pytest.raises(UserError, match="generation_kwargs: num_beams is not supported"):
+        Settings.read({"num_beams": 4})
+
+
+BYTES = ByteTokenizer()
+EOS = BYTES.eos_token_id
+SEGMENT = 4
+
+
+def make_model(**overrides):
+    torch.manual_seed(3)
+    fields = {"vocab_size": 256, "segment_length": SEGMENT, "initializer_range": 0.3}
+    model = InfiniLlama(tiny_config(**fields | overrides)).eval()
+    draw_memory_parameters(model)
+    return model
+
+
+@pytest.fixture(scope="module", params=["linear", "residual"])
+def model(request):
+    return make_model(memory=request.param)
+
+
+def harnessed(model, batch_size=3, **options):
+    return HarnessModel(model, BYTES, batch_size=batch_size, **options)
+
+
+def test_the_likelihoods_are_those_of_a_plain_pass(model):
+    """Contexts from one token to more than fit a chunk, and continuations of several lengths."""
+    chance = random.Random(5)
+    lengths = [(1, 1), (3, 5), (4, 4), (9, 1), (30, 12), (2 * PREFILL_TOKENS, 6), (17, 40)]
+    pairs = [tuple(chance.choices(range(200), k=k) for k in pair) for pair in lengths]
+    answers = harnessed(model).score(pairs)
+    for (context, continuation), answer in zip(pairs, answers, strict=True):
+        ids = torch.tensor(context + continuation)
+        with torch.no_grad():
+            rows = model(ids[None, :-1]).logits[0].double().log_softmax(-1)
+        each = rows.gather(1, ids[1:, None])[-len(continuation) :]
+        assert answer == (pytest.approx(float(each.sum()), abs=1e-4), False)
+
+
+def test_greedy_is_what_the_model_itself_would_write(model):
+    context = [5, 6, 7, 8, 9, 10]
+    (likeliest,) = generate(model, [context], max_new_tokens=11, temperature=0.0)
+    changed = [*likeliest[:5], (likeliest[5] + 1) % 256, *likeliest[6:]]
+    ends_otherwise = [*likeliest[:-1], (likeliest[-1] + 1) % 256]
+    pairs = [(context, ids) for ids in (likeliest, changed, ends_otherwise, [])]
+    greedy = [is_greedy for _, is_greedy in harnessed(model).score(pairs)]
+    assert greedy == [True, False, False, True]
+
+
+def test_a_long_text_takes_no_more_memory_than_a_short_one():
+    """The state is constant, and no more tokens pass at once than fit a chunk."""
+    model, seen = make_model(), []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    harnessed(model).score([([], [1] * 3 * PREFILL_TOKENS)])
+    assert sum(seen) == 3 * PREFILL_TOKENS
+    assert max(seen) == PREFILL_TOKENS
+
+
+PROMPTS = ["abc", "é", "the memory of a segment", "\x07\x07"]
+
+
+def continued(model, prompts, batch_size=3, seed=0, **settings):
+    """The texts after `prompts`; `settings` are lists of a value for each, or one for all."""
+    requests = [
+        (text, {k: v[n] if isinstance(v, list) else v for k, v in settings.items()})
+        for n, text in enumerate(prompts)
+    ]
+    return harnessed(model, batch_size, seed=seed).generate_until(
+        instances("generate_until", requests)
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_texts_end_before_the_first_stop_string(batch_size):
+    model = make_model()
+    with torch.no_grad():  # it mostly writes ASCII, so that its text has stop strings to find
+        model.lm_head.weight[127:] = 0.0
+        model.lm_head.weight[:32] = 0.0
+        model.lm_head.weight.mul_(4.0)
+    stops, expected, most = [], [], [12 - number for number in range(len(PROMPTS))]
+    for prompt, tokens in zip(PROMPTS, most, strict=True):
+        (ids,) = generate(
+            model, [list(prompt.encode())], max_new_tokens=12, temperature=0.0, eos_token_id=EOS
+        )
+        whole = BYTES.decode(ids)
+        stops.append(("never", whole[3:6]))  # three tokens
+        expected.append(whole[:tokens].partition(whole[3:6])[0])
+    until = [list(each) for each in stops]
+    assert continued(model, PROMPTS, batch_size, until=until, max_gen_toks=most) == expected
+    assert any(expected)
+
+
+def test_an_end_of_text_ends_a_text():
+    model = make_model()
+    (ids,) = generate(model, [list(b"abc")], max_new_tokens=3, temperature=0.0)
+    assert ids[2] not in ids[:2]
+    with torch.no_grad():  # the model now says end of text where it said this token
+        model.lm_head.weight[[ids[2], EOS]] = model.lm_head.weight[[EOS, ids[2]]]
+    assert continued(model, ["abc"], max_gen_toks=12) == [BYTES.decode(ids[:2])]
+
+
+def test_sampling_is_the_same_in_any_batch_and_differs_by_seed_and_request(model):
+    prompts, sampled = [*PROMPTS, "abc", "abc"], {"temperature": 1.0, "max_gen_toks": 20}
+    one, many = (continued(model, prompts, size, 7, **sampled) for size in (1, 4))
+    assert one == many
+    assert len({one[0], one[4], one[5]}) == 3
+    assert continued(model, prompts, 4, 8, **sampled) != many
+
+
+def test_without_memory_an_answer_must_fit_the_segment():
+    model = make_model(memory="none", segment_length=32)
+    with pytest.raises(UserError, match="max_gen_toks: got 32; the model has no memory"):
+        continued(model, ["ab"], max_gen_toks=32)
+
 
 DOCUMENTS = [
     {
@@ -155,31 +371,22 @@ def test_examples_limits_and_seeds_change_what_is_asked(made):
     assert results[2][name] != results[0][name]
 
 
-def test_an_interrupted_evaluation_goes_on_with_the_next_task(made, monkeypatch):
+def test_a_task_is_measured_once_unless_its_documents_change(made, monkeypatch):
     root, *_ = made
     for name in ("first", "second"):
         write_task(root / "harness", name, CHOICE)
-    calls, stop_after = [], 7  # 21 requests in batches of 3
-    forward = InfiniLlama.extend
-
-    def extend(self, *arguments):
-        calls.append(1)
-        if len(calls) > stop_after:
-            raise KeyboardInterrupt
-        return forward(self, *arguments)
-
-    monkeypatch.setattr(InfiniLlama, "extend", extend)
-    with pytest.raises(KeyboardInterrupt):
-        evaluated(made, "first", "second")
-    calls.clear()
+    calls, forward = [], InfiniLlama.extend
+    monkeypatch.setattr(
+        InfiniLlama, "extend", lambda *arguments: calls.append(1) or forward(*arguments)
+    )
+    evaluated(made, "first")
+    assert len(calls) == 7  # 21 requests in batches of 3
     result, seen = evaluated(made, "first", "second")
-    assert (len(calls), seen[-1]) == (7, (14, 14))
+    assert (len(calls), seen[-1]) == (14, (14, 14))
     assert result.metrics["evaluation/first_acc"] == result.metrics["evaluation/second_acc"]
-    # Other documents under the same name are measured anew.
     write_task(root / "harness", "first", CHOICE, DOCUMENTS[:3])
-    calls.clear()
     evaluated(made, "first", "second")
-    assert len(calls) == 3
+    assert len(calls) == 14 + 3
 
 
 def test_mistakes_are_one_line(made, monkeypatch):
@@ -204,7 +411,7 @@ def test_mistakes_are_one_line(made, monkeypatch):
     write_task(folder, "gone", CHOICE)
     (folder / "gone.jsonl").unlink()
     fails(DataError, r"evaluation\.lm_eval\.tasks: gone: ", "gone")
-    for name in [each for each in sys.modules if each.split(".")[0] == "lm_eval"]:
+    for name in [each for each in sys.modules if "lm_eval" in each]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     fails(UserError, "lm_eval needs a package: pip install lm-eval", "choice")
@@ -213,7 +420,7 @@ def test_mistakes_are_one_line(made, monkeypatch):
 def test_a_diffusion_model_is_refused(made, tmp_path):
     changes = {"training.objective": "masked_diffusion", "model.memory": "none"}
     changes["model.segment_length"] = 32
-    subject = Subject(made[2], made[1], configured(made, "choice"))
-    subject.config = settings(tmp_path, **changes)
+    context = EvalContext(made[2], made[1], configured(made, "choice"))
+    context.config = settings(tmp_path, **changes)
     with pytest.raises(UserError, match=r"needs a model of training\.objective=causal"):
-        load_task("lm_eval").run(subject)
+        load_task("lm_eval").run(context)

@@ -1,21 +1,33 @@
-"""A small real run, evaluated: dataset, checkpoint and metrics made by the project's own code."""
+"""A small real run, evaluated, and the pages of its report.
 
+Generated text is untrusted: it stays text in the report, in Markdown and as a page.
+"""
+
+import base64
 import json
 import math
+import re
 import shutil
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from curves import curve
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional
 from trained_run import make_dataset, make_run, settings
 
+from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows
+from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.prompt import continue_text
-from infini_model.evaluation.reporting.report import evaluate_run
-from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.report import evaluate_run, to_html
+from infini_model.evaluation.task import table
+from infini_model.evaluation.tasks import load_task
+from infini_model.evaluation.tasks.sample import fenced
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_newest
@@ -81,7 +93,7 @@ def test_scores_are_the_models_own(made, result):
 def test_the_report_begins_with_what_was_found_and_shows_the_rest(made, result):
     _, _, _, run_dir = made
     text = result.report.read_text()
-    drawn = {"loss", "learning_rate", "gradient_norm", "throughput", "loss_by_position", "heads"}
+    drawn = {"loss", "learning_rate", "gradient_norm", "throughput", "loss_by_position"}
     assert {path.stem for path in result.plots} == drawn
     assert all(f"](plots/{name}.png)" in text for name in drawn)
     head = text.split("## Model and training")[0]
@@ -113,7 +125,7 @@ def test_what_killed_evaluations_left_is_deleted_unless_another_is_at_work(made,
     root, _, dataset, original = made
     run_dir = shutil.copytree(original, tmp_path / "run", symlinks=True)
     config = settings(root, **ONLY_LOSS)
-    names = ("evaluation/heads-1/.tmp-cell.json-1", "plots/.tmp-loss.png-1", ".tmp-report.html-1")
+    names = ("evaluation/passkey-1/.tmp-cell.json-1", "plots/.tmp-loss.png-1", ".tmp-report.html-1")
     left = [run_dir / name for name in names]
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,10 +166,15 @@ def test_what_a_task_refuses_is_told_before_another_is_scored(
     made, monkeypatch, task, overrides, named
 ):
     root, _, dataset, run_dir = made
-    monkeypatch.delattr(Subject, "score")
+    monkeypatch.delattr(EvalContext, "score")
     config = settings(root, **{"evaluation.tasks": ["loss", task]} | overrides)
     with pytest.raises(UserError, match=named):
         evaluate_run(run_dir, dataset, config)
+
+
+@pytest.mark.parametrize("name", get_args(EvaluationTaskName))
+def test_a_task_that_can_be_named_has_a_title(name):
+    assert load_task(name).title
 
 
 def test_what_builds_kernels_is_missed_before_any_weights_are_read(made, tmp_path, monkeypatch):
@@ -191,14 +208,10 @@ def test_missing_inputs_are_named(made, tmp_path):
     make_run(tmp_path / "small", small)
     with pytest.raises(CheckpointError, match="vocabulary size is 90, the dataset"):
         evaluate_run(tmp_path / "small", dataset, small)
-
-
-def test_a_broken_model_is_named(made, tmp_path):
-    _, config, dataset, _ = made
-    make_run(tmp_path, config, steps=(5,), std=math.inf)
+    make_run(tmp_path / "broken", config, steps=(5,), std=math.inf)
     with pytest.raises(CheckpointError, match="step-5: the validation loss is nan"):
-        evaluate_run(tmp_path, dataset, config)
-    assert not (tmp_path / "report.md").exists()
+        evaluate_run(tmp_path / "broken", dataset, config)
+    assert not (tmp_path / "broken" / "report.md").exists()
 
 
 def test_the_report_has_the_loss_that_the_training_logged(dataset, make_config, tmp_path):
@@ -242,3 +255,43 @@ def test_the_report_scores_answers_and_answers_a_prompt(
     document = stream.document(sample["document"])[:-1].tobytes().decode()
     assert document == sample["prompt"] + sample["original"]
     assert sample["prompt"].endswith(("?", "assistant:\n"))
+
+
+ANY = st.text(st.sampled_from("`~\n\r\t\x00\x1b[0m#<é\u202e a"), max_size=40) | st.text()
+
+
+@given(ANY)
+def test_nothing_closes_the_block_and_no_control_character_is_in_it(text):
+    block = fenced(text)
+    fence, *body, last = block.split("\n")
+    marks = fence.removesuffix("text")
+    assert set(marks) == {"`"}
+    assert last == marks
+    assert not any(re.fullmatch(rf" *{marks}`* *", line) for line in body)
+    assert all(c.isprintable() or c in "\n\t" for c in block)
+
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)></code></pre>"
+
+
+@pytest.mark.parametrize("quote", [fenced, str, lambda text: table(("a", "b"), [(text, text)])])
+def test_a_script_in_a_sample_stays_text(quote):
+    page = to_html(quote(HOSTILE), HOSTILE, {})
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&lt;img") >= 2  # title and body
+    assert not re.search(r"<script|<img|<title>.*<title>", page)
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy.split(";")[0] == "default-src 'none'"
+    assert "script-src" not in policy
+
+
+def test_pictures_are_in_the_page_and_others_are_not(tmp_path):
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"\x89PNG picture")
+    text = "![One <b>](plots/a.png)\n\n![Other](https://example.com/b.png)\n\n![x](plots/c.png)"
+    page = to_html(text, "run", {"plots/a.png": picture})
+    data = base64.b64encode(picture.read_bytes()).decode()
+    assert re.findall(r"<img [^>]*>", page) == [
+        f'<img alt="One &lt;b&gt;" src="data:image/png;base64,{data}">'
+    ]
+    assert "example.com" not in page
+    assert all(f">{caption}<" in page for caption in ("One &lt;b&gt;", "Other", "x"))

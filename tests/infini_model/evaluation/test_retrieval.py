@@ -21,15 +21,22 @@ from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from infini_model.evaluation.reporting.report import evaluate_run
-from infini_model.evaluation.retrieval.asking import ask
-from infini_model.evaluation.retrieval.associations import Shape, Vocabulary, draw
-from infini_model.evaluation.retrieval.filler import RANDOM, REPEATED, random_sentences
-from infini_model.evaluation.retrieval.haystack import Encode, Haystacks, build, pass_key
-from infini_model.evaluation.retrieval.trials import Trials
-from infini_model.evaluation.subject import Subject
-from infini_model.evaluation.tasks.recall import answer, ordinary_tokens
-from infini_model.evaluation.tasks.task import TaskResult, load_task
+from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.report import evaluate_run
+from infini_model.evaluation.task import TaskResult
+from infini_model.evaluation.tasks import load_task
+from infini_model.evaluation.tasks.passkey import (
+    RANDOM,
+    REPEATED,
+    Encode,
+    Haystacks,
+    Trials,
+    ask,
+    build,
+    pass_key,
+    random_sentences,
+)
+from infini_model.evaluation.tasks.recall import Shape, Vocabulary, answer, draw, ordinary_tokens
 from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
@@ -172,14 +179,14 @@ def test_the_answers_are_those_of_whole_sequences(changes: dict[str, Any]) -> No
     right = whole(model, haystacks)
     assert 0 < right.sum() < right.numel()
     for rows in (1, 2, 3):
-        found = ask(model, haystacks, rows)
-        assert torch.equal(found.right, right.sum(-1))
-        assert (found.tokens == ANSWER).all()
+        found, tokens = ask(model, haystacks, rows)
+        assert torch.equal(found, right.sum(-1))
+        assert (tokens == ANSWER).all()
     # What follows a short answer does not count, in any precision.
     haystacks.answers[:, :, -1] = IGNORED
-    assert (ask(model, haystacks, ROWS).right[:, 1] == ANSWER - 1).all()
+    assert (ask(model, haystacks, ROWS)[0][:, 1] == ANSWER - 1).all()
     model.precision = PRECISIONS["bf16"]
-    assert (ask(model, haystacks, ROWS).tokens == ANSWER - 1).all()
+    assert (ask(model, haystacks, ROWS)[1] == ANSWER - 1).all()
 
 
 def test_a_haystack_is_read_once_for_all_its_needles_in_chunks() -> None:
@@ -225,11 +232,11 @@ class Made:
     def config(self, **overrides: Any) -> Config:
         return settings(self.root, **SMALL | self.model | overrides)
 
-    def subject(self, **overrides: Any) -> Subject:
-        return Subject(self.run_dir, self.dataset, self.config(**overrides))
+    def context(self, **overrides: Any) -> EvalContext:
+        return EvalContext(self.run_dir, self.dataset, self.config(**overrides))
 
     def result(self, task: EvaluationTaskName, **overrides: Any) -> TaskResult:
-        return load_task(task).run(self.subject(**overrides))
+        return load_task(task).run(self.context(**overrides))
 
 
 @pytest.fixture(scope="module")
@@ -276,9 +283,9 @@ def test_one_more_length_costs_only_itself(made: Made, task: EvaluationTaskName)
 
 def test_the_seed_decides_what_is_asked(made: Made) -> None:
     def drawn(seed: int) -> list[torch.Tensor]:
-        subject = made.subject(**{"run.seed": seed})
-        trials = Trials(subject, "passkey", subject.config.evaluation.passkey, 1)
-        return [*trials.draw(2, 0).haystacks, *trials.draw(2, 1).haystacks]
+        context = made.context(**{"run.seed": seed})
+        trials = Trials(context, "passkey", context.config.evaluation.passkey, 1)
+        return [*trials.draw(2, 0)[0], *trials.draw(2, 1)[0]]
 
     once, again, other = drawn(0), drawn(0), drawn(1)
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
@@ -286,43 +293,18 @@ def test_the_seed_decides_what_is_asked(made: Made) -> None:
     assert not torch.equal(once[0], once[3])
 
 
-def test_filler_may_be_documents_of_the_test_split(made: Made) -> None:
-    subject = made.subject(**{"evaluation.passkey.filler": "documents"})
-    trials = Trials(subject, "passkey", subject.config.evaluation.passkey, 1)
+def test_filler_may_be_documents_of_a_test_split_that_has_some(made: Made, tmp_path: Path) -> None:
+    documents = {"evaluation.passkey.filler": "documents"}
+    context = made.context(**documents)
+    trials = Trials(context, "passkey", context.config.evaluation.passkey, 1)
     tokenizer, test = load_tokenizer("bytes"), open_split(made.dataset, "test")
-    bodies = [tokenizer.decode(body.numpy()) for body in trials.draw(4, 0).haystacks.bodies]
-    documents = [tokenizer.decode(test.document(number)) for number in range(test.documents)]
-    for body in bodies:
-        before, _, after = body.partition(" The pass key is ")
-        assert sum(text in before or text in after for text in documents) >= 2
-
-
-@pytest.mark.parametrize(
-    ("task", "overrides", "message"),
-    [
-        (
-            "passkey",
-            {"packing.context_length": 32, "evaluation.passkey.lengths": [64, 2]},
-            r"evaluation.passkey.lengths: 2 x packing.context_length is 64 tokens, but needles",
-        ),
-        (
-            "recall",
-            {"evaluation.recall.pairs": 17},
-            r"evaluation.recall.pairs: 17 pairs need segments of at least 34 tokens",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    made: Made, task: EvaluationTaskName, overrides: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        made.result(task, **overrides)
-
-
-def test_filler_of_documents_needs_a_test_split(tmp_path: Path) -> None:
-    made = Made(tmp_path, **{"data.splits": {"train": 0.5, "validation": 0.5, "test": 0.0}})
-    with pytest.raises(UserError, match=r"evaluation.needles.filler: documents, but the test"):
-        made.result("needles", **{"evaluation.needles.filler": "documents"})
+    texts = [tokenizer.decode(test.document(number)) for number in range(test.documents)]
+    for body in trials.draw(4, 0)[0].bodies:
+        before, _, after = tokenizer.decode(body.numpy()).partition(" The pass key is ")
+        assert sum(text in before or text in after for text in texts) >= 2
+    without = Made(tmp_path, **{"data.splits": {"train": 0.5, "validation": 0.5, "test": 0.0}})
+    with pytest.raises(UserError, match=r"evaluation.passkey.filler: documents, but the test"):
+        without.result("passkey", **documents)
 
 
 def test_recall_uses_different_readable_tokens() -> None:
@@ -336,7 +318,7 @@ def test_recall_uses_different_readable_tokens() -> None:
 
 
 def test_recall_counts_what_one_pass_over_each_sequence_predicts(made: Made) -> None:
-    model, vocabulary = made.subject().model, SHAPE.vocabulary
+    model, vocabulary = made.context().model, SHAPE.vocabulary
     questions = draw(SHAPE, 6, 5, 1, torch.Generator().manual_seed(0))
     tokens = torch.randperm(256, generator=torch.Generator().manual_seed(1))[: vocabulary.size]
     values = tokens[vocabulary.keys : vocabulary.keys + vocabulary.values]

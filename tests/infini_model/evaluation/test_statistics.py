@@ -7,7 +7,7 @@ import pytest
 
 from infini_model.evaluation import statistics
 from infini_model.evaluation.statistics import bootstrap, wilson
-from infini_model.evaluation.tasks.task import TaskResult
+from infini_model.evaluation.task import TaskResult
 
 
 def test_wilson_gives_the_published_intervals():

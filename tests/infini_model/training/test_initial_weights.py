@@ -31,7 +31,7 @@ from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import check_tokenizer
-from infini_model.evaluation.subject import Subject
+from infini_model.evaluation.context import EvalContext
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import CheckpointError, ConfigError, UserError
@@ -308,7 +308,7 @@ def test_adapters_begin_with_the_loss_of_their_weights_and_are_saved_alone(
         for name in load_file(checkpoint / "model" / f"{file}.safetensors")
     }
     assert not (checkpoint / "model" / "model.safetensors").exists()
-    subject = Subject(run_dir, dataset, config)
+    subject = EvalContext(run_dir, dataset, config)
     assert subject.score("validation").loss == pytest.approx(losses[12], rel=1e-6)
     # Others begin from them only once they are merged.
     with pytest.raises(ConfigError, match="is a LoRA adapter; infini export --merge makes"):
@@ -355,7 +355,7 @@ def test_a_run_resumes_with_no_other_adapters_or_frozen_weights(
     shutil.rmtree(llama)
     expect(r"llama: is gone; training\.lora needs")
     with pytest.raises(ConfigError, match=r"base_model_name_or_path: .*llama is not a folder"):
-        Subject(run_dir, dataset, config)
+        EvalContext(run_dir, dataset, config)
 
 
 LOAD = """

@@ -14,17 +14,17 @@ from stopping import StopAfter
 from infini_model.data.loading.windows import open_windows, sample_windows
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.training.callbacks import Callback, defaults, memory
+from infini_model.training import memory_probe
+from infini_model.training import train as loop
+from infini_model.training.callbacks import Callback
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.train import train
-from infini_model.training.validation import PROBE_WINDOWS
+from infini_model.training.validation import PROBE_WINDOWS, MemoryProbe
 
-BY_LAYER = ["share", "kv_norm"]
-AT_VALIDATION = {f"memory/layer_{layer}/{name}" for layer in range(2) for name in BY_LAYER}
-AT_VALIDATION |= {"memory/probe_loss", "memory/probe_loss_without_memory"}
-AT_VALIDATION |= {"memory/probe_gain", "memory/probe_gain_error"}
-OF_WEIGHTS = ["weight_mean", "weight_min", "weight_max", "weight_grad_norm"]
-AT_LOG_LINES = {f"memory/layer_{layer}/{name}" for layer in range(2) for name in OF_WEIGHTS}
+PROBED = ["loss", "loss_without_memory", "gain", "gain_error"]
+OF_WEIGHTS = ["weight_mean", "weight_min", "weight_max"]
+AT_VALIDATION = {f"memory/probe_{name}" for name in PROBED}
+AT_VALIDATION |= {f"memory/layer_{layer}/{name}" for layer in range(2) for name in OF_WEIGHTS}
 BLOCKS = {"objective": "block_diffusion"}
 
 
@@ -42,32 +42,26 @@ def test_the_metrics_of_the_memory_are_recorded_and_change_no_bit(
     steps = [line for line in read_metrics(recorded) if "train/loss" in line]
     assert [line["step"] for line in validations] == [0, 5, 10, 12]
     assert all(of_memory(line) == AT_VALIDATION for line in validations)
-    with_weights = [line for line in steps if of_memory(line) == AT_LOG_LINES]
-    assert [line["step"] for line in with_weights] == [2, 4, 6, 8, 10, 12]
+    assert not any(of_memory(line) for line in steps)
     # Its weights are 0 at first.
-    shares = [line["memory/layer_1/share"] for line in validations]
-    assert shares[0] == 0 < min(shares[1:]) < max(shares) < 1
-    assert all(line["memory/layer_1/weight_grad_norm"] > 0 for line in with_weights)
-    # It holds nothing that says how large it is, but that it is not empty.
-    assert all(line["memory/layer_0/kv_norm"] > 0 for line in validations)
+    gains = [line["memory/probe_gain"] for line in validations]
+    assert gains[0] == 0 != gains[-1]
+    assert [line["memory/layer_1/weight_max"] > 0 for line in validations] == [False, *[True] * 3]
 
-    monkeypatch.setattr(defaults, "MemoryReports", lambda parts: Callback())
+    monkeypatch.setattr(loop, "MemoryReports", lambda setup: Callback())
     train(config, dataset, alone)
     assert not any(of_memory(line) for line in read_metrics(alone))
     assert weights(recorded) == weights(alone)
 
 
-def test_of_a_linear_memory_the_gates_and_the_normaliser_are_recorded(
-    dataset, make_config, tmp_path
-):
+def test_of_a_linear_memory_the_gates_are_recorded(dataset, make_config, tmp_path):
     config = make_config(model=make_config().model.model_dump() | LINEAR)
     train(config, dataset, tmp_path)
-    norms = {f"memory/layer_{layer}/normaliser_norm" for layer in range(2)}
-    of_gates = {name.replace("weight", "gate") for name in AT_LOG_LINES}
+    of_gates = {name.replace("weight", "gate") for name in AT_VALIDATION}
     found = [of_memory(line) for line in read_metrics(tmp_path) if of_memory(line)]
-    assert all(each in (AT_VALIDATION | norms, of_gates) for each in found)
-    assert 0 < curve(tmp_path, "memory/layer_1/share")[12] < 1
-    assert all(gate > 0 for gate in curve(tmp_path, "memory/layer_1/gate_grad_norm").values())
+    assert all(each == of_gates for each in found)
+    first, *_, last = curve(tmp_path, "memory/layer_1/gate_mean").values()
+    assert 0 < first != last
 
 
 def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_config, tmp_path):
@@ -111,7 +105,7 @@ def warned(dataset, make_config, tmp_path, caplog, monkeypatch):
     """The warnings of a training that validates after 12 steps."""
 
     def run(*callbacks, settled=10, context_length=64, gate_learning_rate=1e-2, **model):
-        monkeypatch.setattr(memory, "SETTLED_STEPS", settled)
+        monkeypatch.setattr(memory_probe, "SETTLED_STEPS", settled)
         config = make_config(
             model=make_config().model.model_dump() | model,
             packing={"context_length": context_length},
@@ -132,22 +126,19 @@ def warned(dataset, make_config, tmp_path, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "warning"),
+    ("settings", "expected"),
     [
         ({}, None),
         (STUCK | {"settled": 100}, None),
         ({"context_length": 16}, "make packing.context_length several times mod"),
-        (
-            LINEAR | {"gate_start": -12.0},
-            "At step 12: Layers 0 and 1 of 2 (counted from 0) never read",
-        ),
+        (STUCK, "At step 12: The memory's weights are still at 0 after 12 steps. Raise"),
     ],
-    ids=["fine", "young", "one segment", "never read"],
+    ids=["fine", "young", "one segment", "weights"],
 )
-def test_a_memory_that_is_of_no_use_is_warned_of(warned, settings, warning):
+def test_a_memory_that_is_of_no_use_is_warned_of(warned, settings, expected):
     warnings = warned(**settings)
-    assert len(warnings) == (warning is not None)
-    assert warning is None or warning in warnings[0]
+    assert len(warnings) == (expected is not None)
+    assert expected is None or expected in warnings[0]
 
 
 def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
@@ -158,7 +149,8 @@ def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
     assert len(curve(tmp_path / "run", "memory/probe_gain")) == 3
 
 
-def test_weights_of_a_residual_memory_that_do_not_move_are_warned_of(warned):
-    warnings = warned(**STUCK)
-    assert "The memory's weights are still at 0 after 12 steps. Raise" in warnings[0]
-    assert "never read the memory" in warnings[1]
+def test_a_memory_that_hurts_is_warned_of(warned, monkeypatch):
+    found = MemoryProbe(3.0, -0.05, 0.02)
+    monkeypatch.setattr(memory_probe, "probe_memory", lambda *_, **__: found)
+    (warning,) = warned()
+    assert "At step 12: The memory hurts: with the same weights the loss is 0.0500 low" in warning

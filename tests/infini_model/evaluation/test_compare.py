@@ -10,9 +10,8 @@ import yaml
 from trained_run import settings
 
 from infini_model.data.manifest import read_manifest
-from infini_model.evaluation.comparison.compare import compare
-from infini_model.evaluation.comparison.writing import comparison_name, write_comparison
-from infini_model.evaluation.reporting.report import evaluate_run
+from infini_model.evaluation.compare import compare, comparison_name, write_comparison
+from infini_model.evaluation.report import evaluate_run
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_metrics

@@ -1,16 +1,17 @@
-"""The subject of evaluation tasks: a trained model and a dataset's held-out splits."""
+"""What evaluation tasks work with: a trained model, held-out splits, and the kept results."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, computed_field
 from torch import Tensor
 
 from infini_model.config import Config
@@ -22,25 +23,62 @@ from infini_model.data.loading.windows import (
     validation_batches,
 )
 from infini_model.data.manifest import Manifest, Split, read_manifest
-from infini_model.evaluation.cells import Cells
-from infini_model.evaluation.score import EMPTY, Score
-from infini_model.model.inspection.memory_use import MemoryUse
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
 from infini_model.objectives.scoring import Scorer
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.runs import MODEL
-from infini_model.runtime.storage import MANIFEST, content_key, sha256
+from infini_model.runtime.storage import MANIFEST, content_key, sha256, write_json
 from infini_model.training.checkpoint import newest_checkpoint, read_state
 from infini_model.training.export import load_model
 from infini_model.training.launch.devices import first_device
 
-# To be raised when a task measures differently, so that no older cell is taken for a new one.
-CELLS_VERSION = 1
+# To be raised when a task measures differently, so that no older result is taken for a new one.
+RESULTS_VERSION = 1
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
 
 log = logging.getLogger(__name__)
+
+
+class Score(BaseModel):
+    """The losses of the windows of a split.
+
+    Attributes:
+        windows: Windows scored.
+        tokens: Tokens predicted, without masked ones; of prompts and answers, the answers.
+        loss: Mean loss in nats per token, for each of these; None without any.
+        loss_by_segment: Mean loss of each segment of the window.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    windows: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    loss_by_segment: list[float | None] = []
+
+    @classmethod
+    def of_totals(cls, windows: int, totals: Tensor) -> Score:
+        """The score from sums and counts by segment, [2, S], see `Scorer.score`."""
+        sums, counts = totals.cpu()
+        # Shares of an answer add up to almost 1.
+        tokens = round(float(counts.sum()))
+        return cls(
+            windows=windows,
+            tokens=tokens,
+            loss=float(sums.sum() / counts.sum()) if tokens else None,
+            loss_by_segment=[
+                total / count if count else None
+                for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
+            ],
+        )
+
+    @computed_field  # type: ignore[prop-decorator]  # pydantic's own pattern
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss), capped at e^700 to avoid overflow."""
+        return None if self.loss is None else math.exp(min(self.loss, 700.0))
 
 
 class Pass(NamedTuple):
@@ -50,7 +88,31 @@ class Pass(NamedTuple):
     empty_memory: bool = False
 
 
-class Subject:
+class ResultCache:
+    """Finished parts of a task in the run folder, so that an interrupted evaluation resumes.
+
+    A part is a measurement of its own, such as the answers at one length; it is the file
+    `evaluation/<task>-<key>/<part>.json`, where the key is of all that decides the result.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get_or_compute(self, part: str, compute: Callable[[], Any]) -> Any:
+        """The kept result of `part`, or that of `compute`, which is kept: a tree of JSON values.
+
+        Raises `UserError` if the disk is full.
+        """
+        path = self._folder / f"{part}.json"
+        if not path.exists():
+            result = compute()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, result)
+        # What is read is the same at the first evaluation and at later ones: tuples are lists.
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+class EvalContext:
     """The newest checkpoint of a run and the held-out splits, scored as in training.
 
     Attributes:
@@ -59,6 +121,8 @@ class Subject:
         model: The model in eval mode, on the device of `launch.gpus`.
         manifest: The dataset's manifest.
         precision: That of the training, in which losses are computed and texts generated.
+        last_step: Total optimizer steps of the run.
+        plots_dir: Folder of the plots.
         on_windows: Called after each scored batch with its number of windows.
     """
 
@@ -76,19 +140,24 @@ class Subject:
             raise CheckpointError(f"{run_dir / 'checkpoints'}: no checkpoint found; train first")
         self.run_dir, self.dataset_dir, self.config = run_dir, dataset_dir, config
         self.checkpoint, self.position = checkpoint, read_state(checkpoint)
+        self.last_step, self.plots_dir = self.position.last_step(config), run_dir / "plots"
         self.manifest: Manifest = read_manifest(dataset_dir)
-        device = first_device(config.launch.gpus)
+        device = torch.device(first_device(config.launch.gpus))
         self.model = load_model(
             checkpoint / MODEL,
             device=device,
             attention_backend=config.launch.attention_backend,
         )
-        self._check_vocabulary()
-        precision = resolve_precision(config.training.precision, torch.device(device))
-        trained = config.updated(model=self.model.config)
-        module = LossModule(self.model, make_objective(trained))
-        self.precision = self.model.precision = precision
-        self._scorer = Scorer(module, precision, torch.device(device))
+        entries, needed = self.model.lm_head.out_features, self.manifest.tokenizer.vocab_size
+        if entries < needed:
+            raise CheckpointError(
+                f"{checkpoint}: the model's vocabulary size is {entries}, the dataset "
+                f"{dataset_dir} needs {needed}"
+            )
+        self.precision = resolve_precision(config.training.precision, device)
+        self.model.precision = self.precision
+        module = LossModule(self.model, make_objective(config.updated(model=self.model.config)))
+        self._scorer = Scorer(module, self.precision, device)
         self._windows: dict[Split, Windows] = {
             split: open_windows(
                 dataset_dir, split, config.packing, self.model.config.segment_length
@@ -106,7 +175,7 @@ class Subject:
         return len(sample_windows(len(self._windows[split]), self.config.evaluation.max_windows))
 
     def score(self, split: Split, *, empty_memory: bool = False) -> Score:
-        """The score of a split, cached.
+        """The score of a split, computed once.
 
         `empty_memory` empties the memory before every segment. Raises `CheckpointError` if the loss
         is not finite.
@@ -115,11 +184,22 @@ class Subject:
             log.warning(
                 "%s: split %s is too small for one window; not scored", self.dataset_dir, split
             )
-            return EMPTY
-        key = Pass(split, empty_memory)
-        if key not in self._scores:
-            self._scores[key] = self._compute(split, empty_memory=empty_memory)
-        return self._scores[key]
+            return Score()
+        key, settings = Pass(split, empty_memory), self.config.evaluation
+        if key in self._scores:
+            return self._scores[key]
+        totals, windows = torch.zeros(1), 0
+        for batch in validation_batches(
+            self._windows[split], settings.batch_size, max_windows=settings.max_windows
+        ):
+            totals = totals + self._scorer.score(batch, empty_memory=empty_memory).cpu()
+            windows += len(batch.tokens)
+            self.on_windows(len(batch.tokens))
+        score = Score.of_totals(windows, totals)
+        if score.loss is not None and not math.isfinite(score.loss):
+            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {score.loss}")
+        self._scores[key] = score
+        return score
 
     def score_draws(self, split: Split, max_windows: int, draws: int) -> Tensor:
         """Loss sums and target counts of windows over `draws` draws of the objective's noise.
@@ -141,57 +221,16 @@ class Subject:
         """As `Scorer.losses`, for sequences that a task makes itself."""
         return self._scorer.losses(batch, empty_memory=empty_memory)
 
-    def batches(self, split: Split, max_windows: int) -> Iterator[Batch]:
-        """Batches of the first windows of the sample of a split, at most `max_windows`."""
-        size = self.config.evaluation.batch_size
-        return validation_batches(self._windows[split], size, max_windows=max_windows)
-
-    def losses_and_use(self, batch: Batch) -> tuple[Tensor, Tensor, MemoryUse]:
-        """As `Scorer.losses_and_use`."""
-        return self._scorer.losses_and_use(batch)
-
-    def cells(self, task: str, settings: BaseModel) -> Cells:
-        """Where the finished parts of a task with these settings are kept."""
+    def cache(self, task: str, settings: Mapping[str, object]) -> ResultCache:
+        """Where the finished parts of a task with these settings, JSON values, are kept."""
         key = content_key(
             {
                 "checkpoint": sha256(self.checkpoint / MANIFEST),
                 "dataset": self.manifest.key,
                 "packing": self.config.packing.model_dump(mode="json"),
-                "settings": settings.model_dump(mode="json"),
+                "settings": settings,
                 "seed": self.config.run.seed,
-                "version": CELLS_VERSION,
+                "version": RESULTS_VERSION,
             }
         )
-        return Cells(self.run_dir / "evaluation" / f"{task}-{key[:16]}")
-
-    def _compute(self, split: Split, *, empty_memory: bool) -> Score:
-        settings = self.config.evaluation
-        totals, windows = torch.zeros(1), 0
-        for batch in validation_batches(
-            self._windows[split], settings.batch_size, max_windows=settings.max_windows
-        ):
-            totals = totals + self._scorer.score(batch, empty_memory=empty_memory).cpu()
-            windows += len(batch.tokens)
-            self.on_windows(len(batch.tokens))
-        score = Score.of_totals(windows, totals)
-        if score.loss is not None and not math.isfinite(score.loss):
-            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {score.loss}")
-        return score
-
-    def _check_vocabulary(self) -> None:
-        entries, needed = self.model.lm_head.out_features, self.manifest.tokenizer.vocab_size
-        if entries < needed:
-            raise CheckpointError(
-                f"{self.checkpoint}: the model's vocabulary size is {entries}, the dataset "
-                f"{self.dataset_dir} needs {needed}"
-            )
-
-    @property
-    def last_step(self) -> int:
-        """Total optimizer steps of the run."""
-        return self.position.last_step(self.config)
-
-    @property
-    def plots_dir(self) -> Path:
-        """Folder of the plots."""
-        return self.run_dir / "plots"
+        return ResultCache(self.run_dir / "evaluation" / f"{task}-{key[:16]}")

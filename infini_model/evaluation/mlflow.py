@@ -1,28 +1,32 @@
-"""Log a finished run's model to MLflow, with its signature, and register it on request.
+"""Log an evaluation to the run's record in MLflow: report, scores, status, and the model.
 
-It has the name and the parameters of the run. `mlflow.pyfunc.load_model("runs:/<run id>/<name>")`
-loads it on any machine with the packages in its requirements.txt: it includes the weights, the
-tokenizer and the library's code. Of a LoRA run it includes the adapter, which names the weights
-that it needs.
+The model of a finished run is logged with its signature, and registered on request. It has the name
+and the parameters of the run. `mlflow.pyfunc.load_model("runs:/<run id>/<name>")` loads it on any
+machine with the packages in its requirements.txt: it includes the weights, the tokenizer and the
+library's code. Of a LoRA run it includes the adapter, which names the weights that it needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import SampleConfig
+from infini_model.config import Config, SampleConfig
+from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.evaluation.reporting.report import EvaluationResult
+from infini_model.evaluation.report import EvaluationResult
 from infini_model.model.hf import ADAPTER_CONFIG, CONFIG, INDEX
-from infini_model.runtime.runs import MODEL, VALIDATION_LOSS
-from infini_model.runtime.storage import MANIFEST, sha256
+from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
+from infini_model.runtime.storage import MANIFEST, lock, sha256
 from infini_model.training.checkpoint import read_state
-from infini_model.training.mlflow_record import MlflowExporter
+from infini_model.training.mlflow_record import DIGEST_LENGTH, MlflowExporter, error_summary
 
 ALIAS = "best"
 # Tag of a logged model: the hash of its checkpoint's manifest.
@@ -31,6 +35,62 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # Packages that generation imports. MLflow would infer them by loading the model in another process
 # and querying a package index.
 REQUIRED = ("mlflow", "numpy", "pyarrow", "pydantic", "safetensors", "tokenizers", "torch")
+
+log = logging.getLogger(__name__)
+
+
+def log_evaluation(
+    run_dir: Path, dataset_dir: Path, config: Config, result: EvaluationResult
+) -> bool:
+    """Log report, plots, scores, model and any missing metrics to the run's record in MLflow.
+
+    The run becomes FINISHED if its last step was evaluated. An interrupted run keeps its status, or
+    becomes KILLED if it was killed before it could report.
+
+    Returns False, with a warning, if MLflow is unavailable; False too if it is turned off.
+    """
+    if not config.tracking.mlflow:
+        return False
+    try:
+        sink = MlflowExporter(run_dir, config, None)
+        sink.export(read_metrics(run_dir))
+        is_finished = result.step >= result.last_step
+        if is_finished:
+            sink.correct_status("FINISHED")
+        else:
+            with lock(run_dir / CHECKPOINTS / ".lock", wait=False) as is_free:
+                is_training = not is_free
+            if not is_training:
+                sink.correct_status("KILLED")
+        for file in (result.report, result.html, *result.plots):
+            folder = file.relative_to(run_dir).parent.as_posix()
+            sink.client.log_artifact(sink.run_id, str(file), None if folder == "." else folder)
+        model = None
+        if is_finished and config.tracking.log_model:
+            model = log_model(sink, dataset_dir, config.evaluation.sample, config.run.seed, result)
+        _log_scores(sink, result, read_manifest(dataset_dir).name, model and model.model_id)
+        if model is not None and config.tracking.registered_model is not None:
+            register_model(sink, config.tracking.registered_model, model, result)
+    except Exception as error:  # noqa: BLE001 - the results are in the run folder anyway
+        log.warning(
+            "cannot log the results to MLflow (%s); they are in %s", error_summary(error), run_dir
+        )
+        return False
+    return True
+
+
+def _log_scores(
+    sink: MlflowExporter, result: EvaluationResult, dataset: str, model_id: str | None
+) -> None:
+    """Log the scores on the dataset at the evaluated step, of the logged model if there is one."""
+    from mlflow.entities import Metric
+
+    now, digest = int(time.time() * 1000), result.dataset_key[:DIGEST_LENGTH]
+    metrics = [
+        Metric(name, value, now, result.step, model_id, dataset, digest)
+        for name, value in result.metrics.items()
+    ]
+    sink.client.log_batch(sink.run_id, metrics=metrics)
 
 
 def log_model(
@@ -60,8 +120,14 @@ def log_model(
         params=run.data.params,
         tags={CHECKPOINT: checkpoint, "dataset.key": result.dataset_key},
     )
+    weights = result.checkpoint / MODEL
     try:
-        _upload(client, model, dataset_dir, settings, seed, result.checkpoint / MODEL)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = _save(Path(temporary), weights, dataset_dir, settings, seed, model)
+            client.log_model_artifacts(model.model_id, str(folder))
+        # Directly from the checkpoint: `save_model` would copy them to the temporary folder, twice.
+        for file in weights.glob("*.safetensors"):
+            client.log_model_artifact(model.model_id, str(file), f"artifacts/{MODEL}")
     except Exception:
         with contextlib.suppress(Exception):
             client.finalize_logged_model(model.model_id, "FAILED")
@@ -69,22 +135,6 @@ def log_model(
     client.finalize_logged_model(model.model_id, "READY")
     client.log_outputs(sink.run_id, [LoggedModelOutput(model.model_id, result.step)])
     return model
-
-
-def _upload(
-    client: Any,
-    model: Any,
-    dataset_dir: Path,
-    settings: SampleConfig,
-    seed: int,
-    weights: Path,
-) -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = _save(Path(temporary), weights, dataset_dir, settings, seed, model)
-        client.log_model_artifacts(model.model_id, str(folder))
-    # Directly from the checkpoint: `save_model` would copy them to the temporary folder, twice.
-    for file in weights.glob("*.safetensors"):
-        client.log_model_artifact(model.model_id, str(file), f"artifacts/{MODEL}")
 
 
 def _save(
@@ -119,7 +169,8 @@ def _save(
         },
         signature=_signature(settings, seed),
         input_example={"prompt": "Once upon a time"},
-        pip_requirements=_requirements(),
+        # Local versions of PyTorch, such as 2.13.0+cpu, are not on PyPI.
+        pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in REQUIRED],
         mlflow_model=Model(
             artifact_path=model.artifact_location,
             run_id=model.source_run_id,
@@ -146,11 +197,6 @@ def _signature(settings: SampleConfig, seed: int) -> Any:
         outputs=Schema([ColSpec("string")]),
         params=ParamSchema([ParamSpec(name, *spec) for name, spec in parameters.items()]),
     )
-
-
-def _requirements() -> list[str]:
-    # Local versions of PyTorch, such as 2.13.0+cpu, are not on PyPI.
-    return [f"{name}=={version(name).partition('+')[0]}" for name in REQUIRED]
 
 
 def register_model(sink: MlflowExporter, name: str, model: Any, result: EvaluationResult) -> None:

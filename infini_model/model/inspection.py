@@ -1,11 +1,15 @@
-"""What measurements of a memory mean, each in a line with its remedy."""
+"""What measurements of a memory mean, each in a line with its remedy.
+
+To knock a memory out, with the same weights, is to empty it before every segment. That shows what
+the weights rely on, not what a memory is worth: for that a model has to be trained without one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A layer of which less of the output comes from the memory does not read it.
-SILENT_SHARE = 0.01
+from infini_model.config import Config
+
 # A gate that moved less, before the sigmoid, or a weight of a residual memory has not learned.
 UNMOVED = 0.01
 # Decimal places with which gains are shown, in nats per token.
@@ -22,28 +26,9 @@ def effect(gain: float, low: float, high: float) -> float:
     return 0.0 if round(low, PLACES) <= 0.0 <= round(high, PLACES) else shown
 
 
-def never_read(shares: Sequence[float], memory: str) -> str | None:
-    """Of a model whose layers have these mean shares of the memory in their output."""
-    silent = [str(layer) for layer, share in enumerate(shares) if share < SILENT_SHARE]
-    if not silent:
-        return None
-    *first, last = silent
-    names = f"Layers {', '.join(first)} and {last}" if first else f"Layer {last}"
-    remedy = (
-        "Let its weights learn faster (training.gate_learning_rate)."
-        if memory == "residual"
-        else "Start with more of it (a higher model.gate_start), or let the gates learn faster "
-        "(training.gate_learning_rate)."
-    )
-    return (
-        f"{names} of {len(shares)} (counted from 0) never {'read' if first else 'reads'} the "
-        f"memory: less than {SILENT_SHARE:.0%} of the output comes from it. {remedy}"
-    )
-
-
-def hurts(gain: float, low: float, high: float, memory: str) -> str | None:
-    """Of a memory that lowers the loss by `gain` nats, with its interval of 95%."""
-    found = effect(gain, low, high)
+def hurts(gain: float, error: float, memory: str) -> str | None:
+    """Of a memory that lowers the loss by `gain` nats, with its standard error."""
+    found = effect(gain, gain - 2.0 * error, gain + 2.0 * error)
     if found >= 0.0:
         return None
     others = {
@@ -58,15 +43,15 @@ def hurts(gain: float, low: float, high: float, memory: str) -> str | None:
     )
 
 
-def unmoved(changes: Sequence[float], still: str, steps: int, *, one_segment: bool) -> str | None:
-    """Of gates or weights that changed so much in `steps` steps.
-
-    `still` begins the sentence that says where they are, `one_segment` is of the windows.
-    """
+def unmoved(changes: Sequence[float], steps: int, config: Config) -> str | None:
+    """Of the gates, or the weights of a residual memory, that changed so much in `steps` steps."""
     if any(abs(change) >= UNMOVED for change in changes):
         return None
+    still = f"All gates are still at model.gate_start={config.model.gate_start:g}"
+    if config.model.memory == "residual":
+        still = "The memory's weights are still at 0"
     remedy = "Raise training.gate_learning_rate."
-    if one_segment:
+    if config.packing.context_length <= config.model.segment_length:
         remedy = (
             "A window of one segment has no memory to read: make packing.context_length several "
             "times model.segment_length."

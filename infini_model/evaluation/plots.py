@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 from infini_model.evaluation.statistics import Interval
 from infini_model.runtime.metrics_file import Line
@@ -18,6 +18,10 @@ RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", 
 Series = tuple[list[float], list[float]]
 # Up to this many points are marked with dots and drawn without a moving mean.
 FEW_POINTS = 40
+# Up to this many columns of a heat map are labelled with their percentages.
+LABELLED = 12
+# Share from which on its colours are bright.
+BRIGHT = 0.55
 
 
 def series(lines: Sequence[Line], name: str) -> Series:
@@ -26,12 +30,12 @@ def series(lines: Sequence[Line], name: str) -> Series:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _figure(rows: int = 1) -> tuple[Any, list[Any]]:
+def _figure(rows: int = 1, size: tuple[float, float] = (8, 4.5)) -> tuple[Any, list[Any]]:
     """A figure with `rows` stacked axes, rendered in memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
     for axis in axes:
@@ -56,21 +60,14 @@ def _line(axis: Any, points: Series, **style: Any) -> None:
     axis.plot(*points, **{"marker": marker, "markersize": 3.5, "linewidth": 1.6} | style)
 
 
-def _reach(points: Series) -> int:
-    """Points on either side of the middle of a moving mean."""
-    return len(points[0]) // 40
-
-
-def _moving_mean(points: Series) -> Series:
-    """A curve smoothed. The window narrows at both ends, so that the whole curve is covered."""
-    import numpy as np
-
+def _moving_mean(points: Series) -> tuple[Series, int]:
+    """A curve smoothed, and the width of the window, which narrows at both ends of the curve."""
     steps, values = points
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    sums, most = np.concatenate([[0.0], np.cumsum(values)]), len(values) // 40
     index = np.arange(len(values))
-    reach = np.minimum(_reach(points), np.minimum(index, index[::-1]))
+    reach = np.minimum(most, np.minimum(index, index[::-1]))
     mean = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
-    return steps, mean.tolist()
+    return (steps, mean.tolist()), 2 * most + 1
 
 
 def _noisy_line(axis: Any, points: Series, *, color: str, label: str) -> None:
@@ -79,43 +76,38 @@ def _noisy_line(axis: Any, points: Series, *, color: str, label: str) -> None:
         _line(axis, points, color=color, label=label)
         return
     _line(axis, points, color=color, alpha=0.3, linewidth=0.9)
-    label = f"{label} (mean of {2 * _reach(points) + 1} points)"
-    _line(axis, _moving_mean(points), color=color, label=label)
+    mean, width = _moving_mean(points)
+    _line(axis, mean, color=color, label=f"{label} (mean of {width} points)")
 
 
-def plot_loss(lines: Sequence[Line], path: Path) -> Path:
-    """Training and validation loss by step."""
+def plot_training(lines: Sequence[Line], clip: float, folder: Path) -> dict[str, Path]:
+    """The curves of a training that took a step: the paths in `folder`, by caption.
+
+    `clip` is the threshold of the gradient norm.
+    """
     figure, (axis,) = _figure()
     _noisy_line(axis, series(lines, "train/loss"), color=BLUE, label="training")
     _line(axis, series(lines, "validation/loss"), color=ORANGE, label="validation")
     axis.set(xlabel="step", ylabel="loss (nats per token)")
     axis.legend(frameon=False)
-    return _save(figure, "Loss", path)
+    paths = {"Training and validation loss": _save(figure, "Loss", folder / "loss.png")}
 
-
-def plot_learning_rate(lines: Sequence[Line], path: Path) -> Path:
-    """Learning rate by step."""
     figure, (axis,) = _figure()
     _line(axis, series(lines, "train/learning_rate"), color=BLUE)
     axis.set(xlabel="step", ylabel="learning rate")
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter("{x:g}")
-    return _save(figure, "Learning rate", path)
+    paths["Learning rate"] = _save(figure, "Learning rate", folder / "learning_rate.png")
 
-
-def plot_gradient_norm(lines: Sequence[Line], clip: float, path: Path) -> Path:
-    """Gradient norm before clipping by step, and the clipping threshold."""
     figure, (axis,) = _figure()
     _noisy_line(axis, series(lines, "train/grad_norm"), color=BLUE, label="before clipping")
     axis.axhline(clip, color=ORANGE, linewidth=1.2, linestyle="--", label=f"clipped to {clip:g}")
     axis.set(xlabel="step", ylabel="gradient norm")
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False)
-    return _save(figure, "Gradient norm", path)
+    path = _save(figure, "Gradient norm", folder / "gradient_norm.png")
+    paths["Gradient norm before clipping"] = path
 
-
-def plot_throughput(lines: Sequence[Line], path: Path) -> Path:
-    """Tokens per second, and the share of a step spent waiting for data, by step."""
     figure, (speed, wait) = _figure(rows=2)
     _line(speed, series(lines, "train/tokens_per_second"), color=BLUE)
     speed.set_ylabel("tokens per second")
@@ -128,7 +120,8 @@ def plot_throughput(lines: Sequence[Line], path: Path) -> Path:
     _line(wait, (steps, shares), color=GREEN)
     wait.set(xlabel="step", ylabel="waiting for data\n(% of a step)")
     wait.set_ylim(0, max([1.0, *shares]) * 1.1)
-    return _save(figure, "Throughput", path)
+    path = _save(figure, "Throughput", folder / "throughput.png")
+    return paths | {"Tokens per second, and share of a step spent waiting for data": path}
 
 
 def plot_by_position(
@@ -166,78 +159,45 @@ def plot_by_position(
     return _save(figure, "Loss by position", path)
 
 
-def plot_heads(panels: Mapping[str, Tensor], path: Path) -> Path:
-    """Heat maps of layers by heads, side by side.
-
-    Args:
-        panels: By title, [layers, H]; NaN is drawn grey. With a negative value the colours diverge
-            from zero.
-        path: Path of the image.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    layers = max(len(panel) for panel in panels.values())
-    height = min(9.0, 3.2 + 0.2 * layers)
-    figure = Figure(figsize=(3.4 * len(panels), height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axis, (title, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        values = panel.double().numpy()
-        known = panel[~panel.isnan()].tolist()
-        # Smaller values are none, as they would be shown as 0.
-        most = max(max(map(abs, known)), 1e-4)
-        diverging = min(known) < 0.0
-        image = axis.imshow(
-            values,
-            cmap="RdBu" if diverging else "Blues",
-            vmin=-most if diverging else 0.0,
-            vmax=most,
-            aspect="auto",
-        )
-        axis.set_facecolor("#e5e7eb")
-        axis.set(xlabel="head")
-        axis.set_title(title, loc="left", fontsize=10, color="#111827")
-        for ticks in (axis.xaxis, axis.yaxis):
-            ticks.get_major_locator().set_params(integer=True)
-        axis.tick_params(colors="#374151")
-        figure.colorbar(image, ax=axis, shrink=0.9, format="%.3g")
-    figure.axes[0].set_ylabel("layer")
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, format="png")
-    return path
-
-
-def plot_speed_by_length(
-    lengths: Sequence[int],
-    rates: Mapping[str, Sequence[tuple[float, float, float]]],
-    peaks: Sequence[float] | None,
+def plot_heat_map(
+    shares: np.ndarray,
+    lengths: Sequence[str],
+    depths: Sequence[float],
     path: Path,
+    *,
+    title: str,
+    trained: int,
 ) -> Path:
-    """Tokens per second, and peak memory, by the length of the prompt.
+    """Percentages of right answers as colours: dark is 0, bright is 100 in every picture.
 
     Args:
-        lengths: Tokens of the prompts, ascending.
-        rates: Tokens per second at each length by name: median, lowest and highest.
-        peaks: Peak memory at each length, in bytes; None leaves it out.
+        shares: [depths, lengths], 0 to 1.
+        lengths: Labels of the columns, from short to long.
+        depths: Labels of the rows, in percent.
         path: Path of the image.
+        title: Title of the picture.
+        trained: Number of columns that are no longer than the sequences of the training.
     """
-    figure, axes = _figure(rows=1 if peaks is None else 2)
-    positions = [float(each) for each in lengths]
-    for (name, measured), color in zip(rates.items(), (BLUE, ORANGE), strict=False):
-        medians, lows, highs = (list(each) for each in zip(*measured, strict=True))
-        _line(axes[0], (positions, medians), color=color, label=name)
-        axes[0].fill_between(positions, lows, highs, color=color, alpha=0.2, linewidth=0)
-    axes[0].set_ylabel("tokens per second")
-    axes[0].set_yscale("log")
-    axes[0].legend(frameon=False)
-    if peaks is not None:
-        _line(axes[1], (positions, [each / 2**20 for each in peaks]), color=GREEN)
-        axes[1].set_ylabel("peak memory (MiB)")
-        axes[1].set_ylim(0, 1.2 * max(peaks) / 2**20)
-    axes[-1].set_xscale("log", base=2)
-    axes[-1].set_xticks(positions, labels=[f"{each:,}" for each in lengths])
-    axes[-1].set_xlabel("tokens of the prompt")
-    return _save(figure, "Speed and memory by length", path)
+    figure, (axis,) = _figure(size=(8, max(3.5, 1.6 + 0.22 * len(depths))))
+    axis.grid(visible=False)
+    # Its order of brightness is seen by people of any colour vision, and in print.
+    drawn = axis.imshow(100 * shares, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+    figure.colorbar(drawn, ax=axis, label="answers that are right (%)")
+    axis.set_xticks(range(len(lengths)), lengths)
+    axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    axis.set(xlabel="length of the sequence", ylabel="depth of the needle (%)")
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    if len(lengths) <= LABELLED:
+        for (row, column), share in np.ndenumerate(shares):
+            color = "#111827" if share > BRIGHT else "#f9fafb"
+            text = f"{100 * share:.0f}"
+            axis.text(column, row, text, ha="center", va="center", size=8, color=color)
+    label = "right of this line: longer than the sequences of the training"
+    border = trained - 0.5
+    axis.axvline(border, color=ORANGE, linewidth=2.5, linestyle="--", clip_on=False, label=label)
+    figure.legend(loc="outside lower left", frameon=False)
+    return _save(figure, title, path)
 
 
 def plot_runs(runs: Sequence[tuple[str, Sequence[Line]]], path: Path) -> Path | None:
@@ -253,13 +213,12 @@ def plot_runs(runs: Sequence[tuple[str, Sequence[Line]]], path: Path) -> Path | 
     trained = [series(lines, "train/loss") for _, lines in runs]
     if not any(steps for steps, _ in trained):
         return None
-    figure, (above, below) = _figure(rows=2)
-    figure.set_size_inches(8, 6.5)
+    figure, (above, below) = _figure(rows=2, size=(8, 6.5))
     labels = list(dict.fromkeys(label for label, _ in runs))
     for (label, lines), points in zip(runs, trained, strict=True):
         color = RUN_COLORS[labels.index(label) % len(RUN_COLORS)]
         _line(above, series(lines, "validation/loss"), color=color, label=label)
-        _line(below, _moving_mean(points), color=color, marker="", linewidth=1.2)
+        _line(below, _moving_mean(points)[0], color=color, marker="", linewidth=1.2)
     handles, names = above.get_legend_handles_labels()
     once = dict(zip(names, handles, strict=True))
     above.set_ylabel("validation loss\n(nats per token)")

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from infini_model.evaluation.context import HELD_OUT, EvalContext
 from infini_model.evaluation.statistics import QUANTILE
-from infini_model.evaluation.subject import HELD_OUT, Subject
-from infini_model.evaluation.tasks.task import EvaluationTask, TaskResult
+from infini_model.evaluation.task import EvaluationTask, TaskResult
 
 
-class Task(EvaluationTask):
+class LikelihoodBound(EvaluationTask):
     """Estimates the bound on a held-out split by many draws of the noise for each window."""
 
     title = "Likelihood bound"
 
-    def run(self, subject: Subject) -> TaskResult:
+    def run(self, context: EvalContext) -> TaskResult:
         """Score the windows of the test split, or of validation if test is empty."""
-        if subject.config.training.objective == "causal":
+        if context.config.training.objective == "causal":
             return TaskResult(section="The model is causal: its loss is the likelihood itself.")
-        split = next((each for each in reversed(HELD_OUT) if subject.sample_size(each)), None)
+        split = next((each for each in reversed(HELD_OUT) if context.sample_size(each)), None)
         if split is None:
             return TaskResult(section="There are no windows to score.")
-        settings = subject.config.evaluation.likelihood_bound
-        scored = subject.score_draws(split, settings.max_windows, settings.draws)
+        settings = context.config.evaluation.likelihood_bound
+        scored = context.score_draws(split, settings.max_windows, settings.draws)
         bound, margin = interval(scored)
-        unit = "token, averaged over answers" if subject.manifest.pairs else "token"
+        unit = "token, averaged over answers" if context.manifest.pairs else "token"
         name = f"evaluation/{split}_likelihood_bound"
         found = (
             f"The negative log-likelihood of the {split} split is at most "

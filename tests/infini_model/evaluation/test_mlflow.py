@@ -15,10 +15,10 @@ from records import Record
 from trained_run import make_dataset, make_run, settings
 
 from infini_model.config import validate
+from infini_model.evaluation.mlflow import log_evaluation
 from infini_model.evaluation.prompt import continue_text
-from infini_model.evaluation.reporting.report import evaluate_run
-from infini_model.evaluation.tasks.task import TaskResult
-from infini_model.evaluation.tracking import log_evaluation
+from infini_model.evaluation.report import evaluate_run
+from infini_model.evaluation.task import TaskResult
 from infini_model.runtime.storage import lock, write_json
 from infini_model.training.mlflow_record import end_record, read_mlflow_record
 

@@ -1,17 +1,19 @@
-"""The interface of an evaluation task, and loading one by name."""
+"""The interface of an evaluation task, and what a task gives to the report."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from importlib import import_module
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from infini_model.config.evaluation import EvaluationTaskName
-from infini_model.evaluation.subject import Pass, Subject
+from infini_model.evaluation.context import EvalContext, Pass
+
+# The section of a task that only a causal model can answer.
+NEEDS_CAUSAL = "Not measured: the questions are for a causal model, which continues a text."
 
 
 class Picture(BaseModel):
@@ -56,33 +58,33 @@ class TaskResult(BaseModel):
 
 
 class EvaluationTask(ABC):
-    """One measurement. The same subject and settings give the same result."""
+    """One measurement. The same model, dataset and settings give the same result."""
 
     title: str
 
-    def scores(self, subject: Subject) -> set[Pass]:  # noqa: ARG002
+    def scores(self, context: EvalContext) -> set[Pass]:  # noqa: ARG002
         """The passes over a split that it takes the scores of; none by default."""
         return set()
 
-    def sequences(self, subject: Subject) -> int:  # noqa: ARG002
-        """Number of sequences that it reports by `subject.on_windows` besides; 0 by default."""
+    def sequences(self, context: EvalContext) -> int:  # noqa: ARG002
+        """Number of sequences that it reports by `context.on_windows` besides; 0 by default."""
         return 0
 
-    def check(self, subject: Subject) -> None:  # noqa: B027 - most refuse nothing
+    def check(self, context: EvalContext) -> None:  # noqa: B027 - most refuse nothing
         """Raise `UserError` where settings do not fit the model or the dataset; nothing by default.
 
         It is called for all tasks before the first one is scored.
         """
 
     @abstractmethod
-    def run(self, subject: Subject) -> TaskResult:
-        """Run the measurement with the settings in `subject.config.evaluation`.
+    def run(self, context: EvalContext) -> TaskResult:
+        """Run the measurement with the settings in `context.config.evaluation`.
 
         A task that has nothing to measure says so in its section.
         """
 
 
-def load_task(name: EvaluationTaskName) -> EvaluationTask:
-    """The task in the module of that name."""
-    module = import_module(f"infini_model.evaluation.tasks.{name}")
-    return cast("EvaluationTask", module.Task())
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with its first column left-aligned and the others right-aligned."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

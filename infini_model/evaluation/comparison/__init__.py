@@ -1,1 +1,0 @@
-"""Comparison of runs: their settings, results and curves."""

@@ -1,1 +1,0 @@
-"""EleutherAI's lm-evaluation-harness (`lm-eval`, optional) measures our models."""

@@ -1,0 +1,340 @@
+"""Evaluate a trained run: writes its report and `plots/*.png` and returns the result.
+
+The report is Markdown, and the same as one HTML file that needs no network: for a browser, in light
+and dark, and print. Raw HTML in it stays text, and the page forbids itself scripts and connections,
+since parts of a report were written by a model.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import shlex
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from infini_model.config import Config
+from infini_model.evaluation.context import EvalContext, Pass
+from infini_model.evaluation.plots import plot_training
+from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult, table
+from infini_model.evaluation.tasks import load_task
+from infini_model.model.layers import MEMORY_PARAMETERS
+from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.metrics_file import Line, read_metrics
+from infini_model.runtime.runs import EVALUATION, REPORT, REPORT_PAGE, record_evaluation
+from infini_model.runtime.storage import atomic_file, lock, remove_leftovers
+
+# Acceptable share of a step spent waiting for data.
+MAX_WAIT_SHARE = 0.01
+STYLE = Path(__file__).with_name("report.css")
+# A report may quote anything: no scripts, nothing from elsewhere.
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+class EvaluationResult(BaseModel):
+    """The result of an evaluation.
+
+    Attributes:
+        step: Step of the evaluated checkpoint.
+        last_step: Total optimizer steps of the run.
+        checkpoint: Folder of the checkpoint.
+        dataset_key: Key of the dataset that was scored.
+        tasks: The result of each task by name, in the order of the report.
+        report: Path of report.md.
+        html: Path of report.html, the same for a browser.
+        plots: Paths of the plots.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    last_step: int
+    checkpoint: Path
+    dataset_key: str
+    tasks: dict[str, TaskResult]
+    report: Path
+    html: Path
+    plots: list[Path]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of all tasks, `evaluation/test_loss` and so on."""
+        return {
+            name: value for result in self.tasks.values() for name, value in result.metrics.items()
+        }
+
+    @property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The intervals of those metrics that have some."""
+        return {
+            name: each for result in self.tasks.values() for name, each in result.intervals.items()
+        }
+
+
+def evaluate_run(
+    run_dir: Path,
+    dataset_dir: Path,
+    config: Config,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> EvaluationResult:
+    """Evaluate the newest checkpoint of a run; writes the report, then `evaluation.json`.
+
+    The same checkpoint, dataset and settings give the same numbers and the same sample.
+
+    Args:
+        run_dir: The run folder.
+        dataset_dir: A dataset folder made with the run's tokenizer.
+        config: The run's configuration; `evaluation` sets what is measured.
+        progress: Called with the number of windows scored and the total.
+
+    Raises:
+        CheckpointError: There is no checkpoint or no metrics, the model's vocabulary is smaller
+            than the dataset's, or the loss is not finite.
+        DataError: The folder is not a dataset, or is damaged.
+        UserError: What a task refuses, before another is scored.
+    """
+    lines = read_metrics(run_dir)
+    if not lines:
+        raise CheckpointError(f"{run_dir / 'metrics.jsonl'}: no metrics found; train first")
+    with _evaluating(run_dir):
+        context = EvalContext(run_dir, dataset_dir, config)
+        tasks = {name: load_task(name) for name in config.evaluation.tasks}
+        for task in tasks.values():
+            task.check(context)
+        if progress is not None:
+            _report_progress(context, [*tasks.values()], progress)
+        results = {name: task.run(context) for name, task in tasks.items()}
+        curves = dict[str, Path]()
+        if any("train/loss" in line for line in lines):
+            curves = plot_training(lines, config.training.max_grad_norm, context.plots_dir)
+        shown = [picture.path for each in results.values() for picture in each.pictures]
+        result = EvaluationResult(
+            step=context.position.step,
+            last_step=context.last_step,
+            checkpoint=context.checkpoint,
+            dataset_key=context.manifest.key,
+            tasks=results,
+            report=run_dir / REPORT,
+            html=run_dir / REPORT_PAGE,
+            plots=[*curves.values(), *shown],
+        )
+        titled = [(tasks[name].title, found) for name, found in results.items()]
+        pictures = [Picture(path=path, caption=caption) for caption, path in curves.items()]
+        text = _text(context, titled, pictures, lines)
+        write_pages(text, run_dir.name, run_dir, result.report, result.html, result.plots)
+        found = (result.metrics, result.intervals)
+        record_evaluation(run_dir, result.step, result.dataset_key, *found)
+    return result
+
+
+@contextlib.contextmanager
+def _evaluating(run_dir: Path) -> Iterator[None]:
+    """Share the lock of the run's evaluations; the first deletes what killed ones left."""
+    path = run_dir / ".evaluation.lock"
+    with lock(path, wait=False) as is_first:
+        if is_first:
+            for place in (run_dir / "plots", *(run_dir / "evaluation").glob("*")):
+                remove_leftovers(place)
+            for name in (REPORT, REPORT_PAGE, EVALUATION):
+                remove_leftovers(run_dir, name)
+    with lock(path, shared=True):
+        yield
+
+
+def _report_progress(
+    context: EvalContext, tasks: Sequence[EvaluationTask], progress: Callable[[int, int], None]
+) -> None:
+    """Report the windows and sequences that `context` has scored to `progress`."""
+    passes = set[Pass]().union(*(task.scores(context) for task in tasks))
+    total = sum(context.sample_size(each.split) for each in passes)
+    total += sum(task.sequences(context) for task in tasks)
+    done = 0
+
+    def advance(windows: int) -> None:
+        nonlocal done
+        done += windows
+        progress(done, total)
+
+    context.on_windows = advance
+
+
+def _text(
+    context: EvalContext,
+    titled: Sequence[tuple[str, TaskResult]],
+    curves: Sequence[Picture],
+    lines: Sequence[Line],
+) -> str:
+    """The report as Markdown: what was found and what to do, all metrics, then the details."""
+    run_dir, results = context.run_dir, [result for _, result in titled]
+    found = [sentence for result in results for sentence in result.summary]
+    to_do = [sentence for result in results for sentence in result.advice]
+    sections = [f"# {run_dir.name}", "## Summary", bullets([_trained(context), *found])]
+    if to_do:
+        sections += ["What to do next:", bullets(to_do)]
+    if rows := [row for result in results for row in _rows(result)]:
+        sections.append(table(("Metric", "Value (interval of 95%)"), rows))
+    sections += ["## Model and training", _model_section(context)]
+    for title, result in titled:
+        pictures = [picture(each.caption, each.path, run_dir) for each in result.pictures]
+        sections += [f"## {title}", result.section, *pictures]
+    sections += ["## Speed", _speed_section(lines)]
+    if curves:
+        sections += ["## Curves", *(picture(each.caption, each.path, run_dir) for each in curves)]
+    config, name = shlex.quote(str(run_dir / "config.yaml")), shlex.quote(run_dir.name)
+    commands = (
+        "```sh\n"
+        f"infini run --config {config} run.name={name}-again  # repeat the run\n"
+        f"infini evaluate --config {config} run.name={name}  # repeat this report\n"
+        "```"
+    )
+    return "\n\n".join([*sections, "## Reproduce", commands]) + "\n"
+
+
+def _trained(context: EvalContext) -> str:
+    """What was trained, for how long, and on what."""
+    position, config = context.position, context.config
+    parameters = sum(p.numel() for p in context.model.parameters())
+    steps = f"{position.step:,} steps"
+    if position.step < context.last_step:
+        steps = f"{position.step:,} of {context.last_step:,} steps"
+    tokens = position.samples_seen * config.packing.context_length
+    return (
+        f"An Infini-Llama of {parameters:,} parameters (memory: {context.model.config.memory}, "
+        f"objective: {config.training.objective}), trained for {steps}, {tokens:,} tokens of "
+        f"`{context.manifest.name}`."
+    )
+
+
+def _rows(result: TaskResult) -> Iterator[tuple[str, str]]:
+    for name, value in result.metrics.items():
+        shown = f"{value:,.4f}"
+        if name in result.intervals:
+            low, high = result.intervals[name]
+            shown += f" ({low:,.4f} to {high:,.4f})"
+        yield f"`{name.removeprefix('evaluation/')}`", shown
+
+
+def _model_section(context: EvalContext) -> str:
+    """A table of the model, its dataset and the length of its training."""
+    model, config, manifest = context.model, context.config, context.manifest
+    position, shape = context.position, context.model.config
+    parameters = sum(p.numel() for p in model.parameters())
+    own = sum(p.numel() for name, p in model.named_parameters() if name.endswith(MEMORY_PARAMETERS))
+    counts = f"{parameters:,}, including {own:,} of the memory"
+    if model.lora is not None:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        counts += f"; {trained:,} are trained by LoRA, the others frozen"
+    context_length = config.packing.context_length
+    shifts = {"keys": shape.memory_key_shift, "queries": shape.memory_query_shift}
+    memory = ", ".join(
+        [shape.memory, *(f"{name} shifted" for name, is_on in shifts.items() if is_on)]
+    )
+    if shape.memory == "none":
+        memory = "none (segments are independent)"
+    sees_all = shape.bidirectional and shape.memory == "none"
+    segments = (
+        f"{context_length:,} tokens in {context_length // shape.segment_length} segments of "
+        f"{shape.segment_length:,}"
+    )
+    dataset = f"`{manifest.name}`, key `{manifest.key[:16]}`, {manifest.tokens:,} tokens"
+    if position.dataset_key != manifest.key:
+        dataset += f" (trained on a different one, key `{position.dataset_key[:16]}`)"
+    rows = [
+        ("Parameters", counts),
+        (
+            "Shape",
+            f"{shape.num_hidden_layers} layers, hidden size {shape.hidden_size}, "
+            f"{shape.num_attention_heads} query and {shape.key_value_heads} key-value heads, "
+            f"feed-forward {shape.intermediate_size}, vocabulary {shape.vocab_size:,}",
+        ),
+        ("Objective", config.training.objective),
+        ("Context", f"{context_length:,} tokens, seen as a whole" if sees_all else segments),
+        ("Memory", "none" if sees_all else memory),
+        ("Dataset", dataset),
+        ("Steps", f"{position.step:,} of {context.last_step:,}"),
+        ("Tokens read", f"{position.samples_seen * context_length:,}"),
+        ("Seed", str(position.seed)),
+    ]
+    return table(("", ""), rows).replace("---:", "---")
+
+
+def _speed_section(lines: Sequence[Line]) -> str:
+    """Training throughput, and whether data loading kept up."""
+    timed = [line for line in lines if line.get("train/step_seconds", 0.0) > 0.0]
+    if not timed:
+        return "No steps were timed."
+    rate = statistics.median(line["train/tokens_per_second"] for line in timed)
+    waited = sum(line.get("train/data_wait_seconds", 0.0) for line in timed)
+    share = waited / sum(line["train/step_seconds"] for line in timed)
+    summary = f"{rate:,.0f} tokens per second; {share:.2%} of step time was spent waiting for data."
+    if share <= MAX_WAIT_SHARE:
+        return summary
+    return (
+        f"{summary} That is over {MAX_WAIT_SHARE:.0%}: put the dataset folder on a local disk, "
+        "and leave memory free for the page cache and CPU cores free for the loader."
+    )
+
+
+def bullets(sentences: Sequence[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def picture(caption: str, path: Path, folder: Path) -> str:
+    """A Markdown image, with its path relative to the page in `folder`."""
+    return f"![{caption}]({path.relative_to(folder).as_posix()})"
+
+
+def write_pages(
+    text: str, title: str, folder: Path, markdown: Path, html: Path, pictures: Sequence[Path]
+) -> None:
+    """Write `text` as Markdown and as a page, which holds those of its `pictures` in `folder`.
+
+    Raises `UserError` if the disk is full.
+    """
+    found = {path.relative_to(folder).as_posix(): path for path in pictures}
+    for path, content in ((markdown, text), (html, to_html(text, title, found))):
+        with atomic_file(path) as temporary:
+            temporary.write_text(content, encoding="utf-8")
+
+
+def to_html(text: str, title: str, pictures: Mapping[str, Path]) -> str:
+    """The Markdown `text` as a page.
+
+    `pictures` has the PNG file of each image by its address in `text`; other images are left out.
+    """
+    from markdown_it import MarkdownIt
+
+    converter = MarkdownIt("commonmark", {"html": False}).enable("table")
+    converter.add_render_rule("image", _image)
+    body = converter.render(text, {"pictures": pictures})
+    style = STYLE.read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n"
+        f"<body>\n{body}</body>\n</html>\n"
+    )
+
+
+def _image(
+    renderer: Any, tokens: Sequence[Any], index: int, options: Any, env: Mapping[str, Any]
+) -> str:
+    """An image with its content and its caption; a rule of markdown-it's renderer."""
+    image = tokens[index]
+    caption = escape(renderer.renderInlineAsText(image.children, options, env))
+    path = env["pictures"].get(image.attrs["src"])
+    if path is None:
+        return caption
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return (
+        f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+        f'<span class="caption">{caption}</span>'
+    )

@@ -1,1 +1,0 @@
-"""Retrieval: what is hidden far back in a long context is asked for at its end."""

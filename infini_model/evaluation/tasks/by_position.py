@@ -1,0 +1,389 @@
+"""Loss by position, and what the memory contributes: along long documents and over the windows.
+
+Documents are scored in sequences of two, one after the other, from a segment border each. Each
+sequence is scored twice: with a memory that is never emptied, and with one that is emptied before
+every segment. So one pass over the same tokens measures a document three ways: as the first of a
+sequence the memory is empty at its start, as the second it carries over what came before, and it is
+knocked out in both places.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+from infini_model.data.loading.stream import TokenStream, open_split
+from infini_model.data.loading.windows import Batch, sample_windows
+from infini_model.data.manifest import Split
+from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass, Score
+from infini_model.evaluation.plots import Series, plot_by_position
+from infini_model.evaluation.statistics import Interval, bootstrap
+from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult, table
+from infini_model.model.inspection import PLACES, effect
+from infini_model.runtime.errors import CheckpointError
+
+# An interval over documents needs two of them, and so does a memory that is carried over.
+FEWEST = 2
+# Segments from which on the loss is summed up: the first with a memory, and one far from the start.
+FROM = (2, 8)
+WAYS = {
+    "fresh": "emptied at documents",
+    "carried": "carried over",
+    "knocked_out": "knocked out",
+}
+METRICS = {"fresh": "memory_gain", "carried": "memory_gain_carried_over"}
+PICTURE = "loss_by_position.png"
+
+
+class LossByPosition(EvaluationTask):
+    """How the loss falls along documents and windows, and how much of that is due to the memory."""
+
+    title = "Loss by position"
+
+    def scores(self, context: EvalContext) -> set[Pass]:
+        """The windows of a split, with the memory and with it emptied."""
+        split = _compared(context)
+        return {Pass(split), Pass(split, empty_memory=True)} if split else set()
+
+    def sequences(self, context: EvalContext) -> int:
+        """The long documents."""
+        found = _find(context)
+        return len(found.starts) if isinstance(found, LongDocuments) else 0
+
+    def run(self, context: EvalContext) -> TaskResult:
+        """Measure long documents, if there are some, and the windows, which say less."""
+        found = _find(context)
+        if isinstance(found, LongDocuments):
+            result = _of_documents(context, found)
+        else:
+            result = TaskResult(section=found)
+        split = _compared(context)
+        if split is None:
+            return result
+        kept, emptied = context.score(split), context.score(split, empty_memory=True)
+        if kept.loss is None or emptied.loss is None:
+            return result
+        gain = emptied.loss - kept.loss
+        gain = effect(gain, gain, gain)
+        word = "lower" if gain > 0 else "higher"
+        size = f"{abs(gain):.{PLACES}f} nats per token {word} than"
+        note = (
+            f"With the memory the loss over the windows of the {split} split is "
+            f"{size if gain else 'the same to four places as'} with the memory emptied before "
+            f"every segment ({emptied.loss:.{PLACES}f}), with the same weights."
+        )
+        changes: dict[str, object] = {
+            "metrics": result.metrics | {f"evaluation/{split}_loss_without_memory": emptied.loss},
+            "section": f"{result.section}\n\n{note}",
+            "details": result.details
+            | {"windows": {"kept": kept.model_dump(), "emptied": emptied.model_dump()}},
+        }
+        if isinstance(found, str):
+            path = plot_by_position(
+                {"memory kept": _by_segment(kept), "knocked out": _by_segment(emptied)},
+                {},
+                f"segment of the window ({context.model.config.segment_length:,} tokens each)",
+                context.plots_dir / PICTURE,
+            )
+            changes |= {
+                "summary": [note],
+                "advice": advice(context, is_used=gain > 0),
+                "pictures": [Picture(path=path, caption="Loss by segment of the window")],
+            }
+        return result.model_copy(update=changes)
+
+
+class SegmentRange(NamedTuple):
+    """Segments of a document, counted from 1, both inclusive."""
+
+    first: int
+    last: int
+
+
+class LongDocuments(NamedTuple):
+    """A sample of the documents of a split that have at least `segments` whole segments.
+
+    `starts` int64 [documents] is where they start in `stream`; `found` is the number of all that
+    are long enough.
+    """
+
+    split: Split
+    stream: TokenStream
+    starts: np.ndarray
+    found: int
+    segments: int
+    segment_length: int
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """The segments of these documents and the token after each: [B, segments, L + 1]."""
+        length = self.segments * self.segment_length
+        tokens = self.stream.gather(self.starts[numbers], length + 1).astype(np.int64)
+        rows = sliding_window_view(tokens, self.segment_length + 1, axis=1)
+        return rows[:, :: self.segment_length]
+
+
+class Measurement(NamedTuple):
+    """Loss sums in nats and their counts, by document and segment: float64 [documents, segments].
+
+    Attributes:
+        counts: Number of targets.
+        losses: `fresh`, with the memory emptied at the start of the document only; unless the model
+            has no memory also `carried`, over from another document, and `knocked_out`.
+        gains: What the memory takes off the loss, `fresh` and `carried`, if there is one. Of a
+            diffusion model both sides of a difference have the same noise, as have no two `losses`.
+    """
+
+    counts: np.ndarray
+    losses: dict[str, np.ndarray]
+    gains: dict[str, np.ndarray]
+
+    def over(self, sums: np.ndarray, ranges: Sequence[SegmentRange]) -> list[Interval]:
+        """`sums`, one of `losses` or `gains`, per target in each of `ranges`, over documents."""
+        numbers = np.arange(1, sums.shape[1] + 1)
+        inside = np.array([(first <= numbers) & (numbers <= last) for first, last in ranges]).T
+        return bootstrap(sums @ inside, self.counts @ inside)
+
+
+def find_long_documents(context: EvalContext) -> LongDocuments | int:
+    """A sample of long documents of the first split that has some, or the length of the longest.
+
+    The sample depends on nothing but the dataset, the segments and `max_documents`.
+    """
+    length, segments = context.model.config.segment_length, _segments_asked(context)
+    longest = 0
+    for split in reversed(HELD_OUT):
+        if not context.manifest.splits[split].tokens:
+            continue
+        stream = open_split(context.dataset_dir, split)
+        found, start = [np.zeros(0, np.int64)], 0
+        for lengths in stream.lengths():
+            ends = start + np.cumsum(lengths, dtype=np.int64)
+            found.append((ends - lengths)[lengths > segments * length])
+            start, longest = int(ends[-1]), max(longest, int(lengths.max()))
+        starts = np.concatenate(found)
+        if len(starts) >= FEWEST:
+            limit = context.config.evaluation.loss_by_position.max_documents
+            chosen = starts[sample_windows(len(starts), limit)]
+            return LongDocuments(split, stream, chosen, len(starts), segments, length)
+    return longest
+
+
+def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
+    """Score the documents; finished batches are kept, so that an interrupted one resumes."""
+    settings = {"segments": documents.segments, "max_documents": len(documents.starts)}
+    cache = context.cache("loss_by_position", settings)
+    # As many documents as, two of each, fill the windows of a batch.
+    tokens = context.config.evaluation.batch_size * context.config.packing.context_length
+    size = max(1, tokens // (2 * documents.segments * documents.segment_length))
+    parts = []
+    for start in range(0, len(documents.starts), size):
+        numbers = np.arange(start, min(start + size, len(documents.starts)))
+        name = f"{documents.split}-{numbers[0]}-{numbers[-1]}"
+        parts.append(cache.get_or_compute(name, lambda: _score(context, documents, numbers)))  # noqa: B023
+        context.on_windows(len(numbers))
+    kept, emptied, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
+    if context.model.config.memory == "none":
+        return Measurement(counts, {"fresh": kept}, {})
+    first, second = (np.s_[:, : documents.segments], np.s_[:, documents.segments :])
+    # The second document of a sequence is the first one of the next.
+    carried, knocked_out = (np.roll(each[second], 1, axis=0) for each in (kept, emptied))
+    losses = {"fresh": kept[first], "carried": carried, "knocked_out": emptied[first]}
+    gains = {"fresh": emptied[first] - kept[first], "carried": knocked_out - carried}
+    return Measurement(counts[first], losses, gains)
+
+
+def _score(
+    context: EvalContext, documents: LongDocuments, numbers: np.ndarray
+) -> list[list[list[float]]]:
+    """Loss sums with the memory and without, and counts, by segment: three times [B, segments].
+
+    The segments are those of each document and of the next one, which only a memory tells apart.
+    """
+    rows = documents.rows(numbers)
+    if has_memory := context.model.config.memory != "none":
+        following = documents.rows((numbers + 1) % len(documents.starts))
+        rows = np.concatenate([rows, following], axis=1)
+    keys = torch.from_numpy(documents.starts[numbers])
+    batch = Batch(torch.from_numpy(np.ascontiguousarray(rows)), None, None, keys)
+    kept, counts = context.losses(batch)
+    emptied = context.losses(batch, empty_memory=True)[0] if has_memory else kept
+    shape = (*rows.shape[:2], documents.segment_length)
+    return [each.reshape(shape).sum(2).tolist() for each in (kept, emptied, counts)]
+
+
+def _segments_asked(context: EvalContext) -> int:
+    """Segments of each document that the settings ask for; by default those of a window."""
+    whole = context.config.packing.context_length // context.model.config.segment_length
+    return context.config.evaluation.loss_by_position.segments or whole
+
+
+def _find(context: EvalContext) -> LongDocuments | str:
+    """The documents to score, or a sentence that says why there are none."""
+    shape, segments = context.model.config, _segments_asked(context)
+    if shape.bidirectional and shape.memory == "none":
+        return "The model sees a window as a whole and has no memory."
+    if context.manifest.pairs:
+        return "The documents are prompts and answers, which are not scored along their length."
+    if segments < 2:
+        return (
+            "A window has only one segment, so nothing is read from a memory; "
+            "`evaluation.loss_by_position.segments` scores longer documents."
+        )
+    found = find_long_documents(context)
+    if isinstance(found, LongDocuments):
+        return found
+    return (
+        "The loss along documents was not measured: no held-out split has two of more than "
+        f"{segments * shape.segment_length:,} tokens ({segments:,} segments). The longest document "
+        f"has {found:,} tokens; `evaluation.loss_by_position.segments` takes shorter ones."
+    )
+
+
+def _compared(context: EvalContext) -> Split | None:
+    """The split whose windows are scored twice; None if an empty memory makes no difference."""
+    one_segment = context.config.packing.context_length == context.model.config.segment_length
+    if context.model.config.memory == "none" or one_segment:
+        return None
+    return next((split for split in HELD_OUT if context.sample_size(split)), None)
+
+
+def _by_segment(scored: Score) -> Series:
+    """Segments, counted from 1, and their losses; segments without tokens are left out."""
+    points = [(i + 1.0, x) for i, x in enumerate(scored.loss_by_segment) if x is not None]
+    return [number for number, _ in points], [loss for _, loss in points]
+
+
+def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
+    """Long documents with the memory emptied at their start, carried over, and knocked out."""
+    measured = measure(context, documents)
+    if not all(np.isfinite(sums).all() for sums in measured.losses.values()):
+        raise CheckpointError(f"{context.checkpoint}: the loss of a document is not finite")
+    segments, split = documents.segments, documents.split
+    every = [SegmentRange(number, number) for number in range(1, segments + 1)]
+    far = [SegmentRange(start, segments) for start in FROM if start <= segments]
+    losses = {way: measured.over(sums, every) for way, sums in measured.losses.items()}
+    gains = {way: measured.over(sums, every) for way, sums in measured.gains.items()}
+    labels = {way: f"memory {name}" for way, name in WAYS.items()} if gains else {"fresh": "loss"}
+    positions = [each.first + 0.0 for each in every]
+    path = plot_by_position(
+        {labels[way]: (positions, [x.estimate for x in each]) for way, each in losses.items()},
+        {labels[way]: intervals for way, intervals in gains.items()},
+        f"segment of the document ({documents.segment_length:,} tokens each)",
+        context.plots_dir / PICTURE,
+    )
+    named = {"loss": measured.losses["fresh"]}
+    named |= {METRICS[way]: sums for way, sums in measured.gains.items()}
+    found = {
+        f"evaluation/{split}_{name}_from_segment_{each.first}": interval
+        for name, sums in named.items()
+        for each, interval in zip(far, measured.over(sums, far), strict=True)
+    }
+    where = f"on {len(documents.starts):,} documents of the {split} split"
+    if gains:
+        known = measured.over(measured.gains["fresh"], far)
+        summary, is_used = verdict(dict(zip(FROM, known, strict=False)), where), effect(*known[0])
+        to_do = advice(context, is_used=is_used > 0)
+    else:
+        loss = measured.over(measured.losses["fresh"], far)[0]
+        summary = f"The model has no memory: from the 2nd segment on its loss is {loss} {where}."
+        to_do = []
+    return TaskResult(
+        metrics={name: interval.estimate for name, interval in found.items()},
+        intervals={name: (interval.low, interval.high) for name, interval in found.items()},
+        section=f"{_method(documents, measured)}\n\n{_table(documents, measured, far)}",
+        summary=[summary],
+        advice=to_do,
+        pictures=[Picture(path=path, caption="Loss and gain of the memory by segment")],
+        details={
+            "documents": len(documents.starts),
+            "long_documents": documents.found,
+            "loss": losses,
+            "memory_gain": gains,
+        },
+    )
+
+
+def _method(documents: LongDocuments, measured: Measurement) -> str:
+    """What was scored."""
+    chosen, found = len(documents.starts), documents.found
+    which = "all that are" if chosen == found else f"a fixed sample of the {found:,} that are"
+    scored = (
+        f"The first {documents.segments:,} segments of {documents.segment_length:,} tokens of "
+        f"{chosen:,} documents of the {documents.split} split, {which} long enough."
+    )
+    if not measured.gains:
+        return scored
+    return (
+        f"{scored} The weights are the same throughout: the memory is emptied at the start of each "
+        "document, or carries over another document, or is knocked out by emptying it before every "
+        "segment. A gain is how much lower the loss is than with the memory knocked out, in nats "
+        "per token, with an interval of 95% over documents."
+    )
+
+
+def _table(documents: LongDocuments, measured: Measurement, far: Sequence[SegmentRange]) -> str:
+    """Perplexity each way, and what the memory gains, by position."""
+    ways = [f"Perplexity, {WAYS[way]}" for way in measured.losses]
+    gained = [f"Gain, {WAYS[way]}" for way in measured.gains]
+    header = ["Tokens", *(ways if gained else ["Perplexity"]), *gained]
+    growing, length = [*_growing(documents.segments)], documents.segment_length
+    ranges = [*growing, *far]
+    names = [f"{(first - 1) * length + 1:,} to {last * length:,}" for first, last in growing]
+    names += [f"from segment {each.first}" for each in far]
+    perplexities = [
+        [f"{math.exp(min(each.estimate, 700.0)):,.3f}" for each in measured.over(sums, ranges)]
+        for sums in measured.losses.values()
+    ]
+    gains = [[str(each) for each in measured.over(g, ranges)] for g in measured.gains.values()]
+    return table(header, zip(names, *perplexities, *gains, strict=True))
+
+
+def _growing(segments: int) -> Iterator[SegmentRange]:
+    """The 1st segment, the 2nd, the 3rd and 4th, the 5th to 8th, and so on."""
+    first = last = 1
+    while first <= segments:
+        yield SegmentRange(first, last)
+        first, last = last + 1, min(2 * last, segments)
+
+
+def verdict(gains: dict[int, Interval], where: str) -> str:
+    """Whether the weights use the memory: `gains` by the segment from which on they count."""
+    (start, near), *rest = gains.items()
+    gained = effect(*near)
+    if gained > 0:
+        found = "**The memory is used.** Knocking it out raises the loss by"
+    elif gained < 0:
+        found = "**The memory hurts.** The loss with it is higher than with it knocked out, by"
+        rest, near = [], Interval(-near.estimate, -near.high, -near.low)
+    else:
+        found = "**The memory is not used**, as the interval includes 0: it lowers the loss by"
+    further = "".join(f", and from the {first}th on {gain}" for first, gain in rest)
+    return f"{found} {near} nats per token from the {start}nd segment on{further}, {where}."
+
+
+def advice(context: EvalContext, *, is_used: bool) -> list[str]:
+    """How to make the memory learn if it is not used, and how to find out what it is worth."""
+    found = []
+    if not is_used:
+        found.append(
+            "What makes a memory learn, see docs/memory.md: documents and windows of many segments "
+            "(`packing.context_length`), `packing.mode=aligned`, which empties the memory at each "
+            "document, `model.memory_key_shift=true`, and more steps."
+        )
+    if context.config.training.objective == "causal":
+        file = shlex.quote(str(context.run_dir / "config.yaml"))
+        name = context.run_dir.name
+        ours, control = shlex.quote(name), shlex.quote(f"{name}-no-memory")
+        found.append(
+            "Knocking the memory out shows what these weights rely on, not what a memory is worth: "
+            "for that, compare with a control that is trained without one on the same tokens, "
+            f"`infini run --config {file} model.memory=none run.name={control}`, then "
+            f"`infini compare {control} {ours}`."
+        )
+    return found

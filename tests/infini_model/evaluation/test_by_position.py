@@ -1,0 +1,210 @@
+"""The task `loss_by_position`, beside the model itself.
+
+Long documents with the memory emptied at their start, carried over, and knocked out.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from trained_run import make_dataset, make_run, settings
+
+from infini_model.data.loading.stream import open_split
+from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.statistics import Interval
+from infini_model.evaluation.tasks import load_task
+from infini_model.evaluation.tasks.by_position import find_long_documents, measure, verdict
+from infini_model.runtime.errors import UserError
+
+LENGTH, SEGMENTS = 8, 4
+TOKENS = LENGTH * SEGMENTS
+DIFFUSION = {
+    "training.objective": "block_diffusion",
+    "model.vocab_size": 257,
+    "model.mask_token_id": 256,
+    "model.bidirectional": True,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(root, dataset folder, run folder), not to be modified by tests."""
+    root = tmp_path_factory.mktemp("tasks")
+    config = settings(root)
+    make_run(root / "run", config, steps=(40,))
+    return root, make_dataset(root, config), root / "run"
+
+
+@pytest.fixture
+def context_of(made, tmp_path):
+    """The run with other settings of the evaluation, or one with another model."""
+
+    def make(**overrides):
+        root, dataset, run_dir = made
+        config = settings(root, **overrides)
+        if config.model != settings(root).model:
+            run_dir = tmp_path / "run"
+            make_run(run_dir, config, steps=(40,))
+        return EvalContext(run_dir, dataset, config)
+
+    return make
+
+
+def run(task, context):
+    return load_task(task).run(context)
+
+
+def token_losses(model, ids):
+    """The loss of every token after the first, by the model's own logits."""
+    with torch.no_grad():
+        logits = model(ids[None, :-1]).logits[0]
+    return functional.cross_entropy(logits, ids[1:], reduction="none").double()
+
+
+def by_segment(losses):
+    return losses.view(SEGMENTS, LENGTH).sum(1).tolist()
+
+
+def test_a_document_is_scored_three_ways(context_of, made):
+    """Each way as plain forward passes of the model over the document's own tokens compute it."""
+    context = context_of()
+    found = find_long_documents(context)
+    measured = measure(context, found)
+    stream = open_split(made[1], found.split)
+    whole = [stream.document(number) for number in range(stream.documents)]
+    documents = [torch.from_numpy(d[: TOKENS + 1].astype(np.int64)) for d in whole]
+    documents = [d for d in documents if len(d) == TOKENS + 1]
+    assert len(documents) == len(found.starts) == found.found > 3
+    assert (measured.counts == LENGTH).all()
+    for number, document in enumerate(documents):
+        before = documents[number - 1][:-1]
+        alone = [document[i : i + LENGTH + 1] for i in range(0, TOKENS, LENGTH)]
+        expected = {
+            "fresh": by_segment(token_losses(context.model, document)),
+            "carried": by_segment(
+                token_losses(context.model, torch.cat((before, document)))[TOKENS:]
+            ),
+            "knocked_out": [float(token_losses(context.model, each).sum()) for each in alone],
+        }
+        for way, losses in expected.items():
+            assert measured.losses[way][number].tolist() == pytest.approx(losses, rel=1e-5), way
+    for way in ("fresh", "carried"):
+        gain = measured.losses["knocked_out"] - measured.losses[way]
+        assert measured.gains[way] == pytest.approx(gain, abs=1e-4)
+
+
+def test_the_noise_of_diffusion_is_the_same_on_both_sides_of_a_gain(context_of):
+    context = context_of(**DIFFUSION)
+    measured = measure(context, find_long_documents(context))
+    assert measured.gains["fresh"][:, 0] == pytest.approx(0.0, abs=1e-6)
+    # The document before it is in the memory, or not; its own noise is that of its place.
+    assert (np.abs(measured.gains["carried"][:, 0]) > 1e-6).any()
+    assert (np.abs(measured.losses["carried"] - measured.losses["fresh"])[:, 0] > 1e-2).any()
+    fresh = measured.losses["knocked_out"] - measured.losses["fresh"]
+    assert measured.gains["fresh"] == pytest.approx(fresh)
+
+
+def test_batches_do_not_matter_and_finished_ones_are_kept(context_of):
+    context, seen = context_of(), []
+    found = find_long_documents(context)
+    context.on_windows = seen.append
+    once = measure(context, found)
+    assert sum(seen) == len(found.starts) == load_task("loss_by_position").sequences(context)
+    context.losses = None  # an interrupted evaluation that is repeated computes nothing again
+    again = measure(context, found)
+    together = measure(context_of(**{"evaluation.batch_size": 40}), found)
+    for way, losses in once.losses.items():
+        assert (again.losses[way] == losses).all()
+        assert together.losses[way] == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_sample_is_of_the_documents_that_are_long_enough(context_of, made):
+    keys = ("evaluation.loss_by_position.segments", "evaluation.loss_by_position.max_documents")
+    few = find_long_documents(context_of(**{keys[0]: 14, keys[1]: 2}))
+    assert (len(few.starts), few.found, few.segments) == (2, 3, 14)
+    every = find_long_documents(context_of(**{keys[0]: 14}))
+    assert set(few.starts) < set(every.starts)
+    lengths = np.concatenate(list(open_split(made[1], "test").lengths()))
+    starts = np.cumsum(lengths) - lengths
+    assert every.starts.tolist() == starts[lengths > 14 * LENGTH].tolist()
+    # Where test has less than two, validation serves.
+    assert find_long_documents(context_of(**{keys[0]: 20})).split == "validation"
+
+
+def test_gains_have_intervals_over_documents(context_of):
+    context = context_of(**{"evaluation.loss_by_position.segments": 9})
+    measured = measure(context, find_long_documents(context))
+    result = run("loss_by_position", context)
+    for start in (2, 8):
+        gain = measured.gains["fresh"][:, start - 1 :].sum() / measured.counts[:, start - 1 :].sum()
+        name = f"evaluation/test_memory_gain_from_segment_{start}"
+        assert result.metrics[name] == pytest.approx(gain)
+        low, high = result.intervals[name]
+        assert low < gain < high
+        assert f"evaluation/test_loss_from_segment_{start}" in result.intervals
+    score = context.score("validation", empty_memory=True)
+    assert result.metrics["evaluation/validation_loss_without_memory"] == score.loss
+
+
+def test_without_long_documents_the_windows_are_compared(context_of):
+    context = context_of(**{"evaluation.loss_by_position.segments": 1000})
+    longest = find_long_documents(context)
+    result = run("loss_by_position", context)
+    assert f"more than 8,000 tokens (1,000 segments). The longest document has {longest}" in (
+        result.section
+    )
+    assert list(result.metrics) == ["evaluation/validation_loss_without_memory"]
+    assert load_task("loss_by_position").sequences(context) == 0
+
+
+def test_a_model_without_memory_is_a_control(context_of):
+    context = context_of(**{"model.memory": "none"})
+    result = run("loss_by_position", context)
+    assert list(result.metrics) == ["evaluation/test_loss_from_segment_2"]
+    assert result.metrics.keys() == result.intervals.keys()
+    assert "no memory" in result.summary[0]
+    assert load_task("loss_by_position").scores(context) == set()
+    # The same documents and targets as for a model with a memory.
+    assert (find_long_documents(context).starts == find_long_documents(context_of()).starts).all()
+
+
+@pytest.mark.parametrize(
+    ("interval", "begins"),
+    [
+        (Interval(0.05, 0.01, 0.09), "**The memory is used.**"),
+        (Interval(0.05, -0.01, 0.09), "**The memory is not used**"),
+        # As they are shown, these are 0, or hold it.
+        (Interval(-4e-5, -5e-5, -3e-5), "**The memory is not used**"),
+        (Interval(-2e-4, -4e-4, -4e-5), "**The memory is not used**"),
+        (Interval(-0.05, -0.09, -0.01), "**The memory hurts.**"),
+    ],
+)
+def test_the_verdict_follows_the_interval_as_it_is_shown(interval, begins):
+    found = verdict({2: interval, 8: interval}, "on 5 documents")
+    assert found.startswith(begins)
+    assert "-0.0000" not in found
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "expected"),
+    [
+        ("likelihood_bound", {}, "The model is causal: its loss is the likelihood itself."),
+        ("passkey", DIFFUSION, "Not measured: the questions are for a causal model"),
+        ("recall", DIFFUSION, "Not measured: the questions are for a causal model"),
+        ("loss_by_position", {"packing.context_length": 8}, "A window has only one segment"),
+    ],
+)
+def test_why_nothing_is_measured_is_said_in_one_line(context_of, task, overrides, expected):
+    context = context_of(**overrides)
+    load_task(task).check(context)
+    result = run(task, context)
+    assert result.section.startswith(expected)
+    assert "\n" not in result.section
+    assert result.metrics == {}
+    assert result.pictures == result.advice == []
+
+
+def test_a_sample_with_guidance_is_refused_where_a_memory_holds_the_prompt(context_of):
+    context = context_of(**DIFFUSION, **{"evaluation.sample.unmasking.cfg_scale": 1.0})
+    with pytest.raises(UserError, match="cfg_scale: needs a model without memory"):
+        load_task("sample").check(context)

@@ -148,18 +148,22 @@ def _slices(handle: Any) -> Iterator[Any]:
             yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
 
 
-def _find(identifier: str, count: int) -> Any:
-    """The handle of a GPU by its number, or of a GPU or slice by the beginning of its UUID.
+def _find(identifier: str, count: int) -> tuple[Any, int]:
+    """A GPU by its number, or a GPU or slice by the beginning of its UUID.
 
-    Raises `NVMLError` if there is none, or several.
+    Returns its handle, and the number of the GPU. Raises `NVMLError` if there is none, or several.
     """
     import pynvml
 
     if identifier.isdecimal():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(identifier))
-    whole = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-    handles = [each for handle in whole for each in (handle, *_slices(handle))]
-    found = [each for each in handles if str(pynvml.nvmlDeviceGetUUID(each)).startswith(identifier)]
+        return pynvml.nvmlDeviceGetHandleByIndex(int(identifier)), int(identifier)
+    found = [
+        (handle, number)
+        for number in range(count)
+        for whole in [pynvml.nvmlDeviceGetHandleByIndex(number)]
+        for handle in (whole, *_slices(whole))
+        if str(pynvml.nvmlDeviceGetUUID(handle)).startswith(identifier)
+    ]
     if len(found) != 1:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
     return found[0]
@@ -169,35 +173,21 @@ def _query_nvml(identifier: str, count: int) -> Gpu:
     import pynvml
 
     try:
-        handle = _find(identifier, count)
-        whole = _whole(handle)
-        number = int(pynvml.nvmlDeviceGetIndex(whole))
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        handle, number = _find(identifier, count)
+        whole = pynvml.nvmlDeviceGetHandleByIndex(number)
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(whole)
-        name, uuid = (
-            str(get(handle)) for get in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID)
-        )
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
     except pynvml.NVMLError as error:
         raise DeviceError(
             f"CUDA_VISIBLE_DEVICES: {identifier} does not exist; this machine has {count} GPUs"
         ) from error
-    try:
-        busy = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except pynvml.NVMLError:
-        # Not available for a MIG slice.
-        busy = 0
-    free, total = int(memory.free), int(memory.total)
-    return Gpu(identifier, number, name, free, total, busy, uuid, (int(major), int(minor)))
-
-
-def _whole(handle: Any) -> Any:
-    """The GPU that a slice is on; a whole GPU itself."""
-    import pynvml
-
-    # Fails for a whole GPU.
+    busy = 0
+    # Not available for a MIG slice.
     with contextlib.suppress(pynvml.NVMLError):
-        handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    return handle
+        busy = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    free, total, capability = int(memory.free), int(memory.total), (int(major), int(minor))
+    return Gpu(identifier, number, str(name), free, total, busy, str(uuid), capability)
 
 
 def _list_with_torch(visible: list[str] | None) -> list[Gpu]:

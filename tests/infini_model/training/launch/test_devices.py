@@ -52,7 +52,6 @@ def driver(monkeypatch):
         "DeviceGetCount": lambda: len(WHOLE),
         "DeviceGetHandleByIndex": lambda index: WHOLE[index] if index < 2 else refuse(),
         "DeviceGetUUID": lambda handle: handle,
-        "DeviceGetIndex": WHOLE.index,
         "DeviceGetName": lambda handle: "NVIDIA H100",
         "DeviceGetMemoryInfo": lambda handle: SimpleNamespace(free=8 << 30, total=9 << 30),
         "DeviceGetCudaComputeCapability": lambda handle: (9, 0),
@@ -60,9 +59,6 @@ def driver(monkeypatch):
         "DeviceGetMigMode": mode,
         "DeviceGetMaxMigDeviceCount": lambda handle: 7,
         "DeviceGetMigDeviceHandleByIndex": slice_of,
-        "DeviceGetDeviceHandleFromMigDeviceHandle": lambda handle: (
-            WHOLE[1] if handle in SLICES else refuse()
-        ),
     }
     for name, reply in replies.items():
         monkeypatch.setattr(pynvml, f"nvml{name}", reply)

@@ -12,13 +12,17 @@ import psutil
 
 from infini_model.training.callbacks import Callback, Evaluation, Step
 
-# Python reads it at its start. A rank that has logged a step writes a file and stops itself; the
-# file keeps it from stopping again when the step is repeated.
-_SITE = """
+# Python reads a sitecustomize.py at its start: what follows this is run by ranks alone.
+IN_A_RANK = """
 import sys
 if "infini_model.training" in sys.orig_argv and not {{
     "infini_model.runtime.processes", "infini_model.training.launch.torchrun"
-}} & set(sys.orig_argv):
+}} & set(sys.orig_argv):"""
+# A rank that has logged a step writes a file and stops itself; the file keeps it from stopping
+# again when the step is repeated.
+_SITE = (
+    IN_A_RANK
+    + """
     import logging, os, pathlib, signal
     rank = os.environ.get("RANK", "0")
     run = pathlib.Path(sys.orig_argv[sys.orig_argv.index("--run-dir") + 1]).name
@@ -35,6 +39,7 @@ if "infini_model.training" in sys.orig_argv and not {{
                 halt(step)
     logging.Logger.callHandlers = call_handlers_and_halt
 """
+)
 
 
 class StopAfter(Callback):

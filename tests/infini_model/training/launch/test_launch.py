@@ -13,7 +13,7 @@ import pytest
 from commands import PATIENCE, eventually
 from curves import repeatable, weights
 from disks import frozen
-from stopping import Halt, is_pending
+from stopping import IN_A_RANK, Halt, is_pending
 from trainings import trainers
 
 from infini_model.config import dump_config, merge
@@ -24,14 +24,15 @@ from infini_model.runtime import owner, processes
 from infini_model.runtime.errors import DataError, DeviceError, RunLostError, UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
-from infini_model.training import AGENT
-from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training import AGENT as AGENT_ID
+from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
 from infini_model.training.launch import heartbeat, launcher
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.launch.launcher import launch
 from infini_model.training.train import train
 
+AGENT = "infini_model.training.launch.torchrun"
 BY_HAND = ["-m", "infini_model.training"]
 LAUNCH = [
     "-c",
@@ -53,12 +54,10 @@ LONG = {
 PAIR = merge(LONG, {"training": {"batch_size": 4}, "launch": {"processes": 2}})
 # For ranks that halt for the test.
 PATIENT = {"launch": {"hang_timeout_seconds": PATIENCE}}
-# Python reads it at its start; a rank then runs `fault` after every forward pass.
-SITE = """
-import sys
-if "infini_model.training" in sys.orig_argv and not {{
-    "infini_model.runtime.processes", "infini_model.training.launch.torchrun"
-}} & set(sys.orig_argv):
+# A rank runs `fault` after every forward pass.
+SITE = (
+    IN_A_RANK
+    + """
     import os, signal, time, torch
     def fault(inputs, loss):
         {fault}
@@ -66,12 +65,11 @@ if "infini_model.training" in sys.orig_argv and not {{
         return fault(args[0], output) if type(module).__name__ == "LossModule" else None
     torch.nn.modules.module.register_module_forward_hook(hook)
 """
-# The same for a rank that hangs, until it is released, after a call of the method at `place`.
-HANG = """
-import sys
-if "infini_model.training" in sys.orig_argv and not {{
-    "infini_model.runtime.processes", "infini_model.training.launch.torchrun"
-}} & set(sys.orig_argv):
+)
+# A rank hangs, until it is released, after a call of the method at `place`.
+HANG = (
+    IN_A_RANK
+    + """
     import os, pathlib, pkgutil, time
     from infini_model.data.loading.loader import Loader
     folder, batches = pathlib.Path({folder!r}), []
@@ -92,18 +90,17 @@ if "infini_model.training" in sys.orig_argv and not {{
     if os.environ.get("RANK", "0") == "{rank}":
         patch({place!r}, lambda: len(batches) >= 3 and hang())
 """
-
-
-def ranks(run_dir):
-    agents = "infini_model.training.launch.torchrun"
-    everyone = [p for p in trainers(run_dir) if agents not in p.info["cmdline"]]
-    return [p for p in everyone if "infini_model.training" in p.info["cmdline"]]
+)
 
 
 def agent(run_dir):
-    name = "infini_model.training.launch.torchrun"
-    (found,) = [p for p in trainers(run_dir) if name in p.info["cmdline"]]
+    (found,) = [p for p in trainers(run_dir) if AGENT in p.info["cmdline"]]
     return found
+
+
+def ranks(run_dir):
+    everyone = [p for p in trainers(run_dir) if AGENT not in p.info["cmdline"]]
+    return [p for p in everyone if "infini_model.training" in p.info["cmdline"]]
 
 
 def rank_of(run_dir, number):
@@ -292,7 +289,7 @@ def test_a_folder_that_turns_read_only_is_named_and_the_run_resumes_once_it_is_w
 @pytest.mark.story
 @pytest.mark.parametrize(
     ("pid", "rank"),
-    [("os.getpid()", 1), (f"int(os.environ[{AGENT!r}])", None)],
+    [("os.getpid()", 1), (f"int(os.environ[{AGENT_ID!r}])", None)],
     ids=["rank", "agent"],
 )
 def test_a_stopped_process_is_a_hang_that_names_it(
@@ -471,16 +468,14 @@ def test_ranks_share_cores_and_what_a_user_has_set_stays(monkeypatch):
     for name in ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launcher, "available_cores", lambda: 100)
-    gpus = [Gpu(str(n), n, "NVIDIA H100", 0, 0, 0, str(n)) for n in range(2)]
-    alone, both = (launcher._environment(each, len(each)) for each in (gpus[:1], gpus))
-    assert (alone["OMP_NUM_THREADS"], both["OMP_NUM_THREADS"]) == ("100", "50")
-    assert alone["TORCHINDUCTOR_COMPILE_THREADS"] == "32"
-    assert both["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    gpu = Gpu("0", 0, "NVIDIA H100", 0, 0, 0, "GPU-0")
+    shared = launcher._environment([gpu], 2)
+    assert (shared["OMP_NUM_THREADS"], shared["TORCHINDUCTOR_COMPILE_THREADS"]) == ("50", "32")
+    assert shared["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     own = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    kept = launcher._environment(gpus, 2)
-    assert not kept.keys() & {*own, "PYTORCH_ALLOC_CONF"}
+    assert not launcher._environment([gpu], 2).keys() & {*own, "PYTORCH_ALLOC_CONF"}
 
 
 def test_what_lets_no_training_begin_is_named_in_one_line(

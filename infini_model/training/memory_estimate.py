@@ -108,8 +108,10 @@ def gib(size: int) -> str:
 
 
 class _Parameters(NamedTuple):
-    """Bytes of the parameters of a model: of a layer, of what is outside the layers, of all; and of
-    each tensor that is trained."""
+    """Bytes of the parameters of a model.
+
+    Those of a layer, of what is outside the layers, of all, and of each tensor that is trained.
+    """
 
     layer: int
     root: int

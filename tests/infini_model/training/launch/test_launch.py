@@ -25,7 +25,7 @@ from infini_model.runtime.errors import DataError, DeviceError, RunLostError, Us
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
 from infini_model.training import AGENT as AGENT_ID
-from infini_model.training.checkpoints.checkpoint import newest_checkpoint, read_position
+from infini_model.training.checkpoint import newest_checkpoint, read_state
 from infini_model.training.launch import heartbeat, launcher
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.failures import TrainingFailure

@@ -64,6 +64,8 @@ def window(tokens: int | None, own: int = 32) -> Form:
         state: LayerState | None,  # noqa: ARG001 - it trains and scores whole sequences
         reset: Tensor | None,
         streams: int = 1,  # noqa: ARG001
+        *,
+        keep_state: bool = True,  # noqa: ARG001
     ) -> tuple[Tensor, LayerState]:
         q, k, v = self.project(x)
         whole = _rope(x.size(1), self.head_dim, self.config.rope_theta, x.device)

@@ -30,7 +30,8 @@ from infini_model.model.loss import IGNORED
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import Inputs, Reduction
 from infini_model.runtime.runs import MODEL
-from infini_model.training import loop, parts
+from infini_model.training import setup
+from infini_model.training.train import train as run_training
 
 SEGMENT, WIDTH = 32, 64
 SEGMENTS_PER_STEP = 128
@@ -119,8 +120,8 @@ def train(
         text.write_text("." * (SEGMENTS_PER_STEP * SEGMENT + 1))
         config = settings(model, seed, steps, lengths, text)
         build_dataset(download(config.data, folder), config.data, folder)
-        with mock.patch.object(parts, "make_objective", partial(Drawn, draw)):
-            outcome = loop.train(config, folder / "datasets" / "latest", folder / "run")
+        with mock.patch.object(setup, "make_objective", partial(Drawn, draw)):
+            outcome = run_training(config, folder / "datasets" / "latest", folder / "run")
         if outcome.stopped_by is not None:
             raise InterruptedError(f"stopped by signal {outcome.stopped_by}")
         return InfiniLlama.from_pretrained(folder / "run" / MODEL)

@@ -5,7 +5,7 @@ import torch
 from curves import curve
 
 from infini_model.objectives.causal import CausalLM
-from infini_model.training import parts
+from infini_model.training import setup
 from infini_model.training.train import train
 
 
@@ -30,7 +30,7 @@ def test_a_random_objective_trains_the_same_in_batches_of_any_size(
     dataset, make_config, tmp_path, monkeypatch
 ):
     """Masks that depend on the windows alone, as those need that resume to the same bits."""
-    monkeypatch.setattr(parts, "make_objective", lambda config: Cloze(config.run.seed))
+    monkeypatch.setattr(setup, "make_objective", lambda config: Cloze(config.run.seed))
     # Micro-batches then have different numbers of targets.
     packing = {"mode": "document", "remainder": "pad"}
     for name, size, accumulation in (("whole", 8, 1), ("parts", 2, 4)):

@@ -21,8 +21,8 @@ from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
+from infini_model.training.model_shape import with_objective, with_vocabulary
 from infini_model.training.optimizer import make_optimizer
-from infini_model.training.resolve import with_objective, with_vocabulary
 
 PRESET, VOCABULARY, TOKENS = "quickstart", 2048, 1024
 QUICKSTART, LINEAR = "causal, residual", "causal, linear"

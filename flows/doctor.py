@@ -27,7 +27,7 @@ from infini_model.runtime.machine import (
 )
 from infini_model.training.launch.devices import find_driver, list_gpus, nvml_error, torch_cuda
 from infini_model.training.memory_estimate import Machine, Need, advice
-from infini_model.training.resolve import UnknownShapeError, known_shape
+from infini_model.training.model_shape import UnknownShapeError, known_shape
 
 GIB = 1 << 30
 NEEDED_DISK_GIB = 5

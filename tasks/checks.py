@@ -14,7 +14,7 @@ from infini_model.runtime.stored_runs import refresh_runs
 from infini_model.training.initial_weights import InitialWeights
 from infini_model.training.launch.devices import choose_gpus
 from infini_model.training.memory_estimate import Machine, check_memory
-from infini_model.training.resolve import (
+from infini_model.training.model_shape import (
     UnknownShapeError,
     check_kernels,
     known_shape,

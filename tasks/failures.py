@@ -31,7 +31,7 @@ from infini_model.data.manifest import read_manifest
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.memory_estimate import SMALLER, Machine, advice
-from infini_model.training.resolve import UnknownShapeError, known_shape, with_vocabulary
+from infini_model.training.model_shape import UnknownShapeError, known_shape, with_vocabulary
 from infini_model.training.run_status import saved_step
 from tasks import artifacts
 from tasks.flow_run import library_logged

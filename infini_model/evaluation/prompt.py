@@ -60,7 +60,7 @@ def load_checkpoint(config: Config, checkpoint: Path) -> tuple[Path, InfiniLlama
         model_dir,
         device=device,
         attention_backend=config.launch.attention_backend,
-        operands=resolve_precision(config.training.precision, device),
+        precision=resolve_precision(config.training.precision, device),
     )
     return model_dir, model, tokenizer
 
@@ -95,8 +95,7 @@ def new_tokens(
     """Stream at most `settings.max_new_tokens` tokens that follow `ids`, without the end of text.
 
     One by one from a causal model, block by block from one of diffusion. Errors are those of
-    `infini_model.model.generate.generate` and
-    `infini_model.model.unmask.unmask`.
+    `infini_model.model.generate.generate` and `infini_model.model.unmask.unmask`.
     """
     draw: dict[str, Any] = settings.model_dump(
         include={"max_new_tokens", "temperature", "top_k", "top_p"}
@@ -155,7 +154,7 @@ class Conversation:
         self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
         self._template = template
         self._rng = np.random.default_rng(seed)
-        self._operands = LowPrecisionWeights(model, model.precision)
+        self._weights = LowPrecisionWeights(model, model.precision)
         self._state = model.empty_state(1)
         self._after_answer = ""
 
@@ -187,7 +186,7 @@ class Conversation:
     def _read(self, ids: list[int]) -> torch.Tensor:
         """Add tokens to the state; returns the logits after the last one, [1, vocab_size]."""
         model, device = self._model, self._model.lm_head.weight.device
-        with self._operands, model.precision.autocast(device):
+        with self._weights, model.precision.autocast(device):
             for start in range(0, len(ids), PREFILL_TOKENS):
                 chunk = torch.tensor([ids[start : start + PREFILL_TOKENS]], device=device)
                 hidden, self._state = model.extend(chunk, self._state)

@@ -94,8 +94,8 @@ def stream(
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     ids, lengths = _pad(prompts, model.lm_head.out_features)
     generators = [np.random.default_rng((seed, row)) for row in rows or range(len(lengths))]
-    operands = LowPrecisionWeights(model, model.precision)
-    with operands:
+    weights = LowPrecisionWeights(model, model.precision)
+    with weights:
         logits, state = read_prompts(model, ids, lengths, prefill_tokens)
     ended = [False] * len(lengths)
     for number in range(1, max_new_tokens + 1):
@@ -106,7 +106,7 @@ def stream(
         ended = [end or token == eos_token_id for token, end in zip(sampled, ended, strict=True)]
         if all(ended) or number == max_new_tokens:
             return
-        with operands:
+        with weights:
             logits, state = _next_logits(model, tokens, state)
 
 

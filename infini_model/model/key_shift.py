@@ -67,7 +67,7 @@ def streams_with_previous(x: Tensor, share: Tensor, starts: Tensor, segment_leng
     return out.view_as(segments).transpose(1, 2).flatten(2, 3)
 
 
-@operator("shift", lambda *inputs: torch.empty_like(inputs[0]))
+@operator("shift", lambda *inputs: torch.empty_like(inputs[0]), takes=lambda _: True)
 def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
     """lerp(k_t, k_{t−1}, μ_t); the first token keeps its own key.
 

@@ -134,9 +134,18 @@ class InfiniLlama(nn.Module):
         """The inputs of `lm_head`, [B, T, hidden], of whole texts, given as to `forward`.
 
         Objectives compute their losses from this: no state is built.
+
+        Raises:
+            ValueError: `input_ids` is not [B, T].
         """
+        self._check_shape(input_ids)
         hidden: Tensor = self.model(input_ids, reset=reset, keep_state=False)[0]
         return hidden
+
+    @staticmethod
+    def _check_shape(input_ids: Tensor) -> None:
+        if input_ids.dim() != 2 or input_ids.size(1) == 0:
+            raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
 
     def two_stream_forward(
         self, noisy_ids: Tensor, clean_ids: Tensor, reset: Tensor | None = None
@@ -169,11 +178,12 @@ class InfiniLlama(nn.Module):
         Returns:
             The inputs of `lm_head`, [B, T, hidden], and the state after the last token.
         """
-        if input_ids.dim() != 2 or input_ids.size(1) == 0:
-            raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
+        self._check_shape(input_ids)
         if state is None:
             hidden, layers = self.model(input_ids, reset=reset)
-            return hidden, State(layers, torch.full((len(input_ids),), input_ids.size(1)))
+            return hidden, State(
+                layers, torch.full((len(input_ids),), input_ids.size(1), device="cpu")
+            )
         self._refuse_without_state()
         length, parts, start = self.config.segment_length, [], 0
         if len(state.position) != input_ids.size(0):

@@ -68,15 +68,15 @@ def unmask(
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     mask, length = _check(model, prompt, settings), model.config.segment_length
     end = -1 if eos_token_id is None else eos_token_id
-    operands = LowPrecisionWeights(model, model.precision)
-    with operands:
+    weights = LowPrecisionWeights(model, model.precision)
+    with weights:
         state, known = _read(model, prompt)
     new = max_new_tokens if state is not None else min(max_new_tokens, length - len(known))
     left, step = new, 0
 
     def predict(ids: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens at the positions `masked` of a segment, and the confidence in each."""
-        with operands:
+        with weights:
             logits = _logits(model, ids, masked, len(known), mask, settings.cfg_scale, state)
         drawn = uniform(hashed(seed, step, masked))
         tokens = sample_tokens(logits, temperature, top_k, top_p, drawn)
@@ -108,7 +108,7 @@ def unmask(
             yield complete
         left -= stop - len(known)
         if left and state is not None:
-            with operands:
+            with weights:
                 state = _extended(model, ids, state)
             known = []
 

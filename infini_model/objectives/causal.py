@@ -33,7 +33,7 @@ class CausalLM:
         if valid is not None:
             labels = labels.masked_fill(positions >= valid.unsqueeze(2), IGNORED)
         if prompts is not None:
-            # TrainerState i predicts token i + 1.
+            # Position i predicts token i + 1.
             labels = labels.masked_fill(positions + 1 < prompts.unsqueeze(2), IGNORED)
         labels = labels.flatten(1)
         ids, counted = tokens.narrow(2, 0, length).flatten(1), labels != IGNORED

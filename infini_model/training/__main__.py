@@ -97,7 +97,10 @@ def _report_failure(error: Exception, rank: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; a failure is printed and saved in the run folder. Returns the exit status."""
+    """Train; a failure is printed, and saved for the launcher if there is one.
+
+    Returns the exit status.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(int(os.environ.get(AGENT, os.getppid())))
     arguments = _parse(argv)

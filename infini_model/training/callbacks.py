@@ -97,7 +97,10 @@ class Callback:
         """A collective operation of the step starts, which may wait for the other ranks."""
 
     def after_gradients(self) -> None:
-        """This rank's gradients are computed; it has not waited for the others' losses yet."""
+        """This rank's gradients are computed, or launched on a GPU.
+
+        It has not waited for the others' losses yet.
+        """
 
     def on_non_finite(self, step: Step) -> None:
         """The loss or a gradient is NaN or infinite; the weights are those from before the step.

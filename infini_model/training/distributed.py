@@ -75,7 +75,7 @@ class World:
         """The `text` of each rank, on every rank."""
         own = _as_tensor(text.encode()).to(self.device)
         sizes = self.all_gather(torch.tensor([len(own)], device=self.device)).flatten().tolist()
-        padded = own.new_zeros(max(sizes))
+        padded = own.new_zeros(max(1, *sizes))
         padded[: len(own)] = own
         rows = zip(self.all_gather(padded), sizes, strict=True)
         return [_as_bytes(row[:size]).decode() for row, size in rows]

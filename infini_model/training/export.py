@@ -33,7 +33,7 @@ from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import atomic_folder, dump_json
 from infini_model.training.initial_weights import fetch_folder
-from infini_model.training.resolve import check_kernels
+from infini_model.training.model_shape import check_kernels
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # What `transformers` itself writes for a model that reads texts of any length.
@@ -45,12 +45,12 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     attention_backend: AttentionBackend = "auto",
-    operands: Precision | None = None,
+    precision: Precision | None = None,
 ) -> InfiniLlama:
     """The model in `folder`, in eval mode: whole weights, or an adapter that names them.
 
     An adapter is not merged, so that the model computes what it was trained to. The weights that it
-    names come from their folder, or from the hub and its local cache. `operands` is the precision
+    names come from their folder, or from the hub and its local cache. `precision` is that
     of the model if its weights need no other: its device never holds both.
 
     Raises:
@@ -64,9 +64,9 @@ def load_model(
     if is_adapter_folder(folder):
         base, adapter = _base_of(folder), folder
     model = InfiniLlama.from_pretrained(base, adapter=adapter, attention_backend=attention_backend)
-    if operands is not None:
-        model.precision = operands
-        LowPrecisionWeights(model, operands).swap()
+    if precision is not None:
+        model.precision = precision
+        LowPrecisionWeights(model, precision).swap()
     return model.to(device).eval()
 
 

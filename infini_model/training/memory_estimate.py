@@ -2,8 +2,8 @@
 
 The weights, gradients and moments are counted, from the model itself on the meta device. What a
 step takes besides is a formula, which `benchmarks.memory_estimate` compares with what PyTorch's
-MemTracker counts. So a training is refused only where the first alone do not fit. Where both do
-not, it is warned: out of memory, it would divide its micro-batches.
+MemTracker counts. A training is refused only if the first alone do not fit. If both together do
+not, there is only a warning: a training that runs out of memory divides its micro-batches.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEst
     """What one of `processes` processes needs in a step of the training that `config` describes.
 
     `config.model` is that of the model itself, its vocabulary included (see
-    `infini_model.training.resolve`). What Python, libraries, the CUDA context and fragmentation
+    `infini_model.training.model_shape`). What Python, libraries, the CUDA context and fragmentation
     take comes on top.
     """
     parameters = _parameters(config.model, config.training.lora)
@@ -259,11 +259,13 @@ def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = Fals
     fit, where it is certainly more and `launch.force` is false.
     """
     need = Need.of(config, machine)
-    told = functools.partial(advice, config, machine, is_pretrained=is_pretrained)
+    remedy = functools.partial(advice, config, machine, is_pretrained=is_pretrained)
     if not config.launch.force and (lack := need.shortage(for_certain=True)):
-        raise ConfigError(f"not enough memory: {lack}; {told()}; launch.force=true runs it anyway")
+        raise ConfigError(
+            f"not enough memory: {lack}; {remedy()}; launch.force=true runs it anyway"
+        )
     if lack := need.shortage():
-        log.warning("the memory may not suffice: %s; %s", lack, told())
+        log.warning("the memory may not suffice: %s; %s", lack, remedy())
     return need
 
 

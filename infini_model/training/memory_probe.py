@@ -66,7 +66,7 @@ class MemoryReports(Callback):
                     "memory/probe_gain": probe.gain,
                     "memory/probe_gain_error": probe.error,
                 }
-                found = {name: value for name, value in found.items() if math.isfinite(value)}
+        found = {name: value for name, value in found.items() if math.isfinite(value)}
         self._newest |= found | {"step": evaluation.step}
         if setup.world.is_main:
             for kind, sentence in self._findings():

@@ -54,9 +54,9 @@ from infini_model.training.initial_weights import (
 )
 from infini_model.training.launch.recovery import BatchPlan, Recovery, read_recovery
 from infini_model.training.memory_estimate import Machine, check_memory
+from infini_model.training.model_shape import check_kernels, with_objective, with_vocabulary
 from infini_model.training.optimizer import LossScaler, make_optimizer
 from infini_model.training.parallel import TrainModule, build_module
-from infini_model.training.resolve import check_kernels, with_objective, with_vocabulary
 
 log = logging.getLogger(__name__)
 

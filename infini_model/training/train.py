@@ -6,9 +6,10 @@ that is interrupted and resumed takes bit-identical steps: its state is the weig
 moments, the step and the number of windows seen. Checkpoints are written in the background; no
 rank exits before the last one is on disk.
 
-The host never waits for the step that a GPU is computing: what a step found is read one step late,
-but for a step that is followed by a validation, a checkpoint or the end. So whether an update is
-taken is decided on the device. After a NaN no update is, until the host has read of it.
+On a GPU the loop does not wait for the step being computed: what a step found is read one step
+late, but for a step that is followed by a validation, a checkpoint or the end. So whether an
+update is taken is decided on the device. After a NaN no update is, until the host has read of it.
+(Masked and block diffusion wait once a micro-batch, to select the masked positions.)
 """
 
 from __future__ import annotations
@@ -137,9 +138,11 @@ def compute_gradients(
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step whose numbers may still be computed by the device; `numbers` are on the host then.
+    """A step that the device may still be computing.
 
-    `scaler` is the state of fp16's loss scale with which its gradients were computed.
+    `numbers` are valid once `ready` has happened. `began` is when the step began, and `after` the
+    event on the device after which it did. `scaler` is the state of fp16's loss scale with which
+    its gradients were computed.
     """
 
     number: int
@@ -147,6 +150,8 @@ class LaunchedStep:
     first_window: int
     batches: Sequence[Batch]
     wait_seconds: float
+    began: float
+    after: torch.cuda.Event | None
     numbers: Tensor
     ready: torch.cuda.Event | None
     scaler: Sequence[Tensor]
@@ -169,7 +174,6 @@ class Trainer:
         # On the device: whether a step since the start was not finite.
         self._failed = torch.zeros((), dtype=torch.bool, device=self.world.device)
         self._unread: LaunchedStep | None = None
-        self._read_at = time.perf_counter()
         self._callbacks = Callbacks([*callbacks, *default_callbacks(self)])
 
     @property
@@ -201,8 +205,8 @@ class Trainer:
         """One optimizer step on the next global batch. Re-raises checkpoint writer errors."""
         self.checkpointer.writer.check()
         self._callbacks.call(Callback.before_step)
-        if self._unread is None:
-            self._read_at = time.perf_counter()
+        began = time.perf_counter()
+        after = self._unread.ready if self._unread else _recorded_event(self.world.device)
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
         batches = self._next_batches()
         scale_before = [tensor.clone() for tensor in self.scaler.tensors]
@@ -230,15 +234,17 @@ class Trainer:
 
         self._read()
         found = [loss, rank_loss[0], norm, overflowed, *sums[1:], *self.scaler.tensors[:1]]
-        numbers, ready = _to_host(torch.stack([number.double() for number in found]))
+        numbers = _to_host(torch.stack([number.double() for number in found]))
         self._unread = LaunchedStep(
             number=self.step,
             learning_rate=rate,
             first_window=self.loader.samples_seen - self.loader.global_batch,
             batches=batches,
             wait_seconds=self.loader.wait_seconds,
+            began=began,
+            after=after,
             numbers=numbers,
-            ready=ready,
+            ready=_recorded_event(self.world.device),
             scaler=scale_before,
         )
         logging, checkpoint = self.config.logging, self.config.checkpoint
@@ -269,11 +275,13 @@ class Trainer:
         launched, self._unread = self._unread, None
         if launched is None:
             return
-        if launched.ready is not None:
+        seconds = time.perf_counter() - launched.began
+        if launched.after is not None and launched.ready is not None:
             launched.ready.synchronize()
+            seconds = launched.after.elapsed_time(launched.ready) / 1000.0
         loss, rank_loss, norm, overflowed, *others = launched.numbers.tolist()
         self.stopped_by = self.stopped_by or received_stop(others[: len(STOPS)])
-        total, now = self.config.training.total_steps, time.perf_counter()
+        total = self.config.training.total_steps
         step = Step(
             number=launched.number,
             total=total,
@@ -285,12 +293,11 @@ class Trainer:
             overflowed=bool(overflowed),
             first_window=launched.first_window,
             batches=launched.batches,
-            seconds=now - self._read_at,
+            seconds=seconds,
             wait_seconds=launched.wait_seconds,
             logged=launched.number % self.config.logging.logging_steps == 0
             or launched.number == total,
         )
-        self._read_at = now
         if not step.is_finite:
             self.scaler.restore(launched.scaler)
             self._callbacks.call(Callback.on_non_finite, step)
@@ -364,7 +371,7 @@ class Trainer:
         self.world.barrier()
 
     def close(self, status: Status) -> None:
-        """Stop the threads; the sinks get a bounded time to flush."""
+        """Stop the threads; the exporters get a bounded time to flush."""
         with contextlib.ExitStack() as closing:  # the last one first, each whatever others raise
             closing.callback(self._callbacks.end, status)
             closing.callback(self.model.close)
@@ -373,15 +380,21 @@ class Trainer:
             self.expect_long_work()
 
 
-def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """`numbers` on the host once the event has happened; without one they are there."""
+def _to_host(numbers: Tensor) -> Tensor:
+    """A copy of `numbers` on the host, valid once the device has come there."""
     if not numbers.is_cuda:
-        return numbers, None
+        return numbers
     host = torch.empty_like(numbers, device="cpu", pin_memory=True)
-    host.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return host.copy_(numbers, non_blocking=True)
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event that happens when the device comes here; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
-    return host, event
+    return event
 
 
 def default_callbacks(trainer: Trainer) -> list[Callback]:

@@ -28,7 +28,7 @@ from flows.presets import configure
 from flows.serving.deploy import HEARTBEAT_TIMEOUT
 from infini_model.config import Config
 from infini_model.training.memory_estimate import GIB, Machine, Need
-from infini_model.training.resolve import known_shape
+from infini_model.training.model_shape import known_shape
 
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
 SCHEMAS = Path(__file__).with_name("schemas")

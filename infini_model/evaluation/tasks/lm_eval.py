@@ -135,9 +135,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         return self.score([(context, ids) for _, context, ids in requests])
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """The log-likelihood in nats of each continuation after its context, which may be empty.
+        """Score each continuation after its context, which may be empty.
 
-        And whether each token of it is the most likely one.
+        Returns:
+            Its log-likelihood in nats, and whether each token of it is the most likely one.
         """
         windows = [
             window
@@ -358,7 +359,7 @@ def load_tasks(settings: LmEvalConfig) -> dict[str, dict[str, Any]]:
     with _quiet():
         # Listing the harness's own 15,000 tasks takes a while.
         manager = TaskManager(include_path=folder and str(folder), include_defaults=folder is None)
-        if not set(settings.tasks) <= set(manager.all_tasks):
+        if folder is not None and not set(settings.tasks) <= set(manager.all_tasks):
             manager = TaskManager(include_path=folder and str(folder))
         return {name: _load(name, manager, settings) for name in settings.tasks}
 
@@ -391,7 +392,7 @@ def _measure(name: str, loaded: dict[str, Any], context: EvalContext) -> list[Me
         context.on_windows(done - reported)
         reported = done
 
-    def measure() -> list[Measured]:
+    def measure() -> list[dict[str, Any]]:
         model = HarnessModel(
             context.model,
             load_dataset_tokenizer(context.dataset_dir),
@@ -413,7 +414,7 @@ def _measure(name: str, loaded: dict[str, Any], context: EvalContext) -> list[Me
                 bootstrap_iters=RESAMPLES,
                 confirm_run_unsafe_code=False,
             )
-        return [*_read(results, loaded["tasks"])]
+        return [each._asdict() for each in _read(results, loaded["tasks"])]
 
     # The configurations and documents as they are after the tasks' own processing.
     contents = [
@@ -422,7 +423,7 @@ def _measure(name: str, loaded: dict[str, Any], context: EvalContext) -> list[Me
     identity = {"content": content_key(contents), "limit": limit, "harness": version("lm_eval")}
     kept = context.cache("lm_eval", identity).get_or_compute("measured", measure)
     report(1.0)
-    return [Measured(*each) for each in kept]
+    return [Measured(**each) for each in kept]
 
 
 def _documents(loaded: dict[str, Any], limit: int | None) -> int:

@@ -285,11 +285,14 @@ class Trials:
             self._filler = partial(_documents, test)
 
     def draw(self, multiple: int, number: int) -> tuple[Haystacks, np.ndarray]:
-        """Trial `number` of the length that is `multiple` times the trained context.
+        """Draw trial `number` of the length that is `multiple` times the trained context.
 
-        And the number in `settings.depths` of each needle's depth, [N, K]; if K does not divide the
-        number of depths, some occur twice. Raises `UserError` if the needles and the question are
-        longer than the length.
+        Returns:
+            The texts, and the number in `settings.depths` of each needle's depth, [N, K]; if K does
+            not divide the number of depths, some occur twice.
+
+        Raises:
+            UserError: The needles and the question are longer than the length.
         """
         settings, needles = self._settings, len(self._owners)
         length = multiple * self._context_length

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infini_model.config import LoraConfig, ModelConfig
 from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, TokenIds, config_json, read_json
-from infini_model.model.hf.weights import MEMORY_TENSORS, Stored, save_tensors, tensors_in
+from infini_model.model.hf.weights import MEMORY_TENSORS, Stored, opened, save_tensors
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import dump_json
 
@@ -123,8 +123,9 @@ def read_adapter_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) ->
     for path, expected in ((folder / ADAPTER, own), (folder / MEMORY, memory)):
         if not expected:
             continue
-        for stored, file in tensors_in(path, expected):
-            tensors[expected[stored].name] = file.get_tensor(stored).float()
+        with opened(path, expected) as (file, names):
+            for stored in names:
+                tensors[expected[stored].name] = file.get_tensor(stored).float()
         if missing := [name for name, each in expected.items() if each.name not in tensors]:
             raise CheckpointError(f"{path}: tensor {missing[0]} is missing")
     return tensors

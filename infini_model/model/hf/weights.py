@@ -5,6 +5,7 @@ A LLaDA's tensors have names of their own. Nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -111,22 +112,23 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-def tensors_in(path: Path, expected: Mapping[str, Stored]) -> Iterator[tuple[str, Any]]:
-    """The tensors in a file that the model uses, checked by the header alone.
+@contextlib.contextmanager
+def opened(path: Path, expected: Mapping[str, Stored]) -> Iterator[tuple[Any, list[str]]]:
+    """An open file and the names in it of the tensors that the model uses, checked by the header.
 
-    Yields the name of each in the file, and the open file, whose `get_tensor` reads it. Raises
-    `CheckpointError` for a damaged file, and for a tensor that is unexpected, misshapen or
-    quantised.
+    Raises `CheckpointError` for a damaged file, also while the block reads it, and for a tensor
+    that is unexpected, misshapen or quantised.
     """
     try:
         with safe_open(path, framework="pt") as file:
+            names = []
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                if name not in expected:
-                    if not _may_be_skipped(name):
-                        raise CheckpointError(f"{path}: unexpected tensor {name}")
-                    continue
-                _check_header(file.get_slice(name), expected[name], f"{path}: tensor {name}")
-                yield name, file
+                if name in expected:
+                    _check_header(file.get_slice(name), expected[name], f"{path}: tensor {name}")
+                    names.append(name)
+                elif not _may_be_skipped(name):
+                    raise CheckpointError(f"{path}: unexpected tensor {name}")
+            yield file, names
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: unreadable safetensors file: {error}") from error
 
@@ -183,7 +185,10 @@ def check_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     Raises `CheckpointError` as `read_tensors` does, and for a file that is cut off.
     """
     expected = _stored_tensors(folder, shapes)
-    found = {name for path in weight_files(folder) for name, _ in tensors_in(path, expected)}
+    found = set[str]()
+    for path in weight_files(folder):
+        with opened(path, expected) as (_, names):
+            found.update(names)
     _absent_kinds(folder, expected, found)
 
 
@@ -206,8 +211,9 @@ def read_tensors(
     """
     expected, found = _stored_tensors(folder, shapes), dict[str, Tensor]()
     for path in weight_files(folder):
-        for stored, file in tensors_in(path, expected):
-            found[stored] = file.get_tensor(stored).to(dtypes[expected[stored].name])
+        with opened(path, expected) as (file, names):
+            for stored in names:
+                found[stored] = file.get_tensor(stored).to(dtypes[expected[stored].name])
     absent = _absent_kinds(folder, expected, found)
     tensors = {
         expected[stored].name: _with_rows(tensor, shapes[expected[stored].name][0])

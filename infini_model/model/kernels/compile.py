@@ -1,7 +1,7 @@
 """Regions that `torch.compile` turns into a few fused kernels, in the passes that train.
 
 A region is a method of a layer: norms, casts, rotation, residual and activation become one kernel
-each, around the matrix products and the operators of this package, which stay as they are. All
+each, around the matrix products and this package's kernels on CUDA, which stay as they are. All
 layers share the code, so that it is compiled once. Passes without gradients run the method as it
 is: validation gives the numbers that an evaluation gives, and no other shape is ever compiled.
 """

@@ -57,7 +57,11 @@ def two_softmaxes(x: Tensor) -> Tensor:
 
 
 def operator(
-    module: str, fake: Callable[..., Any], *, summand: int | None = None
+    module: str,
+    fake: Callable[..., Any],
+    *,
+    summand: int | None = None,
+    takes: Callable[[tuple[Tensor, ...]], bool] = lambda inputs: _fits_blocks(inputs),
 ) -> Callable[[Function], Function]:
     """Compute the decorated function on CUDA by `<name>_forward` and `<name>_backward` of a module.
 
@@ -70,6 +74,7 @@ def operator(
         fake: The results without their numbers, as the kernels lay them out.
         summand: An argument that is added to the result, so that its gradient is the result's; the
             backward kernel does not take it.
+        takes: Whether the kernels take these arguments.
     """
 
     def define(definition: Function) -> Function:
@@ -106,7 +111,7 @@ def operator(
 
         @functools.wraps(definition)
         def run(*inputs: Tensor) -> Any:
-            if inputs[0].is_cuda and _kernels_compute(inputs):
+            if inputs[0].is_cuda and takes(inputs):
                 return forward(*inputs)
             with torch.autocast(inputs[0].device.type, enabled=False):
                 return definition(*inputs)
@@ -116,7 +121,7 @@ def operator(
     return define
 
 
-def _kernels_compute(inputs: tuple[Tensor, ...]) -> bool:
+def _fits_blocks(inputs: tuple[Tensor, ...]) -> bool:
     """Whether the Triton kernels are precise enough, and their blocks fit a multiprocessor."""
     if any(x.dtype == torch.float64 for x in inputs):
         return False

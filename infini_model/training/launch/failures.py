@@ -108,7 +108,10 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
             name = signal.Signals(number).name
             return cls("preempted", f"{name} received before training started", rank, gpu)
         if code >= 0:
-            return cls("crash", f"exit code {code}; see the logs folder of the run", rank, gpu)
+            # The kind is known even if the rank could not write why.
+            kinds: dict[int, Kind] = {EXIT_USER_ERROR: "user error", EXIT_NON_FINITE: "non-finite"}
+            message = f"exit code {code}; see the logs folder of the run"
+            return cls(kinds.get(code, "crash"), message, rank, gpu)
         kind: Kind = "crash"
         message = f"killed by {signal.Signals(number).name}"
         if number == signal.SIGKILL and by_kernel:

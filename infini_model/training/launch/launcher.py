@@ -9,6 +9,7 @@ the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect. No proces
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,8 +130,11 @@ def train_here(job: Job) -> None:
         is_single = config.launch.num_nodes * len(ranks) == 1
         command = [sys.executable, "-m"]
         if not is_single:
+            # Where its ranks say why they fail; the temporary folder of a machine may be full.
+            said = run_dir / "logs" / f"torchrun-{config.launch.node_rank}"
+            shutil.rmtree(said, ignore_errors=True)
             command += ["infini_model.training.launch.torchrun", *_where(config)]
-            command += [f"--nproc-per-node={len(ranks)}", "-m"]
+            command += [f"--log-dir={said}", f"--nproc-per-node={len(ranks)}", "-m"]
         _run(
             job,
             [*command, "infini_model.training", "--report-progress"],

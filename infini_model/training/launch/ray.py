@@ -96,22 +96,23 @@ class NodeLauncher:
             os.environ["OMP_NUM_THREADS"] = threads
         self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        job = Job(
-            load_config(overrides=[config]),
-            dataset_dir,
-            run_dir,
-            timeout_seconds=None,
-            on_line=lambda line: self._messages.put((LINE, line)),
-            on_progress=lambda done, total: self._messages.put((PROGRESS, (done, total))),
-            stop=lambda: (
-                TrainingFailure("preempted", "stopped") if self._stopped.is_set() else None
-            ),
-        )
-        threading.Thread(target=self._train, args=[job], name="launcher", daemon=True).start()
+        arguments = config, dataset_dir, run_dir
+        threading.Thread(target=self._train, args=arguments, name="launcher", daemon=True).start()
 
-    def _train(self, job: Job) -> None:
+    def _train(self, config: dict[str, Any], dataset_dir: Path, run_dir: Path) -> None:
         failure = None
         try:
+            job = Job(
+                load_config(overrides=[config]),
+                dataset_dir,
+                run_dir,
+                timeout_seconds=None,
+                on_line=lambda line: self._messages.put((LINE, line)),
+                on_progress=lambda done, total: self._messages.put((PROGRESS, (done, total))),
+                stop=lambda: (
+                    TrainingFailure("preempted", "stopped") if self._stopped.is_set() else None
+                ),
+            )
             train_here(job)
         except Exception as error:  # noqa: BLE001 - the driver raises it
             failure = TrainingFailure.of(error).as_json()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -118,7 +119,7 @@ class Recovery:
 
         Marks the failure as final if a retry would not help, and counts it.
         """
-        attempt = Attempt(failure.kind, failure.message, failure.rank, step, failure.timestamp)
+        attempt = Attempt(failure.kind, failure.message, failure.rank, step, time.time())
         changed = replace(self, attempts=(*self.attempts, attempt))
         alike = itertools.takewhile(
             lambda each: each.message == failure.message, reversed(changed.attempts)

@@ -376,11 +376,22 @@ def test_a_task_is_measured_once_unless_its_documents_change(made, monkeypatch):
     for name in ("first", "second"):
         write_task(root / "harness", name, CHOICE)
     calls, forward = [], InfiniLlama.extend
-    monkeypatch.setattr(
-        InfiniLlama, "extend", lambda *arguments: calls.append(1) or forward(*arguments)
-    )
+
+    def counted(*arguments):
+        calls.append(1)
+        return forward(*arguments)
+
+    def cut_off():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InfiniLlama, "extend", counted)
     evaluated(made, "first")
     assert len(calls) == 7  # 21 requests in batches of 3
+    # Cut off in the second task, it goes on there.
+    monkeypatch.setattr(InfiniLlama, "extend", lambda *arguments: cut_off())
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(made, "first", "second")
+    monkeypatch.setattr(InfiniLlama, "extend", counted)
     result, seen = evaluated(made, "first", "second")
     assert (len(calls), seen[-1]) == (14, (14, 14))
     assert result.metrics["evaluation/first_acc"] == result.metrics["evaluation/second_acc"]

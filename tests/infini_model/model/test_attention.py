@@ -388,3 +388,26 @@ def test_bad_input_is_named(error, message, change):
     arguments = {"q": Q, "k": K, "v": V, "gate": GATE, "segment_length": 4} | change
     with pytest.raises(error, match=message):
         infini_attention(**arguments)
+
+
+@EACH
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_pass_on_several_threads_repeats_its_bits(update, threads):
+    q, k, v, gate, keys, _ = draw(2, 4, 2, 512, 32, dtype=torch.float32)
+
+    def gradients():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, weighed(update, q, gate), keys)]
+        *inputs, memory_keys = leaves
+        out, _ = infini_attention(
+            *inputs, segment_length=64, update=update, memory_keys=memory_keys
+        )
+        out.square().sum().backward()
+        return [out, *(leaf.grad for leaf in leaves)]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for first, again in zip(gradients(), gradients(), strict=True):
+            assert torch.equal(first, again)
+    finally:
+        torch.set_num_threads(before)

@@ -46,9 +46,12 @@ def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
     assert InfiniLlama(config(memory="residual")).gate_statistics() == [(0.0, 0.0, 0.0)] * 2
 
 
-def test_a_new_residual_memory_that_adds_nothing_learns():
-    """The weights first, then what depends on them."""
+def test_a_new_residual_memory_leaves_a_model_as_it_is_without_one():
     model, tokens = InfiniLlama(config(memory="residual")), ids(2, 20)
+    bare = InfiniLlama(config(memory="none"))
+    bare.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(model(tokens).logits, bare(tokens).logits)
+    # It learns nevertheless: the weights first, then what depends on them.
     model(tokens).logits.sum().backward()
     attention = model.attentions[0]
     assert attention.memory_weight.grad.abs().min() > 0

@@ -20,7 +20,7 @@ from infini_model.training.memory_estimate import (
     check_memory,
     estimate_memory,
 )
-from infini_model.training.resolve import UnknownShapeError, known_shape
+from infini_model.training.model_shape import UnknownShapeError, known_shape
 
 # As NVML counts it.
 H100 = int(79.6 * GIB)

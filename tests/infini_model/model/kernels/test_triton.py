@@ -1,4 +1,4 @@
-"""The Triton kernels against the CPU's operators in float64, with autograd's gradients.
+"""The Triton kernels against what the CPU computes in float64, with autograd's gradients.
 
 On CUDA the compiled kernels run; with TRITON_INTERPRET=1 Triton's interpreter runs them on the CPU.
 What a GPU would get is compiled in a process of its own, since Triton reads that variable when it

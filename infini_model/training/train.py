@@ -31,7 +31,6 @@ from infini_model.config import Config
 from infini_model.data.loading.windows import Batch
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.runtime.errors import NonFiniteError
-from infini_model.runtime.processes import STOPS
 from infini_model.runtime.runs import MODEL, step_key
 from infini_model.training.callbacks import Callback, Callbacks, Evaluation, Status, Step
 from infini_model.training.checkpoint import prune_checkpoints
@@ -44,6 +43,7 @@ from infini_model.training.distributed import (
     received_stop,
 )
 from infini_model.training.export import export_model
+from infini_model.training.launched_step import LaunchedStep, copy_to_host, recorded_event
 from infini_model.training.memory_probe import MemoryReports
 from infini_model.training.metrics import Recorder, SystemMetrics, Utilization
 from infini_model.training.nan_report import (
@@ -136,27 +136,6 @@ def compute_gradients(
     return total, targets
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step that the device may still be computing.
-
-    `numbers` are valid once `ready` has happened. `began` is when the step began, and `after` the
-    event on the device after which it did. `scaler` is the state of fp16's loss scale with which
-    its gradients were computed.
-    """
-
-    number: int
-    learning_rate: float
-    first_window: int
-    batches: Sequence[Batch]
-    wait_seconds: float
-    began: float
-    after: torch.cuda.Event | None
-    numbers: Tensor
-    ready: torch.cuda.Event | None
-    scaler: Sequence[Tensor]
-
-
 class Trainer:
     """A training at one step."""
 
@@ -206,7 +185,7 @@ class Trainer:
         self.checkpointer.writer.check()
         self._callbacks.call(Callback.before_step)
         began = time.perf_counter()
-        after = self._unread.ready if self._unread else _recorded_event(self.world.device)
+        after = self._unread.ready if self._unread else recorded_event(self.world.device)
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
         batches = self._next_batches()
         scale_before = [tensor.clone() for tensor in self.scaler.tensors]
@@ -233,19 +212,24 @@ class Trainer:
         self.step += 1
 
         self._read()
-        found = [loss, rank_loss[0], norm, overflowed, *sums[1:], *self.scaler.tensors[:1]]
-        numbers = _to_host(torch.stack([number.double() for number in found]))
         self._unread = LaunchedStep(
-            number=self.step,
-            learning_rate=rate,
-            first_window=self.loader.samples_seen - self.loader.global_batch,
-            batches=batches,
-            wait_seconds=self.loader.wait_seconds,
+            step=partial(
+                Step,
+                number=self.step,
+                total=self.config.training.total_steps,
+                learning_rate=rate,
+                first_window=self.loader.samples_seen - self.loader.global_batch,
+                batches=batches,
+                wait_seconds=self.loader.wait_seconds,
+                logged=self._is_due(self.config.logging.logging_steps),
+            ),
+            numbers=copy_to_host(
+                loss, rank_loss[0], norm, overflowed, *sums[1:], *self.scaler.tensors[:1]
+            ),
+            scaler=scale_before,
             began=began,
             after=after,
-            numbers=numbers,
-            ready=_recorded_event(self.world.device),
-            scaler=scale_before,
+            ready=recorded_event(self.world.device),
         )
         logging, checkpoint = self.config.logging, self.config.checkpoint
         is_last = self._is_due(logging.eval_steps) or self._is_due(checkpoint.save_steps)
@@ -275,29 +259,8 @@ class Trainer:
         launched, self._unread = self._unread, None
         if launched is None:
             return
-        seconds = time.perf_counter() - launched.began
-        if launched.after is not None and launched.ready is not None:
-            launched.ready.synchronize()
-            seconds = launched.after.elapsed_time(launched.ready) / 1000.0
-        loss, rank_loss, norm, overflowed, *others = launched.numbers.tolist()
-        self.stopped_by = self.stopped_by or received_stop(others[: len(STOPS)])
-        total = self.config.training.total_steps
-        step = Step(
-            number=launched.number,
-            total=total,
-            loss=loss,
-            rank_loss=rank_loss,
-            grad_norm=norm,
-            learning_rate=launched.learning_rate,
-            loss_scale=next(iter(others[len(STOPS) :]), None),
-            overflowed=bool(overflowed),
-            first_window=launched.first_window,
-            batches=launched.batches,
-            seconds=seconds,
-            wait_seconds=launched.wait_seconds,
-            logged=launched.number % self.config.logging.logging_steps == 0
-            or launched.number == total,
-        )
+        step, stopped_by = launched.read()
+        self.stopped_by = self.stopped_by or stopped_by
         if not step.is_finite:
             self.scaler.restore(launched.scaler)
             self._callbacks.call(Callback.on_non_finite, step)
@@ -378,23 +341,6 @@ class Trainer:
             closing.callback(self.checkpointer.writer.close)
             closing.callback(self.loader.close)
             self.expect_long_work()
-
-
-def _to_host(numbers: Tensor) -> Tensor:
-    """A copy of `numbers` on the host, valid once the device has come there."""
-    if not numbers.is_cuda:
-        return numbers
-    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
-    return host.copy_(numbers, non_blocking=True)
-
-
-def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event that happens when the device comes here; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def default_callbacks(trainer: Trainer) -> list[Callback]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from infini_model.config import Config, SampleConfig
 from infini_model.data.sources.pairs import ASSISTANT, CONTENT, ROLE
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_of
 from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
-from infini_model.model.generate import PREFILL_TOKENS, check_sampling, sample_tokens, stream
+from infini_model.model.generate import PREFILL_TOKENS, Sampling, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import LowPrecisionWeights, resolve_precision
 from infini_model.model.unmask import unmask
@@ -97,17 +96,24 @@ def new_tokens(
     One by one from a causal model, block by block from one of diffusion. Errors are those of
     `infini_model.model.generate.generate` and `infini_model.model.unmask.unmask`.
     """
-    draw: dict[str, Any] = settings.model_dump(
-        include={"max_new_tokens", "temperature", "top_k", "top_p"}
-    )
-    draw |= {"seed": seed, "eos_token_id": eos_token_id}
+    sampling = _sampling(settings, seed, eos_token_id)
+    blocks: Iterable[Sequence[int | None]]
     if model.config.bidirectional:
-        blocks: Iterable[Sequence[int | None]] = unmask(
-            model, ids, settings=settings.unmasking, **draw
-        )
+        blocks = unmask(model, ids, sampling, settings.unmasking)
     else:
-        blocks = stream(model, [ids], **draw)
+        blocks = stream(model, [ids], sampling)
     return (token for block in blocks for token in block if token not in (None, eos_token_id))
+
+
+def _sampling(settings: SampleConfig, seed: int, eos_token_id: int | None) -> Sampling:
+    return Sampling(
+        settings.max_new_tokens,
+        settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        seed,
+        eos_token_id,
+    )
 
 
 def decode_pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
@@ -148,10 +154,8 @@ class Conversation:
         """
         if model.config.bidirectional:
             raise UserError("chat needs a causal model; this one generates by diffusion")
-        check_sampling(
-            sampling.max_new_tokens, sampling.temperature, sampling.top_k, sampling.top_p, seed
-        )
-        self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
+        self._sampling = _sampling(sampling, seed, tokenizer.eos_token_id)
+        self._model, self._tokenizer = model, tokenizer
         self._template = template
         self._rng = np.random.default_rng(seed)
         self._weights = LowPrecisionWeights(model, model.precision)
@@ -174,10 +178,8 @@ class Conversation:
         sampling, logits = self._sampling, self._read(ids)
         for _ in range(sampling.max_new_tokens):
             drawn = torch.tensor([self._rng.random()], dtype=torch.float64)
-            token = int(
-                sample_tokens(logits, sampling.temperature, sampling.top_k, sampling.top_p, drawn)
-            )
-            if token == self._tokenizer.eos_token_id:
+            token = int(sampling.draw(logits, drawn))
+            if token == sampling.eos_token_id:
                 return
             yield token
             logits = self._read([token])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,62 @@ PREFILL_TOKENS = 4096
 Prompts = Tensor | Sequence[Sequence[int]]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How text is generated from logits.
+
+    Attributes:
+        max_new_tokens: Maximum number of tokens to generate.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
+        seed: The same seed gives the same tokens on every device.
+        eos_token_id: Token that ends a text; it is included.
+
+    Raises:
+        UserError: A setting is out of its range.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise UserError(f"max_new_tokens: got {self.max_new_tokens}, needs 0 or more")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature: got {self.temperature}, needs 0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k: got {self.top_k}, needs 1 or more")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"top_p: got {self.top_p}, needs more than 0 and at most 1")
+        if self.seed < 0:
+            raise UserError(f"seed: got {self.seed}, needs 0 or more")
+
+    def draw(self, logits: Tensor, drawn: Tensor) -> Tensor:
+        """One token per row, [N] int64, from logits [N, V].
+
+        `drawn` are numbers in [0, 1), float64 [N]; where they fall among the cumulative
+        probabilities decides the tokens.
+        """
+        logits = logits.float()
+        if self.temperature == 0.0:
+            return logits.argmax(dim=-1)
+        ordered, tokens = logits.topk(min(self.top_k or logits.size(-1), logits.size(-1)))
+        # Subtracting the maximum first avoids overflow at small temperatures.
+        scaled = (ordered - ordered[:, :1]) / self.temperature
+        weights = scaled.softmax(dim=-1, dtype=torch.float64)
+        if self.top_p is not None:
+            before = weights.cumsum(dim=-1) - weights
+            weights = weights.masked_fill(before >= self.top_p, 0.0)
+        cumulative = weights.cumsum(dim=-1)
+        below = cumulative / cumulative[:, -1:] <= drawn.to(cumulative.device).unsqueeze(1)
+        return tokens.gather(1, below.sum(dim=-1, keepdim=True)).squeeze(1)
+
+
 def generate(
     model: InfiniLlama,
     prompts: Prompts,
@@ -30,19 +87,14 @@ def generate(
     eos_token_id: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
-    """Continue each prompt.
+    """Continue each prompt. The arguments that are not told here are those of `Sampling`.
 
     Args:
         model: The model, used on its own device and, where `model.precision` is of 16 bits, with
             a copy of the weights of its linear layers in these.
         prompts: Token ids, [B, T] or one list per prompt. Lengths may differ; up to rounding, no
             row depends on another.
-        max_new_tokens: Maximum number of tokens to generate.
-        temperature: Divides the logits; 0 always takes the most likely token.
-        top_k: Sample from the k most likely tokens only.
-        top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
-        seed: Row i is sampled from a generator seeded with (seed, i), the same on every device.
-        eos_token_id: Token that ends a row; it is included.
+        seed: Row i is sampled from a generator seeded with (seed, i).
         prefill_tokens: Prompt tokens, over all rows, processed at once where all rows have full
             segments; at least one segment per row.
 
@@ -53,18 +105,9 @@ def generate(
         UserError: An empty prompt, a token outside the vocabulary, a setting out of its range, or a
             bidirectional model.
     """
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos_token_id)
     rows: list[list[int]] = [[] for _ in prompts]
-    for tokens in stream(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        eos_token_id=eos_token_id,
-        prefill_tokens=prefill_tokens,
-    ):
+    for tokens in stream(model, prompts, sampling, prefill_tokens=prefill_tokens):
         for row, token in zip(rows, tokens, strict=True):
             if token is not None:
                 row.append(token)
@@ -74,13 +117,8 @@ def generate(
 def stream(
     model: InfiniLlama,
     prompts: Prompts,
+    sampling: Sampling,
     *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    eos_token_id: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
     rows: Sequence[int] | None = None,
 ) -> Iterator[list[int | None]]:
@@ -91,20 +129,22 @@ def stream(
     Yields:
         One token per row; None for a row that has ended. Stops when all rows have ended.
     """
-    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     ids, lengths = _pad(prompts, model.lm_head.out_features)
-    generators = [np.random.default_rng((seed, row)) for row in rows or range(len(lengths))]
+    numbers = rows or range(len(lengths))
+    generators = [np.random.default_rng((sampling.seed, row)) for row in numbers]
     weights = LowPrecisionWeights(model, model.precision)
     with weights:
         logits, state = read_prompts(model, ids, lengths, prefill_tokens)
     ended = [False] * len(lengths)
-    for number in range(1, max_new_tokens + 1):
+    for number in range(1, sampling.max_new_tokens + 1):
         drawn = torch.tensor([each.random() for each in generators], dtype=torch.float64)
-        tokens = sample_tokens(logits, temperature, top_k, top_p, drawn)
+        tokens = sampling.draw(logits, drawn)
         sampled: list[int] = tokens.tolist()
         yield [None if end else token for token, end in zip(sampled, ended, strict=True)]
-        ended = [end or token == eos_token_id for token, end in zip(sampled, ended, strict=True)]
-        if all(ended) or number == max_new_tokens:
+        ended = [
+            end or token == sampling.eos_token_id for token, end in zip(sampled, ended, strict=True)
+        ]
+        if all(ended) or number == sampling.max_new_tokens:
             return
         with weights:
             logits, state = _next_logits(model, tokens, state)
@@ -180,41 +220,3 @@ def _logits(model: InfiniLlama, hidden: Tensor) -> Tensor:
     with model.precision.autocast(hidden.device):
         logits: Tensor = model.lm_head(hidden)
     return logits
-
-
-def check_sampling(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
-) -> None:
-    """Raise `UserError` if a setting is out of its range."""
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens: got {max_new_tokens}, needs 0 or more")
-    if not 0.0 <= temperature < float("inf"):
-        raise UserError(f"temperature: got {temperature}, needs 0 or more")
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k: got {top_k}, needs 1 or more")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise UserError(f"top_p: got {top_p}, needs more than 0 and at most 1")
-    if seed < 0:
-        raise UserError(f"seed: got {seed}, needs 0 or more")
-
-
-def sample_tokens(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, drawn: Tensor
-) -> Tensor:
-    """One token per row, [N] int64, from logits [N, V].
-
-    `drawn` are numbers in [0, 1), float64 [N]; where they fall among the cumulative probabilities
-    decides the tokens.
-    """
-    logits = logits.float()
-    if temperature == 0.0:
-        return logits.argmax(dim=-1)
-    ordered, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
-    # Subtracting the maximum first avoids overflow at small temperatures.
-    weights = ((ordered - ordered[:, :1]) / temperature).softmax(dim=-1, dtype=torch.float64)
-    if top_p is not None:
-        before = weights.cumsum(dim=-1) - weights
-        weights = weights.masked_fill(before >= top_p, 0.0)
-    cumulative = weights.cumsum(dim=-1)
-    below = cumulative / cumulative[:, -1:] <= drawn.to(cumulative.device).unsqueeze(1)
-    return tokens.gather(1, below.sum(dim=-1, keepdim=True)).squeeze(1)

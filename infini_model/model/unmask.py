@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from infini_model.config import ModelConfig, UnmaskingConfig
-from infini_model.model.generate import PREFILL_TOKENS, check_sampling, sample_tokens
+from infini_model.model.generate import PREFILL_TOKENS, Sampling
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import LowPrecisionWeights
 from infini_model.model.random import hashed, uniform
@@ -34,54 +34,44 @@ DEFAULT = UnmaskingConfig()
 def unmask(
     model: InfiniLlama,
     prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
+    sampling: Sampling,
     settings: UnmaskingConfig = DEFAULT,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    eos_token_id: int | None = None,
 ) -> Iterator[list[int]]:
-    """Continue `prompt` by `max_new_tokens`, up to the end of text or of a context without memory.
+    """Continue `prompt`, up to the end of text or of a context without memory.
 
     Args:
         model: A bidirectional model with a mask token, used as in
             `infini_model.model.generate.generate`.
         prompt: Token ids; may be empty.
-        max_new_tokens: Number of tokens to generate, if the context has room for them.
+        sampling: How many tokens are generated, if the context has room for them, and how each is
+            drawn from its logits.
         settings: Blocks, steps, and which predictions are kept.
-        temperature: Divides the logits; 0 always takes the most likely token.
-        top_k: Sample from the k most likely tokens only.
-        top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
-        seed: The same seed gives the same tokens.
-        eos_token_id: Token that ends the text; it is included.
 
     Yields:
         The tokens of each block, once it is complete.
 
     Raises:
         UserError: The prompt fills the context of a model without memory, a token of it is outside
-            the vocabulary, a setting is out of its range or does not fit the model, or the model is
-            causal.
+            the vocabulary, a setting does not fit the model, or the model is causal.
     """
-    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     mask, length = _check(model, prompt, settings), model.config.segment_length
-    end = -1 if eos_token_id is None else eos_token_id
+    end = -1 if sampling.eos_token_id is None else sampling.eos_token_id
     weights = LowPrecisionWeights(model, model.precision)
     with weights:
         state, known = _read(model, prompt)
-    new = max_new_tokens if state is not None else min(max_new_tokens, length - len(known))
+    new = sampling.max_new_tokens
+    if state is None:
+        new = min(new, length - len(known))
     left, step = new, 0
 
     def predict(ids: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens at the positions `masked` of a segment, and the confidence in each."""
         with weights:
             logits = _logits(model, ids, masked, len(known), mask, settings.cfg_scale, state)
-        drawn = uniform(hashed(seed, step, masked))
-        tokens = sample_tokens(logits, temperature, top_k, top_p, drawn)
+        drawn = uniform(hashed(sampling.seed, step, masked))
+        tokens = sampling.draw(logits, drawn)
         if settings.remasking == "random":
-            return tokens, uniform(hashed(seed, step, masked, -1)).to(tokens.device)
+            return tokens, uniform(hashed(sampling.seed, step, masked, -1)).to(tokens.device)
         probabilities = logits.double().softmax(dim=-1)
         return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
 

@@ -29,7 +29,7 @@ from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.statistics import QUANTILE, bootstrap, wilson
 from infini_model.evaluation.task import EvaluationTask, TaskResult, table
-from infini_model.model.generate import chunk_width, stream
+from infini_model.model.generate import Sampling, chunk_width, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import LOGITS_AT_ONCE
 from infini_model.model.precision import PRECISIONS, Precision
@@ -241,12 +241,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         for tokens in stream(
             self._model,
             prompts,
-            max_new_tokens=settings.max_gen_toks,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            seed=self._seed,
-            eos_token_id=eos,
+            Sampling(
+                settings.max_gen_toks,
+                settings.temperature,
+                settings.top_k,
+                settings.top_p,
+                self._seed,
+                eos,
+            ),
             rows=rows,
         ):
             for row in tuple(going):

@@ -12,7 +12,7 @@ from tiny_models import draw_memory_parameters, tiny_config
 
 from infini_model.config import UnmaskingConfig
 from infini_model.model import unmask as unmasking
-from infini_model.model.generate import generate
+from infini_model.model.generate import Sampling, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import UserError
@@ -145,7 +145,8 @@ class Scripted(InfiniLlama):
 
 def run(model, prompt=PROMPT, new=24, settings=None, **options):
     settings = UnmaskingConfig(**settings or {})
-    blocks = unmask(model, prompt, max_new_tokens=new, settings=settings, **options)
+    sampling = Sampling(new, **{"temperature": 0.0} | options)
+    blocks = unmask(model, prompt, sampling, settings)
     return [token for block in blocks for token in block]
 
 

@@ -5,7 +5,7 @@ import torch
 from tiny_models import draw_memory_parameters, tiny_config
 
 from infini_model.config import LoraConfig
-from infini_model.model.generate import read_prompts, stream
+from infini_model.model.generate import Sampling, read_prompts, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.lora import initial_adapters
 from infini_model.model.precision import PRECISIONS, LowPrecisionWeights, resolve_precision
@@ -79,7 +79,7 @@ def test_weights_in_16_bits_are_cast_once_and_give_the_bits_of_autocast(changes)
     used = set()
     model.lm_head.register_forward_pre_hook(lambda layer, _: used.add(layer.weight.dtype))
     for expected, (token,) in zip(
-        tokens, stream(model, prompt, max_new_tokens=6, temperature=0), strict=True
+        tokens, stream(model, prompt, Sampling(6, temperature=0)), strict=True
     ):
         assert token == expected
         # Between two tokens the weights are the model's own.

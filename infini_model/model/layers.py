@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,25 @@ MEMORY_PARAMETERS = (
 # value, and lets 0.01% fade of what the memory holds. With 0.1%, text is learned as well, and pass
 # keys are lost at four times the trained length (`benchmarks.passkey`).
 WRITE_START, FORGET_START = 2.2, -9.0
+
+
+class LayerContext(NamedTuple):
+    """What all layers of a pass share.
+
+    Attributes:
+        rope: (cos, sin) by position inside the segment, each [segment_length, D].
+        reset: [B, segments] bool, true where a segment starts a new document; None is never.
+        update: Where the tokens go in the open segment of each row; None if they start on a segment
+            border.
+        streams: The first B / streams rows are written to the memory, which all rows read.
+        keep_state: Whether there is a state after the pass.
+    """
+
+    rope: Rope
+    reset: Tensor | None = None
+    update: CacheUpdate | None = None
+    streams: int = 1
+    keep_state: bool = True
 
 
 class Attention(nn.Module):
@@ -125,21 +144,14 @@ class Attention(nn.Module):
         return torch.stack((scale, -functional.softplus(forgetting + FORGET_START)), dim=-1)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        state: LayerState | None,
-        reset: Tensor | None,
-        streams: int = 1,
-        *,
-        keep_state: bool = True,
+        self, x: Tensor, context: LayerContext, state: LayerState | None
     ) -> tuple[Tensor, LayerState | None]:
         """Attend to `x` [B, T, hidden], which starts on a segment border, all segments at once.
 
-        With several streams, the first B / streams rows are written to the memory, which all read,
-        and the state is theirs. There is none unless it is to be kept.
+        With several streams, the state is that of the rows that are written.
         """
         config, length = self.config, self.config.segment_length
+        rope, reset, _, streams, keep_state = context
         q, k, v = self.project(x)
         # Not a chunk of a single stream: its backward pass would copy it.
         clean, keys, values, written = (
@@ -311,43 +323,23 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        state: LayerState | None,
-        reset: Tensor | None,
-        update: CacheUpdate | None,
-        streams: int,
-        keep_state: bool,
+        self, x: Tensor, context: LayerContext, state: LayerState | None
     ) -> tuple[Tensor, LayerState | None]:
-        """[B, T, hidden] to the same shape, and the layer's state after it.
-
-        With `update` the tokens lie in the open segment of each row; without it they start on a
-        segment border. `streams` and `keep_state` are those of `Attention.forward`.
-        """
-        x, normed, after = self.attend(x, rope, state, reset, update, streams, keep_state)
+        """[B, T, hidden] to the same shape, and the layer's state after it."""
+        x, normed, after = self.attend(x, context, state)
         return x + self.mlp(normed), after
 
     # FSDP gathers the feed-forward when it is called, which cannot be compiled.
     @compile_in_training
     def attend(
-        self,
-        x: Tensor,
-        rope: Rope,
-        state: LayerState | None,
-        reset: Tensor | None,
-        update: CacheUpdate | None,
-        streams: int,
-        keep_state: bool,
+        self, x: Tensor, context: LayerContext, state: LayerState | None
     ) -> tuple[Tensor, Tensor, LayerState | None]:
         """The residual stream after the attention, the feed-forward's input, and the state."""
         normed = product_input(self.input_layernorm(x))
-        if update is not None and state is not None:
-            attended, after = self.self_attn.advance(normed, rope, state, update)
+        if context.update is not None and state is not None:
+            attended, after = self.self_attn.advance(normed, context.rope, state, context.update)
         else:
-            attended, after = self.self_attn(
-                normed, rope, state, reset, streams, keep_state=keep_state
-            )
+            attended, after = self.self_attn(normed, context, state)
         x = x + attended
         return x, product_input(self.post_attention_layernorm(x)), after
 
@@ -400,14 +392,13 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
         """[B, T] ids to [B, T, hidden], and the layers' states after them, if they are to be kept.
 
-        `streams` is that of `Attention.forward`.
+        `reset`, `update`, `streams` and `keep_state` are those of `LayerContext`.
         """
-        x = self.embed_tokens(input_ids)
-        rope, after = (self.cos, self.sin), list[LayerState]()
+        x, after = self.embed_tokens(input_ids), list[LayerState]()
+        context = LayerContext((self.cos, self.sin), reset, update, streams, keep_state)
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            state = None if states is None else states[index]
-            inputs = (x, rope, state, reset, update, streams, keep_state)
+            inputs = (x, context, None if states is None else states[index])
             # No layer draws random numbers, so there is no generator state to restore.
             x, new = (
                 checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -321,7 +321,7 @@ def _dataset_of(run_dir: Path, places: RunConfig) -> Path:
 
 def _uses(folder: Path) -> Iterator[str]:
     """How to use an exported folder, one line for each program."""
-    from infini_model.model.hf import is_adapter_folder
+    from infini_model.model.hf.adapter import is_adapter_folder
     from infini_model.training.export import opens_in_transformers
 
     yield f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"'

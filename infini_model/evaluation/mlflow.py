@@ -21,7 +21,7 @@ from infini_model.config import Config, SampleConfig
 from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.report import EvaluationResult
-from infini_model.model.hf import ADAPTER_CONFIG, CONFIG, INDEX
+from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, INDEX
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, lock, sha256

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from infini_model.config import AttentionBackend, LoraConfig, ModelConfig
-from infini_model.model import hf
+from infini_model.model.hf.adapter import read_adapter, read_adapter_tensors
+from infini_model.model.hf.config import read_config
+from infini_model.model.hf.weights import checked_tensors, read_tensors, write_checkpoint
 from infini_model.model.layers import MEMORY_PARAMETERS, Attention, Decoder
 from infini_model.model.lora import add_lora, initial_adapters, is_adapter, merged_tensors
 from infini_model.model.loss import IGNORED, fused_linear_cross_entropy
@@ -340,8 +342,8 @@ class InfiniLlama(nn.Module):
                 wrong shape, or the architecture is not supported. The message names the file.
         """
         if adapter is not None:
-            lora = hf.read_adapter(Path(adapter)).lora
-        config = hf.read_config(Path(adapter or folder), overrides)
+            lora = read_adapter(Path(adapter)).lora
+        config = read_config(Path(adapter or folder), overrides)
         with torch.device("meta"):
             model = cls(config, attention_backend=attention_backend, lora=lora)
         shapes = model._shapes()
@@ -349,11 +351,11 @@ class InfiniLlama(nn.Module):
         absent = MEMORY_PARAMETERS if adapter is not None else ()
         base = {n: s for n, s in shapes.items() if not is_adapter(n) and not n.endswith(absent)}
         dtypes = {n: p.dtype if lora else dtype for n, p in model.named_parameters()}
-        tensors = hf.read_tensors(Path(folder), base, dtypes, config)
+        tensors = read_tensors(Path(folder), base, dtypes, config)
         if adapter is not None:
             every = model.named_parameters(remove_duplicate=False)
             trained = {name: tuple(p.shape) for name, p in every if p.requires_grad}
-            tensors |= hf.read_adapter_tensors(Path(adapter), trained)
+            tensors |= read_adapter_tensors(Path(adapter), trained)
         elif lora is not None:
             tensors |= initial_adapters(model)
         model.assign(tensors)
@@ -374,10 +376,10 @@ class InfiniLlama(nn.Module):
 
         Returns the shape of the model that `from_pretrained` loads. Raises `CheckpointError`.
         """
-        config = hf.read_config(Path(folder), overrides)
+        config = read_config(Path(folder), overrides)
         with torch.device("meta"):
             model = cls(config)
-        hf.check_tensors(Path(folder), model._shapes())
+        checked_tensors(Path(folder), model._shapes())
         return config
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -395,7 +397,7 @@ class InfiniLlama(nn.Module):
             CheckpointError: `folder` holds other files, which would be lost.
             UserError: The folder cannot be written.
         """
-        hf.write_checkpoint(Path(folder), self.config, self.whole_tensors())
+        write_checkpoint(Path(folder), self.config, self.whole_tensors())
 
     def whole_tensors(self) -> Mapping[str, Tensor]:
         """The parameters by name; with LoRA those of the merged model, in 16 bits."""

@@ -85,22 +85,17 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> None:
             is_target = name.rpartition(".")[2] in lora.target_modules
             new = LoraLinear(module, lora) if is_target else CastLinear(module)
             model.set_submodule(name, new)
-    names = model.named_parameters(remove_duplicate=False)
-    trained = {parameter for name, parameter in names if _is_trained(name, lora)}
+    trained = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module_name, _, last = name.rpartition(".")
+        # As in peft, a module is saved if its name ends so: norm stands for input_layernorm too.
+        is_saved = module_name.endswith(tuple(lora.modules_to_save))
+        if is_saved or is_adapter(name) or last in MEMORY_PARAMETERS:
+            trained.add(parameter)
     for parameter in set(model.parameters()) - trained:
         parameter.requires_grad_(False)
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(FROZEN)
-
-
-def _is_trained(name: str, lora: LoraConfig) -> bool:
-    module, _, last = name.rpartition(".")
-    # As in peft, a module is saved if its name ends so: norm stands for input_layernorm as well.
-    return (
-        last in MEMORY_PARAMETERS
-        or is_adapter(name)
-        or module.endswith(tuple(lora.modules_to_save))
-    )
 
 
 def is_adapter(name: str) -> bool:
@@ -128,17 +123,11 @@ def merged_tensors(model: nn.Module) -> Mapping[str, Tensor]:
 
     Llama's are bfloat16, rounded once after the sum; the memory's stay as they are.
     """
-    adapted = {
-        f"{name}.weight": module.merged()
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLinear)
-    }
-    plain = {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if not is_adapter(name)
-    }
+    tensors = {n: p.detach() for n, p in model.named_parameters() if not is_adapter(n)}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            tensors[f"{name}.weight"] = module.merged()
     return {
         name: tensor if name.endswith(MEMORY_PARAMETERS) else tensor.to(FROZEN)
-        for name, tensor in {**plain, **adapted}.items()
+        for name, tensor in tensors.items()
     }

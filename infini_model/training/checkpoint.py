@@ -34,14 +34,9 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from infini_model.config import Config, ModelConfig
-from infini_model.model.hf import (
-    NO_TOKENS,
-    Adapter,
-    TokenIds,
-    save_tensors,
-    write_adapter,
-    write_files,
-)
+from infini_model.model.hf.adapter import Adapter, write_adapter
+from infini_model.model.hf.config import NO_TOKENS, TokenIds
+from infini_model.model.hf.weights import save_tensors, write_files
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.metrics_file import MetricsFile

@@ -16,17 +16,14 @@ from infini_model.config import AttentionBackend
 from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.model.hf import (
+from infini_model.model.hf.adapter import is_adapter_folder, read_adapter
+from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     GENERATION,
     TokenIds,
-    describe_tokens,
-    is_adapter_folder,
-    read_adapter,
     read_config,
-    refuse_other_files,
-    write_files,
 )
+from infini_model.model.hf.weights import refuse_other_files, write_files
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import LowPrecisionWeights, Precision
 from infini_model.runtime.errors import CheckpointError, ConfigError
@@ -62,19 +59,14 @@ def load_model(
     check_kernels(read_config(folder, {}), torch.device(device).type)
     base, adapter = folder, None
     if is_adapter_folder(folder):
-        base, adapter = _base_of(folder), folder
+        said, key = read_adapter(folder), f"{folder / ADAPTER_CONFIG}: base_model_name_or_path"
+        name = said.base if said.revision is None else f"{said.base}@{said.revision}"
+        (base, _), adapter = fetch_folder(name, key), folder
     model = InfiniLlama.from_pretrained(base, adapter=adapter, attention_backend=attention_backend)
     if precision is not None:
         model.precision = precision
         LowPrecisionWeights(model, precision).swap()
     return model.to(device).eval()
-
-
-def _base_of(folder: Path) -> Path:
-    """The folder of the weights that an adapter names."""
-    adapter = read_adapter(folder)
-    name = adapter.base if adapter.revision is None else f"{adapter.base}@{adapter.revision}"
-    return fetch_folder(name, f"{folder / ADAPTER_CONFIG}: base_model_name_or_path")[0]
 
 
 def tokens_of(tokenizer: Tokenizer | TokenizerRecord) -> TokenIds:
@@ -109,13 +101,14 @@ def export_merged(checkpoint: Path, target: Path, tokenizer: Tokenizer) -> None:
         raise ConfigError(f"--merge: {checkpoint} has no adapters; its model is whole as it is")
     model = load_model(checkpoint / MODEL)
     with atomic_folder(target) as folder:
-        write_files(folder, model.config, model.whole_tensors())
+        write_files(folder, model.config, model.whole_tensors(), tokens_of(tokenizer))
         _add_tokenizer(folder, tokenizer)
 
 
 def _add_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Put the tokenizer into a temporary folder of a model, and its ids into config.json."""
-    describe_tokens(folder, tokens_of(tokenizer))
+    """Put the tokenizer into a temporary folder of a model, whose config.json has its ids."""
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    dump_json(folder / GENERATION, {name: id_ for name, id_ in ids.items() if id_ is not None})
     tokenizer.save(folder)
     if not isinstance(tokenizer, BPETokenizer):
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from infini_model.config import Config, ModelConfig
 from infini_model.config.tree import MODEL_SPEC
 from infini_model.data.manifest import TokenizerSample
-from infini_model.runtime.errors import CheckpointError, ConfigError
+from infini_model.runtime.errors import CheckpointError, ConfigError, DataError
 from infini_model.runtime.records import Record, read_record, write_record
 from infini_model.runtime.runs import INITIAL_WEIGHTS, weights_fingerprint
 from infini_model.runtime.stage_protocol import OnProgress
@@ -20,8 +20,6 @@ from infini_model.runtime.storage import content_key
 from infini_model.training.run_status import saved_step
 
 if TYPE_CHECKING:
-    # It imports torch, which takes seconds to load, and flows only need the record.
-    from infini_model.data.tokenizers.tokenizer import Tokenizer
     from infini_model.training.distributed import World
 
 ADVICE = "choose another run.name or folder"
@@ -48,10 +46,8 @@ class InitialWeights(Record):
 
     def pinned_in(self, config: Config) -> Config:
         """`config` with the name at this commit, for the tokenizer that `spec: model` means."""
-        pinned = str(self.folder)
-        if self.commit is not None:
-            pinned = f"{self.public_name}@{self.commit}"
-        return config.updated(model={"initial_weights": pinned})
+        at = "" if self.commit is None else f"@{self.commit}"
+        return config.updated(model={"initial_weights": self.public_name + at})
 
     def shaped(self, config: Config) -> Config:
         """`config` with the shape of these weights, and what is set beside them."""
@@ -80,7 +76,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     # Imported late, as torch takes seconds to load and flows only need the record.
     from infini_model.data.tokenizers.load import tokenizer_of
     from infini_model.data.tokenizers.tokenizer import sample_of
-    from infini_model.model.hf import is_adapter_folder
+    from infini_model.model.hf.adapter import is_adapter_folder
     from infini_model.model.llama import InfiniLlama
 
     name = config.model.initial_weights
@@ -100,10 +96,20 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
         raise ConfigError(f"training.objective: causal, but {name} is bidirectional")
     if config.training.objective == "block_diffusion" and model.memory == "none":
         raise ConfigError(f"model.memory: missing; {name} has none, and block_diffusion needs one")
-    spec = config.data.tokenizer.spec
-    is_read = spec == MODEL_SPEC or not config.model.ignore_tokenizer
-    own = tokenizer_of(folder, name) if is_read else None
-    weights = InitialWeights(
+    is_own = config.data.tokenizer.spec == MODEL_SPEC
+    own = None
+    if is_own or not config.model.ignore_tokenizer:
+        own = tokenizer_of(folder, name)
+    if is_own and config.data.folder is None:
+        entries = model.vocab_size or 0
+        if own is None:
+            raise ConfigError(f"data.tokenizer.spec: model, but {name} brings no tokenizer")
+        if own.vocab_size > entries:
+            raise ConfigError(
+                f"data.tokenizer.spec: the tokenizer of {name} has {own.vocab_size} tokens, "
+                f"more than the {entries} of its embedding"
+            )
+    return InitialWeights(
         name=name,
         commit=commit,
         folder=folder.resolve(),
@@ -111,21 +117,6 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
         model=model,
         tokenizer=None if own is None else sample_of(own),
     )
-    if spec == MODEL_SPEC and config.data.folder is None:
-        _check_own_tokenizer(weights, own)
-    return weights
-
-
-def _check_own_tokenizer(weights: InitialWeights, own: Tokenizer | None) -> None:
-    """Check that a dataset can be made with `own`, the tokenizer of the weights."""
-    entries = weights.model.vocab_size or 0
-    if own is None:
-        raise ConfigError(f"data.tokenizer.spec: model, but {weights.name} brings no tokenizer")
-    if own.vocab_size > entries:
-        raise ConfigError(
-            f"data.tokenizer.spec: the tokenizer of {weights.name} has {own.vocab_size} tokens, "
-            f"more than the {entries} of its embedding"
-        )
 
 
 def fetch_folder(
@@ -143,13 +134,17 @@ def fetch_folder(
     from infini_model.data.sources.hub import fetch_weights, pin_repository, split_revision
 
     repository, revision = split_revision(name)
-    commit = pin_repository(repository, revision, "model")
-    return fetch_weights(repository, commit, progress), commit
+    try:
+        commit = pin_repository(repository, revision, "model")
+        return fetch_weights(repository, commit, progress), commit
+    except DataError as error:
+        raise DataError(f"{key}: there is no folder {name}, and on the hub: {error}") from error
 
 
 def _fingerprint(folder: Path, datasets_dir: Path) -> str:
     from infini_model.data.sources.files import fingerprint
-    from infini_model.model.hf import CONFIG, weight_files
+    from infini_model.model.hf.config import CONFIG
+    from infini_model.model.hf.weights import weight_files
     from infini_model.runtime.fact_cache import fact_cache_here
 
     paths = [folder / CONFIG, *weight_files(folder)]

@@ -19,7 +19,7 @@ from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.manifest import Manifest, read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import check_tokenizer
-from infini_model.model.hf import Adapter
+from infini_model.model.hf.adapter import Adapter
 from infini_model.model.llama import InfiniLlama
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule

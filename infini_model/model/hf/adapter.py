@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infini_model.config import LoraConfig, ModelConfig
 from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, TokenIds, config_json, read_json
-from infini_model.model.hf.weights import MEMORY_TENSORS, Stored, opened, save_tensors
+from infini_model.model.hf.weights import MEMORY_TENSORS, read_file, save_tensors
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import dump_json
 
@@ -71,13 +71,8 @@ def write_adapter(
     save_tensors(own, folder / ADAPTER)
     if memory:
         save_tensors(memory, folder / MEMORY)
-    dump_json(folder / ADAPTER_CONFIG, _adapter_json(adapter, config))
-    dump_json(folder / CONFIG, config_json(config, torch.bfloat16, tokens))
-
-
-def _adapter_json(adapter: Adapter, config: ModelConfig) -> dict[str, object]:
     embeddings = {"embed_tokens", "lm_head"} & {*adapter.lora.modules_to_save}
-    return {
+    tree = {
         **_FIXED,
         **adapter.lora.model_dump(mode="json"),
         "base_model_name_or_path": adapter.base,
@@ -87,6 +82,8 @@ def _adapter_json(adapter: Adapter, config: ModelConfig) -> dict[str, object]:
         "lora_dropout": 0.0,
         "ensure_weight_tying": config.tie_word_embeddings and bool(embeddings),
     }
+    dump_json(folder / ADAPTER_CONFIG, tree)
+    dump_json(folder / CONFIG, config_json(config, torch.bfloat16, tokens))
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -116,16 +113,15 @@ def read_adapter_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) ->
 
     Raises `CheckpointError` if one is missing, unexpected, misshapen, or a file is damaged.
     """
-    known = {name: Stored(name, shape) for name, shape in shapes.items()}
-    memory = {name: known[name] for name in shapes if name.endswith(MEMORY_TENSORS)}
-    own = {_PREFIX + name: known[name] for name in shapes if name not in memory}
+    memory = [name for name in shapes if name.endswith(MEMORY_TENSORS)]
+    own = [name for name in shapes if name not in memory]
     tensors: dict[str, Tensor] = {}
-    for path, expected in ((folder / ADAPTER, own), (folder / MEMORY, memory)):
-        if not expected:
+    for file, prefix, names in ((ADAPTER, _PREFIX, own), (MEMORY, "", memory)):
+        if not names:
             continue
-        with opened(path, expected) as (file, names):
-            for stored in names:
-                tensors[expected[stored].name] = file.get_tensor(stored).float()
-        if missing := [name for name, each in expected.items() if each.name not in tensors]:
-            raise CheckpointError(f"{path}: tensor {missing[0]} is missing")
+        found = read_file(folder / file, {prefix + name: shapes[name] for name in names})
+        for name in names:
+            if prefix + name not in found:
+                raise CheckpointError(f"{folder / file}: tensor {prefix + name} is missing")
+            tensors[name] = found[prefix + name].float()
     return tensors

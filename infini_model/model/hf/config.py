@@ -19,8 +19,7 @@ from infini_model.config.model import TOKENIZER_NAME
 from infini_model.runtime.errors import CheckpointError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-ADAPTER_CONFIG = "adapter_config.json"
+GENERATION, ADAPTER_CONFIG = "generation_config.json", "adapter_config.json"
 
 _INFINI_FIELDS = ("segment_length", "memory", "memory_key_shift", "memory_query_shift")
 # Our fields that LLaDA has no name for.
@@ -161,11 +160,11 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
     infini = _mapping(tree.get("infini_attention", {}), f"{path}: infini_attention")
     fields |= {name: infini[name] for name in ours if name in infini}
     try:
-        return ModelConfig.model_validate(fields | dict(overrides))
+        return ModelConfig.model_validate({**fields, **overrides})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "model"
-        if key not in overrides and key not in infini:
+        if key not in {*overrides, *infini}:
             key = names.get(key, key)
         raise CheckpointError(f"{path}: {key}: {first['msg']}") from error
 
@@ -176,21 +175,12 @@ def _rope_fields(tree: dict[str, Any], path: Path) -> dict[str, object]:
     scaling = {"original_max_position_embeddings": tree["max_position_embeddings"]}
     scaling |= _mapping(given, f"{path}: rope_parameters")
     theta = scaling.pop("rope_theta", tree.get("rope_theta", 10_000.0))
-    older_name = scaling.pop("type", "default")
-    kind = scaling.setdefault("rope_type", older_name)
+    kind = scaling.setdefault("rope_type", scaling.pop("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
     if kind != "llama3":
         raise CheckpointError(f"{path}: rope_scaling of type {kind!r} is not supported")
     return {"rope_theta": theta, "rope_scaling": scaling}
-
-
-def token_fields(tokens: TokenIds, model_type: object) -> dict[str, object]:
-    """The fields of config.json that tell the tokens; a LLaDA's texts are padded by their end."""
-    fields: dict[str, object] = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos}
-    if model_type == "llada":
-        fields["pad_token_id"] = tokens.eos
-    return fields if tokens.tokenizer is None else fields | {TOKENIZER_NAME: tokens.tokenizer}
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> dict[str, object]:
@@ -199,11 +189,23 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
     names, _, only, _ = _ARCHITECTURES[kind]
     infini = {name: getattr(config, name) for name in _INFINI_FIELDS}
     tree: dict[str, object] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
-    tree |= {**only, "model_type": kind, names["num_key_value_heads"]: config.key_value_heads}
+    tree |= {
+        **only,
+        "model_type": kind,
+        names["num_key_value_heads"]: config.key_value_heads,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "infini_attention": infini,
+        "bos_token_id": tokens.bos,
+        "eos_token_id": tokens.eos,
+    }
+    if tokens.tokenizer is not None:
+        tree[TOKENIZER_NAME] = tokens.tokenizer
     if config.bidirectional:
         infini |= config.model_dump(include=set(_LLADA_LACKS))
         tree |= {
             "vocab_size": config.vocab_size,
+            # Its texts are padded by their end.
+            "pad_token_id": tokens.eos,
             # LLaDA takes the two together only for as many key-value heads as heads, or one.
             "multi_query_attention": None,
             # LLaDA's default is 0.1, and this model has no dropout.
@@ -218,8 +220,4 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
             "rope_parameters": (scaling or {"rope_type": "default"})
             | {"rope_theta": config.rope_theta},
         }
-    return tree | {
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "infini_attention": infini,
-        **token_fields(tokens, kind),
-    }
+    return tree

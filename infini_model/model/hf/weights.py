@@ -5,13 +5,11 @@ A LLaDA's tensors have names of their own. Nothing is unpickled.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +20,6 @@ from infini_model.config import ModelConfig
 from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     CONFIG,
-    GENERATION,
     INDEX,
     NO_TOKENS,
     WEIGHTS,
@@ -30,7 +27,6 @@ from infini_model.model.hf.config import (
     config_json,
     read_config,
     read_json,
-    token_fields,
 )
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
@@ -44,12 +40,12 @@ _VOCABULARY = ("model.embed_tokens.weight", _OUTPUT)
 # In safetensors' notation. Integers and float8 are quantised, and mean nothing without scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
-_LLADA_MODULES = {
+# LLaDA's name of each part of a Llama, and of the layers that hold them.
+_LLADA_NAMES = {
+    "lm_head": "model.transformer.ff_out",
     "model.embed_tokens": "model.transformer.wte",
     "model.norm": "model.transformer.ln_f",
-    "lm_head": "model.transformer.ff_out",
-}
-_LLADA_BLOCK_MODULES = {
+    "model.layers": "model.transformer.blocks",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "q_proj",
     "self_attn.k_proj": "k_proj",
@@ -60,22 +56,19 @@ _LLADA_BLOCK_MODULES = {
     "mlp.up_proj": "up_proj",
     "mlp.down_proj": "ff_out",
 }
+# What a model may have no use for: if it is tied, the output layer; with memory "none" what is of
+# the memory; and the rotary frequencies of old folders, which are computed.
+_OUTPUTS = (_OUTPUT, f"{_LLADA_NAMES['lm_head']}.weight")
+_UNUSED = (*MEMORY_TENSORS, "rotary_emb.inv_freq")
 
 log = logging.getLogger(__name__)
 
 
-def _stored_name(name: str, config: ModelConfig) -> str:
+def _stored_name(name: str, *, is_llada: bool) -> str:
     """What the tensor `name` of a model is called in its files; different ones stay different."""
-    return _llada_name(name) if config.bidirectional else name
-
-
-def _llada_name(name: str) -> str:
-    module, _, parameter = name.rpartition(".")
-    if module in _LLADA_MODULES:
-        return f"{_LLADA_MODULES[module]}.{parameter}"
-    number, _, inner = module.removeprefix("model.layers.").partition(".")
-    inner = _LLADA_BLOCK_MODULES.get(inner, inner)
-    return f"model.transformer.blocks.{number}.{inner}.{parameter}"
+    for ours, theirs in _LLADA_NAMES.items() if is_llada else ():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -105,91 +98,55 @@ def _other_format(folder: Path) -> str:
     return f"; there is {others[0]}, but only weights in safetensors are read"
 
 
-class Stored(NamedTuple):
-    """A tensor in the files: what the model calls it, and its shape there."""
+def read_file(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors of a file that `shapes` names, mapped: they are not read before they are used.
 
-    name: str
-    shape: tuple[int, ...]
-
-
-@contextlib.contextmanager
-def opened(path: Path, expected: Mapping[str, Stored]) -> Iterator[tuple[Any, list[str]]]:
-    """An open file and the names in it of the tensors that the model uses, checked by the header.
-
-    Raises `CheckpointError` for a damaged file, also while the block reads it, and for a tensor
-    that is unexpected, misshapen or quantised.
+    Raises `CheckpointError` for a damaged file, and for a tensor that is unexpected, misshapen or
+    quantised.
     """
+    tensors = {}
     try:
         with safe_open(path, framework="pt") as file:
-            names = []
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                if name in expected:
-                    _check_header(file.get_slice(name), expected[name], f"{path}: tensor {name}")
-                    names.append(name)
-                elif not _may_be_skipped(name):
+                if name not in shapes:
+                    if name in _OUTPUTS or name.endswith(_UNUSED):
+                        continue
                     raise CheckpointError(f"{path}: unexpected tensor {name}")
-            yield file, names
+                where, header = f"{path}: tensor {name}", file.get_slice(name)
+                if (dtype := header.get_dtype()) not in _DTYPES:
+                    takes = ", ".join(_DTYPES)
+                    raise CheckpointError(f"{where}: expected dtype {takes}, got {dtype}")
+                if (shape := header.get_shape()) != (expected := list(shapes[name])):
+                    raise CheckpointError(f"{where}: expected shape {expected}, got {shape}")
+                tensors[name] = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: unreadable safetensors file: {error}") from error
+    return tensors
 
 
-def _check_header(header: Any, expected: Stored, where: str) -> None:
-    dtype, shape = header.get_dtype(), list(header.get_shape())
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{where}: expected dtype {', '.join(_DTYPES)}, got {dtype}")
-    if shape != list(expected.shape):
-        raise CheckpointError(f"{where}: expected shape {list(expected.shape)}, got {shape}")
+def checked_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors of a folder for a model with `shapes`, checked by their headers, and mapped.
 
+    The folder may have fewer tokens than the model, and lack a kind of memory parameter altogether.
 
-def _may_be_skipped(name: str) -> bool:
-    """Whether a tensor may be ignored if the model has none of that name.
-
-    The output layer of a tied model is its embedding; rotary frequencies, stored in old folders,
-    are computed; the memory's tensors are not used by a model with memory "none".
+    Raises:
+        CheckpointError: A file or tensor is missing, damaged, unexpected, quantised or of the wrong
+            shape, or a file is cut off.
     """
-    outputs = (_OUTPUT, _llada_name(_OUTPUT))
-    return name in outputs or name.endswith((*MEMORY_TENSORS, "rotary_emb.inv_freq"))
-
-
-def _stored_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
-    """What the files must hold for a model with `shapes`, by the names in the files.
-
-    The folder may have fewer tokens than the model.
-    """
-    config = read_config(folder, {})
-    expected = {}
-    for name, (rows, *columns) in shapes.items():
-        held = min(rows, config.vocab_size or rows) if name in _VOCABULARY else rows
-        expected[_stored_name(name, config)] = Stored(name, (held, *columns))
-    return expected
-
-
-def _absent_kinds(
-    folder: Path, expected: Mapping[str, Stored], found: Container[str]
-) -> tuple[str, ...]:
-    """The kinds of memory tensors that the model has and a plain Llama's folder does not.
-
-    Raises `CheckpointError` if any other tensor is missing.
-    """
-    absent = [kind for kind in MEMORY_TENSORS if any(name.endswith(kind) for name in expected)]
-    absent = [kind for kind in absent if not any(n.endswith(kind) and n in found for n in expected)]
-    for name in expected:
+    config, files, found = read_config(folder, {}), weight_files(folder), dict[str, Tensor]()
+    names = {_stored_name(name, is_llada=config.bidirectional): name for name in shapes}
+    expected = {stored: shapes[name] for stored, name in names.items()}
+    for stored, name in names.items():
+        if name in _VOCABULARY and config.vocab_size is not None:
+            rows, columns = shapes[name]
+            expected[stored] = min(rows, config.vocab_size), columns
+    for path in files:
+        found |= {names[stored]: each for stored, each in read_file(path, expected).items()}
+    absent = [kind for kind in MEMORY_TENSORS if not any(name.endswith(kind) for name in found)]
+    for stored, name in names.items():
         if name not in found and not name.endswith(tuple(absent)):
-            raise CheckpointError(f"{folder}: tensor {name} is missing")
-    return tuple(absent)
-
-
-def check_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check everything that `read_tensors` does, by the headers alone.
-
-    Raises `CheckpointError` as `read_tensors` does, and for a file that is cut off.
-    """
-    expected = _stored_tensors(folder, shapes)
-    found = set[str]()
-    for path in weight_files(folder):
-        with opened(path, expected) as (_, names):
-            found.update(names)
-    _absent_kinds(folder, expected, found)
+            raise CheckpointError(f"{folder}: tensor {stored} is missing")
+    return found
 
 
 def read_tensors(
@@ -205,28 +162,20 @@ def read_tensors(
     model, for it adds nothing at first. A warning is logged. Where the model has more tokens than
     the folder, each of their rows is the mean of the folder's.
 
-    Raises:
-        CheckpointError: A file or tensor is missing, damaged, unexpected, quantised or of the wrong
-            shape.
+    Raises `CheckpointError` as `checked_tensors`.
     """
-    expected, found = _stored_tensors(folder, shapes), dict[str, Tensor]()
-    for path in weight_files(folder):
-        with opened(path, expected) as (file, names):
-            for stored in names:
-                found[stored] = file.get_tensor(stored).to(dtypes[expected[stored].name])
-    absent = _absent_kinds(folder, expected, found)
     tensors = {
-        expected[stored].name: _with_rows(tensor, shapes[expected[stored].name][0])
-        for stored, tensor in found.items()
+        name: _with_rows(tensor.to(dtypes[name]), shapes[name][0])
+        for name, tensor in checked_tensors(folder, shapes).items()
     }
     shift = 0.5 if config.memory == "residual" else 0.0
     starts = {"gate": config.gate_start, "memory_key_shift": shift, "memory_query_shift": shift}
-    for kind in absent:
-        parameter = kind.partition(".")[2]
+    for parameter in MEMORY_PARAMETERS:
         start = starts.get(parameter, 0.0)
-        log.warning("%s: no %s found; initialised to %g", folder, parameter, start)
-        names = [name for name in shapes if name.endswith(kind)]
+        names = [n for n in shapes if n.endswith(f".{parameter}") and n not in tensors]
         tensors |= {name: torch.full(shapes[name], start, dtype=dtypes[name]) for name in names}
+        if names:
+            log.warning("%s: no %s found; initialised to %g", folder, parameter, start)
     return tensors
 
 
@@ -246,19 +195,10 @@ def write_checkpoint(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model's folder atomically, replacing a checkpoint that is already there.
+    """Write a model's folder atomically, as `write_files`, over a checkpoint that is already there.
 
-    It is a LLaDA's folder if the model is bidirectional, else a Llama's.
-
-    Args:
-        folder: The folder to write.
-        config: Shape of the model.
-        tensors: Parameters by name, on any device, without the output layer if it is tied.
-        shard_bytes: Size limit of a file; more tensors are written as shards with an index.
-
-    Raises:
-        CheckpointError: `folder` holds other files, which would be lost.
-        UserError: The folder cannot be written.
+    Raises `CheckpointError` if `folder` holds other files, which would be lost, `UserError` if it
+    cannot be written.
     """
     refuse_other_files(folder)
     with atomic_folder(folder) as temporary:
@@ -273,32 +213,29 @@ def write_files(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the files of `write_checkpoint` to a temporary folder. Raises `OSError`."""
-    tensors = {_stored_name(name, config): tensor for name, tensor in tensors.items()}
-    shards = _shards(tensors, shard_bytes)
-    names = [WEIGHTS]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        save_tensors(shard, folder / name)
-    if len(shards) > 1:
-        weight_map = {t: name for name, s in zip(names, shards, strict=True) for t in s}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        dump_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    dtype = next(iter(tensors.values())).dtype
-    dump_json(folder / CONFIG, config_json(config, dtype, tokens))
+    """Write a LLaDA's files to a folder if the model is bidirectional, else a Llama's.
 
+    Args:
+        folder: A temporary folder.
+        config: Shape of the model.
+        tensors: Parameters by name, on any device, without the output layer if it is tied.
+        tokens: What config.json says of the tokens.
+        shard_bytes: Size limit of a file; more tensors are written as shards with an index.
 
-def describe_tokens(folder: Path, tokens: TokenIds) -> None:
-    """Put tokens into config.json of a temporary folder, and into generation_config.json.
-
-    Raises `OSError`, and `CheckpointError` if config.json is missing or damaged.
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
     """
-    tree = read_json(folder / CONFIG)
-    dump_json(folder / CONFIG, tree | token_fields(tokens, tree.get("model_type")))
-    ids = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos}
-    known = {name: number for name, number in ids.items() if number is not None}
-    dump_json(folder / GENERATION, known)
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    stored = {_stored_name(n, is_llada=config.bidirectional): t for n, t in tensors.items()}
+    shards = split_torch_state_dict_into_shards(stored, max_shard_size=shard_bytes)
+    for file, names in shards.filename_to_tensors.items():
+        save_tensors({name: stored[name].contiguous() for name in names}, folder / file)
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        dump_json(folder / INDEX, index)
+    dtype = next(iter(stored.values())).dtype
+    dump_json(folder / CONFIG, config_json(config, dtype, tokens))
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -310,19 +247,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         if number := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
-
-
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """The tensors in order, in groups of at most `limit` bytes (or one tensor)."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.contiguous()
-        size += tensor.nbytes
-    return shards
 
 
 def refuse_other_files(folder: Path, expected: Collection[str] = ()) -> None:

@@ -30,3 +30,11 @@ def draw_memory_parameters(model: InfiniLlama) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(MEMORY_PARAMETERS):
             torch.nn.init.normal_(parameter)
+
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> InfiniLlama:
+    """A tiny model with random weights and a random memory."""
+    torch.manual_seed(seed)
+    model = InfiniLlama(tiny_config(**changes)).to(dtype)
+    draw_memory_parameters(model)
+    return model

@@ -28,11 +28,6 @@ _ADAPTERS = ("lora_A.weight", "lora_B.weight")
 class CastLinear(nn.Linear):
     """A linear layer without bias that multiplies in the dtype of its input."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        """Takes over the weight of `linear`."""
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight = linear.weight
-
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features], in the dtype of `x` or of autocast."""
         return functional.linear(x, as_operand(self.weight, x))
@@ -41,12 +36,12 @@ class CastLinear(nn.Linear):
 class LoraLinear(CastLinear):
     """x·Wᵀ + lora_alpha / r · x·Aᵀ·Bᵀ, with A [r, in_features] and B [out_features, r]."""
 
-    def __init__(self, linear: nn.Linear, lora: LoraConfig) -> None:
-        """Takes over the weight of `linear`; `initial_adapters` draws A and B."""
-        super().__init__(linear)
+    def __init__(self, in_features: int, out_features: int, lora: LoraConfig) -> None:
+        """`add_lora` gives it a weight, and `initial_adapters` draws A and B."""
+        super().__init__(in_features, out_features, bias=False, device="meta")
         self.scaling = lora.lora_alpha / lora.r
-        self.lora_A = nn.Linear(self.in_features, lora.r, bias=False, device="meta")
-        self.lora_B = nn.Linear(lora.r, self.out_features, bias=False, device="meta")
+        self.lora_A = nn.Linear(in_features, lora.r, bias=False, device="meta")
+        self.lora_B = nn.Linear(lora.r, out_features, bias=False, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         """As `CastLinear.forward`."""
@@ -63,11 +58,6 @@ class LoraLinear(CastLinear):
 class CastEmbedding(nn.Embedding):
     """An embedding whose rows are read as float32."""
 
-    def __init__(self, embedding: nn.Embedding) -> None:
-        """Takes over the weight of `embedding`."""
-        super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
-        self.weight = embedding.weight
-
     def forward(self, ids: Tensor) -> Tensor:
         """[...] int64 to [..., embedding_dim] float32."""
         return super().forward(ids).float()
@@ -80,11 +70,18 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> None:
     """
     for name, module in [*model.named_modules()]:
         if isinstance(module, nn.Embedding):
-            model.set_submodule(name, CastEmbedding(module))
-        elif isinstance(module, nn.Linear):
-            is_target = name.rpartition(".")[2] in lora.target_modules
-            new = LoraLinear(module, lora) if is_target else CastLinear(module)
-            model.set_submodule(name, new)
+            new: nn.Module = CastEmbedding(
+                module.num_embeddings, module.embedding_dim, device="meta"
+            )
+        elif not isinstance(module, nn.Linear):
+            continue
+        elif name.rpartition(".")[2] in lora.target_modules:
+            new = LoraLinear(module.in_features, module.out_features, lora)
+        else:
+            shape = module.in_features, module.out_features
+            new = CastLinear(*shape, bias=False, device="meta")
+        new.weight = module.weight
+        model.set_submodule(name, new)
     trained = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module_name, _, last = name.rpartition(".")

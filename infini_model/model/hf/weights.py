@@ -32,7 +32,6 @@ from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import atomic_folder, dump_json
 
-SHARD_BYTES = 5_000_000_000
 MEMORY_TENSORS = tuple(f"self_attn.{name}" for name in MEMORY_PARAMETERS)
 _OUTPUT = "lm_head.weight"
 # Tensors with a row for each token.
@@ -188,13 +187,7 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat((tensor, mean.to(tensor.dtype).expand(missing, -1)))
 
 
-def write_checkpoint(
-    folder: Path,
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    *,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
+def write_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Write a model's folder atomically, as `write_files`, over a checkpoint that is already there.
 
     Raises `CheckpointError` if `folder` holds other files, which would be lost, `UserError` if it
@@ -202,7 +195,7 @@ def write_checkpoint(
     """
     refuse_other_files(folder)
     with atomic_folder(folder) as temporary:
-        write_files(temporary, config, tensors, shard_bytes=shard_bytes)
+        write_files(temporary, config, tensors)
 
 
 def write_files(
@@ -211,7 +204,7 @@ def write_files(
     tensors: Mapping[str, Tensor],
     tokens: TokenIds = NO_TOKENS,
     *,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | str = "5GB",
 ) -> None:
     """Write a LLaDA's files to a folder if the model is bidirectional, else a Llama's.
 

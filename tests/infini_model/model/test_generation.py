@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import draw_memory_parameters, tiny_config
+from tiny_models import tiny_model
 
 from infini_model.config import UnmaskingConfig
 from infini_model.model import unmask as unmasking
@@ -19,11 +19,7 @@ from infini_model.runtime.errors import UserError
 
 
 def causal_model(memory="linear", shift=True):
-    torch.manual_seed(3)
-    config = tiny_config(memory=memory, memory_key_shift=shift, initializer_range=0.4)
-    model = InfiniLlama(config).double()
-    draw_memory_parameters(model)
-    return model
+    return tiny_model(3, memory=memory, memory_key_shift=shift, initializer_range=0.4)
 
 
 CAUSAL = causal_model()
@@ -105,8 +101,7 @@ GREEDY = {"block_length": 1}
 
 
 def make_model(**changes):
-    """A model for masked diffusion."""
-    torch.manual_seed(0)
+    """A model for masked diffusion, or with a memory for block diffusion."""
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": VOCABULARY,
@@ -117,16 +112,13 @@ def make_model(**changes):
         "mask_token_id": MASK,
         "initializer_range": 0.5,
     }
-    return InfiniLlama(tiny_config(**shape | changes))
+    return tiny_model(**shape | changes)
 
 
 @pytest.fixture(params=["linear", "delta", "residual"])
 def block_model(request):
-    """A model for block diffusion."""
     shape = {"segment_length": BLOCK, "memory": request.param, "memory_query_shift": True}
-    model = make_model(**shape).double()
-    draw_memory_parameters(model)
-    return model
+    return make_model(**shape)
 
 
 class Scripted(InfiniLlama):

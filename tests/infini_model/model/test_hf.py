@@ -8,11 +8,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import draw_memory_parameters, tiny_config
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from infini_model.model.hf.config import TokenIds
-from infini_model.model.hf.weights import write_checkpoint, write_files
+from infini_model.model.hf.weights import write_files
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError
@@ -101,10 +101,7 @@ def theirs(**changes):
 
 
 def ours(**changes):
-    torch.manual_seed(0)
-    model = InfiniLlama(tiny_config(**SHAPE | {"segment_length": LENGTH} | changes))
-    draw_memory_parameters(model)
-    return model
+    return tiny_model(dtype=torch.float32, **SHAPE | {"segment_length": LENGTH} | changes)
 
 
 def llada_name(name):
@@ -196,6 +193,7 @@ def test_a_round_trip_through_transformers(tmp_path, changes, dropped):
     model = ours(memory="none", **changes)
     model.save_pretrained(tmp_path / "a")
     edit(tmp_path / "a", **dict.fromkeys(dropped, "drop"))
+    assert InfiniLlama.from_pretrained(tmp_path / "a").config == model.config
     llama, report = AutoModelForCausalLM.from_pretrained(tmp_path / "a", output_loading_info=True)
     assert type(llama) is LlamaForCausalLM
     assert not any(report.values())
@@ -224,7 +222,8 @@ def test_a_round_trip_through_transformers(tmp_path, changes, dropped):
 )
 def test_a_round_trip_with_memory(tmp_path, caplog, changes):
     model, folder = ours(segment_length=5, **changes), tmp_path / "model"
-    write_checkpoint(folder, model.config, dict(model.named_parameters()), shard_bytes=20_000)
+    folder.mkdir()
+    write_files(folder, model.config, model.whole_tensors(), shard_bytes=20_000)
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
     assert torch.equal(logits(InfiniLlama.from_pretrained(folder)), logits(model))
     model.save_pretrained(folder)  # replaces the shards
@@ -254,26 +253,15 @@ def test_a_llama_that_gets_a_residual_memory_is_bit_for_bit_what_it_was_in_segme
     ]
 
 
-@pytest.mark.parametrize("is_older", [False, True])
-def test_llama3_scaling_is_read_and_stored_frequencies_are_not(tmp_path, is_older):
-    llama = theirs(rope_parameters=LLAMA3 | {"rope_theta": 5000.0})
-    llama.save_pretrained(tmp_path)
-    if is_older:
-        edit(tmp_path, rope_parameters="drop", rope_theta=5000.0, rope_scaling=LLAMA3)
-        weights = tmp_path / "model.safetensors"
-        frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-        save_file(load_file(weights) | frequencies, weights)
-    assert_close(InfiniLlama.from_pretrained(tmp_path), llama)
-    # It is the scaling that makes them equal.
-    plain = InfiniLlama.from_pretrained(tmp_path, rope_scaling=None)
-    assert (logits(plain) - logits(llama)).abs().max() > 1e-3
-
-
 def test_omitted_fields_have_hugging_faces_defaults(tmp_path):
     """The weights are small, since the norm's epsilon matters only for small activations."""
     theirs(initializer_range=1e-3).save_pretrained(tmp_path)
     left_out = ("rms_norm_eps", "head_dim", "initializer_range", "tie_word_embeddings")
     edit(tmp_path, **dict.fromkeys(left_out, "drop"))
+    # Old folders have frequencies, which are computed.
+    weights = tmp_path / "model.safetensors"
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    save_file(load_file(weights) | frequencies, weights, metadata={"format": "pt"})
     llama = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_close(InfiniLlama.from_pretrained(tmp_path), llama, 1e-7)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import draw_memory_parameters, tiny_config
+from tiny_models import tiny_config, tiny_model
 from torch.nn import functional
 
 from infini_model.model.generate import generate
@@ -18,16 +18,8 @@ WITH_MEMORY = pytest.mark.parametrize("memory", ["linear", "delta", "residual"])
 MEMORIES = pytest.mark.parametrize("memory", ["linear", "delta", "residual", "none"])
 
 
-def config(**changes):
-    return tiny_config(**{"vocab_size": 17, "initializer_range": 0.3} | changes)
-
-
 def build(seed=0, dtype=torch.float64, **changes):
-    """A tiny model with random gates and key shifts."""
-    torch.manual_seed(seed)
-    model = InfiniLlama(config(**changes)).to(dtype)
-    draw_memory_parameters(model)
-    return model
+    return tiny_model(seed, dtype, **{"vocab_size": 17, "initializer_range": 0.3} | changes)
 
 
 def ids(batch, tokens, seed=0):
@@ -39,21 +31,19 @@ def close(ours, theirs, tolerance=1e-10):
 
 
 def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
-    model = InfiniLlama(config(memory="linear", gate_start=0.0))
+    model = InfiniLlama(tiny_config(memory="linear", gate_start=0.0))
     assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
     assert model.get_parameter("model.layers.0.self_attn.memory_key_shift").tolist() == [0.5, 0.5]
-    assert InfiniLlama(config(memory="none")).gate_statistics() == []
-    assert InfiniLlama(config(memory="residual")).gate_statistics() == [(0.0, 0.0, 0.0)] * 2
+    assert InfiniLlama(tiny_config(memory="none")).gate_statistics() == []
+    assert InfiniLlama(tiny_config(memory="residual")).gate_statistics() == [(0.0, 0.0, 0.0)] * 2
 
 
-def test_a_new_residual_memory_leaves_a_model_as_it_is_without_one():
-    model, tokens = InfiniLlama(config(memory="residual")), ids(2, 20)
-    bare = InfiniLlama(config(memory="none"))
-    bare.load_state_dict(model.state_dict(), strict=False)
-    assert torch.equal(model(tokens).logits, bare(tokens).logits)
-    # It learns nevertheless: the weights first, then what depends on them.
-    model(tokens).logits.sum().backward()
+def test_a_new_residual_memory_learns_though_it_adds_nothing():
+    """The weights first, then what depends on them."""
+    model, tokens = InfiniLlama(tiny_config(memory="residual", initializer_range=0.3)), ids(2, 20)
+    tokens %= 11
     attention = model.attentions[0]
+    model(tokens).logits.sum().backward()
     assert attention.memory_weight.grad.abs().min() > 0
     torch.nn.init.ones_(attention.memory_weight)
     model(tokens).logits.sum().backward()
@@ -187,7 +177,7 @@ def test_bad_input_is_named():
     model, bidirectional = build(), build(memory="none", bidirectional=True)
     inside, border = model(ids(1, 3)).state, torch.zeros(1, 1, dtype=torch.bool)
     with pytest.raises(ConfigError, match=r"model\.vocab_size"):
-        InfiniLlama(config(vocab_size=None))
+        InfiniLlama(tiny_config(vocab_size=None))
     for message, call in (
         ("segment has no state", lambda: bidirectional(ids(1, 4), state=inside)),
         ("segment has no state", lambda: bidirectional.advance(ids(1, 4), inside)),

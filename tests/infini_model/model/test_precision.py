@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import draw_memory_parameters, tiny_config
+from tiny_models import draw_memory_parameters, tiny_config, tiny_model
 
 from infini_model.config import LoraConfig
 from infini_model.model.generate import Sampling, read_prompts, stream
@@ -19,9 +19,8 @@ def test_the_products_and_their_gradients_are_those_of_a_cast_each(monkeypatch):
     for once in (True, False):
         if not once:
             monkeypatch.setattr("infini_model.model.layers.product_input", lambda x: x)
-        torch.manual_seed(0)
-        model = InfiniLlama(tiny_config(hidden_size=WIDTH, head_dim=4, num_hidden_layers=3))
-        draw_memory_parameters(model)
+        shape = {"hidden_size": WIDTH, "head_dim": 4, "num_hidden_layers": 3}
+        model = tiny_model(dtype=torch.float32, **shape)
         ids = torch.randint(11, (2, TOKENS), generator=torch.Generator().manual_seed(0))
         with torch.autocast("cpu", torch.bfloat16):
             hidden = model.hidden(ids)

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_config
+from tiny_models import tiny_model
 from torch.nn import functional
 
 from infini_model.data.loading.windows import Batch
-from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.model.precision import PRECISIONS
 from infini_model.objectives.causal import CausalLM, GPUDataCollatorForCLM
@@ -46,12 +45,11 @@ def pairs(first_key=0):
 
 
 def make_module(name="causal"):
-    torch.manual_seed(0)
     shape = {"vocab_size": VOCABULARY, "segment_length": SEGMENT}
     if name != "causal":
         shape |= {"segment_length": LENGTH, "memory": "none"}
         shape |= {"bidirectional": True, "mask_token_id": MASK}
-    return LossModule(InfiniLlama(tiny_config(**shape)), OBJECTIVES[name]).double()
+    return LossModule(tiny_model(**shape), OBJECTIVES[name])
 
 
 def score(module, batch, **options):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import draw_memory_parameters, tiny_config
+from tiny_models import tiny_model
 from torch.nn import functional
 
 from infini_model.data.loading.windows import Batch
@@ -31,12 +31,9 @@ def masks(batch, length=LENGTH, seed=0, noise="count"):
 
 
 def make_module(noise="count", length=LENGTH):
-    torch.manual_seed(0)
     diffusion = {"memory_query_shift": True, "bidirectional": True, "mask_token_id": MASK}
     shape = {"vocab_size": VOCABULARY, "segment_length": length, "initializer_range": 0.3}
-    model = InfiniLlama(tiny_config(**shape | diffusion)).double()
-    draw_memory_parameters(model)
-    return LossModule(model, BlockDiffusion(0, MASK, length, noise))
+    return LossModule(tiny_model(**shape | diffusion), BlockDiffusion(0, MASK, length, noise))
 
 
 def losses_of(logits, labels):

@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
-from commands import dataset_of, run, stage
+from commands import run, stage
 from curves import curve
 from llamas import BESIDE, SEGMENT, from_weights, recorded, write_llama
 from local_hub import Repository, serve_hub
@@ -197,17 +197,6 @@ def test_no_dataset_is_made_with_another_tokenizer_than_that_of_the_weights(
     assert planned(tmp_path / "elsewhere")["new"] == 1
 
 
-def test_the_tokenizer_of_an_export_of_bytes_has_no_file(
-    make_config, dataset, text_files, tmp_path
-):
-    first = make_config(training={"max_steps": 1})
-    train(first, dataset, tmp_path / "first")
-    file, weights = tmp_path / "config.yaml", tmp_path / "first" / "model"
-    config = of_texts(from_weights(make_config(), weights), text_files, "model")
-    file.write_text(dump_config(find_initial_weights(config).pinned_in(config)))
-    assert read_manifest(dataset_of(file)).tokenizer.spec == "bytes"
-
-
 def too_many_tokens(folder):
     write_llama(folder, vocab_size=250)
     train_tokenizer([["a text"]], 257).save(folder)
@@ -246,19 +235,11 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_rank_without_the_record_says_how_to_write_it(config, dataset, tmp_path):
-    file, run_dir = tmp_path / "config.yaml", tmp_path / "run"
-    file.write_text(dump_config(config))
-    missing = r"initial_weights\.json: is missing; python -m infini_model weights --config"
-    with pytest.raises(CheckpointError, match=missing):
-        train(config, dataset, run_dir)
-    found = stage("weights", file, "--run-dir", run_dir)
-    assert found["fingerprint"] == read_initial_weights(run_dir).fingerprint
-    train(config, dataset, run_dir)
-
-
 def test_a_run_resumes_from_no_other_weights(make_config, config, dataset, tmp_path):
     other = from_weights(config, write_llama(tmp_path / "other", hidden_act="silu", rope_theta=5e3))
+    missing = r"initial_weights\.json: is missing; python -m infini_model weights --config"
+    with pytest.raises(CheckpointError, match=missing):
+        train(config, dataset, tmp_path / "run")
     run_dir = recorded(config, tmp_path / "run")
     train(config, dataset, run_dir, [StopAfter(1)])
     with pytest.raises(CheckpointError, match=r"initial_weights is '.*llama', not '.*other'"):

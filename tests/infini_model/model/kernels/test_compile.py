@@ -4,14 +4,13 @@ import functools
 
 import pytest
 import torch
-from tiny_models import draw_memory_parameters, tiny_config
+from tiny_models import tiny_model
 from torch._dynamo.utils import counters
 
 from infini_model.model.generate import generate
 from infini_model.model.kernels import compile as compiled
 from infini_model.model.kernels.attention import can_be_compiled
 from infini_model.model.kernels.compile import resolve_compile
-from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import ConfigError
 
 LAYERS, SEGMENT = 2, 4
@@ -32,10 +31,8 @@ def compiler(monkeypatch, gpu):
 
 
 def build(device, **changes):
-    torch.manual_seed(0)
-    model = InfiniLlama(tiny_config(num_hidden_layers=LAYERS, segment_length=SEGMENT, **changes))
-    draw_memory_parameters(model)
-    return model.to(device)
+    shape = {"num_hidden_layers": LAYERS, "segment_length": SEGMENT}
+    return tiny_model(dtype=torch.float32, **shape | changes).to(device)
 
 
 def step(model, tokens=14, seed=0, starts=False, products=None):

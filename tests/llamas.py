@@ -17,23 +17,17 @@ BESIDE = {"segment_length": SEGMENT, "memory": "linear", "gate_start": -2.0}
 def write_llama(folder, dtype=torch.float32, **changes):
     """A Llama that says something, with a row for each of the bytes and for the end of a text."""
     torch.manual_seed(5)
-    fields = {
-        "vocab_size": 260,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-    }
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48}
+    fields = layers | sizes | {"max_position_embeddings": 128, "initializer_range": 0.2}
     LlamaForCausalLM(LlamaConfig(**fields | changes)).to(dtype).save_pretrained(folder)
     return folder
 
 
-def from_weights(config, llama, **beside):
-    """`config`, beginning from a Llama."""
+def from_weights(config, llama, lora=None, **beside):
+    """`config`, beginning from a Llama; with `lora` it trains adapters of it."""
     tree = config.model_dump(mode="json", exclude={"model"})
+    tree["training"]["lora"] = lora
     return validate(tree | {"model": {"initial_weights": str(llama)} | BESIDE | beside})
 
 

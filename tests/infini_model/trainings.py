@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, in one with compiled layers, and of adapters."""
+"""Trainings in processes of their own, with compiled layers, and cut off."""
 
 import functools
 import os
@@ -8,9 +8,8 @@ import torch
 from ports import free_port
 
 # The last three are imported late, by torch.optim, pyarrow and the banner: two seconds a rank.
-PRELOADED = [
-    *("infini_model.training.train", "torch.distributed.fsdp", "torch._dynamo", "pandas", "psutil"),
-]
+PRELOADED = ["infini_model.training.train", "torch.distributed.fsdp", "torch._dynamo"]
+PRELOADED += ["pandas", "psutil"]
 
 
 def trainers(run_dir):
@@ -81,12 +80,6 @@ def train_traced(*arguments):
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
     return outcome
-
-
-def with_adapters(begun, lora):
-    """`begun`, which begins from weights, training adapters of them."""
-    training = begun.training.model_dump() | {"lora": lora}
-    return type(begun).model_validate(begun.model_dump() | {"training": training})
 
 
 def cut_off(run_dir, step, copy=None):

@@ -34,37 +34,18 @@ SHAPE = {
     "initializer_range": 0.2,
 }
 # The fields of LLaDA-8B-Base, with a small shape; the last ones have no meaning here.
-LLADA_FIELDS = {
-    "model_type": "llada",
-    "architectures": ["LLaDAModelLM"],
-    "activation_type": "silu",
-    "block_group_size": 1,
-    "block_type": "llama",
-    "d_model": 32,
-    "embedding_size": 50,
-    "eos_token_id": 48,
-    "init_std": 0.02,
-    "layer_norm_type": "rms",
-    "layer_norm_with_affine": True,
-    "mask_token_id": 49,
-    "max_sequence_length": LENGTH,
-    "mlp_hidden_size": 48,
-    "multi_query_attention": None,
-    "n_heads": 4,
-    "n_kv_heads": 4,
-    "n_layers": 2,
-    "pad_token_id": 48,
-    "rms_norm_eps": 1e-05,
-    "rope": True,
-    "rope_theta": 5000.0,
-    "vocab_size": 50,
-    **dict.fromkeys(("attention_dropout", "embedding_dropout", "residual_dropout"), 0.0),
-    **dict.fromkeys(("alibi", "attention_layer_norm", "bias_for_layer_norm"), False),
-    **dict.fromkeys(("include_bias", "include_qkv_bias", "input_emb_norm"), False),
-    **dict.fromkeys(("scale_logits", "weight_tying"), False),
-    "flash_attention": False,
-    "init_fn": "mitchell",
-}
+LLADA_FIELDS = json.loads("""{
+    "model_type": "llada", "architectures": ["LLaDAModelLM"], "activation_type": "silu",
+    "alibi": false, "attention_dropout": 0.0, "attention_layer_norm": false,
+    "bias_for_layer_norm": false, "block_group_size": 1, "block_type": "llama", "d_model": 32,
+    "embedding_dropout": 0.0, "embedding_size": 50, "eos_token_id": 48, "include_bias": false,
+    "include_qkv_bias": false, "init_std": 0.02, "input_emb_norm": false, "layer_norm_type": "rms",
+    "layer_norm_with_affine": true, "mask_token_id": 49, "max_sequence_length": 24,
+    "mlp_hidden_size": 48, "multi_query_attention": null, "n_heads": 4, "n_kv_heads": 4,
+    "n_layers": 2, "pad_token_id": 48, "residual_dropout": 0.0, "rms_norm_eps": 1e-05, "rope": true,
+    "rope_theta": 5000.0, "scale_logits": false, "vocab_size": 50, "weight_tying": false,
+    "flash_attention": false, "init_fn": "mitchell"
+}""")
 # LLaDA's name for each part of a Llama's.
 LLADA_NAMES = {
     "model.embed_tokens": "model.transformer.wte",
@@ -173,9 +154,6 @@ def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard, dtype):
     assert not caplog.records
     assert (other.config.segment_length, other.config.memory) == (8, "none")
     assert {p.dtype for p in other.parameters()} == {torch.bfloat16}
-    other.save_pretrained(tmp_path / "again")
-    written = load_file(tmp_path / "again" / "model.safetensors")
-    assert all(torch.equal(tensor, other.get_parameter(name)) for name, tensor in written.items())
 
 
 @pytest.mark.parametrize(

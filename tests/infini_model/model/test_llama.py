@@ -162,17 +162,6 @@ def test_every_parameter_learns():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_in_bf16_the_loss_is_close_and_the_memory_in_float32():
-    tokens, labels = ids(2, 12), ids(2, 12, seed=1)
-    exact = build(dtype=torch.float32, initializer_range=0.05)
-    with torch.autocast("cpu", torch.bfloat16):
-        under = exact(tokens, labels=labels)
-    rounded = build(dtype=torch.bfloat16, initializer_range=0.05)(tokens, labels=labels)
-    for out in (under, rounded):
-        assert out.state.layers[0].memory.kv.dtype == torch.float32
-        close(out.loss, exact(tokens, labels=labels).loss, 0.02)
-
-
 def test_bad_input_is_named():
     model, bidirectional = build(), build(memory="none", bidirectional=True)
     inside, border = model(ids(1, 3)).state, torch.zeros(1, 1, dtype=torch.bool)

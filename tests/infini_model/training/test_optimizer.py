@@ -3,16 +3,15 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 
-from infini_model.config import ModelConfig, TrainingConfig
+from infini_model.config import TrainingConfig
 from infini_model.model.layers import MEMORY_PARAMETERS
-from infini_model.model.llama import InfiniLlama
 from infini_model.training.optimizer import learning_rate_share, make_optimizer, set_learning_rate
 
 
 def test_every_parameter_has_one_rate_and_only_matrices_decay():
-    shape = {"vocab_size": 11, "hidden_size": 16, "num_attention_heads": 2, "segment_length": 4}
-    model = InfiniLlama(ModelConfig(**shape))
+    model = tiny_model()
     config = TrainingConfig(
         weight_decay=0.3, learning_rate=1e-3, gate_learning_rate=1e-2, warmup_steps=4
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from curves import curve, repeatable, weights
 from llamas import from_weights, recorded, write_llama
-from trainings import cut_off, on_two_ranks, train_traced, with_adapters
+from trainings import cut_off, on_two_ranks, train_traced
 
 from infini_model.config import merge
 from infini_model.training.checkpoint import newest_checkpoint, read_state
@@ -92,9 +92,7 @@ def begin(make_config, tmp_path):
         llama = tmp_path / "llama"
         if not llama.exists():
             write_llama(llama)
-        config = from_weights(config, llama)
-        if kind.weights == "adapters":
-            config = with_adapters(config, LORA)
+        config = from_weights(config, llama, LORA if kind.weights == "adapters" else None)
         return config, recorded(config, run_dir)
 
     return make

@@ -62,34 +62,11 @@ SMALL = (2, 4, 2, 20, 16)
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
-    """Triton's interpreter, mended and made faster."""
-    if not INTERPRETED:
-        return
-    from triton.language import bfloat16, float32
-    from triton.runtime import interpreter
+    if INTERPRETED:
+        # Here, as this file is a program, too, which finds no other test.
+        from triton_interpreter import mend
 
-    multiply = interpreter.InterpreterBuilder.create_dot
-    patch, launch_grid, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-
-    def create_dot(self, a, b, *others):
-        # It multiplies the raw bits of bfloat16; convert to float32 first.
-        a, b = (self.create_fp_ext(x, float32) if x.dtype == bfloat16 else x for x in (a, b))
-        return multiply(self, a, b, *others)
-
-    def patch_once(function):
-        # Triton's modules are patched once a launch and function, not in each call.
-        if function not in patched:
-            patched.add(function)
-            return patch(function)
-        return None
-
-    def launch_anew(*arguments, **keywords):
-        patched.clear()
-        return launch_grid(*arguments, **keywords)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        mend(monkeypatch)
 
 
 def draw(name, shape=SMALL, dtype=torch.float32):

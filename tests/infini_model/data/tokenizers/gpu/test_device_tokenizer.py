@@ -15,6 +15,7 @@ import torch
 from corpora import adversarial_texts, make_texts
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Reference
+from triton_interpreter import mend
 
 pytest.importorskip("triton", reason="triton is not installed: CPU builds of torch bring none")
 
@@ -46,26 +47,9 @@ def _large_programs() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    from triton.runtime import interpreter
-
-    patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     whole = BPETokenizer.vocabulary
-    patched = set()
-
-    def patch_once(function):
-        if function in patched:
-            return None
-        patched.add(function)
-        return patch_lang(function)
-
-    def launch_anew(*arguments, **keywords):
-        patched.clear()
-        return launch(*arguments, **keywords)
-
     with pytest.MonkeyPatch.context() as patch:
-        # Triton's modules are patched once a launch and function, not in each call.
-        patch.setattr(interpreter, "_patch_lang", patch_once)
-        patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        mend(patch)
         patch.setattr(pretokenize, "BYTES", 1 << 16)
         patch.setattr(words, "WORDS", 1 << 13)
         patch.setattr(merges, "SYMBOLS", 1 << 16)

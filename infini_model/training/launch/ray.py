@@ -26,16 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, LaunchConfig, load_config
-from infini_model.runtime.errors import ConfigError, DeviceError, UserError
+from infini_model.runtime import ray as cluster
+from infini_model.runtime.errors import DeviceError, UserError
 from infini_model.runtime.processes import deferred_signals
-from infini_model.runtime.ray import (
-    check_mark,
-    check_sources,
-    connect,
-    marked,
-    on_node,
-    sources_fingerprint,
-)
 from infini_model.runtime.runs import STATE, list_checkpoints
 from infini_model.runtime.stage_protocol import write_progress
 from infini_model.training.launch.failures import TrainingFailure, first_cause
@@ -56,8 +49,12 @@ MOST_LOSSES = 5
 LINE, PROGRESS, END = "line", "progress", "end"
 
 
-class NodesLostError(Exception):
-    """Nodes of a gang were lost, with what was running there; the message names them."""
+class NodeLostError(Exception):
+    """A node of a gang was lost, as Ray says in an `error`, with what was running there."""
+
+    def __init__(self, node: str, error: Exception) -> None:
+        first_line = str(error).strip().partition("\n")[0]
+        super().__init__(f"{node} ({type(error).__name__}: {first_line})")
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,8 @@ def probe_node(sources: str, mark: str) -> Node:
     """
     from ray.util import get_node_ip_address
 
-    check_sources(sources)
-    check_mark(Path(mark), "run.output_dir must be a folder that all nodes share")
+    cluster.check_sources(sources)
+    cluster.check_mark(Path(mark), "run.output_dir must be a folder that all nodes share")
     with socket.create_server(("", 0)) as free:
         return Node(socket.gethostname(), get_node_ip_address(), free.getsockname()[1])
 
@@ -87,7 +84,7 @@ class NodeLauncher:
     """The launcher on a node. A thread works; the methods, Ray's calls, return at once."""
 
     def __init__(
-        self, config: dict[str, Any], dataset_dir: Path, run_dir: Path, threads: str | None
+        self, config: Config, dataset_dir: Path, run_dir: Path, threads: str | None
     ) -> None:
         """`threads` is the driver's OMP_NUM_THREADS."""
         # Ray's number of threads is meant for its own workers; a node's launcher has ranks.
@@ -96,32 +93,30 @@ class NodeLauncher:
             os.environ["OMP_NUM_THREADS"] = threads
         self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        arguments = config, dataset_dir, run_dir
-        threading.Thread(target=self._train, args=arguments, name="launcher", daemon=True).start()
+        stopped = TrainingFailure("preempted", "stopped")
+        job = Job(
+            config,
+            dataset_dir,
+            run_dir,
+            timeout_seconds=None,
+            on_line=lambda line: self._messages.put((LINE, line)),
+            on_progress=lambda done, total: self._messages.put((PROGRESS, (done, total))),
+            stop=lambda: stopped if self._stopped.is_set() else None,
+        )
+        threading.Thread(target=self._train, args=[job], name="launcher", daemon=True).start()
 
-    def _train(self, config: dict[str, Any], dataset_dir: Path, run_dir: Path) -> None:
+    def _train(self, job: Job) -> None:
         failure = None
         try:
-            job = Job(
-                load_config(overrides=[config]),
-                dataset_dir,
-                run_dir,
-                timeout_seconds=None,
-                on_line=lambda line: self._messages.put((LINE, line)),
-                on_progress=lambda done, total: self._messages.put((PROGRESS, (done, total))),
-                stop=lambda: (
-                    TrainingFailure("preempted", "stopped") if self._stopped.is_set() else None
-                ),
-            )
             train_here(job)
         except Exception as error:  # noqa: BLE001 - the driver raises it
-            failure = TrainingFailure.of(error).as_json()
+            failure = TrainingFailure.of(error)
         self._messages.put((END, failure))
 
     def poll(self) -> list[tuple[str, Any]]:
         """What has happened since the last call: lines, progress, and at last the end.
 
-        The end is None, or a `TrainingFailure` as JSON.
+        The end is None, or a `TrainingFailure`.
         """
         try:
             messages = [self._messages.get(timeout=MESSAGE_SECONDS)]
@@ -149,22 +144,28 @@ def needs_of(launch: LaunchConfig, nodes: Sequence[Resources]) -> dict[str, floa
     return {"CPU": 1.0, "GPU": float(launch.processes or max(1, int(common[0])))}
 
 
-class RayLauncher:
-    """A training on the cluster at `address`, which this process has joined."""
+def _ranks_of(needs: Resources) -> int:
+    """The number of ranks on a node where a launcher reserves `needs`."""
+    return int(needs.get("GPU", needs["CPU"]))
 
-    def __init__(
-        self,
-        config: Config,
-        dataset_dir: Path,
-        run_dir: Path,
-        address: str,
-        is_stopped: Callable[[], bool],
-    ) -> None:
-        """`is_stopped` tells whether the training is to save a checkpoint and end."""
-        self._config, self._address, self._is_stopped = config, address, is_stopped
-        self._dataset_dir, self._run_dir = dataset_dir.resolve(), run_dir.resolve()
+
+@dataclass
+class RayLauncher:
+    """A training on the cluster at `address`, which this process has joined.
+
+    `is_stopped` tells whether the training is to save a checkpoint and end.
+    """
+
+    config: Config
+    dataset_dir: Path
+    run_dir: Path
+    address: str
+    is_stopped: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.dataset_dir, self.run_dir = self.dataset_dir.resolve(), self.run_dir.resolve()
         # A gang that replaces another takes its steps, whatever its size.
-        self._global_batch = self._saved_batch()
+        self.global_batch = _saved_batch(self.run_dir)
 
     def train(self) -> None:
         """Train until the last step, on another gang whenever nodes are lost.
@@ -176,14 +177,14 @@ class RayLauncher:
             DeviceError: The cluster has too few nodes, none of a number that divides the run's
                 global batch, or no GPU where one is asked for.
         """
-        losses, saved = 0, self._saved_step()
+        losses, saved = 0, _saved_step(self.run_dir)
         while True:
             try:
                 with self._reserved() as (group, needs):
                     self._train_on(group, needs)
-            except NodesLostError as lost:
+            except NodeLostError as lost:
                 self._end_if_stopped()
-                before, saved = saved, self._saved_step()
+                before, saved = saved, _saved_step(self.run_dir)
                 losses = losses + 1 if saved == before else 1
                 if losses == MOST_LOSSES:
                     message = f"lost {lost}, for the {losses}th time since step {saved}"
@@ -191,6 +192,11 @@ class RayLauncher:
                 print(f"Lost {lost}; resuming from step {saved} with a new gang", flush=True)
             else:
                 return
+
+    def _end_if_stopped(self) -> None:
+        if self.is_stopped():
+            message = f"stopped; step {_saved_step(self.run_dir)} is saved"
+            raise TrainingFailure("preempted", message)
 
     @contextlib.contextmanager
     def _reserved(self) -> Iterator[tuple[Any, Resources]]:
@@ -203,11 +209,14 @@ class RayLauncher:
         from ray.util import placement_group, remove_placement_group
 
         deadline, next_line = time.monotonic() + PATIENCE_SECONDS, 0.0
+        least, most = self.config.launch.node_range
         while True:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            needs = needs_of(self._config.launch, nodes)
+            needs = needs_of(self.config.launch, nodes)
             able = sum(all(node.get(key, 0.0) >= needs[key] for key in needs) for node in nodes)
-            sizes = self._sizes(able, needs)
+            counts = range(min(most, able), least - 1, -1)
+            batch, ranks = self.global_batch or 0, _ranks_of(needs)
+            sizes = [count for count in counts if batch % (count * ranks) == 0]
             for count in sizes:
                 group = placement_group([needs] * count, strategy="STRICT_SPREAD")
                 try:
@@ -217,7 +226,7 @@ class RayLauncher:
                 finally:
                     remove_placement_group(group)
                 self._end_if_stopped()
-            shortage = self._shortage(nodes, able, needs, sizes)
+            shortage = self._shortage(nodes, needs, able, [] if sizes else counts)
             if not sizes and time.monotonic() > deadline:
                 raise DeviceError(shortage)
             if time.monotonic() > next_line:
@@ -227,59 +236,43 @@ class RayLauncher:
             self._end_if_stopped()
             time.sleep(POLL_SECONDS)
 
-    def _sizes(self, able: int, needs: Resources) -> list[int]:
-        """The numbers of nodes to try, of those that are able, the largest first.
-
-        All of them divide the run's global batch.
-        """
-        least, most = self._config.launch.node_range
-        sizes = []
-        for count in range(min(most, able), least - 1, -1):
-            with contextlib.suppress(ConfigError):
-                self._plan(count, needs)
-                sizes.append(count)
-        return sizes
-
-    def _plan(self, nodes: int, needs: Resources) -> BatchPlan:
-        """How `nodes` divide the run's global batch, which the first gang fixes."""
-        return BatchPlan.of(self._config.training, nodes * _ranks_of(needs), self._global_batch)
-
     def _shortage(
-        self, nodes: Sequence[Resources], able: int, needs: Resources, sizes: Sequence[int]
+        self, nodes: Sequence[Resources], needs: Resources, able: int, uneven: Sequence[int]
     ) -> str:
-        """Why no gang can be formed of the nodes that are able."""
-        launch = self._config.launch
-        least, most = launch.node_range
+        """Why no gang can be formed of the nodes that are able.
+
+        `uneven` are the numbers of nodes, the largest first, that do not divide the global batch.
+        """
+        launch, where = self.config.launch, f"the Ray cluster at {self.address}"
         if "GPU" in needs and not any(node.get("GPU") for node in nodes):
-            where = f"no node of the Ray cluster at {self._address} has a GPU"
-            return f"launch.gpus: got {launch.gpus!r}: {where}"
+            return f"launch.gpus: got {launch.gpus!r}: no node of {where} has a GPU"
         wanted = " and ".join(f"{need:g} {name}" for name, need in needs.items())
-        found = f"the Ray cluster at {self._address} has {able} with {wanted} each"
-        if able >= least and not sizes:
-            counts = str(least) if least in (most, able) else f"{least} to {min(most, able)}"
+        found = f"{where} has {able} with {wanted} each"
+        if uneven:
+            counts = " to ".join(map(str, sorted({uneven[0], uneven[-1]})))
             found += (
-                f"; {counts} x {_ranks_of(needs)} processes cannot split the global batch "
-                f"of {self._global_batch} windows"
+                f"; {counts} x {_ranks_of(needs)} processes cannot split the global batch of "
+                f"{self.global_batch} windows"
             )
         return f"launch.nodes: got {launch.nodes or 1}: {found}"
 
     def _train_on(self, group: Any, needs: Resources) -> None:
         """Train on all nodes of a placement group; once `is_stopped()`, a checkpoint is saved.
 
-        Raises `NodesLostError`, and as `train` does.
+        Raises `NodeLostError`, and as `train` does.
         """
         import ray
 
         if "GPU" in needs:
             # `auto` chooses once: a gang that replaces another does not go on without them.
-            self._config = self._config.updated(launch={"gpus": "all"})
-        plan = self._plan(group.bundle_count, needs)
-        self._global_batch = plan.global_batch
-        nodes = self._probe(group)
-        launch = {
+            self.config = self.config.updated(launch={"gpus": "all"})
+        nodes, ranks = self._probe(group), _ranks_of(needs)
+        plan = BatchPlan.of(self.config.training, len(nodes) * ranks, self.global_batch)
+        self.global_batch = plan.global_batch
+        shared = {
             "launcher": "local",
             "nodes": None,
-            "processes": _ranks_of(needs),
+            "processes": ranks,
             "num_nodes": len(nodes),
             "rdzv_endpoint": f"{nodes[0].address}:{nodes[0].port}",
         }
@@ -287,12 +280,11 @@ class RayLauncher:
         launchers = []
         for rank in range(len(nodes)):
             # All launchers must name the same run.
-            share = plan.applied_to(self._config).updated(
-                launch=launch | {"node_rank": rank}, run={"name": self._run_dir.name}
+            config = plan.applied_to(self.config).updated(
+                launch=shared | {"node_rank": rank}, run={"name": self.run_dir.name}
             )
-            arguments = share.model_dump(mode="json"), self._dataset_dir, self._run_dir
-            placed = made.options(**_on(group, rank))
-            launchers.append(placed.remote(*arguments, os.environ.get("OMP_NUM_THREADS")))
+            job = config, self.dataset_dir, self.run_dir, os.environ.get("OMP_NUM_THREADS")
+            launchers.append(made.options(**_on(group, rank)).remote(*job))
         try:
             cause = first_cause(self._follow(nodes, launchers))
         finally:
@@ -306,14 +298,14 @@ class RayLauncher:
         import ray
         from ray.exceptions import RayError
 
-        probe = ray.remote(num_cpus=0, max_retries=0)(on_node(__name__, probe_node.__name__))
-        with marked(self._run_dir / "logs") as mark:
-            asked = (sources_fingerprint(), str(mark))
+        task = ray.remote(num_cpus=0, max_retries=0)(cluster.on_node(__name__, probe_node.__name__))
+        with cluster.marked(self.run_dir / "logs") as mark:
+            asked = cluster.sources_fingerprint(), str(mark)
             places = range(group.bundle_count)
             try:
-                found = ray.get([probe.options(**_on(group, i)).remote(*asked) for i in places])
+                found = ray.get([task.options(**_on(group, i)).remote(*asked) for i in places])
             except RayError as error:
-                raise NodesLostError(f"a node that was joining ({_in_one_line(error)})") from error
+                raise NodeLostError("a node that was joining", error) from error
         for answer in found:
             if not isinstance(answer, Node):
                 raise UserError(answer[1])
@@ -322,13 +314,13 @@ class RayLauncher:
     def _follow(self, nodes: Sequence[Node], launchers: Sequence[Any]) -> list[TrainingFailure]:
         """Print what the launchers say until all have ended; returns what those say that failed.
 
-        Raises `NodesLostError` when one does not answer.
+        Raises `NodeLostError` when one does not answer.
         """
         import ray
         from ray.exceptions import RayError
 
         asked = {launcher.poll.remote(): rank for rank, launcher in enumerate(launchers)}
-        failures, is_told = [], False
+        failures, is_told = list[TrainingFailure](), False
         while asked:
             answers, _ = ray.wait([*asked], num_returns=len(asked), timeout=MESSAGE_SECONDS)
             for answer in answers:
@@ -336,8 +328,7 @@ class RayLauncher:
                 try:
                     messages = ray.get(answer)
                 except RayError as error:
-                    lost = f"{nodes[rank].host} ({_in_one_line(error)})"
-                    raise NodesLostError(lost) from error
+                    raise NodeLostError(nodes[rank].host, error) from error
                 for kind, body in messages:
                     if kind == LINE:
                         # All nodes number their GPUs from 0.
@@ -345,34 +336,26 @@ class RayLauncher:
                     elif kind == PROGRESS:
                         write_progress(*body)
                     elif body is not None:
-                        failures.append(TrainingFailure(**body))
+                        failures.append(body)
                 if not messages or messages[-1][0] != END:
                     asked[launchers[rank].poll.remote()] = rank
-            if self._is_stopped() and not is_told:
+            if self.is_stopped() and not is_told:
                 is_told = True
                 for launcher in launchers:
                     launcher.stop.remote()
         return failures
 
-    def _end_if_stopped(self) -> None:
-        if self._is_stopped():
-            raise TrainingFailure("preempted", f"stopped; step {self._saved_step()} is saved")
 
-    def _saved_step(self) -> int:
-        return next((step for step, _ in list_checkpoints(self._run_dir)), 0)
-
-    def _saved_batch(self) -> int | None:
-        """The global batch of the newest checkpoint; None without one."""
-        for _, folder in list_checkpoints(self._run_dir):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-                return int(state["global_batch"])
-        return None
+def _saved_step(run_dir: Path) -> int:
+    return next((step for step, _ in list_checkpoints(run_dir)), 0)
 
 
-def _ranks_of(needs: Resources) -> int:
-    """The number of ranks on a node where a launcher reserves `needs`."""
-    return int(needs.get("GPU", needs["CPU"]))
+def _saved_batch(run_dir: Path) -> int | None:
+    """The global batch of the newest checkpoint; None without one."""
+    for _, folder in list_checkpoints(run_dir):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads((folder / STATE).read_text(encoding="utf-8"))["global_batch"])
+    return None
 
 
 def _on(group: Any, index: int) -> dict[str, Any]:
@@ -381,10 +364,6 @@ def _on(group: Any, index: int) -> dict[str, Any]:
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     return {"scheduling_strategy": strategy}
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def main() -> int:
@@ -397,7 +376,7 @@ def main() -> int:
     try:
         # Ray installs a handler of its own when it joins.
         with (
-            connect(config.launch.ray_address, "launch") as address,
+            cluster.connect(config.launch.ray_address, "launch") as address,
             deferred_signals() as received,
         ):
             folders = arguments.dataset, arguments.run_dir

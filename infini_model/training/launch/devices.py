@@ -121,16 +121,16 @@ def _list_with_nvml(visible: list[str] | None) -> list[Gpu]:
     with _nvml():
         count = pynvml.nvmlDeviceGetCount()
         if visible is None:
-            visible = [name for index in range(count) for name in _identifiers(index)]
+            visible = [name for number in range(count) for name in _identifiers(number)]
         return [_query_nvml(identifier, count) for identifier in visible]
 
 
-def _identifiers(index: int) -> list[str]:
+def _identifiers(number: int) -> list[str]:
     """What CUDA_VISIBLE_DEVICES calls a GPU: its number, or the UUIDs of its slices if it has."""
     import pynvml
 
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    return [str(pynvml.nvmlDeviceGetUUID(each)) for each in _slices(handle)] or [str(index)]
+    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+    return [str(pynvml.nvmlDeviceGetUUID(each)) for each in _slices(handle)] or [str(number)]
 
 
 def _slices(handle: Any) -> Iterator[Any]:
@@ -246,20 +246,19 @@ def choose_gpus(gpus: str) -> list[Gpu]:
     Raises `DeviceError` for a GPU that does not exist, or if torch was built without CUDA.
     """
     found = [] if gpus == "cpu" else list_gpus()
+    if not found and gpus in ("cpu", "auto"):
+        return []
     if found and torch_cuda() is None:
-        if gpus == "auto":
-            _warn_once(
-                f"{len(found)} GPUs are not used: the installed torch was built without CUDA"
-            )
-            return []
-        raise DeviceError(f"launch.gpus={gpus}: the installed torch was built without CUDA")
+        without = "the installed torch was built without CUDA"
+        if gpus != "auto":
+            raise DeviceError(f"launch.gpus={gpus}: {without}")
+        _warn_once(f"{len(found)} GPUs are not used: {without}")
+        return []
     if gpus == "auto":
         # In GiB: a few bytes more free are no reason to prefer a busier GPU.
         found = sorted(found, key=lambda gpu: (-(gpu.free_bytes >> 30), gpu.busy_percent))
         # CUDA shows a process one slice only, and none beside whole GPUs.
         return [gpu for gpu in found if not gpu.identifier.startswith(MIG)] or found[:1]
-    if gpus == "cpu":
-        return []
     if gpus == "all":
         if not found:
             raise DeviceError("launch.gpus=all: no GPU on this machine")

@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,21 +27,14 @@ EXIT_CRASH, EXIT_USER_ERROR, EXIT_NON_FINITE = 1, 2, 3
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 Kind = Literal[
-    "user error",
-    "data",
-    "non-finite",
-    "preempted",
-    "out of memory",
-    "hang",
-    "timeout",
-    "crash",
+    "user error", "data", "non-finite", "preempted", "out of memory", "hang", "timeout", "crash"
 ]
 _USER_ERRORS: dict[Kind, type[UserError]] = {"user error": UserError, "data": DataError}
 # When the host is out of memory, torch raises a plain RuntimeError, known only by its text.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_FIELDS = ("kind", "message", "rank", "gpu", "samples_seen", "is_killed", "timestamp")
 
 
+@dataclass(eq=False, repr=False)
 class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
     """A training ended early. It resumes from the newest checkpoint, unless that would not help.
 
@@ -59,24 +53,18 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
         times: How many attempts in a row have ended with this message; the launcher sets it.
     """
 
-    is_final = False
-    times = 1
+    kind: Kind
+    message: str
+    rank: int | None = None
+    gpu: int | None = None
+    samples_seen: int | None = None
+    is_killed: bool = False
+    timestamp: float = field(default_factory=time.time)
 
-    def __init__(
-        self,
-        kind: Kind,
-        message: str,
-        rank: int | None = None,
-        gpu: int | None = None,
-        samples_seen: int | None = None,
-        is_killed: bool = False,
-        timestamp: float | None = None,
-    ) -> None:
-        self.timestamp = time.time() if timestamp is None else timestamp
-        super().__init__(kind, message, rank, gpu, samples_seen, is_killed, self.timestamp)
-        self.kind, self.message = kind, message
-        self.rank, self.gpu = rank, gpu
-        self.samples_seen, self.is_killed = samples_seen, is_killed
+    def __post_init__(self) -> None:
+        self.is_final, self.times = False, 1
+        # The arguments make another one of it, in another process.
+        super().__init__(*self.as_json().values())
 
     def __str__(self) -> str:
         if self.kind == "preempted":
@@ -92,8 +80,15 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
         """The failure of a process that ends with `error`; itself if it is one."""
         if isinstance(error, TrainingFailure):
             return error
+        kind: Kind = "crash"
+        if isinstance(error, UserError):
+            kind = "data" if isinstance(error, DataError) else "user error"
+        elif isinstance(error, NonFiniteError):
+            kind = "non-finite"
+        elif isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            kind = "out of memory"
         message = str(error) or type(error).__name__
-        return cls(_kind_of(error), message, rank, gpu, getattr(error, "samples_seen", None))
+        return cls(kind, message, rank, gpu, getattr(error, "samples_seen", None))
 
     @classmethod
     def of_exit(
@@ -112,20 +107,18 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
             kinds: dict[int, Kind] = {EXIT_USER_ERROR: "user error", EXIT_NON_FINITE: "non-finite"}
             message = f"exit code {code}; see the logs folder of the run"
             return cls(kinds.get(code, "crash"), message, rank, gpu)
-        kind: Kind = "crash"
-        message = f"killed by {signal.Signals(number).name}"
         if number == signal.SIGKILL and by_kernel:
-            kind, message = (
-                "out of memory",
-                "killed by the kernel: the machine ran out of memory",
-            )
-        return cls(kind, message, rank, gpu, is_killed=True)
+            message = "killed by the kernel: the machine ran out of memory"
+            return cls("out of memory", message, rank, gpu, is_killed=True)
+        message = f"killed by {signal.Signals(number).name}"
+        return cls("crash", message, rank, gpu, is_killed=True)
 
     @property
     def exit_status(self) -> int:
         """The exit status of a process that fails in this way."""
-        statuses = {"user error": EXIT_USER_ERROR, "data": EXIT_USER_ERROR}
-        return statuses.get(self.kind, EXIT_NON_FINITE if self.kind == "non-finite" else EXIT_CRASH)
+        if self.kind in _USER_ERRORS:
+            return EXIT_USER_ERROR
+        return EXIT_NON_FINITE if self.kind == "non-finite" else EXIT_CRASH
 
     def as_error(self) -> TrainingFailure | UserError:
         """The exception that `launch` raises for it."""
@@ -135,23 +128,13 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
 
     def as_json(self) -> dict[str, Any]:
         """The arguments that make another one of it."""
-        return {name: getattr(self, name) for name in _FIELDS}
+        return asdict(self)
 
     def save(self) -> None:
         """Write it to the file that `ERROR_FILE` names, if there is one that can be written."""
         if path := os.environ.get(ERROR_FILE):
             with contextlib.suppress(OSError, UserError):
                 write_json(Path(path), self.as_json())
-
-
-def _kind_of(error: Exception) -> Kind:
-    if isinstance(error, UserError):
-        return "data" if isinstance(error, DataError) else "user error"
-    if isinstance(error, NonFiniteError):
-        return "non-finite"
-    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
-        return "out of memory"
-    return "crash"
 
 
 def read_failure(path: Path) -> TrainingFailure | None:

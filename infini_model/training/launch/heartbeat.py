@@ -18,7 +18,7 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,13 +52,13 @@ def _path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / "heartbeats" / f"rank-{rank}"
 
 
-def _read(path: Path) -> Beat | None:
-    """The last heartbeat of a rank; None before the first one and after the end."""
-    try:
-        number, allowed, pid, position = path.read_text(encoding="ascii").split()
-    except (FileNotFoundError, ValueError):
-        return None
-    return Beat(int(number), float(allowed), int(pid), int(position))
+def _read(run_dir: Path, ranks: Iterable[int]) -> Iterator[tuple[int, Beat]]:
+    """The last heartbeats of ranks, of each from its first one to its end."""
+    for rank in ranks:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            words = _path(run_dir, rank).read_text(encoding="ascii").split()
+            number, allowed, pid, position = words
+            yield rank, Beat(int(number), float(allowed), int(pid), int(position))
 
 
 class Heartbeat(Callback):
@@ -95,10 +95,12 @@ class Heartbeat(Callback):
         if self._stepped is not None:
             self._gaps.append(now - self._stepped)
         self._stepped = now
-        self._beat(self._step_limit() if self._gaps else PAUSE_LIMIT_SECONDS)
-
-    def _step_limit(self) -> float:
-        return self._timeout or max(MIN_LIMIT_SECONDS, MEDIAN_STEPS * statistics.median(self._gaps))
+        if not self._gaps:
+            self._beat(PAUSE_LIMIT_SECONDS)
+        elif self._timeout:
+            self._beat(self._timeout)
+        else:
+            self._beat(max(MIN_LIMIT_SECONDS, MEDIAN_STEPS * statistics.median(self._gaps)))
 
     def _beat(self, allowed: float) -> None:
         self._count += 1
@@ -145,28 +147,22 @@ class HangDetector:
         # A longer interval means that this process itself was delayed.
         elapsed = min(now - self._polled, 2 * POLL_SECONDS)
         self._polled = now
-        self._read_heartbeats(elapsed)
+        last, self._beats = self._beats, dict(_read(self._run_dir, self._ranks))
+        for rank, beat in self._beats.items():
+            is_same = rank in last and (beat.number, beat.pid) == (
+                last[rank].number,
+                last[rank].pid,
+            )
+            self._silence[rank] = self._silence[rank] + elapsed if is_same else 0.0
         hang = self._find_stopped(agent, elapsed) or self._find_silent()
         if hang is not None:
             self._ask_for_stacks()
         return hang
 
-    def _read_heartbeats(self, elapsed: float) -> None:
-        for rank in self._ranks:
-            beat = _read(_path(self._run_dir, rank))
-            if beat is None:
-                self._beats.pop(rank, None)
-                continue
-            last = self._beats.get(rank)
-            is_same = last is not None and (beat.number, beat.pid) == (last.number, last.pid)
-            self._silence[rank] = self._silence[rank] + elapsed if is_same else 0.0
-            self._beats[rank] = beat
-
     def _find_stopped(self, agent: int, elapsed: float) -> TrainingFailure | None:
         processes = {beat.pid: rank for rank, beat in self._beats.items()}
         for pid in {agent, *processes}:
-            stopped = _is_stopped(pid)
-            self._stopped[pid] = self._stopped.get(pid, 0.0) + elapsed if stopped else 0.0
+            self._stopped[pid] = self._stopped.get(pid, 0.0) + elapsed if _is_stopped(pid) else 0.0
             if self._stopped[pid] > self._stopped_limit:
                 what = "its process" if pid in processes else "torchrun's agent"
                 return self._hang(

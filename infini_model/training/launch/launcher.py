@@ -8,6 +8,7 @@ the caller and to `<run>/logs/rank-N.log`. Nothing here knows Prefect. No proces
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -103,7 +104,19 @@ def launch(
         stop=lambda: stop() or lost(run_dir),
     )
     try:
-        (_train_on_ray if config.launch.launcher == "ray" else train_here)(job)
+        if config.launch.launcher == "ray":
+            # Its driver is a process of its own.
+            _run(
+                job,
+                [sys.executable, "-m", "infini_model.training.launch.ray"],
+                name="ray",
+                other="ray.log",
+                ranks={},
+                environment={},
+                grace_seconds=GRACE_SECONDS + CLUSTER_SECONDS,
+            )
+        else:
+            train_here(job)
     except BaseException as error:
         is_stop = not isinstance(error, FAILED)
         if isinstance(error, TrainingFailure):
@@ -117,7 +130,7 @@ def launch(
 
 def train_here(job: Job) -> None:
     """Train on this machine, with exactly these settings. Raises as `launch` does."""
-    config, run_dir = job.config, job.run_dir
+    nodes, run_dir = job.config.launch, job.run_dir
     progress = rate_limited(
         lambda done, total: job.on_line(
             f"downloaded {done / GIGABYTE:.3g} of {total / GIGABYTE:.3g} GB of shards"
@@ -125,59 +138,35 @@ def train_here(job: Job) -> None:
         interval_seconds=DOWNLOAD_SECONDS,
     )
     download_shards(job.dataset_dir, progress=progress, tell=job.on_line, stop=job.stop)
-    with reserve(config, run_dir, on_line=job.on_line, stop=job.stop) as gpus:
-        ranks = _local_ranks(config, gpus)
-        is_single = config.launch.num_nodes * len(ranks) == 1
+    with reserve(job.config, run_dir, on_line=job.on_line, stop=job.stop) as gpus:
+        count = nodes.processes or max(1, len(gpus))
+        first = nodes.node_rank * count
+        # The ranks of this machine, each with the physical number of its GPU, or None on the CPU.
+        ranks = {first + n: gpus[n].number if gpus else None for n in range(count)}
+        is_single = nodes.num_nodes * count == 1
         command = [sys.executable, "-m"]
         if not is_single:
             # Where its ranks say why they fail; the temporary folder of a machine may be full.
-            said = run_dir / "logs" / f"torchrun-{config.launch.node_rank}"
+            said = run_dir / "logs" / f"torchrun-{nodes.node_rank}"
             shutil.rmtree(said, ignore_errors=True)
-            command += ["infini_model.training.launch.torchrun", *_where(config)]
-            command += [f"--log-dir={said}", f"--nproc-per-node={len(ranks)}", "-m"]
+            command += ["infini_model.training.launch.torchrun", f"--log-dir={said}"]
+            if nodes.num_nodes == 1:
+                command += ["--standalone", "--local-addr=127.0.0.1"]
+            else:
+                # Static: ranks follow node_rank, so that rank 0 is on the first machine.
+                command += ["--rdzv-backend=static", f"--rdzv-endpoint={nodes.rdzv_endpoint}"]
+                command += [f"--nnodes={nodes.num_nodes}", f"--node-rank={nodes.node_rank}"]
+            command += [f"--nproc-per-node={count}", "-m"]
         _run(
             job,
             [*command, "infini_model.training", "--report-progress"],
-            name=str(config.launch.node_rank),
+            name=str(nodes.node_rank),
             ranks={f"GPU{rank if gpu is None else gpu}": rank for rank, gpu in ranks.items()},
             # Lines without a known prefix: torchrun's, or those of native code in the only rank.
             other="rank-0.log" if is_single else "torchrun.log",
-            environment=_environment(gpus, len(ranks)),
-            watch=HangDetector(run_dir, ranks, config.launch.hang_timeout_seconds),
+            environment=_environment(gpus, count),
+            watch=HangDetector(run_dir, ranks, nodes.hang_timeout_seconds),
         )
-
-
-def _train_on_ray(job: Job) -> None:
-    """Train on the nodes of a Ray cluster, started by a driver in a process of its own."""
-    _run(
-        job,
-        [sys.executable, "-m", "infini_model.training.launch.ray"],
-        name="ray",
-        other="ray.log",
-        grace_seconds=GRACE_SECONDS + CLUSTER_SECONDS,
-    )
-
-
-def _local_ranks(config: Config, gpus: Sequence[Gpu]) -> dict[int, int | None]:
-    """The ranks of this machine, each with the physical number of its GPU, or None on the CPU."""
-    count = config.launch.processes or max(1, len(gpus))
-    first = config.launch.node_rank * count
-    numbers = [gpu.number for gpu in gpus]
-    return {first + local: numbers[local] if gpus else None for local in range(count)}
-
-
-def _where(config: Config) -> list[str]:
-    """torchrun's options on the machines of the training."""
-    nodes = config.launch
-    if nodes.num_nodes == 1:
-        return ["--standalone", "--local-addr=127.0.0.1"]
-    return [
-        f"--nnodes={nodes.num_nodes}",
-        f"--node-rank={nodes.node_rank}",
-        # Static: ranks follow node_rank, so that rank 0 is on the first machine.
-        "--rdzv-backend=static",
-        f"--rdzv-endpoint={nodes.rdzv_endpoint}",
-    ]
 
 
 def _environment(gpus: Sequence[Gpu], count: int) -> dict[str, str]:
@@ -203,15 +192,15 @@ def _run(
     *,
     name: str,
     other: str,
-    ranks: Mapping[str, int] | None = None,
-    environment: Mapping[str, str] | None = None,
+    ranks: Mapping[str, int],
+    environment: Mapping[str, str],
     watch: Callable[[int], Exception | None] = lambda _: None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> None:
     """Run a command with the settings, the dataset and the run of a job. Raises as `launch` does.
 
-    Its settings, and what it says of its failure, are in files of this `name`. `ranks` and `other`
-    are those of `_Output`.
+    Its settings, and what it says of its failure, are in files of this `name`. Lines that begin
+    with one of the prefixes in `ranks` go to the file of that rank, all others to `other`.
     """
     logs = make_folder(job.run_dir / "logs")
     # Not the run's own config.yaml: this one holds what may differ between two launches.
@@ -224,52 +213,42 @@ def _run(
     own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), ERROR_FILE: str(failure)}
     arguments = ["--config", settings, "--dataset", job.dataset_dir, "--run-dir", job.run_dir]
     oom_kills = processes.oom_kills()
-    with _Output(job, logs, ranks or {}, other) as output:
+    with contextlib.ExitStack() as stack:
+        files = dict[str, IO[str]]()
+
+        def handle(line: str) -> None:
+            """Report progress; write a log line to the file of its rank, and pass it on."""
+            if (message := parse_line(line)) and message.mark == PROGRESS:
+                job.on_progress(*message.body)
+                return
+            rank = ranks.get(line.partition(":")[0])
+            file = other if rank is None else f"rank-{rank}.log"
+            if file not in files:
+                # Line by line, so that `tail -f` follows.
+                opened = (logs / file).open("a", encoding="utf-8", buffering=1)
+                files[file] = stack.enter_context(opened)
+            files[file].write(line + "\n")
+            job.on_line(line)
+
         try:
             code = processes.run(
                 [*command, *map(str, arguments)],
-                on_line=output.handle,
+                on_line=handle,
                 timeout_seconds=job.timeout_seconds,
                 grace_seconds=grace_seconds,
                 watch=watch,
                 stop=job.stop,
-                env={**own, **(environment or {})},
+                env={**own, **environment},
             )
         except processes.ProcessTimeoutError as error:
             message = f"not finished after {job.timeout_seconds:g} s"
             raise TrainingFailure("timeout", message) from error
+        except FAILED:
+            raise
+        except Exception as error:
+            handle(f"The training was stopped: {error}")
+            raise
     if code != 0:
         by_kernel = processes.oom_kills() > oom_kills
         cause = read_failure(failure) or TrainingFailure.of_exit(code, by_kernel=by_kernel)
         raise cause.as_error()
-
-
-class _Output:
-    """Reports progress; writes each log line to its rank's file and passes it to the caller."""
-
-    def __init__(self, job: Job, folder: Path, ranks: Mapping[str, int], other: str) -> None:
-        """`ranks` are those behind prefixes of lines; all other lines go to the file `other`."""
-        self._job, self._folder, self._ranks, self._other = job, folder, ranks, other
-        self._files: dict[str, IO[str]] = {}
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, FAILED):
-            self.handle(f"The training was stopped: {error}")
-        for file in self._files.values():
-            file.close()
-
-    def handle(self, line: str) -> None:
-        """Pass on one line that a process printed."""
-        if (message := parse_line(line)) and message.mark == PROGRESS:
-            self._job.on_progress(*message.body)
-            return
-        rank = self._ranks.get(line.partition(":")[0])
-        name = self._other if rank is None else f"rank-{rank}.log"
-        if name not in self._files:
-            # Line by line, so that `tail -f` follows.
-            self._files[name] = (self._folder / name).open("a", encoding="utf-8", buffering=1)
-        self._files[name].write(line + "\n")
-        self._job.on_line(line)

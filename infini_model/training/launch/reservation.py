@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,27 +34,6 @@ class _Slot:
     gpu: Gpu | None
 
 
-@dataclass(frozen=True)
-class _Demand:
-    """What a training needs: a number of these slots, in order of preference.
-
-    `shares` if other nodes of the same training may run on this machine too.
-    """
-
-    slots: Sequence[_Slot]
-    needed: int
-    folder: Path
-    holder: Holder
-    shares: bool
-
-    def __str__(self) -> str:
-        if self.slots[0].gpu is None:
-            return self.slots[0].label
-        if self.needed == len(self.slots):
-            return ", ".join(slot.label for slot in self.slots)
-        return f"{self.needed} of {len(self.slots)} GPUs"
-
-
 def _slots(config: Config) -> tuple[list[_Slot], int]:
     """The devices that the settings allow, in order of preference, and how many are needed."""
     gpus, processes = choose_gpus(config.launch.gpus), config.launch.processes
@@ -65,11 +44,10 @@ def _slots(config: Config) -> tuple[list[_Slot], int]:
         raise DeviceError(f"launch.processes={needed}: only {len(gpus)} GPUs were chosen")
     # A list means its first GPUs; auto means any.
     allowed = gpus if config.launch.gpus == "auto" else gpus[:needed]
-    slots = [
+    return [
         _Slot(f"GPU {gpu.identifier}", f"gpu-{gpu.uuid.removeprefix('GPU-')}.lock", gpu)
         for gpu in allowed
-    ]
-    return slots, needed
+    ], needed
 
 
 @contextlib.contextmanager
@@ -97,23 +75,39 @@ def reserve(
         UserError: The output folder or the run folder cannot be written.
     """
     slots, needed = _slots(config)
-    owner = None
+    wanted = ", ".join(slot.label for slot in slots)
+    if needed < len(slots):
+        wanted = f"{needed} of {len(slots)} GPUs"
+    folder, owner = make_folder(config.run.output_dir / "devices"), None
     with contextlib.suppress(DataError):
         owner = read_run(run_dir).owner
-    demand = _Demand(
-        slots,
-        needed,
-        make_folder(config.run.output_dir / "devices"),
-        Holder.current(run_dir, Owner(owner)),
-        shares=config.launch.num_nodes > 1,
-    )
+    holder = Holder.current(run_dir, Owner(owner))
+    shared_with = holder.run if config.launch.num_nodes > 1 else None
+
+    def take(stack: contextlib.ExitStack) -> tuple[list[_Slot], dict[str, Holder]]:
+        """Acquire all needed slots, released by `stack`; or none, and say who holds which."""
+        taken, others = [], dict[str, Holder]()
+        # One training at a time: two that need each other's devices could both fail forever.
+        with lock(folder / ".lock"), contextlib.ExitStack() as held:
+            for slot in slots:
+                if not held.enter_context(hold(folder / slot.file, holder)):
+                    other = holder_of(folder / slot.file) or Holder()
+                    if other.run != shared_with:
+                        others[slot.label] = other
+                        continue
+                taken.append(slot)
+                if len(taken) == needed:
+                    stack.enter_context(held.pop_all())
+                    return taken, {}
+        return [], others
+
     note, next_line = waiting_note(run_dir), 0.0
     with contextlib.ExitStack() as stack:
         try:
-            while not (found := _try_to_take(demand, stack))[0]:
+            while not (found := take(stack))[0]:
                 if time.monotonic() >= next_line:
                     next_line = time.monotonic() + REPEAT_SECONDS
-                    on_line(_note_waiting(note, demand, found[1]))
+                    on_line(_note_waiting(note, wanted, found[1]))
                 if reason := stop():
                     raise reason
                 time.sleep(POLL_SECONDS)
@@ -128,34 +122,11 @@ def waiting_note(run_dir: Path) -> Path:
     return run_dir / "logs" / "waiting"
 
 
-def _note_waiting(note: Path, demand: _Demand, others: Mapping[str, Holder]) -> str:
+def _note_waiting(note: Path, wanted: str, others: Mapping[str, Holder]) -> str:
     """Write the note of a run that waits; returns a line that says more."""
     runs = dict.fromkeys(Path(other.run).name or str(other) for other in others.values())
     make_folder(note.parent)
     with named_os_errors(note):
-        note.write_text(f"Waiting for {demand}, held by {', '.join(runs)}", encoding="utf-8")
+        note.write_text(f"Waiting for {wanted}, held by {', '.join(runs)}", encoding="utf-8")
     held = (f"{label} is held by {o}, which trains {o.run}" for label, o in others.items())
-    return f"Waiting for {demand}: {'; '.join(held)}"
-
-
-def _try_to_take(
-    demand: _Demand, stack: contextlib.ExitStack
-) -> tuple[list[_Slot], dict[str, Holder]]:
-    """Acquire all needed slots, released by `stack`; otherwise none, and say who holds which."""
-    taken, others = [], dict[str, Holder]()
-    # One training at a time: two that need each other's devices could both fail forever.
-    with lock(demand.folder / ".lock"), contextlib.ExitStack() as held:
-        for slot in demand.slots:
-            path = demand.folder / slot.file
-            if held.enter_context(hold(path, demand.holder)):
-                taken.append(slot)
-            else:
-                other = holder_of(path) or Holder()
-                if demand.shares and other.run == demand.holder.run:
-                    taken.append(slot)
-                else:
-                    others[slot.label] = other
-            if len(taken) == demand.needed:
-                stack.enter_context(held.pop_all())
-                return taken, {}
-    return [], others
+    return f"Waiting for {wanted}: {'; '.join(held)}"

@@ -87,22 +87,15 @@ class Ranks(multiprocessing.SubprocessContext):
         is_coordinated = bool(exits) and COORDINATED_EXITS.issuperset(exits.values())
         self._close_seconds = SAVE_SECONDS if is_coordinated else DEATH_SECONDS
         super()._close(death_sig, self._close_seconds)
-        if exits:
-            found = self._found(exits, by_kernel=by_kernel)
-            found += _found_elsewhere(found, self.envs[0])
-            if (cause := first_cause(found)) is not None:
-                cause.save()
-
-    def _found(self, exits: Mapping[int, int], *, by_kernel: bool) -> list[TrainingFailure]:
-        """The failures of this machine's ranks, of which `exits` ended first, by local rank."""
         found = []
-        for local, path in self.error_files.items():
+        for local, path in self.error_files.items() if exits else ():
             if (reported := read_failure(Path(path))) is not None:
                 found.append(reported)
             elif local in exits:
                 place = int(self.envs[local]["RANK"]), physical_gpu(local)
                 found.append(TrainingFailure.of_exit(exits[local], *place, by_kernel=by_kernel))
-        return found
+        if exits and (cause := first_cause(found + _found_elsewhere(found, self.envs[0]))):
+            cause.save()
 
 
 def _found_elsewhere(

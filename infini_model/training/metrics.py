@@ -1,22 +1,27 @@
-"""The metrics of a run: what is recorded, the machine's use, and model FLOPs utilization (MFU).
+"""What a training says of itself: its metrics, the machine's use and the MFU, and its log lines.
 
-Recomputation, as under activation checkpointing, is not counted in the MFU.
+MFU is model FLOPs utilization: recomputation, as under activation checkpointing, is not counted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import threading
+import time
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from infini_model.data.loading.packing import PairPacking
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import DeviceError
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.training.callbacks import Callback, Evaluation, Status, Step
 from infini_model.training.launch.devices import list_gpus
+from infini_model.training.memory_estimate import estimate_memory
 from infini_model.training.setup import TrainingSetup
 from infini_model.training.tracking import Exporters
 from infini_model.training.validation import loss_by_segment
@@ -25,6 +30,7 @@ SAMPLE_SECONDS = 5.0
 # Interval over which the first CPU utilization is measured.
 FIRST_SECONDS = 0.1
 MEGABYTE = 1e6
+RULE = "=" * 46
 
 # Dense bfloat16 peak of a GPU in TFLOP/s, by words in its name; the first match counts. From the
 # vendors' data sheets.
@@ -53,6 +59,8 @@ PEAK_TERAFLOPS = {
     "RTX 3090": 71.0,
     "MI300X": 1307.0,
 }
+
+log = logging.getLogger(__name__)
 
 
 class Recorder(Callback):
@@ -158,18 +166,13 @@ def _host(seconds: float | None) -> dict[str, float]:
 
 def _gpus() -> dict[str, float]:
     """Use of every GPU visible to CUDA, by CUDA index; empty if they cannot be queried."""
-    try:
-        found = list_gpus()
-    except DeviceError:
-        return {}
     sample: dict[str, float] = {}
-    for number, gpu in enumerate(found):
-        used = gpu.total_bytes - gpu.free_bytes
-        sample |= {
-            f"system/gpu_{number}_utilization_percentage": gpu.busy_percent,
-            f"system/gpu_{number}_memory_usage_megabytes": used / MEGABYTE,
-            f"system/gpu_{number}_memory_usage_percentage": 100 * used / gpu.total_bytes,
-        }
+    with contextlib.suppress(DeviceError):
+        for number, gpu in enumerate(list_gpus()):
+            used, name = gpu.total_bytes - gpu.free_bytes, f"system/gpu_{number}"
+            sample[f"{name}_utilization_percentage"] = gpu.busy_percent
+            sample[f"{name}_memory_usage_megabytes"] = used / MEGABYTE
+            sample[f"{name}_memory_usage_percentage"] = 100 * used / gpu.total_bytes
     return sample
 
 
@@ -242,3 +245,102 @@ class Utilization(Callback):
     def metrics(self, step: Step) -> dict[str, float]:
         """`train/mfu`, if it is known."""
         return {} if self._share is None else {"train/mfu": self._share / step.seconds}
+
+
+class Console(Callback):
+    """Logs the banner, and `Step [10/100] | Loss: … | ETA: 5:30`; evaluations on rank 0."""
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
+
+    def on_start(self, step: int) -> None:
+        """Log the banner, and start the clock of the ETA."""
+        log_banner(self._setup)
+        self._began, self._began_at = time.monotonic(), step
+
+    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
+        """Log the step, if it is one to log."""
+        if not step.logged:
+            return
+        read = step.first_window + self._setup.plan.global_batch
+        # At the average pace, including validation and checkpoints: 1:05:30.
+        pace = (time.monotonic() - self._began) / (step.number - self._began_at)
+        minutes, seconds = divmod(round(pace * (step.total - step.number)), 60)
+        hours, minutes = divmod(minutes, 60)
+        left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        log.info(
+            "Step [%d/%d] | Loss: %.4f | LR: %.2e | Grad Norm: %.4f | Epoch: %.2f | ETA: %s",
+            *(step.number, step.total, step.loss, step.learning_rate, step.grad_norm),
+            *(read / len(self._setup.windows["train"]), left),
+        )
+
+    def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
+        """Log the loss of a split."""
+        if self._setup.world.is_main:
+            total = self._setup.config.training.total_steps
+            log.info(
+                "Step [%d/%d] | %s/loss: %.4f",
+                *(evaluation.step, total, evaluation.split, evaluation.loss),
+            )
+
+
+def log_banner(setup: TrainingSetup) -> None:
+    """Log each rank with its GPU and, on rank 0, what is trained and the totals."""
+    world = setup.world
+    where = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
+    gpu = "" if world.gpu is None else f"GPU {world.gpu}, "
+    log.info("Rank %d of %d: %s%s", world.rank, world.size, gpu, where)
+    if not world.is_main:
+        return
+    for line in (RULE, *_banner(setup), RULE):
+        log.info("%s", line)
+    name = setup.manifest.folder_name
+    for split, windows in setup.windows.items():
+        packing = windows.packing
+        if isinstance(packing, PairPacking) and packing.shortfall:
+            log.warning("%s: split %s: %s", name, split, packing.shortfall)
+    for split in ("validation", "test"):
+        if len(setup.windows[split]) == 0:
+            log.warning("%s: split %s is too small for one window; no loss", name, split)
+
+
+def _banner(setup: TrainingSetup) -> list[str]:
+    config, world, plan, start = setup.config, setup.world, setup.plan, setup.start
+    total, windows = config.training.total_steps, len(setup.windows["train"])
+    growth = []
+    if (schedule := config.packing.context_schedule) is not None:
+        begins = [phase.first // plan.global_batch for phase in setup.loader.phases]
+        pairs = zip(schedule.values(), begins, strict=True)
+        steps = ", ".join(f"{segments} from step {first}" for segments, first in pairs)
+        growth = [f"Segments of a window: {steps}"]
+    sizes = [(p.numel(), p.requires_grad) for p in setup.model.parameters()]
+    count, trained = sum(n for n, _ in sizes), sum(n for n, is_trained in sizes if is_trained)
+    parameters = f"{count:,}"
+    if config.training.lora is not None:
+        parameters += f", of which {trained:,} are trained ({trained / count:.2%})"
+    memory = estimate_memory(config, world.size, "cuda" if world.device.type == "cuda" else "cpu")
+    origin = f"Seed: {config.run.seed}"
+    if start.checkpoint is not None:
+        origin = f"Resuming from: {start.checkpoint}"
+    elif (weights := setup.initial_weights) is not None:
+        name = "" if weights.commit is None else f"{weights.name} in "
+        origin = f"Initial weights: {name}{weights.folder}"
+    return [
+        f"Run: {setup.run_dir}",
+        f"Dataset: {setup.manifest.folder_name}",
+        f"Objective: {config.training.objective}",
+        f"Device: {world.device.type}, {setup.train_module.precision.name}",
+        f"Local attention: {setup.train_module.attention_backend}",
+        f"torch.compile: {setup.train_module.compiled}",
+        f"Number of processes: {world.size}, {config.launch.strategy}",
+        f"Batch size per process: {plan.micro_batch}",
+        f"Gradient accumulation: {plan.accumulation}",
+        f"Total batch size: {plan.global_batch} windows, {setup.step_tokens:,} tokens per step",
+        *growth,
+        f"Model parameters: {parameters}",
+        f"Memory per process, estimated: {memory}",
+        f"Vocabulary size: {config.model.vocab_size}",
+        origin,
+        f"Steps: {start.step} of {total} done",
+        f"Epochs: {total * plan.global_batch / windows:.2f} of {windows:,} windows",
+    ]

@@ -66,29 +66,24 @@ def open_tracking(config: Config) -> tuple[Any, str]:
     quiet_mlflow()
     from mlflow import MlflowClient
 
-    uri, name = config.tracking_uri, config.tracking.experiment_name
-    if not uri.startswith(SQLITE):
+    uri, name, artifacts = config.tracking_uri, config.tracking.experiment_name, None
+    with contextlib.ExitStack() as stack:
+        if uri.startswith(SQLITE):
+            database = Path(uri.removeprefix(SQLITE))
+            folder = make_folder(database.parent)
+            stack.enter_context(lock(folder / ".lock"))
+            if not database.exists():
+                remove_leftovers(folder, database.name)
+                # Creating the tables takes seconds, and MLflow cannot open half of them.
+                with atomic_file(database) as temporary:
+                    MlflowClient(f"{SQLITE}{temporary}")
+            # Beside the database, not in the working directory of the process.
+            artifacts = (folder / "artifacts").resolve().as_uri()
         client = MlflowClient(uri)
-        return client, _ensure_experiment(client, name, None)
-    database = Path(uri.removeprefix(SQLITE))
-    folder = make_folder(database.parent)
-    with lock(folder / ".lock"):
-        if not database.exists():
-            remove_leftovers(folder, database.name)
-            # Creating the tables takes seconds, and MLflow cannot open them if it is interrupted.
-            with atomic_file(database) as temporary:
-                MlflowClient(f"{SQLITE}{temporary}")
-        client = MlflowClient(uri)
-        # Artifacts go beside the database, not into the working directory of the process.
-        return client, _ensure_experiment(client, name, (folder / "artifacts").resolve().as_uri())
-
-
-def _ensure_experiment(client: Any, name: str, artifacts: str | None) -> str:
-    """The id of the experiment `name`, created with its files at `artifacts` if missing."""
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        return str(client.create_experiment(name, artifact_location=artifacts))
-    return str(experiment.experiment_id)
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
+            return client, str(client.create_experiment(name, artifact_location=artifacts))
+        return client, str(experiment.experiment_id)
 
 
 def error_summary(error: Exception) -> str:
@@ -146,14 +141,10 @@ class MlflowExporter:
         self._record = read_mlflow_record(run_dir)
         if dataset is not None:
             self._update_record(dataset=dict(dataset))
-        self._client: Any = None
+        # MLflow's client; None before the first `export`, and after one that failed.
+        self.client: Any = None
         # The last step in MLflow, by metric.
         self._delivered: dict[str, int] = {}
-
-    @property
-    def client(self) -> Any:
-        """MLflow's client; None before the first `export`."""
-        return self._client
 
     @property
     def run_id(self) -> str:
@@ -163,33 +154,30 @@ class MlflowExporter:
     def export(self, lines: Sequence[Line]) -> None:
         """Send those metrics in `lines` that MLflow does not have yet."""
         try:
-            if self._client is None:
+            if self.client is None:
                 self._connect()
-            self._send(lines)
+            from mlflow.entities import Metric
+            from mlflow.utils import chunk_list
+
+            new = [
+                Metric(name, value, int(line["time"] * 1000), int(line["step"]))
+                for line in lines
+                for name, value in metrics_of(line)
+                if line["step"] > self._delivered.get(name, -1)
+            ]
+            for batch in chunk_list(new, METRICS_AT_ONCE):
+                self.client.log_batch(self.run_id, metrics=batch)
+                self._delivered.update({metric.key: metric.step for metric in batch})
+            if new:
+                self._update_record(delivered_step=new[-1].step)
         except Exception:
             # Some metrics may have arrived; reconnecting queries MLflow for them.
-            self._client = None
+            self.client = None
             raise
-
-    def _send(self, lines: Sequence[Line]) -> None:
-        from mlflow.entities import Metric
-
-        new = [
-            Metric(name, value, int(line["time"] * 1000), int(line["step"]))
-            for line in lines
-            for name, value in metrics_of(line)
-            if line["step"] > self._delivered.get(name, -1)
-        ]
-        for start in range(0, len(new), METRICS_AT_ONCE):
-            batch = new[start : start + METRICS_AT_ONCE]
-            self._client.log_batch(self.run_id, metrics=batch)
-            self._delivered.update({metric.key: metric.step for metric in batch})
-        if new:
-            self._update_record(delivered_step=new[-1].step)
 
     def finish(self, status: Status) -> None:
         """Report the final status of the run."""
-        self._client.set_terminated(self.run_id, status)
+        self.client.set_terminated(self.run_id, status)
         self._update_record(status=status)
 
     def correct_status(self, status: Status) -> None:
@@ -197,32 +185,31 @@ class MlflowExporter:
 
         An interrupted run that is already FAILED or KILLED keeps that status.
         """
-        reported = self._client.get_run(self.run_id).info.status
+        reported = self.client.get_run(self.run_id).info.status
         if reported == "RUNNING" or (status == "FINISHED" and reported != status):
             self.finish(status)
 
     def _connect(self) -> None:
         client, experiment = open_tracking(self._config)
         run = self._find_run(client)
-        is_new = run is None
-        if is_new:
+        begins = run is None or self._trains
+        if run is None:
             run = client.create_run(experiment, run_name=self._run_dir.name)
         elif self._trains:
             client.update_run(run.info.run_id, status="RUNNING")
-        if is_new or self._trains:
-            self._update_record(status="RUNNING")
         self._update_record(
+            **({"status": "RUNNING"} if begins else {}),
             run_id=run.info.run_id,
             experiment=self._config.tracking.experiment_name,
             experiment_id=run.info.experiment_id,
             tracking_uri=self._config.tracking_uri,
         )
-        if is_new or self._trains:
+        if begins:
             self._describe(client, run)
         # A run includes the last point of each metric, so one request is enough.
         self._delivered = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._update_record(delivered_step=max(self._delivered.values(), default=0))
-        self._client = client
+        self.client = client
 
     def _find_run(self, client: Any) -> Any:
         """The MLflow run recorded for this folder, if it still exists."""
@@ -241,14 +228,21 @@ class MlflowExporter:
     def _describe(self, client: Any, run: Any) -> None:
         """Record settings, origin and dataset; existing parameters are kept."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
+        from mlflow.utils import chunk_list
 
         settings = _flatten(self._config.model_dump(mode="json"))
         params = [Param(k, v[:6000]) for k, v in settings if k not in run.data.params]
-        for start in range(0, len(params), PARAMS_AT_ONCE):
-            batch = params[start : start + PARAMS_AT_ONCE]
+        for batch in chunk_list(params, PARAMS_AT_ONCE):
             client.log_batch(run.info.run_id, params=batch)
         tags = self._origin()
-        note = self._note(tags)
+        # For MLflow's UI, in Markdown.
+        lines = [f"Run folder: `{tags['run.folder']}`"]
+        if folder := tags.get("dataset.folder"):
+            lines.append(f"Dataset: `{folder}`")
+        if flow_run := tags.get("prefect.flow_run_id"):
+            page = flow_run_page(flow_run)
+            lines.append(f"Flow run in Prefect: {f'[{flow_run}]({page})' if page else flow_run}")
+        note = "\n\n".join(lines)
         # A description edited by a user in MLflow's UI is kept.
         if run.data.tags.get(NOTE) in (None, self._record.get("note")):
             tags[NOTE] = note
@@ -272,8 +266,12 @@ class MlflowExporter:
         dataset = self._record.get("dataset", {})
         owner = read_run(self._run_dir).owner if is_started(self._run_dir) else None
         weights = _read_json(self._run_dir / INITIAL_WEIGHTS)
+        user = None
+        # In a container the user id may have no name.
+        with contextlib.suppress(KeyError, OSError):
+            user = getpass.getuser()
         tags = {
-            "mlflow.user": _user(),
+            "mlflow.user": user,
             "mlflow.source.name": SOURCE,
             "mlflow.source.type": "LOCAL",
             "mlflow.source.git.commit": get_git_commit(str(Path(__file__).resolve())),
@@ -288,27 +286,9 @@ class MlflowExporter:
         }
         return {name: value for name, value in tags.items() if value}
 
-    def _note(self, tags: Mapping[str, str]) -> str:
-        """The description for MLflow's UI, in Markdown."""
-        lines = [f"Run folder: `{tags['run.folder']}`"]
-        if folder := tags.get("dataset.folder"):
-            lines.append(f"Dataset: `{folder}`")
-        flow_run = tags.get("prefect.flow_run_id")
-        if flow_run is not None:
-            page = flow_run_page(flow_run)
-            lines.append(f"Flow run in Prefect: {f'[{flow_run}]({page})' if page else flow_run}")
-        return "\n\n".join(lines)
-
     def _update_record(self, **fields: Any) -> None:
         self._record |= fields
         write_json(_path(self._run_dir), self._record)
-
-
-def _user() -> str | None:
-    # In a container the user id may have no name.
-    with contextlib.suppress(KeyError, OSError):
-        return getpass.getuser()
-    return None
 
 
 def page_url(base: str, experiment: str, run: str = "") -> str:
@@ -343,13 +323,18 @@ def end_record(run_dir: Path, status: Status, *, timeout_seconds: float = END_SE
 
     def end() -> None:
         try:
-            ended.append(_end(run_dir, record, status))
+            from mlflow import MlflowClient
+
+            client = MlflowClient(record["tracking_uri"])
+            reported = client.get_run(record["run_id"]).info.status
+            if reported == "RUNNING":
+                client.set_terminated(record["run_id"], status)
+            now = status if reported == "RUNNING" else reported
+            write_json(_path(run_dir), record | {"status": now})
+            ended.append(reported == "RUNNING")
         except Exception as error:  # noqa: BLE001 - the run has ended, whether MLflow knows or not
-            log.warning(
-                "cannot set the final status of %s in MLflow (%s)",
-                run_dir.name,
-                error_summary(error),
-            )
+            name, reason = run_dir.name, error_summary(error)
+            log.warning("cannot set the final status of %s in MLflow (%s)", name, reason)
 
     quiet_mlflow()
     # Outside the timeout, which is for a server that is down.
@@ -360,15 +345,3 @@ def end_record(run_dir: Path, status: Status, *, timeout_seconds: float = END_SE
     thread.start()
     thread.join(timeout_seconds)
     return any(ended)
-
-
-def _end(run_dir: Path, record: Mapping[str, Any], status: Status) -> bool:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(record["tracking_uri"])
-    reported = client.get_run(record["run_id"]).info.status
-    if reported == "RUNNING":
-        client.set_terminated(record["run_id"], status)
-    now = {"status": status if reported == "RUNNING" else reported}
-    write_json(_path(run_dir), dict(record) | now)
-    return bool(reported == "RUNNING")

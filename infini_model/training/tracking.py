@@ -7,6 +7,7 @@ what it missed once it is back, at the end, or when the run is next resumed or e
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -46,14 +47,11 @@ class Follower(threading.Thread):
         self, run_dir: Path, exporter: Exporter, max_delay_seconds: float = MAX_DELAY_SECONDS
     ) -> None:
         super().__init__(name=f"follower of {exporter.name}", daemon=True)
-        self._path = run_dir / "metrics.jsonl"
-        self.exporter = exporter
-        self._max_delay = max_delay_seconds
-        self._offset = 0
-        self._warned = False
+        self._path, self._offset = run_dir / "metrics.jsonl", 0
+        self.exporter, self._max_delay = exporter, max_delay_seconds
         self._ending = threading.Event()
-        self._deadline = float("inf")
         self._status: Status = "FINISHED"
+        self._deadline = math.inf
         self.done = False
 
     def end(self, status: Status, deadline: float) -> None:
@@ -63,7 +61,7 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         """Deliver until ended, retrying a failing exporter with exponential backoff."""
-        delay, failed = 0.0, False
+        delay, failed, warned = 0.0, False, False
         while time.monotonic() < self._deadline:
             if self._ending.wait(delay) and failed:
                 time.sleep(POLL_SECONDS)
@@ -77,28 +75,28 @@ class Follower(threading.Thread):
                     return
                 delay, failed = POLL_SECONDS, False
             except Exception as error:  # noqa: BLE001 - no exporter may harm the training
-                self._warn(error)
+                if not warned:
+                    log.warning(
+                        "cannot send metrics to %s (%s); training continues, they will be sent "
+                        "later",
+                        self.exporter.name,
+                        error_summary(error),
+                    )
                 if ending and failed:
                     # It was already down before the end, so do not wait for it.
                     return
-                delay, failed = min(self._max_delay, max(2 * delay, POLL_SECONDS)), True
+                delay, failed, warned = (
+                    min(self._max_delay, max(2 * delay, POLL_SECONDS)),
+                    True,
+                    True,
+                )
 
     def _export_new(self) -> None:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
-        end = data.rfind(b"\n") + 1
-        self.exporter.export(whole_lines(data[:end]))
-        self._offset += end
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            log.warning(
-                "cannot send metrics to %s (%s); training continues, they will be sent later",
-                self.exporter.name,
-                error_summary(error),
-            )
-        self._warned = True
+        self.exporter.export(whole_lines(data))
+        self._offset += data.rfind(b"\n") + 1
 
 
 class TensorBoardExporter:

@@ -34,7 +34,6 @@ from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.runs import MODEL, step_key
 from infini_model.training.callbacks import Callback, Callbacks, Evaluation, Status, Step
 from infini_model.training.checkpoint import prune_checkpoints
-from infini_model.training.console import Console
 from infini_model.training.distributed import (
     StopSignals,
     World,
@@ -45,7 +44,7 @@ from infini_model.training.distributed import (
 from infini_model.training.export import export_model
 from infini_model.training.launched_step import LaunchedStep, copy_to_host, recorded_event
 from infini_model.training.memory_probe import MemoryReports
-from infini_model.training.metrics import Recorder, SystemMetrics, Utilization
+from infini_model.training.metrics import Console, Recorder, SystemMetrics, Utilization
 from infini_model.training.nan_report import (
     REMEDIES,
     NonFiniteReports,

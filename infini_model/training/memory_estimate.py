@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -108,10 +108,7 @@ def gib(size: int) -> str:
 
 
 class _Parameters(NamedTuple):
-    """Bytes of the parameters of a model.
-
-    Those of a layer, of what is outside the layers, of all, and of each tensor that is trained.
-    """
+    """Bytes of a layer, of what is outside the layers, of all, and of each trained tensor."""
 
     layer: int
     root: int
@@ -130,11 +127,11 @@ def _parameters(model: ModelConfig, lora: LoraConfig | None) -> _Parameters:
         """Draws no weights: on the meta device PyTorch would load its compiler, in seconds."""
 
         def __torch_function__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            self, function: Any, _types: Any, args: Any = (), named: Any = None
         ) -> Any:
             if getattr(function, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
-                return args[0] if args else kwargs["tensor"]
-            return function(*args, **kwargs or {})
+                return args[0] if args else named["tensor"]
+            return function(*args, **named or {})
 
     with torch.device("meta"), Undrawn():
         whole = InfiniLlama(model, lora=lora)
@@ -218,32 +215,24 @@ class Need:
         trained = _parameters(config.model, config.training.lora).trained
         if machine.device == "cuda":
             # The copy is page-locked, and PyTorch rounds each of its tensors up to a power of two.
-            trained = tuple(1 << (size - 1).bit_length() for size in trained)
+            trained = [1 << (size - 1).bit_length() for size in trained]
         return cls(process, 3 * sum(trained) * machine.is_first, machine)
 
     @property
     def main(self) -> int:
         """Bytes of main memory, of all processes on the machine."""
-        return self._main(self.process)
-
-    def _main(self, process: MemoryEstimate) -> int:
-        tensors = process.total if self.machine.device == "cpu" else 0
+        tensors = self.process.total if self.machine.device == "cpu" else 0
         return self.machine.local * (LIBRARIES[self.machine.device] + tensors) + self.copy
 
-    def shortage(self, share: float = 1.0, *, for_certain: bool = False) -> str:
-        """What does not fit into a share of the memory; empty if all does.
-
-        `for_certain` leaves out the activations.
-        """
-        process = replace(self.process, activations=0) if for_certain else self.process
-        machine, most = self.machine, "at least" if for_certain else "about"
+    def shortage(self, share: float = 1.0, most: str = "about") -> str:
+        """What does not fit into a share of the memory; empty if all does. `most` is a word."""
+        process, machine = self.process, self.machine
         if machine.device == "cuda" and process.total + CONTEXT > share * machine.gpu_bytes:
             has = gib(machine.gpu_bytes)
             return f"a training process needs {most} {process}, and a GPU has {has} GiB"
-        if (main := self._main(process)) > share * machine.main_bytes:
-            has = gib(machine.main_bytes)
-            needs = f"{most} {gib(main)} GiB of main memory, {process} a process"
-            return f"the training needs {needs}, and {has} GiB are available"
+        if self.main > share * machine.main_bytes:
+            needs = f"{most} {gib(self.main)} GiB of main memory, {process} a process"
+            return f"the training needs {needs}, and {gib(machine.main_bytes)} GiB are available"
         return ""
 
     def __str__(self) -> str:
@@ -259,8 +248,9 @@ def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = Fals
     fit, where it is certainly more and `launch.force` is false.
     """
     need = Need.of(config, machine)
+    certain = replace(need, process=replace(need.process, activations=0))
     remedy = functools.partial(advice, config, machine, is_pretrained=is_pretrained)
-    if not config.launch.force and (lack := need.shortage(for_certain=True)):
+    if not config.launch.force and (lack := certain.shortage(most="at least")):
         raise ConfigError(
             f"not enough memory: {lack}; {remedy()}; launch.force=true runs it anyway"
         )
@@ -278,42 +268,31 @@ def advice(config: Config, machine: Machine, *, is_pretrained: bool = False) -> 
     now, hint = Need.of(config, machine).process.total, ""
     if is_pretrained and config.training.lora is None:
         hint = "; training.lora={} needs less, and freezes the pretrained weights"
-    counts = [machine.processes]
-    if machine.device == "cuda":
-        counts += [count for count in GPU_COUNTS if count > machine.processes]
-    for count in counts:
-        local, where = min(count, 8), f" on {count} such GPUs"
-        if count == machine.processes:
-            local, where = machine.local, ""
-        on = replace(machine, processes=count, local=local)
+    machines = {"": machine}
+    for count in GPU_COUNTS if machine.device == "cuda" else ():
+        if count > machine.processes:
+            more = replace(machine, processes=count, local=min(count, 8))
+            machines[f" on {count} such GPUs"] = more
+    for where, on in machines.items():
         for change in _changes(config, on):
-            need = Need.of(_changed(config, change), on)
+            need = Need.of(config.updated(**change), on)
             if need.process.total < KEPT * now and not need.shortage(KEPT):
-                words = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
+                words = " ".join(
+                    f"{section}.{name}={str(value).lower()}"
+                    for section, settings in change.items()
+                    for name, value in settings.items()
+                )
                 less = f"{gib(need.process.total)} GiB a process"
                 return f"{words or 'the same'}{where} would need {less}{hint}"
     return f"{SMALLER}{hint}"
 
 
-def _changes(config: Config, machine: Machine) -> Iterator[Mapping[str, Any]]:
-    """Settings of the same training that need less, by their keys, those that cost least first."""
-    training, launch = config.training, config.launch
-    shards = {"launch.strategy": "fsdp"} if machine.processes > 1 else {}
-    recomputes = {} if launch.gradient_checkpointing else {"launch.gradient_checkpointing": True}
-    for size in range(training.batch_size, 0, -1):
-        if training.batch_size % size:
-            continue
-        steps = training.gradient_accumulation_steps * (training.batch_size // size)
-        batch = {"training.batch_size": size, "training.gradient_accumulation_steps": steps}
-        smaller = batch if size < training.batch_size else {}
-        yield smaller
-        yield shards | smaller
-        yield recomputes | smaller
-        yield shards | recomputes | smaller
-
-
-def _changed(config: Config, change: Mapping[str, Any]) -> Config:
-    for key, value in change.items():
-        section, _, name = key.partition(".")
-        config = config.updated(**{section: {name: value}})
-    return config
+def _changes(config: Config, machine: Machine) -> Iterator[dict[str, dict[str, Any]]]:
+    """Settings of the same training that need less, those that cost least first."""
+    shards = {"strategy": "fsdp"} if machine.processes > 1 else {}
+    recomputes = {} if config.launch.gradient_checkpointing else {"gradient_checkpointing": True}
+    batch, steps = config.training.batch_size, config.training.gradient_accumulation_steps
+    for divisor in (n for n in range(1, batch + 1) if batch % n == 0):
+        smaller = {"batch_size": batch // divisor, "gradient_accumulation_steps": steps * divisor}
+        for launch in ({}, shards, recomputes, shards | recomputes):
+            yield {"launch": launch, "training": smaller if divisor > 1 else {}}

@@ -27,19 +27,14 @@ def known_shape(config: Config) -> Config:
     if config.model.initial_weights is not None:
         name = config.model.initial_weights
         raise UnknownShapeError(f"not known before the weights {name} have been read")
-    size = config.model.vocab_size or _vocabulary(config)
+    tokenizer, size = config.data.tokenizer, config.model.vocab_size
+    if not size and config.data.folder is None:
+        known = {"bytes": ByteTokenizer.vocab_size, "train": tokenizer.vocab_size}
+        size = known.get(tokenizer.spec)
     if size is None:
-        name = str(config.data.folder or config.data.tokenizer.spec)
+        name = str(config.data.folder or tokenizer.spec)
         raise UnknownShapeError(f"not known before the tokenizer of {name} has been read")
     return with_objective(config.updated(model={"vocab_size": size}))
-
-
-def _vocabulary(config: Config) -> int | None:
-    """The size of the tokenizer that the settings name; None if only the tokenizer itself says."""
-    if config.data.folder is not None:
-        return None
-    tokenizer = config.data.tokenizer
-    return {"bytes": ByteTokenizer.vocab_size, "train": tokenizer.vocab_size}.get(tokenizer.spec)
 
 
 def with_vocabulary(
@@ -72,17 +67,16 @@ def with_objective(config: Config) -> Config:
     size, mask = config.model.vocab_size or 0, config.model.mask_token_id
     if mask is not None and mask >= size:
         raise ConfigError(f"model.mask_token_id: {mask} is outside the vocabulary of {size} tokens")
-    added = {"vocab_size": size + 1, "mask_token_id": size} if mask is None else {}
-    return config.updated(model=_diffusion_shape(config) | added)
-
-
-def _diffusion_shape(config: Config) -> dict[str, object]:
-    """The fields of the model that the objective decides."""
+    decided: dict[str, object] = {"bidirectional": True}
+    if mask is None:
+        decided |= {"vocab_size": size + 1, "mask_token_id": size}
     if config.training.objective == "block_diffusion":
         shifted = config.model.memory_query_shift
-        return {"bidirectional": True, "memory_query_shift": shifted is None or shifted}
-    length = max(config.packing.context_length, config.model.segment_length)
-    return {"bidirectional": True, "segment_length": length}
+        decided["memory_query_shift"] = shifted is None or shifted
+    else:
+        length = max(config.packing.context_length, config.model.segment_length)
+        decided["segment_length"] = length
+    return config.updated(model=decided)
 
 
 def check_kernels(model: ModelConfig, device: str, *, compiled: bool | None = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from prefect.runtime import flow_run
 from infini_model.config import Config
 from infini_model.runtime.claims import claim_run, run_to_resume
 from infini_model.runtime.holders import Holder
-from infini_model.runtime.metrics_file import Line, read_newest, whole_lines
+from infini_model.runtime.metrics_file import Line, newest_lines, read_newest
 from infini_model.runtime.runs import is_finished, is_started, read_run
 from infini_model.runtime.stored_runs import attach_unclaimed, refresh_runs
 from infini_model.training.initial_weights import InitialWeights, record_initial_weights
@@ -37,8 +39,6 @@ from tasks.weights import fetch_anew
 # Between two updates of what Prefect shows of a training.
 VIEW_SECONDS = 5.0
 ROWS = 20
-# How much of the end of metrics.jsonl is read: some hundreds of lines.
-TAIL_BYTES = 1 << 17
 
 Row = dict[str, str]
 
@@ -218,7 +218,9 @@ class TrainingView:
         if link and link.link != self._linked:
             self._link.show(link)
             self._linked = link.link
-        lines = _newest_lines(self._run_dir)
+        # A step has a line of its own, and perhaps two of validation and test.
+        newest = list(itertools.islice(newest_lines(self._run_dir), 3 * ROWS))
+        lines = [json.loads(line) for line in reversed(newest)]
         if lines and self._steps is None:
             self._steps = read_run(self._run_dir).max_steps
         rows = list(table_rows(lines, self._steps))[-ROWS:]
@@ -226,18 +228,6 @@ class TrainingView:
             headline = " · ".join(f"{name} {value}" for name, value in rows[-1].items() if value)
             self._table.show(TableArtifact(table=rows[::-1], description=headline))
             self._shown = rows
-
-
-def _newest_lines(run_dir: Path) -> list[Line]:
-    try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            start = max(0, file.seek(0, 2) - TAIL_BYTES)
-            file.seek(start)
-            data = file.read()
-    except FileNotFoundError:
-        return []
-    # Unless the whole file was read, the first line is incomplete.
-    return whole_lines(data if start == 0 else data[data.find(b"\n") + 1 :])
 
 
 def table_rows(lines: list[Line], max_steps: int | None) -> Iterator[Row]:

@@ -7,6 +7,7 @@ recorded twice.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from infini_model.runtime.storage import atomic_file, make_folder, named_os_errors
 
 Line = dict[str, float]
-# Size of the first read from the end of the file.
+# Size of a read from the end of the file.
 TAIL_BYTES = 1 << 16
 NOT_METRICS = ("step", "time")
 
@@ -38,29 +39,34 @@ def read_metrics(run_dir: Path) -> list[Line]:
         return []
 
 
+def newest_lines(run_dir: Path) -> Iterator[bytes]:
+    """The whole lines of a run's `metrics.jsonl`, the newest first; none if there is no file.
+
+    Reads from the end of the file, so that the time does not grow with the length of the run.
+    """
+    with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
+        begin, rest = file.seek(0, os.SEEK_END), b""
+        while begin > 0:
+            end, begin = begin, max(0, begin - TAIL_BYTES)
+            file.seek(begin)
+            lines = (file.read(end - begin) + rest).splitlines(keepends=True)
+            # The first line of a part may begin before it.
+            rest = lines.pop(0) if begin > 0 else b""
+            yield from (line for line in reversed(lines) if line.endswith(b"\n"))
+
+
 def read_newest(run_dir: Path, *names: str) -> Line:
     """The latest recorded value of each of `names`; names never recorded are left out.
 
-    Reads from the end of the file, so that the time does not grow with the length of the run.
     Raises `ValueError` if a line is damaged.
     """
-    try:
-        file = (run_dir / "metrics.jsonl").open("rb")
-    except FileNotFoundError:
-        return {}
     found: Line = {}
-    with file:
-        size, part = file.seek(0, os.SEEK_END), TAIL_BYTES
-        while len(found) < len(names):
-            file.seek(max(0, size - part))
-            lines = file.read().splitlines(keepends=True)[int(part < size) :]
-            for line in reversed(lines):
-                missing = [n for n in names if n not in found and f'"{n}"'.encode() in line]
-                for values in whole_lines(line) if missing else ():
-                    found |= {name: values[name] for name in missing}
-            if part >= size:
-                break
-            part *= 8
+    for line in newest_lines(run_dir):
+        if missing := [n for n in names if n not in found and f'"{n}"'.encode() in line]:
+            values = json.loads(line)
+            found |= {name: values[name] for name in missing}
+        if len(found) == len(names):
+            break
     return found
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from infini_model.data.loading.stream import Span
-from infini_model.data.loading.windows import Batch, Windows
+from infini_model.data.loading.windows import Batch
 from infini_model.data.manifest import Split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
@@ -106,8 +106,6 @@ def read_back(setup: TrainingSetup, step: Step) -> list[WindowRead]:
 
     Scoring runs the model, so under FSDP all ranks must call this together.
     """
-    losses = [_losses(setup, batch) for batch in step.batches]
-    numbers = setup.loader.numbers(step.first_window)
     windows = setup.loader.windows_at(step.first_window)
     files = [f"{SPLIT}/{shard.file}" for shard in setup.manifest.splits[SPLIT].shards]
     tokenizer: Tokenizer | None = None
@@ -115,24 +113,7 @@ def read_back(setup: TrainingSetup, step: Step) -> list[WindowRead]:
         tokenizer = load_dataset_tokenizer(setup.dataset_dir)
     except DataError as error:
         log.warning("%s; windows are listed without their text", error)
-    reads = [
-        WindowRead(number, micro_batch, row, loss, _passages(windows, number, files, tokenizer))
-        for micro_batch, share in enumerate(numbers.tolist())
-        for row, (number, loss) in enumerate(zip(share, losses[micro_batch], strict=True))
-    ]
-    return sorted(reads, key=lambda read: -read.loss if math.isfinite(read.loss) else -math.inf)
 
-
-def _losses(setup: TrainingSetup, batch: Batch) -> list[float]:
-    """The mean loss of each window of `batch`."""
-    windows = batch.chunk(len(batch.tokens))
-    scores = [setup.train_module.score(window).sum(1).tolist() for window in windows]
-    return [total / max(1.0, targets) for total, targets in scores]
-
-
-def _passages(
-    windows: Windows, window: int, files: Sequence[str], tokenizer: Tokenizer | None
-) -> list[Passage]:
     def passage(span: Span) -> Passage:
         return Passage(
             shard=files[span.shard],
@@ -143,7 +124,15 @@ def _passages(
             text="" if tokenizer is None else tokenizer.decode(windows.stream.tokens_of(span)),
         )
 
-    return [passage(span) for span in windows.spans(window)]
+    reads = []
+    numbers = setup.loader.numbers(step.first_window).tolist()
+    for micro_batch, batch in enumerate(step.batches):
+        for row, window in enumerate(batch.chunk(len(batch.tokens))):
+            total, targets = setup.train_module.score(window).sum(1).tolist()
+            number, loss = numbers[micro_batch][row], total / max(1.0, targets)
+            passages = [passage(span) for span in windows.spans(number)]
+            reads.append(WindowRead(number, micro_batch, row, loss, passages))
+    return sorted(reads, key=lambda read: -read.loss if math.isfinite(read.loss) else -math.inf)
 
 
 def describe_windows(reads: Sequence[WindowRead]) -> list[str]:
@@ -207,12 +196,11 @@ def find_faults(model: nn.Module) -> Iterator[tuple[Fault, Tensor]]:
     tensors += [("gradients", name, p.grad) for name, p in named if p.grad is not None]
     for kind, name, tensor in tensors:
         local = local_shard(tensor)
-        finite = torch.isfinite(local)
-        if bool(finite.all()):
-            continue
         flat = local.flatten()
-        first = int((~finite).flatten().nonzero()[0])
-        place = torch.unravel_index(torch.tensor(first), local.shape)
+        places = (~torch.isfinite(flat)).nonzero().flatten()
+        if len(places) == 0:
+            continue
+        first = int(places[0])
         fault = Fault(
             kind=kind,
             name=name,
@@ -221,7 +209,7 @@ def find_faults(model: nn.Module) -> Iterator[tuple[Fault, Tensor]]:
             size=local.numel(),
             nan=int(local.isnan().sum()),
             infinite=int(local.isinf().sum()),
-            first=[int(index) for index in place],
+            first=[int(index) for index in torch.unravel_index(places[0], local.shape)],
             values=[f"{value:g}" for value in flat[first : first + VALUES_SHOWN].tolist()],
         )
         yield fault, local
@@ -302,12 +290,8 @@ class NonFiniteReports(Callback):
         if own if not math.isfinite(step.loss) else world.is_main:
             log.error("%s", text)
         log.error("Debug tensors saved: %s", folder / f"rank-{world.rank}")
-        self._save_before(folder, step)
-
-    def _save_before(self, folder: Path, step: Step) -> None:
-        """Save the state before the step under `folder`, as a run that starts there."""
-        setup = self._setup
-        if setup.initial_weights is not None and setup.world.is_main:
+        # The state before the step, as a run that starts there.
+        if setup.initial_weights is not None and world.is_main:
             # A full disk is reported with the checkpoint.
             with contextlib.suppress(UserError):
                 record_initial_weights(folder, setup.initial_weights)
@@ -339,21 +323,18 @@ class NonFiniteReports(Callback):
             tensors[f"batch/{index}/labels"] = inputs.labels
         event = {"step": step.number, "rank": self._setup.world.rank, "gpu": gpu, "loss": step.loss}
         event |= {"rank_loss": step.rank_loss, "grad_norm": step.grad_norm}
-        tree = {
-            # As strings: JSON has no NaN.
-            "event": {name: str(value) for name, value in event.items()},
-            "faults": [asdict(fault) for fault, _ in found],
+        trees: dict[str, object] = {
+            "report": {
+                # As strings: JSON has no NaN.
+                "event": {name: str(value) for name, value in event.items()},
+                "faults": [asdict(fault) for fault, _ in found],
+            },
+            "windows": [read.as_json() for read in reads],
         }
         with atomic_folder(folder) as target:
             (target / "report.txt").write_text(text + "\n", encoding="utf-8")
-            _write_tree(target / "report.json", tree)
-            _write_tree(target / "windows.json", [read.as_json() for read in reads])
-            save_file(
-                {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-                target / "tensors.safetensors",
-            )
-
-
-def _write_tree(path: Path, tree: object) -> None:
-    text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+            for name, tree in trees.items():
+                content = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
+                (target / f"{name}.json").write_text(content + "\n", encoding="utf-8")
+            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(whole, target / "tensors.safetensors")

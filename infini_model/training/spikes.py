@@ -11,14 +11,14 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import write_json
 from infini_model.training.callbacks import Callback, Step
-from infini_model.training.nan_report import REMEDIES, WindowRead, describe_windows, read_back
+from infini_model.training.nan_report import REMEDIES, describe_windows, read_back
 from infini_model.training.setup import TrainingSetup
 
 # Number of past losses considered, and the minimum number needed.
@@ -81,16 +81,6 @@ class SpikeDetector:
         return Spike(loss, limit, median, deviation, len(self._losses))
 
 
-def past_losses(setup: TrainingSetup) -> list[float]:
-    """The last losses of the run, read by rank 0 and shared with every rank."""
-
-    def read() -> list[float]:
-        lines = [line for line in read_metrics(setup.run_dir) if line["step"] <= setup.start.step]
-        return [line["train/loss"] for line in lines if "train/loss" in line][-WINDOW:]
-
-    return setup.world.broadcast(read)
-
-
 class SpikeReports(Callback):
     """Warns when a spike begins and saves the windows of the step in `<run>/debug`.
 
@@ -100,26 +90,35 @@ class SpikeReports(Callback):
     def __init__(self, setup: TrainingSetup, expect_long_work: Callable[[], None]) -> None:
         """`expect_long_work` is called before windows are read back."""
         self._setup, self._expect_long_work = setup, expect_long_work
-        self._detector = SpikeDetector(past_losses(setup))
+
+        def past_losses() -> list[float]:
+            lines = [
+                each for each in read_metrics(setup.run_dir) if each["step"] <= setup.start.step
+            ]
+            return [line["train/loss"] for line in lines if "train/loss" in line][-WINDOW:]
+
+        # Rank 0 reads them for all.
+        self._detector = SpikeDetector(setup.world.broadcast(past_losses))
 
     def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
         """Check the loss."""
-        if spike := self._detector.watch(step.loss):
-            self._expect_long_work()
-            self._report(step.number, spike, read_back(self._setup, step))
-
-    def _report(self, step: int, spike: Spike, reads: Sequence[WindowRead]) -> None:
-        folder = self._setup.run_dir / "debug" / f"spike-{step}"
+        if (spike := self._detector.watch(step.loss)) is None:
+            return
+        self._expect_long_work()
+        reads = read_back(self._setup, step)
+        folder = self._setup.run_dir / "debug" / f"spike-{step.number}"
         path = folder / f"rank-{self._setup.world.rank}.json"
         lines = [
-            f"Loss spike at step {step}: {spike.loss:.4f} is above the limit {spike.limit:.4f}, "
-            f"based on the last {spike.steps} steps (median {spike.median:.4f}).",
+            f"Loss spike at step {step.number}: {spike.loss:.4f} is above the limit "
+            f"{spike.limit:.4f}, based on the last {spike.steps} steps (median "
+            f"{spike.median:.4f}).",
             f"Windows of this process, largest loss first (all {len(reads)} in {path}):",
             *describe_windows(reads),
             REMEDIES,
         ]
         log.warning("%s", "\n".join(lines))
-        tree = {"step": step, "spike": asdict(spike), "windows": [read.as_json() for read in reads]}
+        windows = [read.as_json() for read in reads]
+        tree = {"step": step.number, "spike": asdict(spike), "windows": windows}
         try:
             write_json(path, tree)
         except UserError as error:

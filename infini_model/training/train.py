@@ -43,7 +43,6 @@ from infini_model.training.distributed import (
 )
 from infini_model.training.export import export_model
 from infini_model.training.launched_step import LaunchedStep, copy_to_host, recorded_event
-from infini_model.training.memory_probe import MemoryReports
 from infini_model.training.metrics import Console, Recorder, SystemMetrics, Utilization
 from infini_model.training.nan_report import (
     REMEDIES,
@@ -55,7 +54,7 @@ from infini_model.training.parallel import TrainModule, full_tensor
 from infini_model.training.setup import TrainingSetup, build_setup, only_writer
 from infini_model.training.spikes import SpikeReports
 from infini_model.training.tracking import Exporters
-from infini_model.training.validation import validate_split
+from infini_model.training.validation import MemoryReports, validate_split
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,34 @@
-"""Validation during training: the loss on the held-out splits, and what the memory contributes."""
+"""Validation during training: the loss on the held-out splits, and whether the memory is used.
+
+The probe of the memory reads a few windows of the validation sample with it and without it, so that
+the difference is of the same windows. It changes neither weights nor random numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infini_model.data.loading.windows import Windows, validation_batches
+from infini_model.model import inspection
+from infini_model.runtime.metrics_file import Line, read_metrics
+from infini_model.training.callbacks import Callback, Evaluation
 from infini_model.training.distributed import World
-from infini_model.training.parallel import TrainModule
+from infini_model.training.parallel import TrainModule, full_tensor
+from infini_model.training.setup import TrainingSetup
 
 # Windows of the probe, some of those that the validation scores; each costs as much as two.
 PROBE_WINDOWS = 8
+# Steps after the warm-up from which on warnings are due: before, gates have hardly moved and
+# memories are hardly trained.
+SETTLED_STEPS = 100
+
+log = logging.getLogger(__name__)
 
 
 def validate_split(
@@ -82,35 +97,105 @@ class MemoryProbe(NamedTuple):
     error: float
 
 
-def probe_memory(
-    windows: Windows, model: TrainModule, world: World, *, batch_size: int, max_windows: int | None
-) -> MemoryProbe | None:
+def probe_memory(setup: TrainingSetup, split: str) -> MemoryProbe | None:
     """Probe a fixed part of the sample of `validate_split`, the same on all ranks.
 
-    Arguments are those of `validate_split`. None if no window has a target.
+    None if no window has a target.
     """
-    most = PROBE_WINDOWS if max_windows is None else min(PROBE_WINDOWS, max_windows)
+    config, world, most = setup.config, setup.world, PROBE_WINDOWS
+    if config.evaluation.max_windows is not None:
+        most = min(most, config.evaluation.max_windows)
     sums: Tensor | None = None
-    for batch in validation_batches(windows, batch_size, world.rank, world.size, most):
-        paired = _paired_sums(model.score_with_and_without_memory(batch))
+    batch_size = config.training.batch_size
+    for batch in validation_batches(setup.windows[split], batch_size, world.rank, world.size, most):
+        loss, without, targets = setup.train_module.score_with_and_without_memory(batch)
+        gain = without - loss
+        # What mean and standard error are computed from.
+        terms = [loss, gain, targets, gain * gain, gain * targets, targets * targets]
+        paired = torch.stack([each.sum() for each in (*terms, (targets > 0).double())])
         sums = paired if sums is None else sums + paired
     if sums is None:
         return None
-    loss, gain, targets, *squares, count = world.sum(sums).tolist()
-    if not targets:
+    total, gained, counted, of_gains, of_both, of_targets, count = world.sum(sums).tolist()
+    if not counted:
         return None
-    mean = gain / targets
-    of_gains, of_both, of_targets = squares
-    residuals = max(0.0, of_gains - 2.0 * mean * of_both + mean * mean * of_targets)
-    error = float("inf")
+    mean, error = gained / counted, math.inf
     if count > 1:
-        error = (residuals * count / (count - 1)) ** 0.5 / targets
-    return MemoryProbe(loss / targets, mean, error)
+        residuals = max(0.0, of_gains - 2.0 * mean * of_both + mean * mean * of_targets)
+        error = (residuals * count / (count - 1)) ** 0.5 / counted
+    return MemoryProbe(total / counted, mean, error)
 
 
-def _paired_sums(scored: Tensor) -> Tensor:
-    """What mean and standard error are computed from, [7], of losses and counts [3, B]."""
-    with_memory, without, targets = scored
-    gains = without - with_memory
-    terms = [with_memory, gains, targets, gains * gains, gains * targets, targets * targets]
-    return torch.stack([each.sum() for each in (*terms, (targets > 0).double())])
+class MemoryReports(Callback):
+    """Records the memory of the model, and warns once of each way in which it is of no use."""
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup, self._config = setup, setup.config
+        # The newest metrics of the run, and what they were a reason to warn of; on rank 0.
+        self._newest: Line = {}
+        self._warned: set[str] = set()
+        # What the weight of the memory is called in metrics.
+        self._kind = "weight" if setup.config.model.memory == "residual" else "gate"
+
+    def on_start(self, step: int) -> None:
+        """Read what earlier processes of the run recorded, and so warned of."""
+        if not self._setup.world.is_main:
+            return
+        for line in read_metrics(self._setup.run_dir):
+            if line["step"] <= step:
+                self._newest |= line
+                if "validation/loss" in line:
+                    self._warned |= dict(self._findings()).keys()
+
+    def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
+        """What the probe finds at a validation, and by layer `memory/layer_N/gate_mean` and so on.
+
+        Of a residual memory they are called `weight_mean`. Warns of what it finds.
+        """
+        setup, model = self._setup, self._config.model
+        if evaluation.split != "validation" or model.memory == "none":
+            return {}
+        found = dict[str, float]()
+        for layer, gate in enumerate(setup.model.gate_statistics(full_tensor)):
+            prefix = f"memory/layer_{layer}/{self._kind}"
+            found[f"{prefix}_mean"] = gate.mean
+            found[f"{prefix}_min"] = gate.minimum
+            found[f"{prefix}_max"] = gate.maximum
+        is_long = self._config.packing.context_length > model.segment_length
+        if is_long and (probe := probe_memory(setup, evaluation.split)) is not None:
+            found["memory/probe_loss"] = probe.loss
+            found["memory/probe_loss_without_memory"] = probe.loss + probe.gain
+            found["memory/probe_gain"] = probe.gain
+            found["memory/probe_gain_error"] = probe.error
+        found = {name: value for name, value in found.items() if math.isfinite(value)}
+        self._newest |= found | {"step": evaluation.step}
+        for kind, sentence in self._findings() if setup.world.is_main else ():
+            if kind not in self._warned:
+                log.warning("At step %d: %s", evaluation.step, sentence)
+                self._warned.add(kind)
+        return found
+
+    def _findings(self) -> Iterator[tuple[str, str]]:
+        """What the newest metrics of the run are a reason to warn of: kinds, and sentences."""
+        newest, model = self._newest, self._config.model
+        step, layers = int(newest["step"]), range(model.num_hidden_layers)
+        if model.memory == "none" or step < self._config.training.warmup_steps + SETTLED_STEPS:
+            return
+        ends = [f"memory/layer_{n}/{self._kind}_{end}" for n in layers for end in ("min", "max")]
+        if all(name in newest for name in ends):
+            changes = [newest[name] for name in ends]
+            if model.memory != "residual":
+                changes = [_logit(share) - model.gate_start for share in changes]
+            if sentence := inspection.unmoved(changes, step, self._config):
+                yield "gates", sentence
+        if "memory/probe_gain_error" in newest:
+            gain, error = newest["memory/probe_gain"], newest["memory/probe_gain_error"]
+            if sentence := inspection.hurts(gain, error, model.memory):
+                yield "gain", sentence
+
+
+def _logit(share: float) -> float:
+    """The gate whose sigmoid is `share`; infinite where that is 0 or 1."""
+    if not 0.0 < share < 1.0:
+        return math.copysign(math.inf, share - 0.5)
+    return math.log(share / (1.0 - share))

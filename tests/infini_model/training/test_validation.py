@@ -14,8 +14,8 @@ from stopping import StopAfter
 from infini_model.data.loading.windows import open_windows, sample_windows
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.training import memory_probe
 from infini_model.training import train as loop
+from infini_model.training import validation
 from infini_model.training.callbacks import Callback
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.train import train
@@ -105,7 +105,7 @@ def warned(dataset, make_config, tmp_path, caplog, monkeypatch):
     """The warnings of a training that validates after 12 steps."""
 
     def run(*callbacks, settled=10, context_length=64, gate_learning_rate=1e-2, **model):
-        monkeypatch.setattr(memory_probe, "SETTLED_STEPS", settled)
+        monkeypatch.setattr(validation, "SETTLED_STEPS", settled)
         config = make_config(
             model=make_config().model.model_dump() | model,
             packing={"context_length": context_length},
@@ -151,6 +151,6 @@ def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
 
 def test_a_memory_that_hurts_is_warned_of(warned, monkeypatch):
     found = MemoryProbe(3.0, -0.05, 0.02)
-    monkeypatch.setattr(memory_probe, "probe_memory", lambda *_, **__: found)
+    monkeypatch.setattr(validation, "probe_memory", lambda *_, **__: found)
     (warning,) = warned()
     assert "At step 12: The memory hurts: with the same weights the loss is 0.0500 low" in warning

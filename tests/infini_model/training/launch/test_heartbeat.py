@@ -23,27 +23,27 @@ class Clock:
     def sleep(self, seconds):
         self.now += seconds
 
+    def silence(self, detector, seconds):
+        """Poll every half second until a hang is detected or time is up; returns the time taken."""
+        began = self.now
+        while self.now - began < seconds:
+            self.now += 0.5
+            if hang := detector(os.getpid()):
+                return self.now - began, hang
+        return None
+
+    def steps(self, hearts, count, seconds):
+        for _ in range(count):
+            self.now += seconds
+            for heart in hearts:
+                heart.after_gradients()
+
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(heartbeat, "time", clock)
     return clock
-
-
-@pytest.fixture
-def silence(clock):
-    """Poll every half second until a hang is detected or time is up; returns the time taken."""
-
-    def wait(detector, seconds):
-        began = clock.now
-        while clock.now - began < seconds:
-            clock.now += 0.5
-            if hang := detector(os.getpid()):
-                return clock.now - began, hang
-        return None
-
-    return wait
 
 
 @pytest.fixture
@@ -58,13 +58,6 @@ def hearts(tmp_path, clock, monkeypatch):
     return make
 
 
-def steps(clock, hearts, count, seconds):
-    for _ in range(count):
-        clock.now += seconds
-        for heart in hearts:
-            heart.after_gradients()
-
-
 @pytest.mark.parametrize(
     ("step", "timeout", "limit"),
     [
@@ -74,43 +67,43 @@ def steps(clock, hearts, count, seconds):
     ],
     ids=["20 median steps", "a minute", "the timeout"],
 )
-def test_a_silence_of_this_long_is_a_hang(clock, hearts, silence, step, timeout, limit):
+def test_a_silence_of_this_long_is_a_hang(clock, hearts, step, timeout, limit):
     detector, ranks = hearts(timeout)
-    steps(clock, ranks, 10, seconds=step)
+    clock.steps(ranks, 10, seconds=step)
     if timeout is not None:
         # Only one rank is behind: the other waits for it.
         ranks[0].before_collective()
-        assert silence(detector, limit / 2) is None
+        assert clock.silence(detector, limit / 2) is None
         ranks[0].before_collective()
         limit /= 2
-    took, hang = silence(detector, 1000.0)
+    took, hang = clock.silence(detector, 1000.0)
     assert limit < took < limit + 2
     assert (hang.rank, hang.gpu) == ((None, None) if timeout is None else (1, 3))
 
 
-def test_startup_and_long_pauses_are_allowed(clock, hearts, silence):
+def test_startup_and_long_pauses_are_allowed(clock, hearts):
     detector, ranks = hearts(timeout=5.0)
-    assert silence(detector, PAUSE_LIMIT_SECONDS) is None
-    steps(clock, ranks, 10, seconds=0.01)
+    assert clock.silence(detector, PAUSE_LIMIT_SECONDS) is None
+    clock.steps(ranks, 10, seconds=0.01)
     for heart in ranks:
         heart.expect_long_work()
     # It lasts until the gradients of the next step, which have to wait for a slow rank.
     ranks[0].before_collective()
-    assert silence(detector, PAUSE_LIMIT_SECONDS) is None
+    assert clock.silence(detector, PAUSE_LIMIT_SECONDS) is None
     ranks[1].before_collective()
     # The pause does not count towards the median step.
-    steps(clock, ranks, 2, seconds=0.01)
-    took, _ = silence(detector, 1000.0)
+    clock.steps(ranks, 2, seconds=0.01)
+    took, _ = clock.silence(detector, 1000.0)
     assert took < 7.0
 
 
-def test_a_pause_of_the_launcher_and_a_rank_that_has_finished_are_no_hang(clock, hearts, silence):
+def test_a_pause_of_the_launcher_and_a_rank_that_has_finished_are_no_hang(clock, hearts):
     detector, ranks = hearts()
-    steps(clock, ranks, 10, seconds=0.01)
-    assert silence(detector, 5.0) is None
+    clock.steps(ranks, 10, seconds=0.01)
+    assert clock.silence(detector, 5.0) is None
     clock.now += 10_000.0
     assert detector(os.getpid()) is None
     ranks[1].close()
     for _ in range(20):
-        steps(clock, ranks[:1], 1, seconds=0.01)
-        assert silence(detector, 5.0) is None
+        clock.steps(ranks[:1], 1, seconds=0.01)
+        assert clock.silence(detector, 5.0) is None

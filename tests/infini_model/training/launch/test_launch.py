@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from commands import PATIENCE, eventually
@@ -121,16 +122,10 @@ def ignore(_line):
     pass
 
 
-class Once:
+def once(text, act):
     """Does something as soon as a line with `text` is printed."""
-
-    def __init__(self, text, act):
-        self.text, self.act, self.is_done = text, act, False
-
-    def __call__(self, line):
-        if not self.is_done and self.text in line:
-            self.is_done = True
-            self.act()
+    left = [act]
+    return lambda line: text in line and left and left.pop()()
 
 
 @pytest.fixture
@@ -153,16 +148,6 @@ def faulty(tmp_path, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(folder))
 
     return make
-
-
-def sum_of_ids(config, dataset, samples_seen):
-    """Identifies rank 0's part of the global batch that starts after `samples_seen` windows."""
-    windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
-    training = config.training
-    with Loader(
-        windows, batch_size=training.batch_size, seed=config.run.seed, samples_seen=samples_seen
-    ) as loader:
-        return int(CausalLM().inputs(next(loader)[0]).input_ids.sum())
 
 
 @pytest.fixture
@@ -209,7 +194,7 @@ def test_a_killed_process_ends_all_and_a_rank_is_named_with_its_gpu(
 ):
     run_dir, in_mlflow = tmp_path / "run", []
     monkeypatch.setattr(launcher, "end_record", lambda _, status: in_mlflow.append(status))
-    kill = Once("Step [20/", lambda: victim(run_dir).kill())
+    kill = once("Step [20/", lambda: victim(run_dir).kill())
     with pytest.raises(TrainingFailure) as caught:
         launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
     assert str(caught.value) == f"training failed: crash{where}: killed by SIGKILL"
@@ -222,40 +207,31 @@ def test_a_killed_process_ends_all_and_a_rank_is_named_with_its_gpu(
         assert all(line.startswith(f"GPU{gpu}:") for line in lines)
 
 
-def close_terminal(process, _run_dir):
-    os.killpg(process.pid, signal.SIGHUP)
-
-
-def press_ctrl_c(process, _run_dir):
-    os.killpg(process.pid, signal.SIGINT)
-
-
-def end_agent(_process, run_dir):
-    agent(run_dir).terminate()
-
-
 @pytest.mark.parametrize(
-    ("command", "settings", "strike", "status"),
+    ("command", "settings", "number", "status"),
     [
-        (BY_HAND, LONG, lambda process, _run_dir: process.terminate(), 128 + signal.SIGTERM),
-        (LAUNCH, LONG, close_terminal, 128 + signal.SIGHUP),
-        pytest.param(LAUNCH, PAIR, press_ctrl_c, -signal.SIGINT, marks=pytest.mark.story),
-        pytest.param(LAUNCH, PAIR, end_agent, 1, marks=pytest.mark.story),
+        (BY_HAND, LONG, signal.SIGTERM, 128 + signal.SIGTERM),
+        (LAUNCH, LONG, signal.SIGHUP, 128 + signal.SIGHUP),
+        pytest.param(LAUNCH, PAIR, signal.SIGINT, -signal.SIGINT, marks=pytest.mark.story),
+        pytest.param(LAUNCH, PAIR, None, 1, marks=pytest.mark.story),
     ],
     ids=["a rank started by hand", "a closed terminal", "Ctrl-C twice", "the agent"],
 )
 def test_a_signal_saves_first_and_nothing_is_left(
-    make_config, tmp_path, start, halt, command, settings, strike, status
+    make_config, tmp_path, start, halt, command, settings, number, status
 ):
     run_dir = tmp_path / "run"
     process = start(command, make_config(**merge(settings, PATIENT)), run_dir)
     halted = halt.wait(2 if settings is PAIR else 1)
-    strike(process, run_dir)
+    if number is None:
+        agent(run_dir).terminate()
+    else:
+        os.killpg(process.pid, number)
     for rank in halted:
         eventually(lambda rank=rank: is_pending(rank, signal.SIGTERM), "SIGTERM for the ranks")
-    if strike is press_ctrl_c:
+    if number == signal.SIGINT:
         # The launcher acts on the first one: it waits for the ranks.
-        press_ctrl_c(process, run_dir)
+        os.killpg(process.pid, number)
     halt.resume()
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == status
@@ -392,42 +368,28 @@ def test_a_slow_checkpoint_of_one_rank_is_no_hang(dataset, make_config, tmp_path
     assert has_saved_its_last_step(tmp_path / "run")
 
 
-class Clock:
-    """The clock of the launcher, which a test sets forward."""
-
-    sleep = staticmethod(time.sleep)
-
-    def __init__(self):
-        self.ahead = 0.0
-
-    def monotonic(self):
-        return time.monotonic() + self.ahead
-
-
 def test_a_training_that_is_ended_from_outside_is_saved(
     dataset, make_config, tmp_path, monkeypatch
 ):
     """By a signal to its ranks, since it takes too long, or by a loss of its run."""
-    run_dir, clock = tmp_path / "run", Clock()
+    run_dir, ahead = tmp_path / "run", [0.0]
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + ahead[-1])
     monkeypatch.setattr(processes, "time", clock)
 
     def preempt():
         for process in ranks(run_dir):
             process.terminate()
 
-    def wait():
-        clock.ahead = 3600.0
-
     def lose():
         owner._lost[run_dir.resolve()] = RunLostError("taken over")
 
     for act, error, message in (
         (preempt, TrainingFailure, r"^training stopped: preempted: .*step \d+ is saved$"),
-        (wait, TrainingFailure, "timeout: not finished after 3600 s"),
+        (lambda: ahead.append(3600.0), TrainingFailure, "timeout: not finished after 3600 s"),
         (lose, RunLostError, "taken over"),
     ):
-        clock.ahead = 0.0
-        then = Once("Step [", act)
+        ahead.append(0.0)
+        then = once("Step [", act)
         with pytest.raises(error, match=message):
             launch(make_config(**LONG), dataset, run_dir, timeout_seconds=3600, on_line=then)
         assert has_saved_its_last_step(run_dir)
@@ -437,7 +399,7 @@ def test_a_training_that_is_ended_from_outside_is_saved(
 def test_a_kill_by_the_oom_killer_is_out_of_memory(dataset, make_config, tmp_path, monkeypatch):
     counts, run_dir = iter([3, 4]), tmp_path / "run"
     monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
-    kill = Once("Step [2/", lambda: ranks(run_dir)[0].kill())
+    kill = once("Step [2/", lambda: ranks(run_dir)[0].kill())
     with pytest.raises(TrainingFailure, match="out of memory: killed by the kernel"):
         launch(make_config(**LONG), dataset, run_dir, on_line=kill)
 
@@ -451,7 +413,9 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     expected = {"attempts": [], "micro_batch_divisor": 1, "skipped": [samples_seen]}
     write_json(tmp_path / "expected" / "recovery.json", expected)
     train(config, dataset, tmp_path / "expected")
-    culprit = sum_of_ids(config, dataset, samples_seen)
+    windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
+    with Loader(windows, batch_size=8, seed=3, samples_seen=samples_seen) as loader:
+        culprit = int(CausalLM().inputs(next(loader)[0]).input_ids.sum())
     faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
     with pytest.raises(TrainingFailure, match=r"non-finite.*step 7") as caught:

@@ -18,7 +18,7 @@ from typing import Any
 
 from infini_model.config import Config, TrainingConfig
 from infini_model.runtime.errors import CheckpointError, ConfigError
-from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.storage import write_json
 from infini_model.training.launch.failures import Kind, TrainingFailure
 
@@ -170,8 +170,7 @@ def record_failure(run_dir: Path, failure: TrainingFailure, config: Config) -> N
 
     Marks the failure as final if a retry would not help, and counts it.
     """
-    lines = read_metrics(run_dir)
-    step = int(lines[-1]["step"]) if lines else 0
+    step = int(read_newest(run_dir, "step").get("step", 0))
     recovery = read_recovery(run_dir).after(failure, config, step)
     if config.launch.node_rank == 0:
         write_json(run_dir / FILE, asdict(recovery))

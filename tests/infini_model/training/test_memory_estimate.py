@@ -62,10 +62,8 @@ def test_what_is_certain_not_to_fit_is_refused_with_settings_that_would() -> Non
     ):
         check_memory(config, ONE)
     unsharded = known("production", "launch.strategy=ddp")
-    with pytest.raises(
-        ConfigError,
-        match=r"; launch.strategy=fsdp would need 47 GiB a process;.*launch\.force=true",
-    ):
+    remedy = r"; launch.strategy=fsdp would need 47 GiB a process;.*launch\.force=true"
+    with pytest.raises(ConfigError, match=remedy):
         check_memory(unsharded, EIGHT)
     check_memory(applied(unsharded, "launch.force=true"), EIGHT)
     small = replace(DESKTOP, main_bytes=GIB // 4)

@@ -148,8 +148,9 @@ def status(run_dir):
 
 
 def until_delivered(run_dir, step):
-    record = functools.partial(read_mlflow_record, run_dir)
-    eventually(lambda: record().get("delivered_step") == step, f"MLflow has step {step}")
+    eventually(
+        lambda: read_mlflow_record(run_dir).get("delivered_step") == step, f"MLflow has step {step}"
+    )
 
 
 def begin(run_dir, config, resumed_step=None):
@@ -265,12 +266,6 @@ def test_a_kill_while_the_tables_are_created_is_recovered_from(make_config):
     assert not list(folder.glob(".tmp-*"))
 
 
-def take_steps(metrics, steps):
-    """Record steps."""
-    for step in steps:
-        metrics.append(step, dict.fromkeys(NAMES, step + 0.5))
-
-
 def test_an_exporter_that_hangs_delays_neither_steps_nor_the_end(config, tmp_path, monkeypatch):
     asked, released = threading.Event(), threading.Event()
 
@@ -281,7 +276,8 @@ def test_an_exporter_that_hangs_delays_neither_steps_nor_the_end(config, tmp_pat
     monkeypatch.setattr(MlflowExporter, "export", hang)
     metrics = Record(tmp_path, config, DATASET)
     assert asked.wait(PATIENCE)
-    take_steps(metrics, range(1, 51))
+    for step in range(1, 51):
+        metrics.append(step, {"train/loss": step + 0.5})
     metrics.close("FINISHED", timeout_seconds=0.0)
     released.set()
 
@@ -310,21 +306,22 @@ def line(monkeypatch):
 
 
 def recorded(run_dir):
-    """The status and the steps of each metric, according to MLflow."""
+    """The status and the steps, the same of all metrics, according to MLflow."""
     from mlflow import MlflowClient
 
     record = read_mlflow_record(run_dir)
     history = MlflowClient(record["tracking_uri"]).get_metric_history
-    steps = {name: sorted(m.step for m in history(record["run_id"], name)) for name in NAMES}
+    steps, *others = (sorted(m.step for m in history(record["run_id"], n)) for n in NAMES)
+    assert others == [steps] * len(others)
     return status(run_dir), steps
-
-
-def complete(steps):
-    return {name: list(steps) for name in NAMES}
 
 
 @pytest.mark.story
 def test_each_point_arrives_once_through_outages_lost_answers_and_a_kill(line, config, tmp_path):
+    def take_steps(metrics, steps):
+        for step in steps:
+            metrics.append(step, dict.fromkeys(NAMES, step + 0.5))
+
     def after(fate, steps):
         """Take steps, and wait until a batch has met this fate."""
         line.met.clear()
@@ -346,10 +343,10 @@ def test_each_point_arrives_once_through_outages_lost_answers_and_a_kill(line, c
     metrics.close("FINISHED", timeout_seconds=0.0)
     (follower,) = metrics.exporters._followers
     follower.join(PATIENCE)
-    assert recorded(tmp_path) == ("RUNNING", complete(range(1, 301)))
+    assert recorded(tmp_path) == ("RUNNING", list(range(1, 301)))
     line.fate = "answered"
     again = Record(tmp_path, config, DATASET, resumed_step=290)
     take_steps(again, range(291, 331))
     again.close("FINISHED")
-    assert recorded(tmp_path) == ("FINISHED", complete(range(1, 331)))
+    assert recorded(tmp_path) == ("FINISHED", list(range(1, 331)))
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 331))

@@ -40,12 +40,6 @@ def driver(monkeypatch):
     def refuse(*arguments):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    def mode(handle):
-        return (1, 1) if state.divided and handle == WHOLE[1] else refuse()
-
-    def slice_of(handle, index):
-        return SLICES[index] if index < len(SLICES) else refuse()
-
     replies = {
         "Init": lambda: None,
         "Shutdown": lambda: None,
@@ -56,9 +50,9 @@ def driver(monkeypatch):
         "DeviceGetMemoryInfo": lambda handle: SimpleNamespace(free=8 << 30, total=9 << 30),
         "DeviceGetCudaComputeCapability": lambda handle: (9, 0),
         "DeviceGetUtilizationRates": refuse,
-        "DeviceGetMigMode": mode,
+        "DeviceGetMigMode": lambda h: (1, 1) if state.divided and h == WHOLE[1] else refuse(),
         "DeviceGetMaxMigDeviceCount": lambda handle: 7,
-        "DeviceGetMigDeviceHandleByIndex": slice_of,
+        "DeviceGetMigDeviceHandleByIndex": lambda h, n: SLICES[n] if n < len(SLICES) else refuse(),
     }
     for name, reply in replies.items():
         monkeypatch.setattr(pynvml, f"nvml{name}", reply)

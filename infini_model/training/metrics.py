@@ -305,6 +305,7 @@ def log_banner(setup: TrainingSetup) -> None:
 
 
 def _banner(setup: TrainingSetup) -> list[str]:
+    """What is trained, where, from which weights, and how long."""
     config, world, plan, start = setup.config, setup.world, setup.plan, setup.start
     total, windows = config.training.total_steps, len(setup.windows["train"])
     growth = []

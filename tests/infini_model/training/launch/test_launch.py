@@ -125,7 +125,12 @@ def ignore(_line):
 def once(text, act):
     """Does something as soon as a line with `text` is printed."""
     left = [act]
-    return lambda line: text in line and left and left.pop()()
+
+    def on_line(line):
+        if left and text in line:
+            left.pop()()
+
+    return on_line
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.harness import HarnessModel, read_settings
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.statistics import wilson
 from infini_model.evaluation.tasks import load_task
-from infini_model.evaluation.tasks.lm_eval import HarnessModel, Settings
 from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import DataError, UserError
@@ -114,11 +114,13 @@ def test_greedy_texts_are_those_of_the_harness(pair):
 
 def test_settings_are_read_under_all_their_names():
     given = {"until": "\n", "max_new_tokens": 5, "do_sample": True, "top_k": 0, "top_p": 0.5}
-    assert Settings.read(given) == (("\n",), 5, 1.0, None, 0.5)
-    assert Settings.read({"until": ["a", ""]}) == (("a",), 256, 0.0, None, None)
-    assert Settings.read({"do_sample": False, "temperature": 0.7}).temperature == 0.0
+    sampled = {"max_new_tokens": 5, "temperature": 1.0, "top_k": None, "top_p": 0.5}
+    assert read_settings(given) == (("\n",), sampled)
+    greedy = {"max_new_tokens": 256, "temperature": 0.0, "top_k": None, "top_p": None}
+    assert read_settings({"until": ["a", ""]}) == (("a",), greedy)
+    assert read_settings({"do_sample": False, "temperature": 0.7}) == ((), greedy)
     with pytest.raises(UserError, match="generation_kwargs: num_beams is not supported"):
-        Settings.read({"num_beams": 4})
+        read_settings({"num_beams": 4})
 
 
 BYTES = ByteTokenizer()

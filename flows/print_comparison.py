@@ -10,12 +10,10 @@ import typer
 
 from flows.runs import PIPE_WIDTH
 from infini_model.config import Config
-from infini_model.evaluation.compare import (
+from infini_model.evaluation.compare import SEED, Comparison, compare
+from infini_model.evaluation.comparison_page import (
     MISSING,
-    SEED,
-    Comparison,
     Files,
-    compare,
     result,
     verdict,
     write_comparison,

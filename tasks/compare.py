@@ -7,7 +7,8 @@ from pathlib import Path
 
 from prefect import task
 
-from infini_model.evaluation.compare import Comparison, Files, compare, write_comparison
+from infini_model.evaluation.compare import Comparison, compare
+from infini_model.evaluation.comparison_page import Files, write_comparison
 from tasks import artifacts
 from tasks.failures import failure_as_state
 from tasks.stage import STAGE

@@ -1,4 +1,4 @@
-"""Runs side by side: where they differ, which losses can be compared, and the page that says so.
+"""Runs side by side: where they differ, and which losses can be compared.
 
 All is read from the small files of the run folders.
 """
@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict
-
 from infini_model.data.manifest import read_manifest
-from infini_model.evaluation.plots import plot_runs
-from infini_model.evaluation.report import bullets, picture, write_pages
-from infini_model.evaluation.task import table
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.metrics_file import Line, read_metrics
 from infini_model.runtime.runs import (
@@ -29,7 +22,6 @@ from infini_model.runtime.runs import (
     read_run,
     read_run_config,
 )
-from infini_model.runtime.storage import content_key
 from infini_model.training.run_status import read_status
 
 SEED = "run.seed"
@@ -41,14 +33,9 @@ LEFT_OUT = (
 )
 # Up to this many differing settings name a group of runs; beyond, its first run does.
 FEW_SETTINGS = 4
-# Longest name of a folder that is made of the names of all runs.
-NAME_LENGTH = 80
-# Of a run without a value.
-MISSING = "–"
-WHOLE_NUMBERS = ("steps", "tokens", "tokens per second")
 
 
-class ComparedRun(BaseModel):
+class ComparedRun(NamedTuple):
     """A run of a comparison.
 
     Attributes:
@@ -62,8 +49,6 @@ class ComparedRun(BaseModel):
         intervals: Intervals of 95%, (low, high), of some of them.
         lines: Its `metrics.jsonl`.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     run_dir: Path
     settings: dict[str, str]
@@ -152,29 +137,20 @@ def _training_results(lines: Sequence[Line]) -> dict[str, float]:
         results["steps"] = line["step"]
         if "validation/loss" in line:
             results["validation/loss"] = line["validation/loss"]
-    timed = [line for line in lines if "train/tokens_per_second" in line]
+    timed = [
+        (line["train/tokens_per_second"], line.get("train/step_seconds", 0.0))
+        for line in lines
+        if "train/tokens_per_second" in line
+    ]
     if timed:
-        rates = [line["train/tokens_per_second"] for line in timed]
-        read = [
-            rate * line.get("train/step_seconds", 0.0)
-            for rate, line in zip(rates, timed, strict=True)
-        ]
-        results["tokens"] = sum(map(round, read))
-        results["tokens per second"] = statistics.median(rates)
+        results["tokens"] = sum(round(rate * seconds) for rate, seconds in timed)
+        results["tokens per second"] = statistics.median(rate for rate, _ in timed)
     return results
 
 
-class Spread(NamedTuple):
-    """The mean of values, the lowest and the highest."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
-        return cls(statistics.fmean(values), min(values), max(values))
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of at least one value, the lowest and the highest."""
+    return statistics.fmean(values), min(values), max(values)
 
 
 class Group(NamedTuple):
@@ -192,11 +168,10 @@ class Group(NamedTuple):
         best_last = sorted(self.runs, key=lambda run: (run.loss is None, run.progress != ""))[::-1]
         return {run.seed: run for run in best_last}
 
-    def spread(self, metric: str) -> Spread | None:
-        """The spread of a metric over the seeds; None if no run has it."""
+    def values(self, metric: str) -> list[float]:
+        """A metric over the seeds that have it."""
         runs = self.samples.values()
-        values = [run.results[metric] for run in runs if metric in run.results]
-        return Spread.of(values) if values else None
+        return [run.results[metric] for run in runs if metric in run.results]
 
 
 class Difference(NamedTuple):
@@ -216,7 +191,7 @@ class Comparison(NamedTuple):
         differing: The settings that are not the same in all runs: value by run, None if it has no
             such setting.
         groups: The runs by their settings.
-        differences: Of all groups that can be compared with that of the control.
+        differences: Of all groups that can be compared with that of the first evaluated run.
         notes: One line for each run that could not be read, is not finished or is not compared,
             with the reason.
     """
@@ -333,151 +308,3 @@ def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun
     if sample.run_dir != run.run_dir:
         return f"{sample.name} has its settings and its seed, {run.seed}"
     return ""
-
-
-class Files(NamedTuple):
-    """What was written: Markdown, HTML, and the picture of the losses if there are any."""
-
-    markdown: Path
-    html: Path
-    curves: Path | None
-
-
-def write_comparison(comparison: Comparison, comparisons_dir: Path) -> Files:
-    """Write `comparison.md`, a self-contained `comparison.html` and `loss.png`.
-
-    Their folder in `comparisons_dir` is named after the runs. Raises `UserError` if it cannot be
-    written.
-    """
-    folder = comparisons_dir / comparison_name([run.name for run in comparison.runs])
-    labels = {
-        str(run.run_dir): group.label if comparison.has_seeds else name
-        for group in comparison.groups
-        for run, name in zip(comparison.runs, comparison.names, strict=True)
-        if run in group.runs
-    }
-    drawn = [(labels[str(run.run_dir)], run.lines) for run in comparison.runs]
-    curves = plot_runs(drawn, folder / "loss.png")
-    files = Files(folder / "comparison.md", folder / "comparison.html", curves)
-    text = _text(comparison, curves, folder)
-    title = text.partition("\n")[0].removeprefix("# ")
-    write_pages(text, title, folder, files.markdown, files.html, [curves] if curves else [])
-    return files
-
-
-def comparison_name(names: Sequence[str]) -> str:
-    """A name for the comparison of these runs, which another set of runs does not have."""
-    joined = "-vs-".join(names)
-    if len(joined) <= NAME_LENGTH:
-        return joined
-    words = zip(*(name.split("-") for name in names), strict=False)
-    common = "-".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
-    key = content_key(list(names))[:8]
-    return f"{(common or names[0])[:NAME_LENGTH]}-{len(names)}-runs-{key}"
-
-
-def _text(comparison: Comparison, curves: Path | None, folder: Path) -> str:
-    """The comparison as Markdown, for a file in `folder`; `curves` is the picture of the losses."""
-    runs, metrics = comparison.runs, _metrics(comparison)
-    sections = [f"# Comparison of {len(runs)} runs" if len(runs) > 1 else f"# {runs[0].name}"]
-    sections += [bullets([*_summary(comparison)])]
-    if comparison.notes:
-        sections += ["## Not finished or not comparable", bullets(comparison.notes)]
-    settings = "All settings are the same, apart from names and places."
-    if comparison.differing:
-        rows = [
-            [_cell(key), *(_cell(MISSING if value is None else value) for value in values)]
-            for key, values in comparison.differing.items()
-        ]
-        settings = table(["Setting", *comparison.names], rows)
-    sections += ["## Settings that differ", settings]
-    if comparison.has_seeds:
-        counts = ["Seeds", *(str(len(group.samples)) for group in comparison.groups)]
-        rows = [
-            [_cell(metric), *(_spread(group.spread(metric), metric) for group in comparison.groups)]
-            for metric in metrics
-        ]
-        by_settings = table(
-            ["Metric", *(each.label for each in comparison.groups)], [counts, *rows]
-        )
-        note = "Mean over the seeds, and the lowest and highest value."
-        sections += ["## Results by settings", by_settings, note]
-    if curves is not None:
-        sections += ["## Curves", picture("Validation and training loss", curves, folder)]
-    rows = [[_cell(metric), *(result(run, metric) for run in runs)] for metric in metrics]
-    sections += ["## Results by run", table(["Metric", *comparison.names], rows)]
-    # Runs by name if they share a folder.
-    folders, words = {run.run_dir.parent for run in runs}, [str(run.run_dir) for run in runs]
-    if len(folders) == 1:
-        words = [*(run.name for run in runs), "--output-dir", str(folders.pop().parent)]
-    sections += ["## Repeat", f"```sh\n{shlex.join(['infini', 'compare', *words])}\n```"]
-    return "\n\n".join(filter(None, sections)) + "\n"
-
-
-def _metrics(comparison: Comparison) -> list[str]:
-    """All metrics of the runs: what is compared first, then losses, then the other evaluations."""
-    names = dict.fromkeys(name for run in comparison.runs for name in run.results)
-
-    def rank(name: str) -> tuple[bool, bool, bool]:
-        is_loss = name.endswith(("_loss", "/loss"))
-        return name != VALIDATION_LOSS, not is_loss, not name.startswith("evaluation/")
-
-    return sorted(names, key=rank)
-
-
-def _summary(comparison: Comparison) -> Iterator[str]:
-    yield from map(verdict, comparison.differences)
-    if comparison.differences and not comparison.has_seeds:
-        yield (
-            "One seed each says little: repeat the runs with other seeds before you rely on a "
-            "small difference."
-        )
-    if not any(VALIDATION_LOSS in run.results for run in comparison.runs):
-        yield "No run has been evaluated yet, so there are no losses to compare."
-
-
-def verdict(difference: Difference) -> str:
-    """A sentence on the losses of a group against those of the control."""
-    values = list(difference.by_seed.values())
-    spread = Spread.of(values)
-    word = "lower" if spread.mean < 0 else "higher"
-    size = f"{abs(spread.mean):.4f}"
-    found = "the same to four places as" if float(size) == 0.0 else f"{size} {word} than"
-    sentence = (
-        f"The validation loss of {difference.group.label} is {found} that of "
-        f"{difference.control.label}"
-    )
-    if len(values) == 1:
-        return f"{sentence}, with the same seed."
-    agreeing = sum((value < 0) == (spread.mean < 0) for value in values)
-    return (
-        f"{sentence}, on average over {len(values)} seeds ({spread.low:+.4f} to "
-        f"{spread.high:+.4f}); it is {word} with {agreeing} of {len(values)}."
-    )
-
-
-def result(run: ComparedRun, metric: str) -> str:
-    """A result of a run as text, with its interval if it has one."""
-    if metric not in run.results:
-        return MISSING
-    text = _number(run.results[metric], metric)
-    if metric not in run.intervals:
-        return text
-    low, high = run.intervals[metric]
-    return f"{text} ({_number(low, metric)} to {_number(high, metric)})"
-
-
-def _number(value: float, metric: str) -> str:
-    return f"{value:,.0f}" if metric in WHOLE_NUMBERS else f"{value:,.4f}"
-
-
-def _spread(spread: Spread | None, metric: str) -> str:
-    if spread is None:
-        return MISSING
-    mean, low, high = (_number(value, metric) for value in spread)
-    return mean if low == high else f"{mean} ({low} to {high})"
-
-
-def _cell(text: str) -> str:
-    """Text for a cell of a table, as code."""
-    return f"`{text}`".replace("|", "\\|") if text != MISSING else text

@@ -179,7 +179,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         )
         texts: list[str] = []
         for batch in order.get_batched(n=self._batch_size):
-            numbers, prompts, *_ = zip(*batch, strict=True)
+            numbers, prompts = zip(*(each[:2] for each in batch), strict=True)
             texts += self._continue(prompts, numbers, *batch[0][2:])
             self._on_share(len(texts) / len(asked))
         ordered: list[str] = order.get_original(texts)

@@ -1,39 +1,29 @@
-"""Evaluate a trained run: writes its report and `plots/*.png` and returns the result.
-
-The report is Markdown, and the same as one HTML file that needs no network: for a browser, in light
-and dark, and print. Raw HTML in it stays text, and the page forbids itself scripts and connections,
-since parts of a report were written by a model.
-"""
+"""Evaluate a trained run: writes its report and `plots/*.png` and returns the result."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config
 from infini_model.evaluation.context import EvalContext, Pass
+from infini_model.evaluation.pages import bullets, picture, table, write_pages
 from infini_model.evaluation.plots import plot_training
-from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult, table
+from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult
 from infini_model.evaluation.tasks import load_task
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import Line, read_metrics
 from infini_model.runtime.runs import EVALUATION, REPORT, REPORT_PAGE, record_evaluation
-from infini_model.runtime.storage import atomic_file, lock, remove_leftovers
+from infini_model.runtime.storage import lock, remove_leftovers
 
 # Acceptable share of a step spent waiting for data.
 MAX_WAIT_SHARE = 0.01
-STYLE = Path(__file__).with_name("report.css")
-# A report may quote anything: no scripts, nothing from elsewhere.
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 class EvaluationResult(BaseModel):
@@ -278,63 +268,4 @@ def _speed_section(lines: Sequence[Line]) -> str:
     return (
         f"{summary} That is over {MAX_WAIT_SHARE:.0%}: put the dataset folder on a local disk, "
         "and leave memory free for the page cache and CPU cores free for the loader."
-    )
-
-
-def bullets(sentences: Sequence[str]) -> str:
-    """A Markdown list."""
-    return "\n".join(f"- {sentence}" for sentence in sentences)
-
-
-def picture(caption: str, path: Path, folder: Path) -> str:
-    """A Markdown image, with its path relative to the page in `folder`."""
-    return f"![{caption}]({path.relative_to(folder).as_posix()})"
-
-
-def write_pages(
-    text: str, title: str, folder: Path, markdown: Path, html: Path, pictures: Sequence[Path]
-) -> None:
-    """Write `text` as Markdown and as a page, which holds those of its `pictures` in `folder`.
-
-    Raises `UserError` if the disk is full.
-    """
-    found = {path.relative_to(folder).as_posix(): path for path in pictures}
-    for path, content in ((markdown, text), (html, to_html(text, title, found))):
-        with atomic_file(path) as temporary:
-            temporary.write_text(content, encoding="utf-8")
-
-
-def to_html(text: str, title: str, pictures: Mapping[str, Path]) -> str:
-    """The Markdown `text` as a page.
-
-    `pictures` has the PNG file of each image by its address in `text`; other images are left out.
-    """
-    from markdown_it import MarkdownIt
-
-    converter = MarkdownIt("commonmark", {"html": False}).enable("table")
-    converter.add_render_rule("image", _image)
-    body = converter.render(text, {"pictures": pictures})
-    style = STYLE.read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n"
-        f"<body>\n{body}</body>\n</html>\n"
-    )
-
-
-def _image(
-    renderer: Any, tokens: Sequence[Any], index: int, options: Any, env: Mapping[str, Any]
-) -> str:
-    """An image with its content and its caption; a rule of markdown-it's renderer."""
-    image = tokens[index]
-    caption = escape(renderer.renderInlineAsText(image.children, options, env))
-    path = env["pictures"].get(image.attrs["src"])
-    if path is None:
-        return caption
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    return (
-        f'<img alt="{caption}" src="data:image/png;base64,{data}">'
-        f'<span class="caption">{caption}</span>'
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +81,3 @@ class EvaluationTask(ABC):
 
         A task that has nothing to measure says so in its section.
         """
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with its first column left-aligned and the others right-aligned."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

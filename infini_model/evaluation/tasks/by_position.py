@@ -22,9 +22,10 @@ from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.loading.windows import Batch, sample_windows
 from infini_model.data.manifest import Split
 from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass, Score
+from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import Series, plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
-from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult, table
+from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult
 from infini_model.model.inspection import PLACES, effect
 from infini_model.runtime.errors import CheckpointError
 

@@ -21,8 +21,9 @@ from infini_model.config.evaluation import LmEvalConfig
 from infini_model.data.sources.files import hub_errors
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.pages import table
 from infini_model.evaluation.statistics import QUANTILE, bootstrap, wilson
-from infini_model.evaluation.task import EvaluationTask, TaskResult, table
+from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import content_key
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass
-from infini_model.evaluation.task import EvaluationTask, TaskResult, table
+from infini_model.evaluation.pages import table
+from infini_model.evaluation.task import EvaluationTask, TaskResult
 
 
 class Loss(EvaluationTask):

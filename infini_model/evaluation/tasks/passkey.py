@@ -21,9 +21,10 @@ from infini_model.config.evaluation import PasskeyConfig
 from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import plot_heat_map
 from infini_model.evaluation.statistics import Interval, wilson
-from infini_model.evaluation.task import NEEDS_CAUSAL, EvaluationTask, Picture, TaskResult, table
+from infini_model.evaluation.task import NEEDS_CAUSAL, EvaluationTask, Picture, TaskResult
 from infini_model.model.generate import read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED

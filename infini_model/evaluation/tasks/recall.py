@@ -17,8 +17,9 @@ from torch import Tensor
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.pages import table
 from infini_model.evaluation.statistics import wilson
-from infini_model.evaluation.task import NEEDS_CAUSAL, EvaluationTask, TaskResult, table
+from infini_model.evaluation.task import NEEDS_CAUSAL, EvaluationTask, TaskResult
 from infini_model.model.generate import read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError

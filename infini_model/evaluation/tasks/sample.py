@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import HELD_OUT, EvalContext
+from infini_model.evaluation.pages import fenced
 from infini_model.evaluation.prompt import new_tokens
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.model.unmask import check_guidance
@@ -68,20 +67,6 @@ class Sample(EvaluationTask):
         ]
         where = {"split": split, "document": number, "prompt_tokens": len(prompt)}
         return TaskResult(section="\n\n".join(parts), details=where | texts)
-
-
-def fenced(text: str) -> str:
-    """`text` as a Markdown code block whose fence is longer than any in the text.
-
-    Control characters, which a terminal might interpret, become U+FFFD.
-    """
-    text = text.replace("\r\n", "\n")
-    text = "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text}\n{fence}"
 
 
 def _lengths(context: EvalContext) -> tuple[int, int]:

@@ -10,7 +10,8 @@ import yaml
 from trained_run import settings
 
 from infini_model.data.manifest import read_manifest
-from infini_model.evaluation.compare import compare, comparison_name, write_comparison
+from infini_model.evaluation.compare import compare
+from infini_model.evaluation.comparison_page import comparison_name, write_comparison
 from infini_model.evaluation.report import evaluate_run
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
@@ -75,8 +76,7 @@ def test_seeds_of_the_same_settings_are_one_group_and_are_compared_in_pairs(seed
         "model.memory": ["linear", "linear", "none", "none"],
     }
     losses = [recorded(run_dir)[LOSS] for run_dir in seeds]
-    linear = comparison.groups[0].spread(LOSS)
-    assert linear == pytest.approx((sum(losses[:2]) / 2, min(losses[:2]), max(losses[:2])))
+    assert comparison.groups[0].values(LOSS) == losses[:2]
     (difference,) = comparison.differences
     assert difference.by_seed == pytest.approx({0: losses[2] - losses[0], 1: losses[3] - losses[1]})
     assert comparison.notes == []
@@ -96,6 +96,9 @@ def test_the_page_needs_no_other_file_and_says_what_the_markdown_says(seeds, tmp
     files = write_comparison(compare(seeds), tmp_path)
     text, page = files.markdown.read_text(), files.html.read_text()
     assert f"]({files.curves.name})" in text
+    of_seeds = [f"{recorded(run_dir)[LOSS]:,.4f}" for run_dir in seeds[:2]]
+    mean = sum(recorded(run_dir)[LOSS] for run_dir in seeds[:2]) / 2
+    assert f"| {mean:,.4f} ({min(of_seeds)} to {max(of_seeds)}) |" in text
     rows = re.findall(r"^\| `(\S+)`", text.partition("## Results by run")[2], re.MULTILINE)
     are_losses = [name.endswith("loss") for name in rows]
     assert are_losses == sorted(are_losses, reverse=True)
@@ -126,8 +129,8 @@ def test_why_a_loss_is_not_compared_and_has_no_column(seeds, tmp_path, of, chang
     assert comparison.differences[0].by_seed == without.differences[0].by_seed
     assert comparison.runs == without.runs
     assert comparison.differing == without.differing
-    spreads = [[group.spread(LOSS) for group in each.groups] for each in (comparison, without)]
-    assert spreads[0] == spreads[1]
+    losses = [[group.values(LOSS) for group in each.groups] for each in (comparison, without)]
+    assert losses[0] == losses[1]
 
 
 def test_two_runs_of_one_seed_are_not_two_samples(seeds, tmp_path):

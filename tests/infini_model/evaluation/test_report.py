@@ -23,11 +23,10 @@ from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows
 from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.pages import fenced, table, to_html
 from infini_model.evaluation.prompt import continue_text
-from infini_model.evaluation.report import evaluate_run, to_html
-from infini_model.evaluation.task import table
+from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.tasks import load_task
-from infini_model.evaluation.tasks.sample import fenced
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_newest

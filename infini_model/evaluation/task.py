@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from infini_model.evaluation.context import EvalContext, Pass
+from infini_model.evaluation.statistics import Interval
 
 # The section of a task that only a causal model can answer.
 NEEDS_CAUSAL = "Not measured: the questions are for a causal model, which continues a text."
@@ -47,6 +49,15 @@ class TaskResult(BaseModel):
     advice: list[str] = []
     pictures: list[Picture] = []
     details: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, found: Mapping[str, Interval], **others: Any) -> Self:
+        """A result whose metrics are estimates with an interval each."""
+        return cls(
+            metrics={name: each.estimate for name, each in found.items()},
+            intervals={name: (each.low, each.high) for name, each in found.items()},
+            **others,
+        )
 
     @field_validator("intervals")
     @classmethod

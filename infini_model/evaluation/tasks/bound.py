@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from infini_model.evaluation.context import HELD_OUT, EvalContext
-from infini_model.evaluation.statistics import QUANTILE
+from infini_model.evaluation.statistics import QUANTILE, Interval
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 
 
@@ -24,15 +24,14 @@ class LikelihoodBound(EvaluationTask):
         settings = context.config.evaluation.likelihood_bound
         scored = context.score_draws(split, settings.max_windows, settings.draws)
         bound, margin = interval(scored)
+        of_windows = Interval(bound, bound - margin, bound + margin)
         unit = "token, averaged over answers" if context.manifest.pairs else "token"
-        name = f"evaluation/{split}_likelihood_bound"
         found = (
             f"The negative log-likelihood of the {split} split is at most "
             f"**{bound:.4f} ± {margin:.4f}** nats per {unit}"
         )
-        return TaskResult(
-            metrics={name: bound},
-            intervals={name: (bound - margin, bound + margin)},
+        return TaskResult.of(
+            {f"evaluation/{split}_likelihood_bound": of_windows},
             section=(
                 f"{found}, an interval of 95% over {len(scored):,} windows with "
                 f"{settings.draws:,} draws of the noise each."

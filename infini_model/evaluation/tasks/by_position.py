@@ -294,9 +294,8 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
         loss = measured.over(measured.losses["fresh"], far)[0]
         summary = f"The model has no memory: from the 2nd segment on its loss is {loss} {where}."
         to_do = []
-    return TaskResult(
-        metrics={name: interval.estimate for name, interval in found.items()},
-        intervals={name: (interval.low, interval.high) for name, interval in found.items()},
+    return TaskResult.of(
+        found,
         section=f"{_method(documents, measured)}\n\n{_table(documents, measured, far)}",
         summary=[summary],
         advice=to_do,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infini_model.config.evaluation import PasskeyConfig
+from infini_model.config.evaluation import NeedlesConfig, PasskeyConfig
 from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import EvalContext
@@ -66,34 +66,28 @@ class Counts(NamedTuple):
     tokens: np.ndarray
     right: np.ndarray
 
-    @property
-    def token_accuracy(self) -> Interval:
-        """The share of right tokens; the sample is of answers, whose tokens are not independent."""
-        answers = int(self.answers.sum())
-        return wilson(answers * float(self.right.sum() / self.tokens.sum()), answers)
-
 
 class Passkey(EvaluationTask):
     """Hides a number in a long context and asks for it at the end."""
 
     name, title = "passkey", "Pass keys"
 
-    def settings(self, context: EvalContext) -> tuple[PasskeyConfig, int]:
-        """The settings of the task, and the number of needles in a haystack."""
-        return context.config.evaluation.passkey, 1
+    def settings(self, context: EvalContext) -> PasskeyConfig:
+        """The settings of the task."""
+        return context.config.evaluation.passkey
 
     def sequences(self, context: EvalContext) -> int:
         """All haystacks."""
         if context.model.config.bidirectional:
             return 0
-        settings, needles = self.settings(context)
-        return len(set(settings.lengths)) * settings.trials * _haystacks(settings, needles)
+        settings = self.settings(context)
+        return len(set(settings.lengths)) * settings.trials * _haystacks(settings)
 
     def check(self, context: EvalContext) -> None:
         """Refuse lengths that are too short, and a filler that is missing."""
         if not context.model.config.bidirectional:
-            settings, needles = self.settings(context)
-            Trials(context, self.name, settings, needles).draw(min(settings.lengths), 0)
+            settings = self.settings(context)
+            Trials(context, self.name, settings).draw(min(settings.lengths), 0)
 
     def run(self, context: EvalContext) -> TaskResult:
         """Ask for the needles at all lengths and depths of the settings, drawn by the run's seed.
@@ -102,8 +96,8 @@ class Passkey(EvaluationTask):
         """
         if context.model.config.bidirectional:
             return TaskResult(section=NEEDS_CAUSAL)
-        settings, needles = self.settings(context)
-        trials = Trials(context, self.name, settings, needles)
+        settings = self.settings(context)
+        trials = Trials(context, self.name, settings)
         kept = settings.updated(lengths=[], trials=0).model_dump(mode="json")
         cache = context.cache(self.name, kept)
         rows, depths = context.config.evaluation.batch_size, len(settings.depths)
@@ -121,32 +115,35 @@ class Passkey(EvaluationTask):
             for number in range(settings.trials):
                 part = partial(counted, length, number)
                 every.append(cache.get_or_compute(f"{length}x-{number}", part))
-                context.on_windows(_haystacks(settings, needles))
+                context.on_windows(_haystacks(settings))
             measured[length] = Counts(*np.sum(every, axis=0))
-        return self._result(context, measured)
+        return self._result(context, settings, measured)
 
-    def _result(self, context: EvalContext, measured: Mapping[int, Counts]) -> TaskResult:
-        settings, needles = self.settings(context)
+    def _result(
+        self, context: EvalContext, settings: PasskeyConfig, measured: Mapping[int, Counts]
+    ) -> TaskResult:
         trained = context.config.packing.context_length
-        exact, metrics, intervals, rows = {}, {}, {}, []
+        found, exact, by_depth, rows = dict[str, Interval](), {}, [], []
         for length, counts in measured.items():
-            exact[length] = wilson(int(counts.exact.sum()), int(counts.answers.sum()))
-            found = {"exact_match": exact[length], "token_accuracy": counts.token_accuracy}
-            for name, share in found.items():
-                metric = f"evaluation/{self.name}_{name}/{length * trained}"
-                metrics[metric], intervals[metric] = share.estimate, (share.low, share.high)
-            by_depth = counts.exact / counts.answers
-            worst = int(by_depth.argmin())
+            answers = int(counts.answers.sum())
+            exact[length] = wilson(int(counts.exact.sum()), answers)
+            # The sample is of answers, whose tokens are not independent.
+            of_tokens = wilson(answers * float(counts.right.sum() / counts.tokens.sum()), answers)
+            found[f"evaluation/{self.name}_exact_match/{length * trained}"] = exact[length]
+            found[f"evaluation/{self.name}_token_accuracy/{length * trained}"] = of_tokens
+            by_depth.append(counts.exact / counts.answers)
+            worst = int(by_depth[-1].argmin())
             rows.append(
                 (
                     f"{length * trained:,} ({length} x)",
-                    *(share.percent for share in found.values()),
-                    f"{by_depth[worst]:.0%} at {settings.depths[worst]:g}%",
-                    f"{counts.answers.sum():,}",
+                    exact[length].percent,
+                    of_tokens.percent,
+                    f"{by_depth[-1][worst]:.0%} at {settings.depths[worst]:g}%",
+                    f"{answers:,}",
                 )
             )
         picture = plot_heat_map(
-            np.stack([each.exact / each.answers for each in measured.values()], axis=1),
+            np.stack(by_depth, axis=1),
             [f"{length * trained:,}\n{length} x trained" for length in measured],
             settings.depths,
             context.plots_dir / f"{self.name}.png",
@@ -158,10 +155,9 @@ class Passkey(EvaluationTask):
             for length, share in exact.items()
         ]
         header = ("Tokens", "Whole answer right", "Tokens right", "Worst depth", "Answers")
-        return TaskResult(
-            metrics=metrics,
-            intervals=intervals,
-            section=_section(context, settings, needles, table(header, rows)),
+        return TaskResult.of(
+            found,
+            section=_section(context, settings, table(header, rows)),
             summary=[f"{self.title}: the model finds {', '.join(at)}."],
             advice=_advice(context, self.name, exact),
             pictures=[Picture(path=picture, caption=f"{self.title} found, by length and depth")],
@@ -180,13 +176,13 @@ class Needles(Passkey):
 
     name, title = "needles", "Several needles"
 
-    def settings(self, context: EvalContext) -> tuple[PasskeyConfig, int]:
-        """The settings of the task, and the number of needles in a haystack."""
-        settings = context.config.evaluation.needles
-        return settings, settings.needles
+    def settings(self, context: EvalContext) -> PasskeyConfig:
+        """The settings of the task."""
+        return context.config.evaluation.needles
 
 
-def _section(context: EvalContext, settings: PasskeyConfig, needles: int, grid: str) -> str:
+def _section(context: EvalContext, settings: PasskeyConfig, grid: str) -> str:
+    needles = _needles(settings)
     hidden = "A number is" if needles == 1 else f"{needles} numbers are"
     filler = {
         "repeated": "five sentences that repeat",
@@ -250,23 +246,27 @@ class Haystacks(NamedTuple):
     answers: Tensor
 
 
-def _haystacks(settings: PasskeyConfig, needles: int) -> int:
+def _needles(settings: PasskeyConfig) -> int:
+    """Needles in a haystack."""
+    return settings.needles if isinstance(settings, NeedlesConfig) else 1
+
+
+def _haystacks(settings: PasskeyConfig) -> int:
     """Haystacks of a trial: as many as it takes for every depth to occur."""
-    return -(-len(settings.depths) // needles)
+    return -(-len(settings.depths) // _needles(settings))
 
 
 class Trials:
     """Draws the trials of a task; all haystacks of a trial have the same filler."""
 
-    def __init__(
-        self, context: EvalContext, task: str, settings: PasskeyConfig, needles: int
-    ) -> None:
+    def __init__(self, context: EvalContext, task: str, settings: PasskeyConfig) -> None:
         """Load the tokenizer.
 
         Raises `UserError` if the filler is the test split's documents and there are none.
         """
         self._task, self._settings, self._seed = task, settings, context.config.run.seed
         self._context_length = context.config.packing.context_length
+        needles = _needles(settings)
         self._owners = [None] if needles == 1 else list(OWNERS[:needles])
         tokenizer = load_dataset_tokenizer(context.dataset_dir)
         self._encode: Encode = lambda text: tokenizer.encode_batch([text]).ids.tolist()
@@ -295,25 +295,20 @@ class Trials:
         Raises:
             UserError: The needles and the question are longer than the length.
         """
-        settings, needles = self._settings, len(self._owners)
+        settings = self._settings
         length = multiple * self._context_length
         rng = np.random.default_rng((self._seed, multiple, number))
         filler = self._filler(rng, length)
         order = rng.permutation(len(settings.depths))
-        depths = np.resize(order, (_haystacks(settings, needles), needles))
-        encode, digits = self._encode, settings.digits
+        depths = np.resize(order, (_haystacks(settings), len(self._owners)))
         keys = [
-            [pass_key(encode, draw_key(rng, digits), owner) for owner in self._owners]
+            [pass_key(self._encode, draw_key(rng, settings.digits), each) for each in self._owners]
             for _ in depths
         ]
-        begins = 0 if self._bos is None else 1
+        places = (np.array(settings.depths)[depths] / 100).tolist()
         try:
-            haystacks = build(
-                [filler] * len(depths),
-                keys,
-                (np.array(settings.depths)[depths] / 100).tolist(),
-                length - begins,
-            )
+            room = length - (self._bos is not None)
+            haystacks = build([filler] * len(depths), keys, places, room)
         except ValueError as error:
             raise UserError(
                 f"evaluation.{self._task}.lengths: {multiple} x packing.context_length is "

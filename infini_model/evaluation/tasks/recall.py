@@ -18,7 +18,7 @@ from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.pages import table
-from infini_model.evaluation.statistics import wilson
+from infini_model.evaluation.statistics import Interval, wilson
 from infini_model.evaluation.task import NEEDS_CAUSAL, EvaluationTask, TaskResult
 from infini_model.model.generate import read_prompts
 from infini_model.model.llama import InfiniLlama
@@ -224,17 +224,14 @@ def answer(
 def _result(
     context: EvalContext, vocabulary: Vocabulary, measured: dict[int, Counts]
 ) -> TaskResult:
-    metrics: dict[str, float] = {}
-    intervals: dict[str, tuple[float, float]] = {}
-    rows, of_values = [], {}
-    for segments, found in measured.items():
-        answers = sum(found.answers)
-        of_all = wilson(sum(found.right), answers)
-        of_values[segments] = wilson(sum(found.right_of_values), answers)
-        for name, each in (("recall", of_all), ("recall_of_values", of_values[segments])):
-            metric = f"evaluation/{name}/{segments}"
-            metrics[metric], intervals[metric] = each.estimate, (each.low, each.high)
-        worst = min(x / n for x, n in zip(found.right, found.answers, strict=True) if n)
+    found, of_values, rows = dict[str, Interval](), {}, []
+    for segments, counts in measured.items():
+        answers = sum(counts.answers)
+        of_all = wilson(sum(counts.right), answers)
+        of_values[segments] = wilson(sum(counts.right_of_values), answers)
+        found[f"evaluation/recall/{segments}"] = of_all
+        found[f"evaluation/recall_of_values/{segments}"] = of_values[segments]
+        worst = min(x / n for x, n in zip(counts.right, counts.answers, strict=True) if n)
         shares = (of_all.percent, of_values[segments].percent, f"{worst:.0%}")
         rows.append((f"{segments:,}", *shares, f"{answers:,}"))
     chance, longest = 1 / vocabulary.values, max(measured)
@@ -256,9 +253,8 @@ def _result(
         "Recall is not above guessing, as is usual for a model whose training never asked for "
         "what stood far back: judge the memory by its gain in loss first."
     )
-    return TaskResult(
-        metrics=metrics,
-        intervals=intervals,
+    return TaskResult.of(
+        found,
         section="\n\n".join(parts),
         summary=[
             f"Associative recall: {of_values[longest].percent} right among the values "

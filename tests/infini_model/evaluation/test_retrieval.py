@@ -284,7 +284,7 @@ def test_one_more_length_costs_only_itself(made: Made, task: EvaluationTaskName)
 def test_the_seed_decides_what_is_asked(made: Made) -> None:
     def drawn(seed: int) -> list[torch.Tensor]:
         context = made.context(**{"run.seed": seed})
-        trials = Trials(context, "passkey", context.config.evaluation.passkey, 1)
+        trials = Trials(context, "passkey", context.config.evaluation.passkey)
         return [*trials.draw(2, 0)[0], *trials.draw(2, 1)[0]]
 
     once, again, other = drawn(0), drawn(0), drawn(1)
@@ -296,7 +296,7 @@ def test_the_seed_decides_what_is_asked(made: Made) -> None:
 def test_filler_may_be_documents_of_a_test_split_that_has_some(made: Made, tmp_path: Path) -> None:
     documents = {"evaluation.passkey.filler": "documents"}
     context = made.context(**documents)
-    trials = Trials(context, "passkey", context.config.evaluation.passkey, 1)
+    trials = Trials(context, "passkey", context.config.evaluation.passkey)
     tokenizer, test = load_tokenizer("bytes"), open_split(made.dataset, "test")
     texts = [tokenizer.decode(test.document(number)) for number in range(test.documents)]
     for body in trials.draw(4, 0)[0].bodies:

@@ -58,22 +58,6 @@ class Score(BaseModel):
     loss: float | None = None
     loss_by_segment: list[float | None] = []
 
-    @classmethod
-    def of_totals(cls, windows: int, totals: Tensor) -> Score:
-        """The score from sums and counts by segment, [2, S], see `Scorer.score`."""
-        sums, counts = totals.cpu()
-        # Shares of an answer add up to almost 1.
-        tokens = round(float(counts.sum()))
-        return cls(
-            windows=windows,
-            tokens=tokens,
-            loss=float(sums.sum() / counts.sum()) if tokens else None,
-            loss_by_segment=[
-                total / count if count else None
-                for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
-            ],
-        )
-
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own pattern
     @property
     def perplexity(self) -> float | None:
@@ -88,28 +72,19 @@ class Pass(NamedTuple):
     empty_memory: bool = False
 
 
-class ResultCache:
-    """Finished parts of a task in the run folder, so that an interrupted evaluation resumes.
+def kept_or_computed(folder: Path, part: str, compute: Callable[[], Any]) -> Any:
+    """The result of `part` that is kept in `folder`, or that of `compute`, which is kept there.
 
-    A part is a measurement of its own, such as the answers at one length; it is the file
-    `evaluation/<task>-<key>/<part>.json`, where the key is of all that decides the result.
+    It is a tree of JSON values. A part is a measurement of its own, such as the answers at one
+    length, so that an interrupted evaluation resumes. Raises `UserError` if the disk is full.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def get_or_compute(self, part: str, compute: Callable[[], Any]) -> Any:
-        """The kept result of `part`, or that of `compute`, which is kept: a tree of JSON values.
-
-        Raises `UserError` if the disk is full.
-        """
-        path = self._folder / f"{part}.json"
-        if not path.exists():
-            result = compute()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, result)
-        # What is read is the same at the first evaluation and at later ones: tuples are lists.
-        return json.loads(path.read_text(encoding="utf-8"))
+    path = folder / f"{part}.json"
+    if not path.exists():
+        result = compute()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+    # What is read is the same at the first evaluation and at later ones: tuples are lists.
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 class EvalContext:
@@ -188,18 +163,27 @@ class EvalContext:
         key, settings = Pass(split, empty_memory), self.config.evaluation
         if key in self._scores:
             return self._scores[key]
-        totals, windows = torch.zeros(1), 0
+        totals, windows = torch.zeros(2, 1), 0
         for batch in validation_batches(
             self._windows[split], settings.batch_size, max_windows=settings.max_windows
         ):
             totals = totals + self._scorer.score(batch, empty_memory=empty_memory).cpu()
             windows += len(batch.tokens)
             self.on_windows(len(batch.tokens))
-        score = Score.of_totals(windows, totals)
-        if score.loss is not None and not math.isfinite(score.loss):
-            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {score.loss}")
-        self._scores[key] = score
-        return score
+        sums, counts = totals
+        # Shares of an answer add up to almost 1.
+        tokens = round(float(counts.sum()))
+        loss = float(sums.sum() / counts.sum()) if tokens else None
+        if loss is not None and not math.isfinite(loss):
+            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {loss}")
+        by_segment = zip(sums.tolist(), counts.tolist(), strict=True)
+        self._scores[key] = Score(
+            windows=windows,
+            tokens=tokens,
+            loss=loss,
+            loss_by_segment=[total / count if count else None for total, count in by_segment],
+        )
+        return self._scores[key]
 
     def score_draws(self, split: Split, max_windows: int, draws: int) -> Tensor:
         """Loss sums and target counts of windows over `draws` draws of the objective's noise.
@@ -221,8 +205,11 @@ class EvalContext:
         """As `Scorer.losses`, for sequences that a task makes itself."""
         return self._scorer.losses(batch, empty_memory=empty_memory)
 
-    def cache(self, task: str, settings: Mapping[str, object]) -> ResultCache:
-        """Where the finished parts of a task with these settings, JSON values, are kept."""
+    def kept(self, task: str, settings: Mapping[str, object]) -> Path:
+        """The folder of the finished parts of a task, named by all that decides the results.
+
+        `settings` are JSON values.
+        """
         key = content_key(
             {
                 "checkpoint": sha256(self.checkpoint / MANIFEST),
@@ -233,4 +220,4 @@ class EvalContext:
                 "version": RESULTS_VERSION,
             }
         )
-        return ResultCache(self.run_dir / "evaluation" / f"{task}-{key[:16]}")
+        return self.run_dir / "evaluation" / f"{task}-{key[:16]}"

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config, SampleConfig
+from infini_model.config import Config
 from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.report import EvaluationResult
@@ -52,6 +52,8 @@ def log_evaluation(
     if not config.tracking.mlflow:
         return False
     try:
+        from mlflow.entities import Metric
+
         sink = MlflowExporter(run_dir, config, None)
         sink.export(read_metrics(run_dir))
         is_finished = result.step >= result.last_step
@@ -67,8 +69,18 @@ def log_evaluation(
             sink.client.log_artifact(sink.run_id, str(file), None if folder == "." else folder)
         model = None
         if is_finished and config.tracking.log_model:
-            model = log_model(sink, dataset_dir, config.evaluation.sample, config.run.seed, result)
-        _log_scores(sink, result, read_manifest(dataset_dir).name, model and model.model_id)
+            model = log_model(sink, dataset_dir, config, result)
+        # Of the evaluated step, on the dataset, and of the logged model if there is one.
+        now, digest = int(time.time() * 1000), result.dataset_key[:DIGEST_LENGTH]
+        about = (
+            now,
+            result.step,
+            model and model.model_id,
+            read_manifest(dataset_dir).name,
+            digest,
+        )
+        metrics = [Metric(name, value, *about) for name, value in result.metrics.items()]
+        sink.client.log_batch(sink.run_id, metrics=metrics)
         if model is not None and config.tracking.registered_model is not None:
             register_model(sink, config.tracking.registered_model, model, result)
     except Exception as error:  # noqa: BLE001 - the results are in the run folder anyway
@@ -79,30 +91,13 @@ def log_evaluation(
     return True
 
 
-def _log_scores(
-    sink: MlflowExporter, result: EvaluationResult, dataset: str, model_id: str | None
-) -> None:
-    """Log the scores on the dataset at the evaluated step, of the logged model if there is one."""
-    from mlflow.entities import Metric
-
-    now, digest = int(time.time() * 1000), result.dataset_key[:DIGEST_LENGTH]
-    metrics = [
-        Metric(name, value, now, result.step, model_id, dataset, digest)
-        for name, value in result.metrics.items()
-    ]
-    sink.client.log_batch(sink.run_id, metrics=metrics)
-
-
 def log_model(
-    sink: MlflowExporter,
-    dataset_dir: Path,
-    settings: SampleConfig,
-    seed: int,
-    result: EvaluationResult,
+    sink: MlflowExporter, dataset_dir: Path, config: Config, result: EvaluationResult
 ) -> Any:
     """Log the evaluated model, unless already logged; returns MLflow's `LoggedModel`.
 
-    `settings` and `seed` become its default parameters. MLflow's exceptions are propagated.
+    `evaluation.sample` and the seed become its default parameters. MLflow's exceptions are
+    propagated.
     """
     from mlflow.entities import LoggedModelOutput
 
@@ -123,8 +118,9 @@ def log_model(
     weights = result.checkpoint / MODEL
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = _save(Path(temporary), weights, dataset_dir, settings, seed, model)
-            client.log_model_artifacts(model.model_id, str(folder))
+            saved = Path(temporary) / "saved"
+            _save(saved, weights, dataset_dir, config, model)
+            client.log_model_artifacts(model.model_id, str(saved))
         # Directly from the checkpoint: `save_model` would copy them to the temporary folder, twice.
         for file in weights.glob("*.safetensors"):
             client.log_model_artifact(model.model_id, str(file), f"artifacts/{MODEL}")
@@ -137,26 +133,27 @@ def log_model(
     return model
 
 
-def _save(
-    temporary: Path,
-    weights: Path,
-    dataset_dir: Path,
-    settings: SampleConfig,
-    seed: int,
-    model: Any,
-) -> Path:
-    """Save the model without its weights in MLflow's format; returns the folder."""
-    from mlflow.models import Model
+def _save(saved: Path, weights: Path, dataset_dir: Path, config: Config, model: Any) -> None:
+    """Save the model without its weights in MLflow's format, in the folder `saved`."""
+    from mlflow.models import Model, ModelSignature
     from mlflow.pyfunc import save_model
+    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
-    folder = temporary / MODEL
+    folder = saved.with_name(MODEL)
     folder.mkdir()
     for name in (ADAPTER_CONFIG, CONFIG, INDEX):
         if (weights / name).is_file():
             (folder / name).write_bytes((weights / name).read_bytes())
     tokenizer = load_dataset_tokenizer(dataset_dir)
     tokenizer.save(folder)
-    saved = temporary / "saved"
+    settings = config.evaluation.sample
+    parameters = {
+        "max_new_tokens": ("long", settings.max_new_tokens),
+        "temperature": ("double", settings.temperature),
+        "top_k": ("long", settings.top_k),
+        "top_p": ("double", settings.top_p),
+        "seed": ("long", config.run.seed),
+    }
     save_model(
         str(saved),
         python_model=str(PACKAGE / "evaluation" / "pyfunc.py"),
@@ -167,7 +164,11 @@ def _save(
             "tokenizer": tokenizer.spec,
             "precision": read_state(weights.parent).precision,
         },
-        signature=_signature(settings, seed),
+        signature=ModelSignature(
+            inputs=Schema([ColSpec("string", "prompt")]),
+            outputs=Schema([ColSpec("string")]),
+            params=ParamSchema([ParamSpec(name, *spec) for name, spec in parameters.items()]),
+        ),
         input_example={"prompt": "Once upon a time"},
         # Local versions of PyTorch, such as 2.13.0+cpu, are not on PyPI.
         pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in REQUIRED],
@@ -177,25 +178,6 @@ def _save(
             model_id=model.model_id,
             model_uuid=model.model_id,
         ),
-    )
-    return saved
-
-
-def _signature(settings: SampleConfig, seed: int) -> Any:
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
-
-    parameters = {
-        "max_new_tokens": ("long", settings.max_new_tokens),
-        "temperature": ("double", settings.temperature),
-        "top_k": ("long", settings.top_k),
-        "top_p": ("double", settings.top_p),
-        "seed": ("long", seed),
-    }
-    return ModelSignature(
-        inputs=Schema([ColSpec("string", "prompt")]),
-        outputs=Schema([ColSpec("string")]),
-        params=ParamSchema([ParamSpec(name, *spec) for name, spec in parameters.items()]),
     )
 
 
@@ -213,22 +195,20 @@ def register_model(sink: MlflowExporter, name: str, model: Any, result: Evaluati
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
+    loss = {name: str(x) for name, x in result.metrics.items() if name == VALIDATION_LOSS}
     if all(v.source != model.artifact_location for v in client.search_model_versions(ours)):
         client.create_model_version(
             name,
             model.artifact_location,
             sink.run_id,
-            tags={VALIDATION_LOSS: str(result.metrics[VALIDATION_LOSS])}
-            if VALIDATION_LOSS in result.metrics
-            else {},
+            tags=loss,
             model_id=model.model_id,
             await_creation_for=0,
         )
-    versions = client.search_model_versions(ours)
     scored = [
-        (float(v.tags[VALIDATION_LOSS]), int(v.version))
-        for v in versions
-        if VALIDATION_LOSS in v.tags
+        (float(each.tags[VALIDATION_LOSS]), int(each.version))
+        for each in client.search_model_versions(ours)
+        if VALIDATION_LOSS in each.tags
     ]
     if scored:
         client.set_registered_model_alias(name, ALIAS, str(min(scored)[1]))

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.loading.windows import Batch, sample_windows
 from infini_model.data.manifest import Split
-from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass, Score
+from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass, Score, kept_or_computed
 from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import Series, plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
@@ -40,6 +41,8 @@ WAYS = {
 }
 METRICS = {"fresh": "memory_gain", "carried": "memory_gain_carried_over"}
 PICTURE = "loss_by_position.png"
+# The first and the last segment of a range, counted from 1.
+Segments = tuple[int, int]
 
 
 class LossByPosition(EvaluationTask):
@@ -100,13 +103,6 @@ class LossByPosition(EvaluationTask):
         return result.model_copy(update=changes)
 
 
-class SegmentRange(NamedTuple):
-    """Segments of a document, counted from 1, both inclusive."""
-
-    first: int
-    last: int
-
-
 class LongDocuments(NamedTuple):
     """A sample of the documents of a split that have at least `segments` whole segments.
 
@@ -144,7 +140,7 @@ class Measurement(NamedTuple):
     losses: dict[str, np.ndarray]
     gains: dict[str, np.ndarray]
 
-    def over(self, sums: np.ndarray, ranges: Sequence[SegmentRange]) -> list[Interval]:
+    def over(self, sums: np.ndarray, ranges: Sequence[Segments]) -> list[Interval]:
         """`sums`, one of `losses` or `gains`, per target in each of `ranges`, over documents."""
         numbers = np.arange(1, sums.shape[1] + 1)
         inside = np.array([(first <= numbers) & (numbers <= last) for first, last in ranges]).T
@@ -178,7 +174,7 @@ def find_long_documents(context: EvalContext) -> LongDocuments | int:
 def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
     """Score the documents; finished batches are kept, so that an interrupted one resumes."""
     settings = {"segments": documents.segments, "max_documents": len(documents.starts)}
-    cache = context.cache("loss_by_position", settings)
+    folder = context.kept("loss_by_position", settings)
     # As many documents as, two of each, fill the windows of a batch.
     tokens = context.config.evaluation.batch_size * context.config.packing.context_length
     size = max(1, tokens // (2 * documents.segments * documents.segment_length))
@@ -186,7 +182,8 @@ def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
     for start in range(0, len(documents.starts), size):
         numbers = np.arange(start, min(start + size, len(documents.starts)))
         name = f"{documents.split}-{numbers[0]}-{numbers[-1]}"
-        parts.append(cache.get_or_compute(name, lambda: _score(context, documents, numbers)))  # noqa: B023
+        score = partial(_score, context, documents, numbers)
+        parts.append(kept_or_computed(folder, name, score))
         context.on_windows(len(numbers))
     kept, emptied, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
     if context.model.config.memory == "none":
@@ -266,12 +263,12 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
     if not all(np.isfinite(sums).all() for sums in measured.losses.values()):
         raise CheckpointError(f"{context.checkpoint}: the loss of a document is not finite")
     segments, split = documents.segments, documents.split
-    every = [SegmentRange(number, number) for number in range(1, segments + 1)]
-    far = [SegmentRange(start, segments) for start in FROM if start <= segments]
+    every = [(number, number) for number in range(1, segments + 1)]
+    far = [(start, segments) for start in FROM if start <= segments]
     losses = {way: measured.over(sums, every) for way, sums in measured.losses.items()}
     gains = {way: measured.over(sums, every) for way, sums in measured.gains.items()}
     labels = {way: f"memory {name}" for way, name in WAYS.items()} if gains else {"fresh": "loss"}
-    positions = [each.first + 0.0 for each in every]
+    positions = [float(number) for number, _ in every]
     path = plot_by_position(
         {labels[way]: (positions, [x.estimate for x in each]) for way, each in losses.items()},
         {labels[way]: intervals for way, intervals in gains.items()},
@@ -281,9 +278,9 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
     named = {"loss": measured.losses["fresh"]}
     named |= {METRICS[way]: sums for way, sums in measured.gains.items()}
     found = {
-        f"evaluation/{split}_{name}_from_segment_{each.first}": interval
+        f"evaluation/{split}_{name}_from_segment_{first}": interval
         for name, sums in named.items()
-        for each, interval in zip(far, measured.over(sums, far), strict=True)
+        for (first, _), interval in zip(far, measured.over(sums, far), strict=True)
     }
     where = f"on {len(documents.starts):,} documents of the {split} split"
     if gains:
@@ -327,29 +324,25 @@ def _method(documents: LongDocuments, measured: Measurement) -> str:
     )
 
 
-def _table(documents: LongDocuments, measured: Measurement, far: Sequence[SegmentRange]) -> str:
+def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segments]) -> str:
     """Perplexity each way, and what the memory gains, by position."""
     ways = [f"Perplexity, {WAYS[way]}" for way in measured.losses]
     gained = [f"Gain, {WAYS[way]}" for way in measured.gains]
     header = ["Tokens", *(ways if gained else ["Perplexity"]), *gained]
-    growing, length = [*_growing(documents.segments)], documents.segment_length
-    ranges = [*growing, *far]
+    length = documents.segment_length
+    # The 1st segment, the 2nd, the 3rd and 4th, the 5th to 8th, and so on.
+    growing = [(1, 1)]
+    while (last := growing[-1][1]) < documents.segments:
+        growing.append((last + 1, min(2 * last, documents.segments)))
     names = [f"{(first - 1) * length + 1:,} to {last * length:,}" for first, last in growing]
-    names += [f"from segment {each.first}" for each in far]
+    names += [f"from segment {first}" for first, _ in far]
+    ranges = [*growing, *far]
     perplexities = [
         [f"{math.exp(min(each.estimate, 700.0)):,.3f}" for each in measured.over(sums, ranges)]
         for sums in measured.losses.values()
     ]
     gains = [[str(each) for each in measured.over(g, ranges)] for g in measured.gains.values()]
     return table(header, zip(names, *perplexities, *gains, strict=True))
-
-
-def _growing(segments: int) -> Iterator[SegmentRange]:
-    """The 1st segment, the 2nd, the 3rd and 4th, the 5th to 8th, and so on."""
-    first = last = 1
-    while first <= segments:
-        yield SegmentRange(first, last)
-        first, last = last + 1, min(2 * last, segments)
 
 
 def verdict(gains: dict[int, Interval], where: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from infini_model.config.evaluation import LmEvalConfig
 from infini_model.data.sources.files import hub_errors
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import EvalContext, kept_or_computed
 from infini_model.evaluation.pages import table
 from infini_model.evaluation.statistics import QUANTILE, bootstrap, wilson
 from infini_model.evaluation.task import EvaluationTask, TaskResult
@@ -199,7 +199,7 @@ def _measure(loaded: dict[str, Any], name: str, context: EvalContext) -> list[Me
         if task.get_config("num_fewshot"):
             contents[-1].append(_hash(task.fewshot_docs()))
     identity = {"content": content_key(contents), "limit": limit, "harness": version("lm_eval")}
-    kept = context.cache("lm_eval", identity).get_or_compute("measured", measure)
+    kept = kept_or_computed(context.kept("lm_eval", identity), "measured", measure)
     report(1.0)
     return [Measured(**each) for each in kept]
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from infini_model.config.evaluation import NeedlesConfig, PasskeyConfig
 from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import EvalContext, kept_or_computed
 from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import plot_heat_map
 from infini_model.evaluation.statistics import Interval, wilson
@@ -98,8 +98,8 @@ class Passkey(EvaluationTask):
             return TaskResult(section=NEEDS_CAUSAL)
         settings = self.settings(context)
         trials = Trials(context, self.name, settings)
-        kept = settings.updated(lengths=[], trials=0).model_dump(mode="json")
-        cache = context.cache(self.name, kept)
+        whole = settings.updated(lengths=[], trials=0).model_dump(mode="json")
+        folder = context.kept(self.name, whole)
         rows, depths = context.config.evaluation.batch_size, len(settings.depths)
 
         def counted(length: int, number: int) -> list[list[int]]:
@@ -114,7 +114,7 @@ class Passkey(EvaluationTask):
             every = []
             for number in range(settings.trials):
                 part = partial(counted, length, number)
-                every.append(cache.get_or_compute(f"{length}x-{number}", part))
+                every.append(kept_or_computed(folder, f"{length}x-{number}", part))
                 context.on_windows(_haystacks(settings))
             measured[length] = Counts(*np.sum(every, axis=0))
         return self._result(context, settings, measured)

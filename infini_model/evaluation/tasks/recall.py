@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import EvalContext, kept_or_computed
 from infini_model.evaluation.pages import table
 from infini_model.evaluation.statistics import Interval, wilson
 from infini_model.evaluation.task import NEEDS_CAUSAL, EvaluationTask, TaskResult
@@ -108,7 +108,7 @@ class Recall(EvaluationTask):
             return TaskResult(section=NEEDS_CAUSAL)
         shape, tokens = _alphabet(context)
         # One more length costs only itself.
-        cache = context.cache("recall", settings.updated(lengths=[]).model_dump(mode="json"))
+        folder = context.kept("recall", settings.updated(lengths=[]).model_dump(mode="json"))
         measured = {}
         for segments in sorted(set(settings.lengths)):
             own = np.random.SeedSequence((seed, segments)).generate_state(1)[0]
@@ -116,7 +116,7 @@ class Recall(EvaluationTask):
             questions = draw(shape, settings.sequences, segments, 1, generator)
             rows = context.config.evaluation.batch_size
             ask = partial(answer, context.model, shape.vocabulary, tokens, questions, rows)
-            measured[segments] = Counts(*cache.get_or_compute(str(segments), ask))
+            measured[segments] = Counts(*kept_or_computed(folder, str(segments), ask))
             context.on_windows(settings.sequences)
         return _result(context, shape.vocabulary, measured)
 

@@ -41,7 +41,7 @@ from benchmarks.recall_training import (
     without_memory,
 )
 from benchmarks.report import Cell, publish
-from infini_model.evaluation.tasks.recall import Questions, Shape, draw
+from infini_model.evaluation.tasks.recall import VOCABULARY, Questions, Shape, draw
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.machine import available_cores
 from infini_model.runtime.storage import content_key
@@ -88,7 +88,7 @@ REMEMBERS = {"8 segments": 98, "16 segments": 95, "64 segments": 90, QUARTER: 85
 # The task has nothing but the memory to learn, and then this is sooner than the default of -2.
 LINEAR = {"memory": "linear", "gate_start": 0.0}
 DELTA, RESIDUAL = LINEAR | {"memory": "delta"}, {"memory": "residual"}
-BLOCKS = LINEAR | {"mask_token_id": TASK.vocabulary.size}
+BLOCKS = LINEAR | {"mask_token_id": VOCABULARY}
 # At least two segments to write in and one to ask in.
 REWRITTEN: dict[str, Any] = {"writings": 2, "lengths": GROWING[1:]}
 SETUPS = {

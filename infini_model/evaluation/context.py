@@ -95,7 +95,6 @@ class EvalContext:
         position: The training state of the checkpoint.
         model: The model in eval mode, on the device of `launch.gpus`.
         manifest: The dataset's manifest.
-        precision: That of the training, in which losses are computed and texts generated.
         last_step: Total optimizer steps of the run.
         plots_dir: Folder of the plots.
         on_windows: Called after each scored batch with its number of windows.
@@ -129,10 +128,10 @@ class EvalContext:
                 f"{checkpoint}: the model's vocabulary size is {entries}, the dataset "
                 f"{dataset_dir} needs {needed}"
             )
-        self.precision = resolve_precision(config.training.precision, device)
-        self.model.precision = self.precision
+        # That of the training, in which losses are computed and texts generated.
+        self.model.precision = resolve_precision(config.training.precision, device)
         module = LossModule(self.model, make_objective(config.updated(model=self.model.config)))
-        self._scorer = Scorer(module, self.precision, device)
+        self._scorer = Scorer(module, self.model.precision, device)
         self._windows: dict[Split, Windows] = {
             split: open_windows(
                 dataset_dir, split, config.packing, self.model.config.segment_length

@@ -20,7 +20,6 @@ from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.model.generate import Sampling, chunk_width, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import LOGITS_AT_ONCE
-from infini_model.model.precision import PRECISIONS, Precision
 from infini_model.runtime.errors import UserError
 
 # More tokens than a stop string has bytes, since the text of a token may depend on those before it.
@@ -57,18 +56,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         tokenizer: Tokenizer,
         *,
         batch_size: int,
-        precision: Precision = PRECISIONS["fp32"],
         seed: int = 0,
         on_share: Callable[[float], None] = lambda share: None,  # noqa: ARG005
     ) -> None:
-        """Log-likelihoods are of `precision`, texts of the model's, sampled by `seed`.
+        """Log-likelihoods and texts are of the model's precision; `seed` is that of the sampling.
 
         `on_share` is called after each batch with the share of the requests that are answered.
         """
         super().__init__()
         self._model, self._text = model, tokenizer
-        self._batch_size, self._precision, self._seed = batch_size, precision, seed
-        self._on_share = on_share
+        self._batch_size, self._seed, self._on_share = batch_size, seed, on_share
 
     @property
     def eot_token_id(self) -> int:
@@ -148,7 +145,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         most = max(1, LOGITS_AT_ONCE // model.lm_head.out_features)
         for start in range(0, ids.size(1) - 1, width):
             end = min(start + width, ids.size(1) - 1)
-            with self._precision.autocast(device):
+            with model.precision.autocast(device):
                 hidden, state = model.extend(ids[:, start:end].to(device), state)
                 asked = is_scored[:, start + 1 : end + 1].nonzero()
                 for row, column in (some.unbind(1) for some in torch.split(asked, most)):

@@ -158,12 +158,10 @@ def find_long_documents(context: EvalContext) -> LongDocuments | int:
         if not context.manifest.splits[split].tokens:
             continue
         stream = open_split(context.dataset_dir, split)
-        found, start = [np.zeros(0, np.int64)], 0
-        for lengths in stream.lengths():
-            ends = start + np.cumsum(lengths, dtype=np.int64)
-            found.append((ends - lengths)[lengths > segments * length])
-            start, longest = int(ends[-1]), max(longest, int(lengths.max()))
-        starts = np.concatenate(found)
+        lengths = np.concatenate([*stream.lengths()])
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        starts = starts[lengths > segments * length]
+        longest = max(longest, int(lengths.max()))
         if len(starts) >= FEWEST:
             limit = context.config.evaluation.loss_by_position.max_documents
             chosen = starts[sample_windows(len(starts), limit)]

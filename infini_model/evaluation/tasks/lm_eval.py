@@ -177,7 +177,6 @@ def _measure(loaded: dict[str, Any], name: str, context: EvalContext) -> list[Me
             context.model,
             load_dataset_tokenizer(context.dataset_dir),
             batch_size=context.config.evaluation.batch_size,
-            precision=context.precision,
             seed=seed,
             on_share=report,
         )

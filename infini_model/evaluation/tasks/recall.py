@@ -24,35 +24,18 @@ from infini_model.model.generate import read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
 
+# Tokens of each kind, in the order of their numbers; a masked one, if there is one, is the next.
+KEYS, VALUES, FILLERS = 32, 32, 16
+VOCABULARY = KEYS + VALUES + FILLERS
 QUARTERS = 4
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 
 
-class Vocabulary(NamedTuple):
-    """Numbers of the tokens of each kind: keys come first, then values, then fillers."""
-
-    keys: int = 32
-    values: int = 32
-    fillers: int = 16
-
-    @property
-    def size(self) -> int:
-        """All of them; also the masked token, where there is one."""
-        return self.keys + self.values + self.fillers
-
-
 class Shape(NamedTuple):
-    """What the sequences are made of.
-
-    Attributes:
-        segment: Tokens of a segment, at least twice as many as pairs.
-        pairs: Pairs of key and value in a sequence, at most as many as keys.
-        vocabulary: Tokens of each kind.
-    """
+    """Tokens of a segment, and pairs of key and value: at most half as many, and `KEYS`."""
 
     segment: int
     pairs: int
-    vocabulary: Vocabulary = Vocabulary()
 
 
 class Questions(NamedTuple):
@@ -115,10 +98,10 @@ class Recall(EvaluationTask):
             generator = torch.Generator().manual_seed(int(own))
             questions = draw(shape, settings.sequences, segments, 1, generator)
             rows = context.config.evaluation.batch_size
-            ask = partial(answer, context.model, shape.vocabulary, tokens, questions, rows)
+            ask = partial(answer, context.model, tokens, questions, rows)
             measured[segments] = Counts(*kept_or_computed(folder, str(segments), ask))
             context.on_windows(settings.sequences)
-        return _result(context, shape.vocabulary, measured)
+        return _result(context, measured)
 
 
 def _alphabet(context: EvalContext) -> tuple[Shape, Tensor]:
@@ -129,12 +112,12 @@ def _alphabet(context: EvalContext) -> tuple[Shape, Tensor]:
             f"evaluation.recall.pairs: {pairs} pairs need segments of at least {2 * pairs} tokens, "
             f"the model has segments of {segment}"
         )
-    shape, tokenizer = Shape(segment, pairs), load_dataset_tokenizer(context.dataset_dir)
-    return shape, ordinary_tokens(tokenizer, shape, context.config.run.seed)
+    tokenizer = load_dataset_tokenizer(context.dataset_dir)
+    return Shape(segment, pairs), ordinary_tokens(tokenizer, context.config.run.seed)
 
 
-def ordinary_tokens(tokenizer: Tokenizer, shape: Shape, seed: int) -> Tensor:
-    """Different tokens of readable text for `shape.vocabulary`, drawn by seed: [size] int64.
+def ordinary_tokens(tokenizer: Tokenizer, seed: int) -> Tensor:
+    """Different tokens of readable text, drawn by seed: [VOCABULARY] int64.
 
     Raises `UserError` if there are not enough.
     """
@@ -143,11 +126,11 @@ def ordinary_tokens(tokenizer: Tokenizer, shape: Shape, seed: int) -> Tensor:
         text = tokenizer.decode([token])
         if text.strip() and text.isprintable() and UNREADABLE not in text:
             found.append(token)
-        if len(found) == shape.vocabulary.size:
+        if len(found) == VOCABULARY:
             return torch.tensor(found)
     raise UserError(
-        f"evaluation.tasks: recall needs {shape.vocabulary.size} tokens of readable text, the "
-        f"tokenizer {tokenizer.spec} has {len(found)}"
+        f"evaluation.tasks: recall needs {VOCABULARY} tokens of readable text, the tokenizer "
+        f"{tokenizer.spec} has {len(found)}"
     )
 
 
@@ -165,14 +148,14 @@ def draw(
     They are drawn uniformly from all but the last, so there must be more than `writings` segments;
     the newest value is the answer. With `masked`, a masked token follows each question.
     """
-    length, pairs, vocabulary = shape
+    length, pairs = shape
 
     def shuffled(*sizes: int) -> Tensor:
         return torch.rand(sizes, generator=generator).argsort(dim=-1)
 
     row, pair = torch.arange(rows)[:, None], torch.arange(pairs)[:, None]
-    keys = shuffled(rows, vocabulary.keys)[:, :pairs]
-    values = vocabulary.keys + shuffled(rows, pairs, vocabulary.values)[..., :writings]
+    keys = shuffled(rows, KEYS)[:, :pairs]
+    values = KEYS + shuffled(rows, pairs, VALUES)[..., :writings]
     segment = shuffled(rows, pairs, segments - 1)[..., :writings].sort(dim=-1).values
     # Each segment's places are shuffled and pair i takes the ith, so no two pairs overlap.
     place = shuffled(rows, segments - 1, length // 2)[row[..., None], segment, pair]
@@ -181,14 +164,13 @@ def draw(
     question = (segments - 1) * length + step * shuffled(rows, length // step)[:, :pairs]
 
     sizes = (rows, segments * length)
-    fillers = torch.randint(vocabulary.fillers, sizes, generator=generator)
-    input_ids = vocabulary.keys + vocabulary.values + fillers
+    input_ids = KEYS + VALUES + torch.randint(FILLERS, sizes, generator=generator)
     input_ids[row[..., None], start] = keys[..., None].expand_as(start)
     input_ids[row[..., None], start + 1] = values
     input_ids[row, question] = keys
     if masked:
         question += 1
-        input_ids[row, question] = vocabulary.size
+        input_ids[row, question] = VOCABULARY
     labels, written = torch.full(sizes, -100), torch.full(sizes, -100)
     labels[row, question] = values[..., -1]
     written[row, question] = segment[..., -1]
@@ -196,11 +178,9 @@ def draw(
 
 
 @torch.inference_mode()
-def answer(
-    model: InfiniLlama, vocabulary: Vocabulary, tokens: Tensor, questions: Questions, rows: int
-) -> Counts:
+def answer(model: InfiniLlama, tokens: Tensor, questions: Questions, rows: int) -> Counts:
     """Read `rows` sequences at once and count the right answers; the model must be causal."""
-    segment, values = model.config.segment_length, slice(vocabulary.keys, -vocabulary.fillers)
+    segment, values = model.config.segment_length, tokens[KEYS:-FILLERS]
     counts = torch.zeros(3, QUARTERS, dtype=torch.int64)
     device = model.lm_head.weight.device
     for batch in map(
@@ -214,16 +194,14 @@ def answer(
             logits = model.lm_head(hidden[asked[:, -segment:].to(device)]).cpu()
         labels, segments = batch.labels[asked], batch.input_ids.size(1) // segment
         right = logits.argmax(-1) == tokens[labels]
-        of_values = logits[:, tokens[values]].argmax(-1) == labels - vocabulary.keys
+        of_values = logits[:, values].argmax(-1) == labels - KEYS
         quarter = batch.written[asked] * QUARTERS // (segments - 1)
         for number, each in enumerate((torch.ones_like(right), right, of_values)):
             counts[number] += torch.bincount(quarter[each], minlength=QUARTERS)
     return Counts(*counts.tolist())
 
 
-def _result(
-    context: EvalContext, vocabulary: Vocabulary, measured: dict[int, Counts]
-) -> TaskResult:
+def _result(context: EvalContext, measured: dict[int, Counts]) -> TaskResult:
     found, of_values, rows = dict[str, Interval](), {}, []
     for segments, counts in measured.items():
         answers = sum(counts.answers)
@@ -234,14 +212,14 @@ def _result(
         worst = min(x / n for x, n in zip(counts.right, counts.answers, strict=True) if n)
         shares = (of_all.percent, of_values[segments].percent, f"{worst:.0%}")
         rows.append((f"{segments:,}", *shares, f"{answers:,}"))
-    chance, longest = 1 / vocabulary.values, max(measured)
+    chance, longest = 1 / VALUES, max(measured)
     trained = context.config.packing.context_length // context.model.config.segment_length
     header = ("Segments", "Right of all tokens", "Right of the values", "Worst quarter", "Answers")
     parts = [
         f"{context.config.evaluation.recall.pairs} keys, each followed by its value, are written "
         "among fillers, and the last segment asks for every value. All are tokens of the dataset's "
         "vocabulary, drawn at random. The model was trained on windows of "
-        f"{trained:,} segments. Guessing among the {vocabulary.values} values is right in "
+        f"{trained:,} segments. Guessing among the {VALUES} values is right in "
         f"{chance:.1%}, among all tokens in {1 / context.model.lm_head.out_features:.2%}.",
         table(header, rows),
         "Intervals are of 95%. The worst quarter is that of the sequence whose values are found "

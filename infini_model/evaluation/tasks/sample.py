@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from infini_model.data.loading.stream import TokenStream, open_split
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import HELD_OUT, EvalContext
 from infini_model.evaluation.pages import fenced
@@ -36,10 +41,14 @@ class Sample(EvaluationTask):
         stream = open_split(context.dataset_dir, split)
         longest, most = _lengths(context)
         if stream.pairs:
-            limit = longest if context.model.config.bidirectional else None
-            number, longest = _first_prompt(stream, limit)
+            # A causal model reads prompts of any length.
+            limit = longest if context.model.config.bidirectional else math.inf
+            found = _first(stream.prompts(), lambda tokens: (tokens > 0) & (tokens <= limit))
+            number, longest = found or (0, 0)
+        elif found := _first(stream.lengths(), lambda tokens: tokens > settings.prompt_tokens + 1):
+            number, _ = found
         else:
-            number = _first_longer(stream, settings.prompt_tokens + 1)
+            number = int(np.concatenate([*stream.lengths()]).argmax())
         document = stream.document(number)[:-1]  # without its end-of-text token
         prompt, rest = document[:longest], document[longest:]
         if len(prompt) == 0:
@@ -78,29 +87,14 @@ def _lengths(context: EvalContext) -> tuple[int, int]:
     return min(settings.prompt_tokens, model.segment_length - most), most
 
 
-def _first_longer(stream: TokenStream, tokens: int) -> int:
-    """The first document of more than `tokens` tokens, or the longest one."""
-    first = longest = most = 0
-    for lengths in stream.lengths():
-        here = int(lengths.argmax())
-        if lengths[here] > most:
-            longest, most = first + here, int(lengths[here])
-        if most > tokens:
-            return first + int((lengths > tokens).argmax())
-        first += len(lengths)
-    return longest
-
-
-def _first_prompt(stream: TokenStream, longest: int | None) -> tuple[int, int]:
-    """The first document with a prompt of at most `longest` tokens, and how many it has.
-
-    None has any number. If there is no such document, the first with no tokens.
-    """
+def _first(
+    chunks: Iterable[np.ndarray], fits: Callable[[np.ndarray], np.ndarray]
+) -> tuple[int, int] | None:
+    """The number and the length of the first document whose length fits, if there is one."""
     first = 0
-    for lengths in stream.prompts():
-        fits = (lengths > 0) & (lengths <= (longest or lengths))
-        if fits.any():
-            here = int(fits.argmax())
+    for lengths in chunks:
+        if (found := fits(lengths)).any():
+            here = int(found.argmax())
             return first + here, int(lengths[here])
         first += len(lengths)
-    return 0, 0
+    return None

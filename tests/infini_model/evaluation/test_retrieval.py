@@ -36,7 +36,15 @@ from infini_model.evaluation.tasks.passkey import (
     pass_key,
     random_sentences,
 )
-from infini_model.evaluation.tasks.recall import Shape, Vocabulary, answer, draw, ordinary_tokens
+from infini_model.evaluation.tasks.recall import (
+    KEYS,
+    VALUES,
+    VOCABULARY,
+    Shape,
+    answer,
+    draw,
+    ordinary_tokens,
+)
 from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
@@ -103,7 +111,6 @@ def test_several_needles_are_asked_for_by_their_owners(tokenizer: Tokenizer) -> 
 
 
 SHAPE = Shape(32, 8)
-KEYS, VALUES, _ = SHAPE.vocabulary
 # Hashes of the tensors of `Questions`, of 64 rows each with the seed 5, by segments, writings and
 # whether answers are masked tokens.
 PUBLISHED = {
@@ -309,29 +316,33 @@ def test_filler_may_be_documents_of_a_test_split_that_has_some(made: Made, tmp_p
 
 def test_recall_uses_different_readable_tokens() -> None:
     tokenizer = load_tokenizer("bytes")
-    tokens = ordinary_tokens(tokenizer, SHAPE, seed=3)
-    assert len(set(tokens.tolist())) == SHAPE.vocabulary.size
+    tokens = ordinary_tokens(tokenizer, seed=3)
+    assert len(set(tokens.tolist())) == VOCABULARY
     assert tokenizer.decode(tokens.numpy()).isprintable()
-    assert not torch.equal(tokens, ordinary_tokens(tokenizer, SHAPE, seed=4))
-    with pytest.raises(UserError, match="needs 160 tokens of readable text"):
-        ordinary_tokens(tokenizer, Shape(32, 8, Vocabulary(80, 64, 16)), seed=0)
+    assert not torch.equal(tokens, ordinary_tokens(tokenizer, seed=4))
+    small = ByteTokenizer()
+    small.vocab_size = 100
+    with pytest.raises(
+        UserError, match="needs 80 tokens of readable text, the tokenizer bytes has"
+    ):
+        ordinary_tokens(small, seed=0)
 
 
 def test_recall_counts_what_one_pass_over_each_sequence_predicts(made: Made) -> None:
-    model, vocabulary = made.context().model, SHAPE.vocabulary
+    model = made.context().model
     questions = draw(SHAPE, 6, 5, 1, torch.Generator().manual_seed(0))
-    tokens = torch.randperm(256, generator=torch.Generator().manual_seed(1))[: vocabulary.size]
-    values = tokens[vocabulary.keys : vocabulary.keys + vocabulary.values]
+    tokens = torch.randperm(256, generator=torch.Generator().manual_seed(1))[:VOCABULARY]
+    values = tokens[KEYS : KEYS + VALUES]
     asked = questions.labels >= 0
     with torch.no_grad():
         model.lm_head.weight[values] *= 1.2  # so that a value is often the likeliest
         logits = model(tokens[questions.input_ids]).logits[asked]
     of_values = logits[:, values].argmax(-1)
     of_values[::3] = 0
-    questions.labels[asked] = vocabulary.keys + of_values
+    questions.labels[asked] = KEYS + of_values
     right = (logits.argmax(-1) == values[of_values]).sum()
     right_of_values = (logits[:, values].argmax(-1) == of_values).sum()
     assert 0 < right < right_of_values < 6 * 8
-    found = answer(model, vocabulary, tokens, questions, 4)
+    found = answer(model, tokens, questions, 4)
     counts = [sum(each) for each in (found.answers, found.right, found.right_of_values)]
     assert counts == [6 * 8, right, right_of_values]

@@ -6,13 +6,13 @@ Markdown, the same as one HTML file, and a picture of the losses.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from infini_model.evaluation.compare import ComparedRun, Comparison, Difference, Group, spread
-from infini_model.evaluation.pages import bullets, picture, table, write_pages
+from infini_model.evaluation.pages import bullets, estimate, picture, table, write_pages
 from infini_model.evaluation.plots import plot_runs
 from infini_model.runtime.runs import VALIDATION_LOSS
 from infini_model.runtime.storage import content_key
@@ -46,11 +46,10 @@ def write_comparison(comparison: Comparison, comparisons_dir: Path) -> Files:
         ]
     drawn = [(label, run.lines) for label, run in zip(labels, comparison.runs, strict=True)]
     curves = plot_runs(drawn, folder / "loss.png")
-    files = Files(folder / "comparison.md", folder / "comparison.html", curves)
-    text = _text(comparison, curves, folder)
+    text, markdown = _text(comparison, curves, folder), folder / "comparison.md"
     title = text.partition("\n")[0].removeprefix("# ")
-    write_pages(text, title, folder, files.markdown, files.html, [curves] if curves else [])
-    return files
+    html = write_pages(text, title, markdown, [curves] if curves else [])
+    return Files(markdown, html, curves)
 
 
 def comparison_name(names: Sequence[str]) -> str:
@@ -146,21 +145,20 @@ def result(run: ComparedRun, metric: str) -> str:
     """A result of a run as text, with its interval if it has one."""
     if metric not in run.results:
         return MISSING
-    text, *ends = _numbers(metric, run.results[metric], *run.intervals.get(metric, ()))
-    return f"{text} ({' to '.join(ends)})" if ends else text
+    return _shown(metric, run.results[metric], run.intervals.get(metric, ()))
 
 
 def _spread(group: Group, metric: str) -> str:
     """The mean of a metric over the seeds, with its range if that is one."""
     if not (values := group.values(metric)):
         return MISSING
-    mean, low, high = _numbers(metric, *spread(values))
-    return mean if low == high else f"{mean} ({low} to {high})"
+    mean, *ends = spread(values)
+    is_one = _shown(metric, ends[0]) == _shown(metric, ends[1])
+    return _shown(metric, mean, () if is_one else ends)
 
 
-def _numbers(metric: str, *values: float) -> list[str]:
-    digits = 0 if metric in WHOLE_NUMBERS else 4
-    return [f"{value:,.{digits}f}" for value in values]
+def _shown(metric: str, value: float, ends: Iterable[float] = ()) -> str:
+    return estimate(value, ends, 0 if metric in WHOLE_NUMBERS else 4)
 
 
 def _cell(text: str) -> str:

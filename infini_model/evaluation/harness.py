@@ -198,17 +198,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                     f"prompt and answer must fit its segment_length of {config.segment_length}"
                 )
             prompts = [prompt[-room:] for prompt in prompts]
-        new: list[list[int]] = [[] for _ in prompts]
+        new: list[list[int | None]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
         newest = max((len(stop.encode()) for stop in until), default=0) + STOP_CONTEXT
         sampling = Sampling(**settings, seed=self._seed, eos_token_id=eos)
         for tokens in stream(self._model, prompts, sampling, rows=rows):
             for row in tuple(going):
-                if (token := tokens[row]) is not None:
-                    new[row].append(token)
+                new[row].append(tokens[row])
                 # A stop string may span several tokens.
                 end = self._text.decode(new[row][-newest:]) if until else ""
-                if token in (None, eos) or any(stop in end for stop in until):
+                if tokens[row] == eos or any(stop in end for stop in until):
                     going.remove(row)
             if not going:
                 break

@@ -26,6 +26,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def estimate(value: float, ends: Iterable[float] = (), digits: int = 4) -> str:
+    """A number, such as `0.0512`, or `0.0512 (0.0398 to 0.0611)` with the ends of an interval."""
+    shown, *interval = (f"{each:,.{digits}f}" for each in (value, *ends))
+    return f"{shown} ({' to '.join(interval)})" if interval else shown
+
+
 def fenced(text: str) -> str:
     """`text` as a Markdown code block whose fence is longer than any in the text.
 
@@ -50,17 +56,17 @@ def picture(caption: str, path: Path, folder: Path) -> str:
     return f"![{caption}]({path.relative_to(folder).as_posix()})"
 
 
-def write_pages(
-    text: str, title: str, folder: Path, markdown: Path, html: Path, pictures: Sequence[Path]
-) -> None:
-    """Write `text` as Markdown and as a page, which holds those of its `pictures` in `folder`.
+def write_pages(text: str, title: str, markdown: Path, pictures: Sequence[Path]) -> Path:
+    """Write `text` as Markdown and, beside it, as a page that holds its `pictures`; returns that.
 
     Raises `UserError` if the disk is full.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in pictures}
-    for path, content in ((markdown, text), (html, to_html(text, title, found))):
+    found = {path.relative_to(markdown.parent).as_posix(): path for path in pictures}
+    page = markdown.with_suffix(".html")
+    for path, content in ((markdown, text), (page, to_html(text, title, found))):
         with atomic_file(path) as temporary:
             temporary.write_text(content, encoding="utf-8")
+    return page
 
 
 def to_html(text: str, title: str, pictures: Mapping[str, Path]) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config
 from infini_model.evaluation.context import EvalContext, Pass
-from infini_model.evaluation.pages import bullets, picture, table, write_pages
+from infini_model.evaluation.pages import bullets, estimate, picture, table, write_pages
 from infini_model.evaluation.plots import plot_training
 from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult
 from infini_model.evaluation.tasks import load_task
@@ -27,17 +27,10 @@ MAX_WAIT_SHARE = 0.01
 
 
 class EvaluationResult(BaseModel):
-    """The result of an evaluation.
+    """The result of an evaluation of the checkpoint of `step`; the run is to have `last_step`.
 
-    Attributes:
-        step: Step of the evaluated checkpoint.
-        last_step: Total optimizer steps of the run.
-        checkpoint: Folder of the checkpoint.
-        dataset_key: Key of the dataset that was scored.
-        tasks: The result of each task by name, in the order of the report.
-        report: Path of report.md.
-        html: Path of report.html, the same for a browser.
-        plots: Paths of the plots.
+    The results of `tasks` stand by name, in the order of the report; `report` is Markdown, and
+    `html` the same for a browser.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,16 +47,12 @@ class EvaluationResult(BaseModel):
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of all tasks, `evaluation/test_loss` and so on."""
-        return {
-            name: value for result in self.tasks.values() for name, value in result.metrics.items()
-        }
+        return {k: v for result in self.tasks.values() for k, v in result.metrics.items()}
 
     @property
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The intervals of those metrics that have some."""
-        return {
-            name: each for result in self.tasks.values() for name, each in result.intervals.items()
-        }
+        return {k: v for result in self.tasks.values() for k, v in result.intervals.items()}
 
 
 def evaluate_run(
@@ -117,9 +106,10 @@ def evaluate_run(
         titled = [(tasks[name].title, found) for name, found in results.items()]
         pictures = [Picture(path=path, caption=caption) for caption, path in curves.items()]
         text = _text(context, titled, pictures, lines)
-        write_pages(text, run_dir.name, run_dir, result.report, result.html, result.plots)
-        found = (result.metrics, result.intervals)
-        record_evaluation(run_dir, result.step, result.dataset_key, *found)
+        write_pages(text, run_dir.name, result.report, result.plots)
+        record_evaluation(
+            run_dir, result.step, result.dataset_key, result.metrics, result.intervals
+        )
     return result
 
 
@@ -167,7 +157,12 @@ def _text(
     sections = [f"# {run_dir.name}", "## Summary", bullets([_trained(context), *found])]
     if to_do:
         sections += ["What to do next:", bullets(to_do)]
-    if rows := [row for result in results for row in _rows(result)]:
+    rows = [
+        (f"`{name.removeprefix('evaluation/')}`", estimate(value, result.intervals.get(name, ())))
+        for result in results
+        for name, value in result.metrics.items()
+    ]
+    if rows:
         sections.append(table(("Metric", "Value (interval of 95%)"), rows))
     sections += ["## Model and training", _model_section(context)]
     for title, result in titled:
@@ -199,15 +194,6 @@ def _trained(context: EvalContext) -> str:
         f"objective: {config.training.objective}), trained for {steps}, {tokens:,} tokens of "
         f"`{context.manifest.name}`."
     )
-
-
-def _rows(result: TaskResult) -> Iterator[tuple[str, str]]:
-    for name, value in result.metrics.items():
-        shown = f"{value:,.4f}"
-        if name in result.intervals:
-            low, high = result.intervals[name]
-            shown += f" ({low:,.4f} to {high:,.4f})"
-        yield f"`{name.removeprefix('evaluation/')}`", shown
 
 
 def _model_section(context: EvalContext) -> str:

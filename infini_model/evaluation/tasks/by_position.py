@@ -57,12 +57,12 @@ class LossByPosition(EvaluationTask):
 
     def sequences(self, context: EvalContext) -> int:
         """The long documents."""
-        found = _find(context)
+        found = find_long_documents(context)
         return len(found.starts) if isinstance(found, LongDocuments) else 0
 
     def run(self, context: EvalContext) -> TaskResult:
         """Measure long documents, if there are some, and the windows, which say less."""
-        found = _find(context)
+        found = find_long_documents(context)
         if isinstance(found, LongDocuments):
             result = _of_documents(context, found)
         else:
@@ -147,26 +147,40 @@ class Measurement(NamedTuple):
         return bootstrap(sums @ inside, self.counts @ inside)
 
 
-def find_long_documents(context: EvalContext) -> LongDocuments | int:
-    """A sample of long documents of the first split that has some, or the length of the longest.
+def find_long_documents(context: EvalContext) -> LongDocuments | str:
+    """A sample of long documents of the first split that has some, or a sentence on why not.
 
     The sample depends on nothing but the dataset, the segments and `max_documents`.
     """
-    length, segments = context.model.config.segment_length, _segments_asked(context)
-    longest = 0
+    shape, settings = context.model.config, context.config.evaluation.loss_by_position
+    # By default the segments of a window.
+    whole = context.config.packing.context_length // shape.segment_length
+    segments = settings.segments or whole
+    if shape.bidirectional and shape.memory == "none":
+        return "The model sees a window as a whole and has no memory."
+    if context.manifest.pairs:
+        return "The documents are prompts and answers, which are not scored along their length."
+    if segments < 2:
+        return (
+            "A window has only one segment, so nothing is read from a memory; "
+            "`evaluation.loss_by_position.segments` scores longer documents."
+        )
+    needed, longest = segments * shape.segment_length, 0
     for split in reversed(HELD_OUT):
         if not context.manifest.splits[split].tokens:
             continue
         stream = open_split(context.dataset_dir, split)
         lengths = np.concatenate([*stream.lengths()])
-        starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        starts = starts[lengths > segments * length]
-        longest = max(longest, int(lengths.max()))
+        starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[lengths > needed]
         if len(starts) >= FEWEST:
-            limit = context.config.evaluation.loss_by_position.max_documents
-            chosen = starts[sample_windows(len(starts), limit)]
-            return LongDocuments(split, stream, chosen, len(starts), segments, length)
-    return longest
+            chosen = starts[sample_windows(len(starts), settings.max_documents)]
+            return LongDocuments(split, stream, chosen, len(starts), segments, shape.segment_length)
+        longest = max(longest, int(lengths.max()))
+    return (
+        "The loss along documents was not measured: no held-out split has two of more than "
+        f"{needed:,} tokens ({segments:,} segments). The longest document has {longest:,} tokens; "
+        "`evaluation.loss_by_position.segments` takes shorter ones."
+    )
 
 
 def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
@@ -211,34 +225,6 @@ def _score(
     emptied = context.losses(batch, empty_memory=True)[0] if has_memory else kept
     shape = (*rows.shape[:2], documents.segment_length)
     return [each.reshape(shape).sum(2).tolist() for each in (kept, emptied, counts)]
-
-
-def _segments_asked(context: EvalContext) -> int:
-    """Segments of each document that the settings ask for; by default those of a window."""
-    whole = context.config.packing.context_length // context.model.config.segment_length
-    return context.config.evaluation.loss_by_position.segments or whole
-
-
-def _find(context: EvalContext) -> LongDocuments | str:
-    """The documents to score, or a sentence that says why there are none."""
-    shape, segments = context.model.config, _segments_asked(context)
-    if shape.bidirectional and shape.memory == "none":
-        return "The model sees a window as a whole and has no memory."
-    if context.manifest.pairs:
-        return "The documents are prompts and answers, which are not scored along their length."
-    if segments < 2:
-        return (
-            "A window has only one segment, so nothing is read from a memory; "
-            "`evaluation.loss_by_position.segments` scores longer documents."
-        )
-    found = find_long_documents(context)
-    if isinstance(found, LongDocuments):
-        return found
-    return (
-        "The loss along documents was not measured: no held-out split has two of more than "
-        f"{segments * shape.segment_length:,} tokens ({segments:,} segments). The longest document "
-        f"has {found:,} tokens; `evaluation.loss_by_position.segments` takes shorter ones."
-    )
 
 
 def _compared(context: EvalContext) -> Split | None:

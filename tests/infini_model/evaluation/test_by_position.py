@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from trained_run import make_dataset, make_run, settings
+from trained_run import Made
 
 from infini_model.data.loading.stream import open_split
-from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.statistics import Interval
 from infini_model.evaluation.tasks import load_task
 from infini_model.evaluation.tasks.by_position import find_long_documents, measure, verdict
@@ -28,30 +27,7 @@ DIFFUSION = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(root, dataset folder, run folder), not to be modified by tests."""
-    root = tmp_path_factory.mktemp("tasks")
-    config = settings(root)
-    make_run(root / "run", config, steps=(40,))
-    return root, make_dataset(root, config), root / "run"
-
-
-@pytest.fixture
-def context_of(made, tmp_path):
-    """The run with other settings of the evaluation, or one with another model."""
-
-    def make(**overrides):
-        root, dataset, run_dir = made
-        config = settings(root, **overrides)
-        if config.model != settings(root).model:
-            run_dir = tmp_path / "run"
-            make_run(run_dir, config, steps=(40,))
-        return EvalContext(run_dir, dataset, config)
-
-    return make
-
-
-def run(task, context):
-    return load_task(task).run(context)
+    return Made(tmp_path_factory.mktemp("tasks"))
 
 
 def token_losses(model, ids):
@@ -65,12 +41,12 @@ def by_segment(losses):
     return losses.view(SEGMENTS, LENGTH).sum(1).tolist()
 
 
-def test_a_document_is_scored_three_ways(context_of, made):
+def test_a_document_is_scored_three_ways(made):
     """Each way as plain forward passes of the model over the document's own tokens compute it."""
-    context = context_of()
+    context = made.context()
     found = find_long_documents(context)
     measured = measure(context, found)
-    stream = open_split(made[1], found.split)
+    stream = open_split(made.dataset, found.split)
     whole = [stream.document(number) for number in range(stream.documents)]
     documents = [torch.from_numpy(d[: TOKENS + 1].astype(np.int64)) for d in whole]
     documents = [d for d in documents if len(d) == TOKENS + 1]
@@ -93,8 +69,8 @@ def test_a_document_is_scored_three_ways(context_of, made):
         assert measured.gains[way] == pytest.approx(gain, abs=1e-4)
 
 
-def test_the_noise_of_diffusion_is_the_same_on_both_sides_of_a_gain(context_of):
-    context = context_of(**DIFFUSION)
+def test_the_noise_of_diffusion_is_the_same_on_both_sides_of_a_gain(made):
+    context = made.context(**DIFFUSION)
     measured = measure(context, find_long_documents(context))
     assert measured.gains["fresh"][:, 0] == pytest.approx(0.0, abs=1e-6)
     # The document before it is in the memory, or not; its own noise is that of its place.
@@ -104,37 +80,37 @@ def test_the_noise_of_diffusion_is_the_same_on_both_sides_of_a_gain(context_of):
     assert measured.gains["fresh"] == pytest.approx(fresh)
 
 
-def test_batches_do_not_matter_and_finished_ones_are_kept(context_of):
-    context, seen = context_of(), []
+def test_batches_do_not_matter_and_finished_ones_are_kept(made):
+    context, seen = made.context(), []
     found = find_long_documents(context)
     context.on_windows = seen.append
     once = measure(context, found)
     assert sum(seen) == len(found.starts) == load_task("loss_by_position").sequences(context)
     context.losses = None  # an interrupted evaluation that is repeated computes nothing again
     again = measure(context, found)
-    together = measure(context_of(**{"evaluation.batch_size": 40}), found)
+    together = measure(made.context(**{"evaluation.batch_size": 40}), found)
     for way, losses in once.losses.items():
         assert (again.losses[way] == losses).all()
         assert together.losses[way] == pytest.approx(losses, rel=1e-5)
 
 
-def test_the_sample_is_of_the_documents_that_are_long_enough(context_of, made):
+def test_the_sample_is_of_the_documents_that_are_long_enough(made):
     keys = ("evaluation.loss_by_position.segments", "evaluation.loss_by_position.max_documents")
-    few = find_long_documents(context_of(**{keys[0]: 14, keys[1]: 2}))
+    few = find_long_documents(made.context(**{keys[0]: 14, keys[1]: 2}))
     assert (len(few.starts), few.found, few.segments) == (2, 3, 14)
-    every = find_long_documents(context_of(**{keys[0]: 14}))
+    every = find_long_documents(made.context(**{keys[0]: 14}))
     assert set(few.starts) < set(every.starts)
-    lengths = np.concatenate(list(open_split(made[1], "test").lengths()))
+    lengths = np.concatenate(list(open_split(made.dataset, "test").lengths()))
     starts = np.cumsum(lengths) - lengths
     assert every.starts.tolist() == starts[lengths > 14 * LENGTH].tolist()
     # Where test has less than two, validation serves.
-    assert find_long_documents(context_of(**{keys[0]: 20})).split == "validation"
+    assert find_long_documents(made.context(**{keys[0]: 20})).split == "validation"
 
 
-def test_gains_have_intervals_over_documents(context_of):
-    context = context_of(**{"evaluation.loss_by_position.segments": 9})
+def test_gains_have_intervals_over_documents(made):
+    context = made.context(**{"evaluation.loss_by_position.segments": 9})
     measured = measure(context, find_long_documents(context))
-    result = run("loss_by_position", context)
+    result = load_task("loss_by_position").run(context)
     for start in (2, 8):
         gain = measured.gains["fresh"][:, start - 1 :].sum() / measured.counts[:, start - 1 :].sum()
         name = f"evaluation/test_memory_gain_from_segment_{start}"
@@ -146,10 +122,14 @@ def test_gains_have_intervals_over_documents(context_of):
     assert result.metrics["evaluation/validation_loss_without_memory"] == score.loss
 
 
-def test_without_long_documents_the_windows_are_compared(context_of):
-    context = context_of(**{"evaluation.loss_by_position.segments": 1000})
-    longest = find_long_documents(context)
-    result = run("loss_by_position", context)
+def test_without_long_documents_the_windows_are_compared(made):
+    context = made.context(**{"evaluation.loss_by_position.segments": 1000})
+    longest = max(
+        int(lengths.max())
+        for split in ("validation", "test")
+        for lengths in open_split(made.dataset, split).lengths()
+    )
+    result = load_task("loss_by_position").run(context)
     assert f"more than 8,000 tokens (1,000 segments). The longest document has {longest}" in (
         result.section
     )
@@ -157,15 +137,15 @@ def test_without_long_documents_the_windows_are_compared(context_of):
     assert load_task("loss_by_position").sequences(context) == 0
 
 
-def test_a_model_without_memory_is_a_control(context_of):
-    context = context_of(**{"model.memory": "none"})
-    result = run("loss_by_position", context)
+def test_a_model_without_memory_is_a_control(made):
+    context = made.context(**{"model.memory": "none"})
+    result = load_task("loss_by_position").run(context)
     assert list(result.metrics) == ["evaluation/test_loss_from_segment_2"]
     assert result.metrics.keys() == result.intervals.keys()
     assert "no memory" in result.summary[0]
     assert load_task("loss_by_position").scores(context) == set()
     # The same documents and targets as for a model with a memory.
-    assert (find_long_documents(context).starts == find_long_documents(context_of()).starts).all()
+    assert (find_long_documents(context).starts == find_long_documents(made.context()).starts).all()
 
 
 @pytest.mark.parametrize(
@@ -194,17 +174,17 @@ def test_the_verdict_follows_the_interval_as_it_is_shown(interval, begins):
         ("loss_by_position", {"packing.context_length": 8}, "A window has only one segment"),
     ],
 )
-def test_why_nothing_is_measured_is_said_in_one_line(context_of, task, overrides, expected):
-    context = context_of(**overrides)
+def test_why_nothing_is_measured_is_said_in_one_line(made, task, overrides, expected):
+    context = made.context(**overrides)
     load_task(task).check(context)
-    result = run(task, context)
+    result = load_task(task).run(context)
     assert result.section.startswith(expected)
     assert "\n" not in result.section
     assert result.metrics == {}
     assert result.pictures == result.advice == []
 
 
-def test_a_sample_with_guidance_is_refused_where_a_memory_holds_the_prompt(context_of):
-    context = context_of(**DIFFUSION, **{"evaluation.sample.unmasking.cfg_scale": 1.0})
+def test_a_sample_with_guidance_is_refused_where_a_memory_holds_the_prompt(made):
+    context = made.context(**DIFFUSION, **{"evaluation.sample.unmasking.cfg_scale": 1.0})
     with pytest.raises(UserError, match="cfg_scale: needs a model without memory"):
         load_task("sample").check(context)

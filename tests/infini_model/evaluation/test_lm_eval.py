@@ -20,14 +20,12 @@ from lm_eval.models.huggingface import HFLM
 from templates import with_bos
 from tiny_models import draw_memory_parameters, tiny_config
 from tokenizers import Tokenizer as Reference
-from trained_run import make_dataset, make_run, settings
+from trained_run import Made
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
-from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.harness import HarnessModel, read_settings
-from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.statistics import wilson
 from infini_model.evaluation.tasks import load_task
 from infini_model.model.generate import PREFILL_TOKENS, generate
@@ -288,19 +286,16 @@ def write_task(folder, name, fields, documents=DOCUMENTS):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(root, dataset folder, run folder), and a folder of tasks in `root / "harness"`."""
+    """A run, and a folder of tasks in `made.root / "harness"`."""
     root = tmp_path_factory.mktemp("evaluation")
-    dataset = make_dataset(root, settings(root))
-    make_run(root / "run", settings(root))
-    write_task(root / "harness", "choice", CHOICE)
-    write_task(root / "harness", "rolling", ROLLING)
-    write_task(root / "harness", "writing", WRITING)
+    for name, fields in {"choice": CHOICE, "rolling": ROLLING, "writing": WRITING}.items():
+        write_task(root / "harness", name, fields)
     group = {"group": "every", "task": ["choice", "writing"]}
     metrics = [{"metric": "acc", "weight_by_size": True}]
     (root / "harness" / "every.yaml").write_text(
         yaml.safe_dump(group | {"aggregate_metric_list": metrics})
     )
-    return root, dataset, root / "run"
+    return Made(root)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -315,19 +310,11 @@ def _without_network(tmp_path_factory):
         yield
 
 
-def configured(made, *tasks, seed=0, **changes):
-    root, _, _ = made
-    changes = {"tasks": tasks, "include_path": str(root / "harness")} | changes
-    names = {f"evaluation.lm_eval.{key}": value for key, value in changes.items()}
-    return settings(root, **{"evaluation.tasks": ["lm_eval"], "run.seed": seed} | names)
-
-
-def evaluated(made, *tasks, **changes):
+def evaluated(made, *tasks, seed=0, **changes):
     """The result, and the progress that was reported."""
-    _, dataset, run_dir = made
-    config, seen = configured(made, *tasks, **changes), []
-    result = evaluate_run(run_dir, dataset, config, progress=lambda *pair: seen.append(pair))
-    return result, seen
+    changes = {"tasks": tasks, "include_path": str(made.root / "harness")} | changes
+    names = {f"evaluation.lm_eval.{key}": value for key, value in changes.items()}
+    return made.evaluated(**{"evaluation.tasks": ["lm_eval"], "run.seed": seed} | names)
 
 
 def test_every_figure_has_its_interval_in_the_report(made):
@@ -356,12 +343,12 @@ def test_a_group_reports_itself_and_its_tasks(made):
 
 
 def test_examples_limits_and_seeds_change_what_is_asked(made):
-    root, *_ = made
-    write_task(root / "harness", "shots", ANSWER | {"fewshot_split": "test", "num_fewshot": 1})
-    write_task(root / "harness", "none", CHOICE | {"fewshot_split": "test", "num_fewshot": 0})
+    folder = made.root / "harness"
+    write_task(folder, "shots", ANSWER | {"fewshot_split": "test", "num_fewshot": 1})
+    write_task(folder, "none", CHOICE | {"fewshot_split": "test", "num_fewshot": 0})
     results = []
     for seed in (0, 0, 1):
-        shutil.rmtree(made[2] / "evaluation", ignore_errors=True)  # what is kept
+        shutil.rmtree(made.run_dir / "evaluation", ignore_errors=True)  # what is kept
         result, seen = evaluated(made, "shots", "none", num_fewshot=2, limit=4, seed=seed)
         results.append(result.metrics)
     rows = result.tasks["lm_eval"].details["measured"]
@@ -374,9 +361,8 @@ def test_examples_limits_and_seeds_change_what_is_asked(made):
 
 
 def test_a_task_is_measured_once_unless_its_documents_change(made, monkeypatch):
-    root, *_ = made
     for name in ("first", "second"):
-        write_task(root / "harness", name, CHOICE)
+        write_task(made.root / "harness", name, CHOICE)
     calls, forward = [], InfiniLlama.extend
 
     def counted(*arguments):
@@ -397,14 +383,13 @@ def test_a_task_is_measured_once_unless_its_documents_change(made, monkeypatch):
     result, seen = evaluated(made, "first", "second")
     assert (len(calls), seen[-1]) == (14, (14, 14))
     assert result.metrics["evaluation/first_acc"] == result.metrics["evaluation/second_acc"]
-    write_task(root / "harness", "first", CHOICE, DOCUMENTS[:3])
+    write_task(made.root / "harness", "first", CHOICE, DOCUMENTS[:3])
     evaluated(made, "first", "second")
     assert len(calls) == 14 + 3
 
 
 def test_mistakes_are_one_line(made, monkeypatch):
-    root, *_ = made
-    folder = root / "harness"
+    folder = made.root / "harness"
 
     def fails(error, message, *tasks, **changes):
         with pytest.raises(error, match=message) as caught:
@@ -412,7 +397,7 @@ def test_mistakes_are_one_line(made, monkeypatch):
         assert "\n" not in str(caught.value)
 
     fails(UserError, r"evaluation\.lm_eval\.tasks: names no task")
-    nowhere = str(root / "nowhere")
+    nowhere = str(made.root / "nowhere")
     fails(UserError, r"lm_eval\.include_path: .* is not a folder", "choice", include_path=nowhere)
     for name, changes, message in (
         ("unsafe", {"unsafe_code": True}, "unsafe runs code"),
@@ -430,10 +415,9 @@ def test_mistakes_are_one_line(made, monkeypatch):
     fails(UserError, "lm_eval needs a package: pip install lm-eval", "choice")
 
 
-def test_a_diffusion_model_is_refused(made, tmp_path):
+def test_a_diffusion_model_is_refused(made):
     changes = {"training.objective": "masked_diffusion", "model.memory": "none"}
-    changes["model.segment_length"] = 32
-    context = EvalContext(made[2], made[1], configured(made, "choice"))
-    context.config = settings(tmp_path, **changes)
+    context = made.context()
+    context.config = made.config(**changes, **{"model.segment_length": 32})
     with pytest.raises(UserError, match=r"needs a model of training\.objective=causal"):
         load_task("lm_eval").run(context)

@@ -12,12 +12,11 @@ import pytest
 from commands import eventually
 from mlflow_server import mlflow_server
 from records import Record
-from trained_run import make_dataset, make_run, settings
+from trained_run import Made
 
 from infini_model.config import validate
 from infini_model.evaluation.mlflow import log_evaluation
 from infini_model.evaluation.prompt import continue_text
-from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.task import TaskResult
 from infini_model.runtime.storage import lock, write_json
 from infini_model.training.mlflow_record import end_record, read_mlflow_record
@@ -46,14 +45,11 @@ print(json.dumps([infini_model.__file__, *texts]))
 def evaluated(root, **overrides):
     """(config, dataset folder, run folder, result) of a finished run below `root`."""
     # Not the precision that a CPU would choose: what is logged computes as it was trained.
-    given = {"evaluation.tasks": ["loss"], "training.precision": "bf16"} | overrides
-    config = settings(root, **given)
-    dataset = make_dataset(root, config)
-    run_dir = config.run.runs_dir / "first"
-    make_run(run_dir, config)
+    own = {"evaluation.tasks": ["loss"], "training.precision": "bf16"} | overrides
+    made = Made(root, **own)
     # Where `infini generate` finds the tokenizer.
-    write_json(run_dir / "run.json", {"dataset": str(dataset), "dataset_key": "k"})
-    return config, dataset, run_dir, evaluate_run(run_dir, dataset, config)
+    write_json(made.run_dir / "run.json", {"dataset": str(made.dataset), "dataset_key": "k"})
+    return made.config(), made.dataset, made.run_dir, made.evaluated()[0]
 
 
 @pytest.fixture(scope="module")

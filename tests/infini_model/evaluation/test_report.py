@@ -17,7 +17,7 @@ from curves import curve
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
-from trained_run import make_dataset, make_run, settings
+from trained_run import Made, make_run
 
 from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.data.loading.stream import open_split
@@ -36,26 +36,17 @@ from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.train import train
 
-ONLY_LOSS = {"evaluation.tasks": ["loss"]}
 RECORDED = ("step", "dataset_key", "metrics", "intervals")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(root, config, dataset folder, run folder), not to be modified by tests."""
-    root = tmp_path_factory.mktemp("evaluation")
-    config = settings(root)
-    dataset = make_dataset(root, config)
-    run_dir = root / "outputs" / "runs" / "first"
-    make_run(run_dir, config)
-    return root, config, dataset, run_dir
+    return Made(tmp_path_factory.mktemp("evaluation"), steps=(20, 40))
 
 
 @pytest.fixture(scope="module")
 def result(made):
-    _, config, dataset, run_dir = made
-    seen = []
-    result = evaluate_run(run_dir, dataset, config, progress=lambda *pair: seen.append(pair))
+    result, seen = made.evaluated()
     total = seen[-1][1]
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (total, total)
@@ -67,11 +58,10 @@ def score_of(result, split):
 
 
 def test_scores_are_the_models_own(made, result):
-    _, config, dataset, run_dir = made
-    model = InfiniLlama.from_pretrained(newest_checkpoint(run_dir) / "model")
+    model = InfiniLlama.from_pretrained(newest_checkpoint(made.run_dir) / "model")
     assert result.step == 40
     for split in ("validation", "test"):
-        windows = open_windows(dataset, split, config.packing, 8)
+        windows = open_windows(made.dataset, split, made.config().packing, 8)
         total, tokens, segments = 0.0, 0, torch.zeros(4)
         for number in range(len(windows)):
             (row,) = windows.gather(np.array([number])).tokens[0]
@@ -90,7 +80,6 @@ def test_scores_are_the_models_own(made, result):
 
 
 def test_the_report_begins_with_what_was_found_and_shows_the_rest(made, result):
-    _, _, _, run_dir = made
     text = result.report.read_text()
     drawn = {"loss", "learning_rate", "gradient_norm", "throughput", "loss_by_position"}
     assert {path.stem for path in result.plots} == drawn
@@ -102,47 +91,43 @@ def test_the_report_begins_with_what_was_found_and_shows_the_rest(made, result):
     for sentence in (*memory.summary, *memory.advice):
         assert f"\n- {sentence}\n" in head
     assert "trained on a different one, key `kkkkkkkkkkkkkkkk`" in text
-    assert f"infini run --config {run_dir}/config.yaml run.name=first-again" in text
+    assert f"infini run --config {made.run_dir}/config.yaml run.name=first-again" in text
     assert "over 1%: put the dataset folder on a local disk" in text
 
 
 def test_the_result_is_json_and_reproducible(made, result):
-    _, config, dataset, run_dir = made
     tree = json.loads(json.dumps(result.model_dump(mode="json")))
-    assert tree["report"] == str(run_dir / "report.md")
+    assert tree["report"] == str(made.run_dir / "report.md")
     assert tree["tasks"]["loss"]["details"]["test"] == score_of(result, "test")
     before = result.report.read_text()
-    assert evaluate_run(run_dir, dataset, config) == result
+    assert made.evaluated()[0] == result
     assert result.report.read_text() == before
-    record = json.loads((run_dir / "evaluation.json").read_text())
+    record = json.loads((made.run_dir / "evaluation.json").read_text())
     intervals = {name: list(each) for name, each in result.intervals.items()}
     expected = (result.step, result.dataset_key, result.metrics, intervals)
     assert tuple(record[name] for name in RECORDED) == expected
 
 
 def test_what_killed_evaluations_left_is_deleted_unless_another_is_at_work(made, tmp_path):
-    root, _, dataset, original = made
-    run_dir = shutil.copytree(original, tmp_path / "run", symlinks=True)
-    config = settings(root, **ONLY_LOSS)
+    run_dir = shutil.copytree(made.run_dir, tmp_path / "run", symlinks=True)
+    config = made.config(**{"evaluation.tasks": ["loss"]})
     names = ("evaluation/passkey-1/.tmp-cell.json-1", "plots/.tmp-loss.png-1", ".tmp-report.html-1")
     left = [run_dir / name for name in names]
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     with lock(run_dir / ".evaluation.lock", shared=True):
-        evaluate_run(run_dir, dataset, config)
+        evaluate_run(run_dir, made.dataset, config)
     assert all(path.exists() for path in left)
-    evaluate_run(run_dir, dataset, config)
+    evaluate_run(run_dir, made.dataset, config)
     assert not [*run_dir.rglob(".tmp-*")]
 
 
 def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path):
-    config = settings(tmp_path, **{"data.splits": {"train": 1.0, "validation": 0.0, "test": 0.0}})
-    dataset, run_dir = make_dataset(tmp_path, config), tmp_path / "run"
-    make_run(run_dir, config)
-    metrics = run_dir / "metrics.jsonl"
+    made = Made(tmp_path, **{"data.splits": {"train": 1.0, "validation": 0.0, "test": 0.0}})
+    metrics = made.run_dir / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"train/loss"', '"another"'))
-    result = evaluate_run(run_dir, dataset, config)
+    result, _ = made.evaluated()
     assert score_of(result, "test")["loss"] is None
     assert (result.tasks["sample"].details, result.metrics) == ({}, {})
     text = result.report.read_text()
@@ -164,11 +149,9 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
 def test_what_a_task_refuses_is_told_before_another_is_scored(
     made, monkeypatch, task, overrides, named
 ):
-    root, _, dataset, run_dir = made
     monkeypatch.delattr(EvalContext, "score")
-    config = settings(root, **{"evaluation.tasks": ["loss", task]} | overrides)
     with pytest.raises(UserError, match=named):
-        evaluate_run(run_dir, dataset, config)
+        made.evaluated(**{"evaluation.tasks": ["loss", task]} | overrides)
 
 
 @pytest.mark.parametrize("name", get_args(EvaluationTaskName))
@@ -177,17 +160,17 @@ def test_a_task_that_can_be_named_has_a_title(name):
 
 
 def test_what_builds_kernels_is_missed_before_any_weights_are_read(made, tmp_path, monkeypatch):
-    root, _, dataset, original = made
-    run_dir = shutil.copytree(original, tmp_path / "run", symlinks=True)
-    (run_dir / "run.json").write_text(json.dumps({"dataset": str(dataset), "dataset_key": "k"}))
+    run_dir = shutil.copytree(made.run_dir, tmp_path / "run", symlinks=True)
+    record = {"dataset": str(made.dataset), "dataset_key": "k"}
+    (run_dir / "run.json").write_text(json.dumps(record))
     gpu = Gpu("0", 0, "NVIDIA H200", 1 << 37, 1 << 37, 0, "GPU-1", (9, 0))
     monkeypatch.setattr(devices, "list_gpus", lambda: [gpu])
     monkeypatch.setattr(devices, "torch_cuda", lambda: (13, 0))
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     monkeypatch.delattr(InfiniLlama, "from_pretrained")
-    config = settings(root, **{"launch.gpus": "auto", "training.precision": "fp32"})
+    config = made.config(**{"launch.gpus": "auto", "training.precision": "fp32"})
     for work in (
-        lambda: evaluate_run(run_dir, dataset, config),
+        lambda: evaluate_run(run_dir, made.dataset, config),
         lambda: continue_text(config, run_dir, "a"),
     ):
         with pytest.raises(DeviceError, match="the kernels of a GPU cannot be built: there is no"):
@@ -195,15 +178,15 @@ def test_what_builds_kernels_is_missed_before_any_weights_are_read(made, tmp_pat
 
 
 def test_missing_inputs_are_named(made, tmp_path):
-    root, config, dataset, run_dir = made
+    config, dataset = made.config(), made.dataset
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: no metrics found"):
         evaluate_run(tmp_path, dataset, config)
-    shutil.copy(run_dir / "metrics.jsonl", tmp_path)
+    shutil.copy(made.run_dir / "metrics.jsonl", tmp_path)
     with pytest.raises(CheckpointError, match="checkpoints: no checkpoint found"):
         evaluate_run(tmp_path, dataset, config)
     with pytest.raises(DataError, match="does not exist"):
-        evaluate_run(run_dir, tmp_path / "nothing", config)
-    small = settings(root, **{"model.vocab_size": 90})
+        evaluate_run(made.run_dir, tmp_path / "nothing", config)
+    small = made.config(**{"model.vocab_size": 90})
     make_run(tmp_path / "small", small)
     with pytest.raises(CheckpointError, match="vocabulary size is 90, the dataset"):
         evaluate_run(tmp_path / "small", dataset, small)

@@ -13,18 +13,13 @@ import pytest
 import torch
 from tiny_models import draw_memory_parameters, tiny_config
 from torch import Tensor
-from trained_run import make_dataset, make_run, settings
+from trained_run import Made
 
-from infini_model.config import Config
 from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from infini_model.evaluation.context import EvalContext
-from infini_model.evaluation.report import evaluate_run
-from infini_model.evaluation.task import TaskResult
-from infini_model.evaluation.tasks import load_task
 from infini_model.evaluation.tasks.passkey import (
     RANDOM,
     REPEATED,
@@ -227,36 +222,13 @@ SMALL = {
 }
 
 
-class Made:
-    """A dataset and a run, evaluated with different settings."""
-
-    def __init__(self, root: Path, **model: Any) -> None:
-        self.root, self.model = root, model
-        self.run_dir = root / "outputs" / "runs" / "first"
-        self.dataset = make_dataset(root, self.config())
-        make_run(self.run_dir, self.config(), steps=(40,))
-
-    def config(self, **overrides: Any) -> Config:
-        return settings(self.root, **SMALL | self.model | overrides)
-
-    def context(self, **overrides: Any) -> EvalContext:
-        return EvalContext(self.run_dir, self.dataset, self.config(**overrides))
-
-    def result(self, task: EvaluationTaskName, **overrides: Any) -> TaskResult:
-        return load_task(task).run(self.context(**overrides))
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("retrieval"))
+    return Made(tmp_path_factory.mktemp("retrieval"), **SMALL)
 
 
 def test_the_report_has_a_grid_with_intervals_and_a_picture(made: Made) -> None:
-    seen: list[tuple[int, int]] = []
-    config = made.config(**{"evaluation.tasks": TASKS})
-    result = evaluate_run(
-        made.run_dir, made.dataset, config, progress=lambda *pair: seen.append(pair)
-    )
+    result, seen = made.evaluated(**{"evaluation.tasks": TASKS})
     # Two lengths of two trials of three haystacks; three haystacks for five depths; ten sequences.
     assert seen[-1] == (12 + 3 + 10, 12 + 3 + 10)
     passkey = result.tasks["passkey"].details["lengths"]
@@ -309,7 +281,9 @@ def test_filler_may_be_documents_of_a_test_split_that_has_some(made: Made, tmp_p
     for body in trials.draw(4, 0)[0].bodies:
         before, _, after = tokenizer.decode(body.numpy()).partition(" The pass key is ")
         assert sum(text in before or text in after for text in texts) >= 2
-    without = Made(tmp_path, **{"data.splits": {"train": 0.5, "validation": 0.5, "test": 0.0}})
+    without = Made(
+        tmp_path, **SMALL, **{"data.splits": {"train": 0.5, "validation": 0.5, "test": 0.0}}
+    )
     with pytest.raises(UserError, match=r"evaluation.passkey.filler: documents, but the test"):
         without.result("passkey", **documents)
 

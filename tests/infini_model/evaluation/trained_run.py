@@ -1,5 +1,6 @@
 """A small fake run: dataset, checkpoints and metrics written by the project's own code."""
 
+import hashlib
 import json
 
 import torch
@@ -7,6 +8,9 @@ import torch
 from infini_model.config import load_config
 from infini_model.data.build import build_dataset
 from infini_model.data.sources.listing import download
+from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.report import evaluate_run
+from infini_model.evaluation.tasks import load_task
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.runtime.metrics_file import MetricsFile
@@ -81,3 +85,38 @@ def make_run(run_dir, config, steps=(20, 40), std=0.3):
         )
     metrics.close()
     return model
+
+
+class Made:
+    """A dataset and a run in the folder `root`, evaluated with different settings."""
+
+    def __init__(self, root, steps=(40,), **own):
+        self.root, self.own, self.steps = root, own, steps
+        self.dataset = make_dataset(root, self.config())
+        self.run_dir = self.run(root / "outputs" / "runs" / "first", self.config())
+
+    def config(self, **overrides):
+        return settings(self.root, **self.own | overrides)
+
+    def run(self, run_dir, config):
+        if not run_dir.exists():
+            make_run(run_dir, config, self.steps)
+        return run_dir
+
+    def context(self, **overrides):
+        """Of the run, or of one with another model."""
+        config, run_dir = self.config(**overrides), self.run_dir
+        if config.model != self.config().model:
+            name = hashlib.sha256(config.model.model_dump_json().encode()).hexdigest()
+            run_dir = self.run(self.root / name, config)
+        return EvalContext(run_dir, self.dataset, config)
+
+    def result(self, task, **overrides):
+        return load_task(task).run(self.context(**overrides))
+
+    def evaluated(self, **overrides):
+        """The result, and the progress that was reported."""
+        seen = []
+        report = lambda *pair: seen.append(pair)  # noqa: E731
+        config = self.config(**overrides)
+        return evaluate_run(self.run_dir, self.dataset, config, progress=report), seen

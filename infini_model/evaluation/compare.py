@@ -276,17 +276,14 @@ def _groups(runs: Sequence[ComparedRun], differing: Mapping[str, list[str | None
     for run in runs:
         values = [run.settings.get(key) for key in keys]
         found.setdefault((run.context["dataset"], *values), []).append(run)
-    short = {key: key.rpartition(".")[2] for key in keys}
-    unique = len(set(short.values())) == len(short)
-
-    def label(values: Sequence[str | None], members: Sequence[ComparedRun]) -> str:
-        if not 0 < len(keys) <= FEW_SETTINGS or len(found) == 1:
-            return members[0].name
-        named = zip((short[key] if unique else key for key in keys), values, strict=True)
-        return ", ".join(f"{key}={value}" for key, value in named if value is not None)
-
-    labels = [label(values, members) for (_, *values), members in found.items()]
-    if len(set(labels)) < len(labels):
+    names = [key.rpartition(".")[2] for key in keys]
+    if len(set(names)) < len(names):
+        names = keys
+    labels = [
+        ", ".join(f"{name}={x}" for name, x in zip(names, values, strict=True) if x is not None)
+        for _, *values in found
+    ]
+    if not 0 < len(keys) <= FEW_SETTINGS or len(found) == 1 or len(set(labels)) < len(labels):
         labels = [members[0].name for members in found.values()]
     return [Group(*each) for each in zip(labels, found.values(), strict=True)]
 

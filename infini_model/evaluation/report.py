@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -14,7 +14,7 @@ from infini_model.config import Config
 from infini_model.evaluation.context import EvalContext, Pass
 from infini_model.evaluation.pages import bullets, estimate, picture, table, write_pages
 from infini_model.evaluation.plots import plot_training
-from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult
+from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.evaluation.tasks import load_task
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
@@ -104,8 +104,7 @@ def evaluate_run(
             plots=[*curves.values(), *shown],
         )
         titled = [(tasks[name].title, found) for name, found in results.items()]
-        pictures = [Picture(path=path, caption=caption) for caption, path in curves.items()]
-        text = _text(context, titled, pictures, lines)
+        text = _text(context, titled, curves, lines)
         write_pages(text, run_dir.name, result.report, result.plots)
         record_evaluation(
             run_dir, result.step, result.dataset_key, result.metrics, result.intervals
@@ -147,7 +146,7 @@ def _report_progress(
 def _text(
     context: EvalContext,
     titled: Sequence[tuple[str, TaskResult]],
-    curves: Sequence[Picture],
+    curves: Mapping[str, Path],
     lines: Sequence[Line],
 ) -> str:
     """The report as Markdown: what was found and what to do, all metrics, then the details."""
@@ -170,7 +169,8 @@ def _text(
         sections += [f"## {title}", result.section, *pictures]
     sections += ["## Speed", _speed_section(lines)]
     if curves:
-        sections += ["## Curves", *(picture(each.caption, each.path, run_dir) for each in curves)]
+        shown = [picture(caption, path, run_dir) for caption, path in curves.items()]
+        sections += ["## Curves", *shown]
     config, name = shlex.quote(str(run_dir / "config.yaml")), shlex.quote(run_dir.name)
     commands = (
         "```sh\n"

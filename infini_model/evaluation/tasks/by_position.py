@@ -153,9 +153,8 @@ def find_long_documents(context: EvalContext) -> LongDocuments | str:
     The sample depends on nothing but the dataset, the segments and `max_documents`.
     """
     shape, settings = context.model.config, context.config.evaluation.loss_by_position
-    # By default the segments of a window.
-    whole = context.config.packing.context_length // shape.segment_length
-    segments = settings.segments or whole
+    # By default those of a window.
+    segments = settings.segments or context.config.packing.context_length // shape.segment_length
     if shape.bidirectional and shape.memory == "none":
         return "The model sees a window as a whole and has no memory."
     if context.manifest.pairs:
@@ -259,22 +258,21 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
         f"segment of the document ({documents.segment_length:,} tokens each)",
         context.plots_dir / PICTURE,
     )
-    named = {"loss": measured.losses["fresh"]}
-    named |= {METRICS[way]: sums for way, sums in measured.gains.items()}
+    named = {"loss": measured.over(measured.losses["fresh"], far)}
+    named |= {METRICS[way]: measured.over(sums, far) for way, sums in measured.gains.items()}
     found = {
         f"evaluation/{split}_{name}_from_segment_{first}": interval
-        for name, sums in named.items()
-        for (first, _), interval in zip(far, measured.over(sums, far), strict=True)
+        for name, intervals in named.items()
+        for (first, _), interval in zip(far, intervals, strict=True)
     }
-    where = f"on {len(documents.starts):,} documents of the {split} split"
+    where, to_do = f"on {len(documents.starts):,} documents of the {split} split", list[str]()
     if gains:
-        known = measured.over(measured.gains["fresh"], far)
-        summary, is_used = verdict(dict(zip(FROM, known, strict=False)), where), effect(*known[0])
-        to_do = advice(context, is_used=is_used > 0)
+        known = named[METRICS["fresh"]]
+        summary = verdict(dict(zip(FROM, known, strict=False)), where)
+        to_do = advice(context, is_used=effect(*known[0]) > 0)
     else:
-        loss = measured.over(measured.losses["fresh"], far)[0]
+        loss = named["loss"][0]
         summary = f"The model has no memory: from the 2nd segment on its loss is {loss} {where}."
-        to_do = []
     return TaskResult.of(
         found,
         section=f"{_method(documents, measured)}\n\n{_table(documents, measured, far)}",

@@ -116,7 +116,8 @@ class Made:
 
     def evaluated(self, **overrides):
         """The result, and the progress that was reported."""
-        seen = []
-        report = lambda *pair: seen.append(pair)  # noqa: E731
-        config = self.config(**overrides)
-        return evaluate_run(self.run_dir, self.dataset, config, progress=report), seen
+        config, seen = self.config(**overrides), []
+        result = evaluate_run(
+            self.run_dir, self.dataset, config, progress=lambda *pair: seen.append(pair)
+        )
+        return result, seen

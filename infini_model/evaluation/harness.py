@@ -26,25 +26,29 @@ from infini_model.runtime.errors import UserError
 STOP_CONTEXT = 8
 
 
-def read_settings(arguments: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The stop strings and the settings of `stream` that a request's `generation_kwargs` ask for.
+def read_settings(
+    arguments: dict[str, Any], seed: int, eos_token_id: int
+) -> tuple[tuple[str, ...], Sampling]:
+    """The stop strings and the sampling that a request's `generation_kwargs` ask for.
 
-    Raises `UserError` for one that is not supported.
+    Raises `UserError` for a setting that is not supported or out of its range.
     """
     given: dict[str, Any] = dict(normalize_gen_kwargs(arguments))
     is_sampled, until = given.pop("do_sample"), given.pop("until")
-    settings = {
-        "max_new_tokens": given.pop("max_gen_toks"),
-        "temperature": float(given.pop("temperature", 1.0 if is_sampled else 0.0)),
-        "top_k": given.pop("top_k", None) or None,
-        "top_p": given.pop("top_p", None),
-    }
+    sampling = Sampling(
+        max_new_tokens=given.pop("max_gen_toks"),
+        temperature=float(given.pop("temperature", 1.0 if is_sampled else 0.0)),
+        top_k=given.pop("top_k", None) or None,
+        top_p=given.pop("top_p", None),
+        seed=seed,
+        eos_token_id=eos_token_id,
+    )
     if given:
         raise UserError(
             f"generation_kwargs: {next(iter(given))} is not supported; there are until, "
             "max_gen_toks, do_sample, temperature, top_k and top_p"
         )
-    return tuple(filter(None, until)), settings
+    return tuple(filter(None, until)), sampling
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
@@ -164,15 +168,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         Raises `UserError` if a setting is not supported or out of its range, or a model without a
         memory has no room for the prompt besides `max_gen_toks`.
         """
+        seed, eos = self._seed, self._text.eos_token_id
         asked = [
-            (number, self.tok_encode(prompt) or [self.eot_token_id], *read_settings(arguments))
-            for number, (prompt, arguments) in enumerate(request.args for request in requests)
+            (
+                number,
+                self.tok_encode(prompt) or [self.eot_token_id],
+                *read_settings(kwargs, seed, eos),
+            )
+            for number, (prompt, kwargs) in enumerate(request.args for request in requests)
         ]
         order = Collator(
             asked,
             sort_fn=lambda each: -len(each[1]),
             group_by="gen_kwargs",
-            group_fn=lambda each: (each[2], *each[3].values()),
+            group_fn=lambda each: each[2:],
         )
         texts: list[str] = []
         for batch in order.get_batched(n=self._batch_size):
@@ -187,27 +196,26 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         prompts: Sequence[list[int]],
         rows: Sequence[int],
         until: Sequence[str],
-        settings: dict[str, Any],
+        sampling: Sampling,
     ) -> list[str]:
-        eos, config = self._text.eos_token_id, self._model.config
+        config = self._model.config
         if config.memory == "none":  # it reads the last tokens
-            room = config.segment_length - settings["max_new_tokens"]
+            room = config.segment_length - sampling.max_new_tokens
             if room < 1:
                 raise UserError(
-                    f"max_gen_toks: got {settings['max_new_tokens']}; the model has no memory, and "
+                    f"max_gen_toks: got {sampling.max_new_tokens}; the model has no memory, and "
                     f"prompt and answer must fit its segment_length of {config.segment_length}"
                 )
             prompts = [prompt[-room:] for prompt in prompts]
         new: list[list[int | None]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
         newest = max((len(stop.encode()) for stop in until), default=0) + STOP_CONTEXT
-        sampling = Sampling(**settings, seed=self._seed, eos_token_id=eos)
         for tokens in stream(self._model, prompts, sampling, rows=rows):
             for row in tuple(going):
                 new[row].append(tokens[row])
                 # A stop string may span several tokens.
                 end = self._text.decode(new[row][-newest:]) if until else ""
-                if tokens[row] == eos or any(stop in end for stop in until):
+                if tokens[row] == sampling.eos_token_id or any(stop in end for stop in until):
                     going.remove(row)
             if not going:
                 break

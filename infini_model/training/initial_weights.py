@@ -124,7 +124,8 @@ def fetch_folder(
 ) -> tuple[Path, str | None]:
     """The folder of weights that `name`, the value of `key`, means, and its commit on the hub.
 
-    Raises `ConfigError` that names `key` if it can only be a folder and is none.
+    Raises `ConfigError` that names `key` if it can only be a folder and is none, `DataError` if it
+    is none and the hub refuses it, `UnreachableError` if the hub does not answer.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

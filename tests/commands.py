@@ -22,7 +22,7 @@ from unittest import mock
 
 import psutil
 import yaml
-from words import WORDS
+from shared import SMALL, WORDS
 
 from flows import cli
 from infini_model import __main__ as stages
@@ -30,6 +30,7 @@ from infini_model.runtime.processes import wait_until
 from infini_model.runtime.stage_protocol import ERROR, RESULT
 
 Environment = dict[str, str]
+Done = subprocess.CompletedProcess[str]
 # Seconds that a test waits for what must happen, however slow the machine: long enough that only a
 # hang takes longer, and short enough for pytest's own timeout to leave it time to be named.
 PATIENCE = 300.0
@@ -63,25 +64,12 @@ def tiny(texts: Path, output_dir: Path, **sections: dict[str, Any]) -> dict[str,
             "workers": 1,
         },
         "packing": {"context_length": 64},
-        "model": {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "segment_length": 16,
-        },
-        "training": {
-            "max_steps": 20,
-            "batch_size": 2,
-            "warmup_steps": 2,
-        },
+        "model": dict(SMALL),
+        "training": {"max_steps": 20, "batch_size": 2, "warmup_steps": 2},
         "launch": {"gpus": "cpu"},
         "logging": {"logging_steps": 1, "eval_steps": 5},
         "checkpoint": {"save_steps": 5},
-        "evaluation": {
-            "max_windows": 8,
-            "sample": {"prompt_tokens": 16, "max_new_tokens": 8},
-        },
+        "evaluation": {"max_windows": 8, "sample": {"prompt_tokens": 16, "max_new_tokens": 8}},
         "tracking": {"mlflow": False, "tensorboard": False},
     }
     for name, section in sections.items():
@@ -90,7 +78,6 @@ def tiny(texts: Path, output_dir: Path, **sections: dict[str, Any]) -> dict[str,
 
 
 def write_settings(path: Path, tree: dict[str, Any]) -> Path:
-    """A configuration file."""
     path.write_text(yaml.safe_dump(tree))
     return path
 
@@ -98,16 +85,14 @@ def write_settings(path: Path, tree: dict[str, Any]) -> Path:
 class Running:
     """A background command with its output in a file."""
 
-    def __init__(self, command: Sequence[str], log: Path, env: Environment) -> None:
+    def __init__(self, command: Sequence[str], log: Path, env: Environment, **options: Any) -> None:
         self.log = log
+        options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
-            )
+            self.process = subprocess.Popen(command, stdout=output, env=env, **options)
 
     @property
     def output(self) -> str:
-        """Its output so far."""
         return self.log.read_text(errors="replace")
 
     def wait_for(self, text: str) -> None:
@@ -129,12 +114,10 @@ class Running:
             raise AssertionError(f"not done after {WHOLE} s:\n{self.output}") from None
 
     def tree(self) -> list[psutil.Process]:
-        """The process and all its descendants."""
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
 
     def end(self) -> None:
-        """Kill it and all its descendants."""
         if self.process.poll() is None:
             for process in self.tree():
                 kill(process, signal.SIGKILL)
@@ -171,20 +154,18 @@ def infini(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 
-def run(
-    command: Sequence[str], env: Environment, **options: Any
-) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], env: Environment, **options: Any) -> Done:
     """Run a command to completion, with separate stdout and stderr."""
-    return subprocess.run(
-        command,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=WHOLE,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        **options,
-    )
+    options |= {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, env=env, timeout=WHOLE, check=False, **options)
+
+
+def succeed(command: Sequence[str], env: Environment, **options: Any) -> Done:
+    """Run a command that must end with status 0 and show no traceback."""
+    done = run(command, env, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
 
 
 @contextlib.contextmanager
@@ -207,7 +188,7 @@ def run_here(
     *arguments: str | Path,
     env: Environment | None = None,
     stdin: bytes = b"",
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """Run the `main` of a program in this process: most of a short command is its imports."""
     words, output, errors = ["program", *map(str, arguments)], io.StringIO(), io.StringIO()
     with (
@@ -222,14 +203,10 @@ def run_here(
             status = main()
         except SystemExit as end:
             status = end.code
-    return subprocess.CompletedProcess(
-        words, int(str(status or 0)), output.getvalue(), errors.getvalue()
-    )
+    return Done(words, int(str(status or 0)), output.getvalue(), errors.getvalue())
 
 
-def infini_here(
-    *arguments: str | Path, env: Environment, stdin: bytes = b""
-) -> subprocess.CompletedProcess[str]:
+def infini_here(*arguments: str | Path, env: Environment, stdin: bytes = b"") -> Done:
     """Run `infini` in this process; for commands that end before they use Prefect."""
     return run_here(cli.main, *arguments, env=env, stdin=stdin)
 
@@ -249,9 +226,8 @@ def stage(
     # A task on Ray that is cancelled is interrupted wherever it is, and Ray passes its lines on.
     own = [line for line in (done.stdout + done.stderr).splitlines() if not OF_RAY.search(line)]
     assert "Traceback" not in "\n".join(own), done.stdout + done.stderr
-    reported = dict(
-        line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("::")
-    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("::")]
+    reported = dict(line.split(" ", 1) for line in lines)
     if done.returncode == 0:
         return dict(json.loads(reported[RESULT]))
     assert done.returncode == 2, done.stdout + done.stderr
@@ -317,9 +293,8 @@ def answers(url: str) -> bool:
 def api(url: str, path: str, method: str = "POST", **body: Any) -> Any:
     """The response of Prefect's API; None where it has nothing to say."""
     data = None if method == "GET" else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"{url}/{path}", data, {"Content-Type": "application/json"}, method=method
-    )
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/{path}", data, headers, method=method)
     answers: list[bytes] = []
 
     def is_answered() -> bool:

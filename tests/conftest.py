@@ -11,14 +11,14 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from shared import once
-from words import WORDS
+from shared import WORDS, once
 
 from infini_model.config import validate
 from infini_model.data.build import build_dataset
@@ -35,10 +35,7 @@ torch.set_num_threads(1)
 # How long an example takes to run, or to draw, depends on what else the machine does. An example
 # that is one in thousands must not turn up in a run that is about something else.
 settings.register_profile(
-    "repeatable",
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
 WithTables = Callable[[Path], Path]
@@ -199,11 +196,8 @@ def s3() -> Iterator[S3Server]:
     """An S3 server shared by all tests of a worker."""
     from s3_server import S3Server
 
-    server = S3Server()
-    try:
+    with closing(S3Server()) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_secret"
@@ -44,12 +45,8 @@ class Repository:
     def tree(self, folder, recursive):
         prefix = f"{folder}/" if folder else ""
         names = [name for name in self.files if name.startswith(prefix)]
-        folders = {
-            name[:end]
-            for name in names
-            for end in (match.start() for match in re.finditer("/", name))
-            if end > len(prefix)
-        }
+        folders = {str(above) for name in names for above in PurePosixPath(name).parents}
+        folders = [each for each in folders - {"."} if each.startswith(prefix)]
         entries = [{"type": "directory", "path": f, "size": 0, "oid": git_id(b"")} for f in folders]
         entries += [self.entry(name) for name in names]
         if not recursive:

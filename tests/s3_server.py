@@ -65,7 +65,6 @@ class Line:
         self.connect()
 
     def connect(self) -> None:
-        """Take connections again."""
         if self._listener is not None:
             return
         self._listener = socket.create_server(("127.0.0.1", self.port))
@@ -187,7 +186,6 @@ class S3Server:
         }
 
     def make_bucket(self) -> str:
-        """The name of a new bucket."""
         name = f"bucket-{uuid.uuid4().hex[:12]}"
         self.client().create_bucket(Bucket=name)
         return name
@@ -213,8 +211,7 @@ class S3Server:
         finally:
             self._allow(b"inf")
 
-    def stop(self) -> None:
-        """End it."""
+    def close(self) -> None:
         self.line.disconnect()
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Expensive read-only fixtures, made once for all pytest workers."""
+"""Small documents and models, and expensive read-only fixtures for all pytest workers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from pathlib import Path
 import pytest
 
 from infini_model.runtime.storage import lock
+
+WORDS = ("river", "stone", "light", "under", "seven", "quiet", "glass", "morning", "copper")
+# A model that trains in seconds.
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "segment_length": 16,
+}
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

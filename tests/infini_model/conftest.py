@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shared import SMALL
 
 from infini_model.config import Config, validate
 from infini_model.data.build import build_dataset
@@ -22,13 +23,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
         tree: dict[str, dict[str, object]] = {
             "run": {"output_dir": str(tmp_path / "output"), "seed": 3},
             "packing": {"context_length": 64},
-            "model": {
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "intermediate_size": 64,
-                "segment_length": 16,
-            },
+            "model": dict(SMALL),
             "training": {
                 "max_steps": 12,
                 "batch_size": 8,

@@ -40,9 +40,8 @@ def preprocess(output, source, name="corpus", **data):
 
 
 def write_text(folder, name, times=16_000):
-    folder.mkdir(parents=True, exist_ok=True)
     text = f"{name} words of a document that is neither short nor long. "
-    (folder / f"{name}.txt").write_text(text * times)
+    (storage.make_folder(folder) / f"{name}.txt").write_text(text * times)
 
 
 def age(folder, seconds):
@@ -103,14 +102,12 @@ def listed(*folders):
 
 def du(folder):
     """Bytes on the disk."""
-    done = subprocess.run(["du", "-s", "-B1", folder], capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[0])
+    return int(subprocess.check_output(["du", "-s", "-B1", folder], text=True).split()[0])
 
 
 def state(folder):
-    return {
-        str(path): (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in folder.rglob("*")
-    }
+    stats = {str(path): path.lstat() for path in folder.rglob("*")}
+    return {path: (stat.st_mtime_ns, stat.st_ino) for path, stat in stats.items()}
 
 
 def assert_intact(*folders):
@@ -137,8 +134,7 @@ def test_the_newest_stay_and_what_is_freed_is_what_du_says(made, output, folders
     expected = usage(path for _, path in found.items)
     cleaned = remove_garbage(scope, found)
     assert cleaned.bytes == held - du(output) == expected > 9e5
-    assert cleaned.counts == found.counts
-    assert (cleaned.failures, cleaned.notes) == ([], [])
+    assert (cleaned.counts, cleaned.failures, cleaned.notes) == (found.counts, [], [])
     assert_left(output, middle, new)
     clean_up(output)  # The locks of what is gone.
     assert find_garbage(scope).items == []
@@ -162,9 +158,8 @@ def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders,
 
 
 def run_on(output, dataset, name, *, finish=False):
-    config = load_config(
-        overrides=[{"run": {"output_dir": str(output), "name": name}, "training": {"max_steps": 9}}]
-    )
+    run = {"output_dir": str(output), "name": name}
+    config = load_config(overrides=[{"run": run, "training": {"max_steps": 9}}])
     key = read_manifest(dataset).key
     with claim_run(config, key, dataset) as run_dir:
         if finish:
@@ -219,10 +214,8 @@ def test_while_something_is_damaged_no_data_is_removed_since_it_may_refer_to_any
         whole = path.read_bytes()
         path.write_text("{")
         cleaned = clean_up(output, 30 * DAY, keep=1)
-        assert cleaned.notes == [
-            f"{path}: is damaged; no data is removed, since it may refer to any of it"
-        ]
-        assert cleaned.counts == {}
+        told = f"{path}: is damaged; no data is removed, since it may refer to any of it"
+        assert (cleaned.notes, cleaned.counts) == ([told], {})
         path.write_bytes(whole)
 
 
@@ -299,7 +292,7 @@ def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, 
     young.touch()
     with storage.lock(build_lock(folders[2])):
         clean_up(output, later=0)
-    assert [dead.exists(), young.exists()] == [True, True]
+    assert dead.exists()
     clean_up(output, later=0)
     assert [dead.exists(), young.exists()] == [False, True]
     clean_up(output)
@@ -328,17 +321,13 @@ def checkpoint(run_dir, step):
 
 
 def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
-    runs = [
-        run_on(output, folders[2], name, finish=name != "cut") for name in ("done", "bad", "cut")
-    ]
-    for run_dir in runs:
+    done, bad = (run_on(output, folders[2], name, finish=True) for name in ("done", "bad"))
+    cut = run_on(output, folders[2], "cut")
+    losses = [{"step": step, "time": 1.0, "validation/loss": abs(step - 5)} for step in (3, 5, 9)]
+    for run_dir in (done, bad, cut):
         for step in (3, 5, 7, 9):
             checkpoint(run_dir, step)
-        lines = [
-            {"step": step, "time": 1.0, "validation/loss": abs(step - 5)} for step in (3, 5, 9)
-        ]
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    done, bad, _ = runs
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in losses))
     (bad / "checkpoints" / "step-9" / "weights").write_bytes(b"damaged")
     (done / "checkpoints" / "damaged-step-8").mkdir()
     with storage.lock(done / ".lock"):
@@ -347,7 +336,7 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
     cleaned = clean_up(output, keep=9)
     assert cleaned.counts == {"checkpoint": 3}
     assert "the checkpoints before it are kept" in cleaned.notes[0]
-    left = [{p.name for p in (run_dir / "checkpoints").glob("[!.]*")} for run_dir in runs]
+    left = [{p.name for p in (each / "checkpoints").glob("[!.]*")} for each in (done, bad, cut)]
     # The best one stays besides the newest.
     assert left == [{"step-5", "step-9"}, *[{f"step-{n}" for n in (3, 5, 7, 9)}] * 2]
 
@@ -377,25 +366,21 @@ def test_pictures_go_with_the_report_that_has_them(output, folders, monkeypatch)
 
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monkeypatch):
     middle, new = folders[1:]
-    rename = os.rename
-
-    def refuse(path, other):
-        if f"datasets/{middle.name}" in str(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        rename(path, other)
-
-    leftover, unlink = output / "datasets" / ".listings" / ".tmp-theirs-abc", os.unlink
+    leftover = output / "datasets" / ".listings" / ".tmp-theirs-abc"
     leftover.write_bytes(bytes(9000))
 
-    def refuse_theirs(path, **where):
-        if str(path) == str(leftover):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        unlink(path, **where)
+    def refusing(plain, kept):
+        def refuse(path, *others, **where):
+            if kept in str(path):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return plain(path, *others, **where)
+
+        return refuse
 
     before = du(output)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refuse)
-        patch.setattr(os, "unlink", refuse_theirs)
+        patch.setattr(os, "rename", refusing(os.rename, f"datasets/{middle.name}"))
+        patch.setattr(os, "unlink", refusing(os.unlink, str(leftover)))
         cleaned = clean_up(output, keep=1)
     for path in (middle, leftover):
         assert f"{path}: cannot be removed: Permission denied" in cleaned.failures
@@ -445,9 +430,7 @@ def test_a_cleaning_killed_at_any_moment_is_finished_by_the_next(output, folders
     assert sum(killed) > 15
 
 
-def test_a_dataset_that_another_cleaning_removes_meanwhile_is_passed_over(
-    output, folders, monkeypatch
-):
+def test_what_another_cleaning_removes_meanwhile_is_passed_over(output, folders, monkeypatch):
     read, (first, *others) = json.loads, sorted(folders)
 
     def remove_and_read(text, **options):

@@ -36,7 +36,6 @@ class Machine:
     made: list[str] = field(default_factory=list)
 
     def config(self, data: DataConfig) -> Config:
-        """The configuration of a command on this machine."""
         run = {"output_dir": self.folder, "data_dir": self.folder, "data_store": self.address}
         return validate({"run": run, "data": data.model_dump()})
 
@@ -48,15 +47,10 @@ class Machine:
             return self
 
         self.made = []
-        return build_dataset(
-            download(data, self.folder, datasets_dir=self.folder),
-            self.config(data).data,
-            self.folder,
-            datasets_dir=self.folder,
-            store=self.address,
-            previous=previous,
-            make_engine=engine,
-        )
+        listing = download(data, self.folder, datasets_dir=self.folder)
+        data, places = self.config(data).data, {"datasets_dir": self.folder, "store": self.address}
+        options = places | {"previous": previous, "make_engine": engine}
+        return build_dataset(listing, data, self.folder, **options)
 
     def make(self, specs, datasets, advance):
         """Make partitions, as an engine does, and note their keys."""
@@ -64,12 +58,10 @@ class Machine:
         self._engine.make(specs, datasets, advance)
 
     def plan(self, data: DataConfig, previous: str | None = None) -> Plan:
-        """What there is to do."""
         listing = download(data, self.folder, datasets_dir=self.folder)
         return plan_dataset(listing, self.config(data), previous=previous)
 
     def finished(self, data: DataConfig) -> Plan:
-        """The dataset to train on."""
         return finished_dataset(self.config(data))
 
     def download(self, data: DataConfig) -> Path:

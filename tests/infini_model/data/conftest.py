@@ -15,7 +15,6 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def byte_dataset(tmp_path_factory, texts) -> Path:
-    """A dataset folder of byte tokens."""
     root = tmp_path_factory.mktemp("bytes")
     config = files_config(
         write_parquet(root / "raw.parquet", texts),

@@ -21,15 +21,13 @@ WORDS += ["said:", "“hello”,", "don't!\n\t", ""]
 def make_texts(count: int, seed: int = 0, longest: int = 400) -> list[str]:
     """Documents of all lengths, each different, not all of them ASCII."""
     rng = random.Random(seed)
-    return [
-        f"{number} " + " ".join(rng.choices(WORDS, k=rng.randrange(1, longest)))
-        for number in range(count)
-    ]
+    drawn = (rng.choices(WORDS, k=rng.randrange(1, longest)) for _ in range(count))
+    return [f"{number} {' '.join(words)}" for number, words in enumerate(drawn)]
 
 
 def write_files(folder: Path, texts: list[str]) -> Path:
     """One text file a document."""
-    folder.mkdir(parents=True, exist_ok=True)
+    storage.make_folder(folder)
     for number, text in enumerate(texts):
         (folder / f"{number:04d}.txt").write_bytes(text.encode())
     return folder
@@ -80,23 +78,19 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
 
 def rows_of(*ranges: FileRange, batch_bytes: int = 1 << 20, **reading: object) -> list:
     """The texts of all rows in these ranges."""
-    arrays = (
-        array for part in ranges for array in read_range(part, Reading(**reading), batch_bytes)
-    )
-    return [text for array in arrays for text in array.to_pylist()]
+    parts = (read_range(part, Reading(**reading), batch_bytes) for part in ranges)
+    return [text for arrays in parts for array in arrays for text in array.to_pylist()]
 
 
 def make_pairs(count: int, seed: int = 0, longest: int = 60) -> list[tuple[str, str]]:
     """Prompts, each different, and answers of all lengths, not all of them ASCII."""
     rng = random.Random(seed)
-    words = ["naïve", "日本", "is", "the sum", "of", "🦊", "42", "\n"]
-    return [
-        (
-            f"{number}: " + " ".join(rng.choices(words, k=rng.randrange(longest))),
-            " ".join(rng.choices(words, k=rng.randrange(1, longest))) + ".",
-        )
-        for number in range(count)
-    ]
+
+    def words(least: int) -> str:
+        drawn = ["naïve", "日本", "is", "the sum", "of", "🦊", "42", "\n"]
+        return " ".join(rng.choices(drawn, k=rng.randrange(least, longest)))
+
+    return [(f"{number}: {words(0)}", f"{words(1)}.") for number in range(count)]
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -143,10 +137,8 @@ def adversarial_texts(count: int, seed: int, longest: int = 90) -> list[str]:
         drawn = (chance.randrange(point) for point in points[: chance.randrange(12)])
         return "".join(chr(point) for point in drawn if not 0xD800 <= point < 0xE000)
 
-    def runs() -> str:
-        return "".join(
-            pieces(3) + chance.choice(RUNNING) * chance.randrange(1, longest) for _ in range(2)
-        )
+    def run() -> str:
+        return pieces(3) + chance.choice(RUNNING) * chance.randrange(1, longest)
 
-    makers = [lambda: pieces(13), lambda: pieces(13), lambda: pieces(40), characters, runs]
+    makers = [lambda: pieces(13)] * 2 + [lambda: pieces(40), characters, lambda: run() + run()]
     return [makers[number % len(makers)]() for number in range(count)]

@@ -34,9 +34,8 @@ THIRDS = {"train": 0.5, "validation": 0.25, "test": 0.25}
 
 def large_texts(count=24, size=100_000):
     """Documents of a size that makes several partitions of a mebibyte."""
-    return [
-        f"{number} {text} " * (size // len(text)) for number, text in enumerate(make_texts(count))
-    ]
+    texts = enumerate(make_texts(count))
+    return [f"{number} {text} " * (size // len(text)) for number, text in texts]
 
 
 @pytest.fixture
@@ -53,11 +52,8 @@ def intact_shards(folder):
 
 
 def documents_of(folder):
-    """The ids of every document."""
     streams = [open_split(folder, split) for split in SPLITS]
-    return [
-        stream.document(index).tolist() for stream in streams for index in range(stream.documents)
-    ]
+    return [each.document(index).tolist() for each in streams for index in range(each.documents)]
 
 
 def partitions_of(output_dir):
@@ -126,56 +122,45 @@ def test_the_shards_do_not_depend_on_how_they_were_made(tmp_path):
     assert made[0] == made[1] == made[2]
 
 
-def specs_of(*ranges, tokenizer=None, splits=None, reading=None, batch_size=9):
-    record = tokenizer or TokenizerRecord(
-        spec="bytes", vocab_size=256, eos_token_id=255, fingerprint="f", dtype="uint8"
-    )
-    common = PartitionDefaults(reading or Reading(), record, splits or SplitsConfig(), batch_size)
-    return [common.spec(*keyed) for keyed in common.keyed([Partition(ranges, 9)])]
+FILE = SourceFile(address="/a/b.txt", bytes=3, fingerprint="sha256:ab", version="1")
+RECORD = TokenizerRecord(
+    spec="bytes", vocab_size=256, eos_token_id=255, fingerprint="f", dtype="uint8"
+)
+EVERY = {"reading": Reading(), "tokenizer": RECORD, "splits": SplitsConfig(), "batch_size": 9}
+
+
+def spec_of(*ranges, **changes):
+    common = PartitionDefaults(**EVERY | changes)
+    (keyed,) = common.keyed([Partition(ranges, 9)])
+    return common.spec(*keyed)
 
 
 def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
-    file = SourceFile(address="/a/b.txt", bytes=3, fingerprint="sha256:ab", version="1")
-    part, other = FileRange(file=file), FileRange(file=file, start=5)
-    (spec,) = specs_of(part, other)
-    moved = file.model_copy(update={"address": "s3://c/d.md", "version": "2"})
-    same = [FileRange(file=moved, start=5), FileRange(file=moved)]
-    assert specs_of(*same, batch_size=1)[0].key == spec.key
-    places = ({"start": 6}, {"start": 5, "stop": 6})
-    contents = ({"fingerprint": "x"}, {"address": "a.jsonl"})
+    part, other = FileRange(file=FILE), FileRange(file=FILE, start=5)
+    spec = spec_of(part, other)
+    moved = FILE.model_copy(update={"address": "s3://c/d.md", "version": "2"})
+    same = (FileRange(file=moved, start=5), FileRange(file=moved))
+    assert spec_of(*same, batch_size=1).key == spec.key
+    ranges = [FileRange(file=FILE, start=6), FileRange(file=FILE, start=5, stop=6)]
+    files = ({"fingerprint": "x"}, {"address": "a.jsonl"})
+    ranges += [FileRange(file=FILE.model_copy(update=each), start=5) for each in files]
     readings = (
-        {"column": "body"},
-        {"errors": "skip"},
-        {"min_characters": 5},
-        {"separator": "x"},
-        {"template": "{role}{content}"},
-        {"template": "{role}: {content}"},
+        *({"column": "body"}, {"errors": "skip"}, {"min_characters": 5}, {"separator": "x"}),
+        *({"template": "{role}{content}"}, {"template": "{role}: {content}"}),
     )
-    tokenizers = ({"fingerprint": "g"}, {"eos_token_id": 0}, {"bos_token_id": 0})
-    different = [
-        specs_of(part),
-        *(specs_of(part, FileRange(file=file, **place)) for place in places),
-        *(
-            specs_of(part, FileRange(file=file.model_copy(update=update), start=5))
-            for update in contents
-        ),
-        specs_of(part, other, splits=SplitsConfig(**THIRDS)),
-        *(specs_of(part, other, reading=Reading(**reading)) for reading in readings),
-        *(
-            specs_of(part, other, tokenizer=spec.tokenizer.model_copy(update=update))
-            for update in tokenizers
-        ),
-    ]
-    keys = {found.key for (found,) in different}
-    assert len(keys) == len(different)
-    assert spec.key not in keys
+    records = ({"fingerprint": "g"}, {"eos_token_id": 0}, {"bos_token_id": 0})
+    changes = [{"splits": SplitsConfig(**THIRDS)}]
+    changes += [{"reading": Reading(**each)} for each in readings]
+    changes += [{"tokenizer": RECORD.model_copy(update=each)} for each in records]
+    different = [spec_of(part), *(spec_of(part, each) for each in ranges)]
+    different += [spec_of(part, other, **each) for each in changes]
+    assert len({spec.key, *(each.key for each in different)}) == len(different) + 1
     # Datasets and partitions on disk are found by these.
-    (spec,) = specs_of(part, splits=SplitsConfig(**THIRDS))
+    spec = spec_of(part, splits=SplitsConfig(**THIRDS))
     assert spec.key == "71e335b44733cc588a55bcb0008bb434"
     assert "bos_token_id" not in spec.tokenizer.model_dump()
-    assert dataset_key([spec.key]) == (
-        "a026e439d1da28b621d76cfc2c86dc18e32298ac0fa340b9ec60804a64a56fb9"
-    )
+    whole = "a026e439d1da28b621d76cfc2c86dc18e32298ac0fa340b9ec60804a64a56fb9"
+    assert dataset_key([spec.key]) == whole
 
 
 def test_one_file_more_makes_its_own_partition_and_renaming_or_moving_none(tmp_path, several):
@@ -302,9 +287,7 @@ def test_documents_that_are_left_out_are_counted_in_the_log(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train"])
-def test_documents_larger_than_a_batch_a_shard_and_a_partition_stay_whole(
-    tmp_path, monkeypatch, spec
-):
+def test_documents_larger_than_batch_shard_and_partition_stay_whole(tmp_path, monkeypatch, spec):
     monkeypatch.setattr(make_partition, "SHARD_BYTES", 1 << 20)
     monkeypatch.setattr(make_partition, "ENCODE_BYTES", 1 << 18)
     texts = [*large_texts(40, 40_000), "naïve 🦊 and 日本 once more\n" * 50_000]

@@ -87,11 +87,8 @@ def test_workers_have_devices_and_one_without_effect_is_one_warning(
         monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     tokenizer = ByteTokenizer() if reason == NO_KERNELS else trained
     assert worker_devices(DataConfig(device=device, workers=3), tokenizer) == expected
-    said = (
-        f"data.device={device} has no effect: {reason}; tokenising on the CPU with 3 threads "
-        "instead"
-    )
-    assert [record.getMessage() for record in caplog.records] == ([said] if reason else [])
+    said = f"data.device={device} has no effect: {reason}; tokenising on the CPU with 3 threads"
+    assert [f"{said} instead"] * bool(reason) == caplog.messages
 
 
 def made(output_dir):
@@ -99,7 +96,7 @@ def made(output_dir):
 
 
 @pytest.mark.parametrize("count", [3, 20])
-def test_shares_in_any_order_make_each_partition_once_and_the_same_dataset(
+def test_shares_in_any_order_make_each_partition_once_for_the_same_dataset(
     tmp_path, several, count
 ):
     """Of more shares than partitions, some are empty."""
@@ -127,9 +124,7 @@ def test_shares_in_any_order_make_each_partition_once_and_the_same_dataset(
     assert made(tmp_path / "elsewhere") == parts[-1]
 
 
-def test_shards_that_others_have_made_are_not_read_to_assemble_nor_to_plan(
-    tmp_path, several, monkeypatch
-):
+def test_shards_of_others_are_not_read_to_assemble_nor_to_plan(tmp_path, several, monkeypatch):
     """As if a cluster, or the machines of other shares, had made them in a folder that all see."""
     listing, datasets_dir = download(several, tmp_path), tmp_path / "datasets"
     for number in (1, 2):
@@ -138,8 +133,7 @@ def test_shards_that_others_have_made_are_not_read_to_assemble_nor_to_plan(
         make_share(listing, config, datasets_dir)
     monkeypatch.setattr(socket, "gethostname", lambda: "driver")
     fact_cache_here.cache_clear()
-    read = []
-    plain = storage.sha256
+    read, plain = [], storage.sha256
     monkeypatch.setattr(storage, "sha256", lambda path: read.append(path) or plain(path))
     manifest = build_dataset(listing, several, tmp_path)
     fact_cache_here.cache_clear()
@@ -151,7 +145,7 @@ def test_shards_that_others_have_made_are_not_read_to_assemble_nor_to_plan(
     ("megabytes", "workers", "first", "alone"),
     [(1, 2, False, None), (99, 0, None, None), (1, 1, False, False)],
 )
-def test_a_tokenizer_has_all_cores_only_where_one_worker_may(
+def test_only_a_single_worker_has_all_cores(
     tmp_path, trained, monkeypatch, megabytes, workers, first, alone
 ):
     (tmp_path / "tokenizer.json").write_text(trained.text)
@@ -163,10 +157,8 @@ def test_a_tokenizer_has_all_cores_only_where_one_worker_may(
         return plain(self, texts)
 
     monkeypatch.setattr(BPETokenizer, "encode_batch", encode_batch)
-    tokenizer = {"spec": str(tmp_path / "tokenizer.json")}
-    config = files_config(
-        raw / "*", tokenizer=tokenizer, partition_megabytes=megabytes, workers=workers
-    )
+    fields = {"partition_megabytes": megabytes, "workers": workers}
+    config = files_config(raw / "*", tokenizer={"spec": str(tmp_path)}, **fields)
     manifest, _ = build(config, tmp_path)
     assert (len(manifest.partitions) > 2) == (megabytes == 1)
     assert asked[0] is first
@@ -181,13 +173,10 @@ def test_ray_that_is_not_installed_is_named(tmp_path, monkeypatch):
     build(files_config(raw / "*"), tmp_path)
 
 
-def node(alive=True, **resources):
-    return {"Alive": alive, "Resources": resources}
-
-
 def test_a_ray_task_that_fits_no_node_is_refused():
-    nodes = [node(CPU=4.0, memory=8e9), node(CPU=2.0, GPU=1.0, memory=8e9)]
-    nodes.append(node(alive=False, CPU=16.0, GPU=8.0, memory=1e12))
+    resources = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 2.0, "GPU": 1.0, "memory": 8e9}]
+    dead = {"Alive": False, "Resources": {"CPU": 16.0, "GPU": 8.0, "memory": 1e12}}
+    nodes = [*({"Alive": True, "Resources": each} for each in resources), dead]
     check_resources(reserved(DataConfig(ray_cpus=2, device="cuda", engine="ray")), nodes, "head:1")
     for asked, there, complaint in (
         ({"ray_cpus": 8}, nodes, "data.ray_cpus: got 8: no node of head:1 has more than 4"),
@@ -203,17 +192,13 @@ def test_a_ray_task_that_fits_no_node_is_refused():
 
 def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(on_ray, "_prepared", {})
-    config = files_config(write_files(tmp_path / "raw", make_texts(3)) / "*")
-    wanted = requested_dataset(download(config, tmp_path), config, tmp_path / "datasets")
+    raw, place = write_files(tmp_path / "raw", make_texts(3)), tmp_path / "datasets"
+    config = files_config(raw / "*")
+    wanted = requested_dataset(download(config, tmp_path), config, place)
     (spec,) = wanted.specs(wanted.partitions)
-    job = Job(
-        place=str(tmp_path / "datasets"),
-        mark=tmp_path / "datasets" / "mark",
-        sources=sources_fingerprint(),
-        device="cpu",
-    )
+    job = Job(place=str(place), mark=place / "mark", sources=sources_fingerprint(), device="cpu")
     kind, message = attempt(make_partition, job.model_dump_json(), spec.model_dump_json())
     assert kind == "user"
-    assert message.startswith(f"{job.place}: is not the folder of this name on the machine that")
+    assert message.startswith(f"{place}: is not the folder of this name on the machine that")
     assert message.endswith(f"(on {socket.gethostname()})")
     assert not made(tmp_path)

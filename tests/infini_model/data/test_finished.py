@@ -1,6 +1,7 @@
 """Which dataset is meant, and which one is the newest, in a folder and in an object store."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from builds import Machine
@@ -24,7 +25,6 @@ def raw(tmp_path):
 
 
 def named(spec, run):
-    """The name of the dataset that is meant."""
     place = dataset_folder(spec, run)
     name = place.rpartition("/")[2]
     return (run.datasets_dir / name).resolve().name
@@ -49,8 +49,8 @@ def test_a_dataset_is_meant_by_its_name_its_place_or_a_place_above(machine, raw,
         **dict.fromkeys(newest, old),
         "mine-too": other,
         **dict.fromkeys((new, f"{own}/{new}", f"datasets/{new}", machine.folder / new), new),
-        # A store tells times in seconds.
-        **({"mine": new} if machine.address is None else {}),
+        # A store tells times in seconds, and knows the folders of other machines by their names.
+        **({"mine": new} if machine.address is None else {Path("/elsewhere") / new: new}),
     }.items():
         assert named(spec, run) == meant, spec
 

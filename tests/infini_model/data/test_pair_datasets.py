@@ -1,5 +1,7 @@
 """Prompts and answers, in shards and in windows: nothing is lost, and no pair meets another."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -25,7 +27,6 @@ EOS = 255
 
 
 def in_shards(folder, split):
-    """The prompts and answers of a split, as ids."""
     stream = open_split(folder, split)
     prompts = [int(each) for part in stream.prompts() for each in part]
     documents = [stream.document(number) for number in range(stream.documents)]
@@ -46,9 +47,7 @@ def llama_tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("spec", ["train", "llama"])
-def test_every_pair_is_in_the_shards_with_its_boundary(
-    tmp_path, spec, llama_tokenizer, monkeypatch
-):
+def test_every_pair_is_in_the_shards_with_its_bound(tmp_path, spec, llama_tokenizer, monkeypatch):
     import datasets
 
     monkeypatch.setattr(make_partition, "ENCODE_BYTES", 500)
@@ -74,9 +73,8 @@ def test_every_pair_is_in_the_shards_with_its_boundary(
 
 
 def packing(length, **fields):
-    return PackingConfig(
-        **{"mode": "document", "remainder": "pad", "context_length": length} | fields
-    )
+    whole = {"mode": "document", "remainder": "pad", "context_length": length}
+    return PackingConfig(**whole | fields)
 
 
 @pytest.fixture(scope="module")
@@ -123,20 +121,15 @@ def test_a_window_is_a_pair_from_its_start_cut_or_padded(dataset, length):
     pairs = windows.packing
     assert (seen, windows.stream.documents - seen) == (len(windows), pairs.skipped)
     assert pairs.cut == int((batch.tokens[:, 0, -1] != EOS).sum())
-    said = (
-        f"packing.context_length={length} is too short for {pairs.skipped} prompts, which are "
-        f"skipped with their answers, and for {pairs.cut} answers, which are cut"
-    )
-    assert pairs.shortfall == (None if length == 2000 else said)
+    said = rf"{length} is too short for {pairs.skipped} prompts, .* for {pairs.cut} answers, which"
+    assert (pairs.shortfall is None) if length == 2000 else re.search(said, pairs.shortfall)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mode": "packed"},
-        {"mode": "aligned"},
-        {"mode": "document", "remainder": "drop"},
-        {"mode": "document", "remainder": "pad", "context_schedule": {0: 1, 0.5: 2}},
+        *({"mode": "packed"}, {"mode": "aligned"}, {"remainder": "drop"}),
+        {"context_schedule": {0: 1, 0.5: 2}},
     ],
 )
 def test_other_packing_is_refused_in_one_line(dataset, fields):

@@ -15,13 +15,12 @@ from infini_model.data.verify import examine_dataset, verify_dataset
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache_here
 from infini_model.runtime.records import write_record
+from infini_model.runtime.storage import make_folder
 
 
 def test_what_is_no_dataset_is_named(tmp_path, byte_dataset):
-    packing, other = PackingConfig(context_length=64), tmp_path / "other"
-    newer = tmp_path / "newer"
-    other.mkdir()
-    newer.mkdir()
+    packing = PackingConfig(context_length=64)
+    other, newer = (make_folder(tmp_path / name) for name in ("other", "newer"))
     tree = json.loads((byte_dataset / "manifest.json").read_text())
     (newer / "manifest.json").write_text(json.dumps(tree | {"format_version": 99}))
     for read, complaint in (
@@ -82,9 +81,7 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, caplo
     assert not examine_dataset(folder, checksums="all").faults
 
 
-def test_a_folder_that_was_restored_is_compared_and_one_without_its_shards_is_damaged(
-    tmp_path, several
-):
+def test_a_restored_folder_is_compared_and_one_without_shards_is_damaged(tmp_path, several):
     _, folder = build(several, tmp_path)
     name, shard = next(read_manifest(folder).files())
     partition = tmp_path / "datasets" / ".partitions" / shard.path

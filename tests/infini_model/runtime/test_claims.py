@@ -72,32 +72,24 @@ def test_a_held_run_and_one_of_other_settings_or_data_are_left_alone(tmp_path: P
     assert claim(config, "k2").name == "debug-4"
 
 
-@pytest.mark.parametrize(
-    ("change", "decides"),
-    [
-        ("training.learning_rate=1e-4", True),
-        ("model.memory=linear", True),
-        ("model.head_dim=64", True),  # otherwise derived, and not written down
-        ("packing.context_length=256", True),
-        ("run.seed=3", True),
-        ("run.log_level=debug", False),
-        ("data.batch_size=8", False),
-        ("launch.processes=2", False),
-        ("logging.logging_steps=3", False),
-        ("checkpoint.save_steps=3", False),
-        ("evaluation.max_windows=3", False),
-        ("comparison.runs=[a]", False),
-        ("tracking.mlflow=false", False),
-        ("stages.train.retries=7", False),
-    ],
+# The width of a head is otherwise derived, and not written down.
+DECIDING = (
+    *("training.learning_rate=1e-4", "model.memory=linear", "model.head_dim=64"),
+    *("packing.context_length=256", "run.seed=3"),
 )
-def test_a_change_makes_another_run_if_and_only_if_it_decides_the_weights(
-    change: str, decides: bool
-) -> None:
+OTHERS = (
+    *("run.log_level=debug", "data.batch_size=8", "launch.processes=2", "logging.logging_steps=3"),
+    *("checkpoint.save_steps=3", "evaluation.max_windows=3", "comparison.runs=[a]"),
+    *("tracking.mlflow=false", "stages.train.retries=7"),
+)
+
+
+@pytest.mark.parametrize("change", [*DECIDING, *OTHERS])
+def test_a_change_makes_another_run_if_and_only_if_it_decides_the_weights(change: str) -> None:
     before = load_config(overrides=["run.preset=debug"])
     changed = load_config(overrides=["run.preset=debug", change])
     assert changed != before
-    assert (changed.identity != before.identity) is decides
+    assert (changed.identity != before.identity) is (change in DECIDING)
 
 
 def test_a_claim_that_is_killed_blocks_no_other_command(tmp_path: Path) -> None:
@@ -181,7 +173,7 @@ def test_a_flow_run_gets_its_own_folder_back_until_another_has_resumed_it(tmp_pa
     assert claim(resume_config(second), owner=Owner("by name", adopts=False)) == second
 
 
-def test_a_flow_run_waits_for_its_own_earlier_process_to_exit(
+def test_a_flow_run_waits_for_its_last_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tmp_path)
@@ -235,9 +227,8 @@ def test_the_datasets_folder_of_another_machine_becomes_that_of_this_one(
     asked = ("run.data_dir=s3://bucket/data", "data.folder=data")
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "one"))
     run_dir = claim(config_of(tmp_path, *asked))
-    chosen = claim(
-        config_of(tmp_path, "run.name=own", "run.data_dir=/ssd", "run.data_store=s3://b")
-    )
+    own = ("run.name=own", "run.data_dir=/ssd", "run.data_store=s3://b")
+    chosen = claim(config_of(tmp_path, *own))
     monkeypatch.setenv("INFINI_CACHE_DIR", str(tmp_path / "two"))
     here = config_of(tmp_path, *asked).run.datasets_dir
     assert here.parent == tmp_path / "two"

@@ -1,13 +1,12 @@
 """An object store survives what a network does to it, and says what it cannot survive."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import logging
 import os
 import pickle
 import random
+import subprocess
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +48,10 @@ def reading(store, key):
     return store.open(key, found.bytes, found.version)
 
 
+def keys(store, *below):
+    return [each.key for each in store.list_below(*below)]
+
+
 @pytest.mark.parametrize("key", ["a", "b/c d", "ü#%20&+=~.txt", "q*[x]?"])
 def test_what_is_written_is_found_read_listed_and_deleted(store, bucket, key):
     version = store.write(key, b"one")
@@ -71,13 +74,13 @@ def test_a_folder_is_listed_without_its_namesakes_and_markers(store, s3, bucket)
     for key in markers:
         s3.client().put_object(Bucket=bucket[5:], Key=key, Body=b"")
     assert ObjectStore(bucket).list_below()[0].key == "some/prefix/a/1"
-    assert [each.key for each in store.list_below("a")] == ["a/1", "a/b/2"]
-    assert [each.key for each in store.list_below()] == ["a/1", "a/b/2", "a0", "ab/3"]
-    store.delete(each.key for each in store.list_below("a"))
+    assert keys(store, "a") == ["a/1", "a/b/2"]
+    assert keys(store) == ["a/1", "a/b/2", "a0", "ab/3"]
+    store.delete(keys(store, "a"))
     for key in markers[2:]:
         s3.client().delete_object(Bucket=bucket[5:], Key=key)
-    assert [each.key for each in store.list_below()] == ["a0", "ab/3"]
-    assert ObjectStore(f"{bucket}/other").list_below() == []
+    assert keys(store) == ["a0", "ab/3"]
+    assert keys(ObjectStore(f"{bucket}/other")) == []
 
 
 NAMES = (
@@ -169,9 +172,7 @@ def test_an_overwritten_object_is_not_read_as_the_old_one(store, small_requests)
 
 # Where an answer is cut: in its head, at the start of its content, far inside.
 @pytest.mark.parametrize("count", [50, 1_000, 300_000])
-def test_a_connection_that_is_cut_in_the_middle_of_an_answer(
-    store, s3, tmp_path, small_requests, count
-):
+def test_a_connection_that_is_cut_within_an_answer(store, s3, tmp_path, small_requests, count):
     store.write("o", CONTENT)
     found = store.find("o")
     s3.line.cut_after(count)
@@ -197,9 +198,7 @@ def test_a_conditional_put_whose_answer_is_lost_has_succeeded(store, s3):
     assert store.create("o", b"another's") is None
 
 
-def test_an_upload_that_is_cut_is_complete_and_leaves_no_parts(
-    store, s3, bucket, tmp_path, monkeypatch
-):
+def test_an_upload_that_is_cut_ends_whole_without_parts(store, s3, bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(object_store, "PART_BYTES", LEAST_PART)
     (tmp_path / "file").write_bytes(CONTENT * 4)
     for count in (10, 200, 700):
@@ -207,10 +206,10 @@ def test_an_upload_that_is_cut_is_complete_and_leaves_no_parts(
         store.upload("file", tmp_path / "file")
         assert store.find("file").bytes == len(CONTENT) * 4
     # An upload of which the store's first answer is lost stays open, but empty.
-    amazon = s3.client()
-    for each in amazon.list_multipart_uploads(Bucket=bucket[5:]).get("Uploads", []):
-        of = {"Bucket": bucket[5:], "Key": each["Key"], "UploadId": each["UploadId"]}
-        assert "Parts" not in amazon.list_parts(**of)
+    amazon, of = s3.client(), {"Bucket": bucket[5:]}
+    for each in amazon.list_multipart_uploads(**of).get("Uploads", []):
+        open_one = of | {"Key": each["Key"], "UploadId": each["UploadId"]}
+        assert "Parts" not in amazon.list_parts(**open_one)
 
 
 def test_a_server_that_falls_silent(store, s3, monkeypatch):
@@ -231,7 +230,7 @@ def test_a_server_that_falls_silent(store, s3, monkeypatch):
 
     with reading(store, "o") as file:
         assert asked_in_silence(file.read) == CONTENT
-    assert [each.key for each in asked_in_silence(store.list_below)] == ["o"]
+    assert asked_in_silence(lambda: keys(store)) == ["o"]
     made = asked_in_silence(lambda: store.create("p", b"mine"))
     assert store.read("p") == (b"mine", made)
 
@@ -290,23 +289,20 @@ def test_no_secret_is_told_however_a_request_fails(bucket, s3, monkeypatch, capl
     caplog.set_level(logging.DEBUG)
     store = ObjectStore(bucket, patience=0.2)
     secret = CREDENTIALS["AWS_SECRET_ACCESS_KEY"]
-    settings = [
-        {"AWS_ENDPOINT_URL": f"http://user:{secret}@127.0.0.1:9"},
-        {"AWS_ENDPOINT_URL": secret},
-        {"AWS_ENDPOINT_URL": f"https://user:{secret}@127.0.0.1:{s3.line.port}"},
-        {"AWS_ALLOW_HTTP": "false"},
-        {"AWS_SECRET_ACCESS_KEY": None},
-    ]
-    for setting in settings:
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://user:{secret}@127.0.0.1:9"),
+        ("AWS_ENDPOINT_URL", secret),
+        ("AWS_ENDPOINT_URL", f"https://user:{secret}@127.0.0.1:{s3.line.port}"),
+        ("AWS_ALLOW_HTTP", "false"),
+        ("AWS_SECRET_ACCESS_KEY", None),
+    ):
         with monkeypatch.context() as patch:
-            for name, value in setting.items():
-                if value is None:
-                    patch.delenv(name)
-                else:
-                    patch.setenv(name, value)
+            patch.delenv(name, raising=False)
+            if value is not None:
+                patch.setenv(name, value)
             with pytest.raises((UserError, UnreachableError)) as caught:
                 store.find("o")
-        assert not any(each in told(caught, caplog) for each in CREDENTIALS.values()), setting
+        assert not any(each in told(caught, caplog) for each in CREDENTIALS.values()), name
         assert "\n" not in str(caught.value)
     assert repr(store) == f"ObjectStore({bucket!r})"
     assert not any(value.encode() in pickle.dumps(store) for value in CREDENTIALS.values())
@@ -353,3 +349,42 @@ def test_without_obstore_the_address_is_named(bucket, monkeypatch):
     monkeypatch.setenv("AWS_REGION", "elsewhere")
     with pytest.raises(UserError, match=rf"{bucket}: needs obstore: pip install obstore"):
         ObjectStore(bucket).find("o")
+
+
+# In the middle of the import, when its module `store` is there and the rest is not.
+IMPORTING = """
+import sys, threading, traceback
+from infini_model.runtime.store_client import _make_client
+
+got, threads = [], []
+
+def second():
+    _make_client("s3://bucket", 0.0, ())
+    got.append("head" in vars(sys.modules["obstore"]))
+
+def trace(frame, event, _):
+    if not frame.f_code.co_filename.endswith("obstore/__init__.py"):
+        return None
+    if event == "line" and "store" in frame.f_globals:
+        sys.settrace(None)
+        frame.f_trace = None
+        thread = threading.Thread(target=second)
+        threads.append(thread)
+        thread.start()
+        # Until it is done, or waits for this import.
+        while thread.is_alive():
+            stack = traceback.extract_stack(sys._current_frames().get(thread.ident))
+            if any(each.name == "acquire" and "importlib" in each.filename for each in stack):
+                break
+        return None
+    return trace
+
+sys.settrace(trace)
+import obstore
+threads[0].join()
+sys.exit(got != [True])
+"""
+
+
+def test_a_thread_waits_until_another_one_has_imported_all_of_obstore() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTING], check=True)

@@ -82,12 +82,7 @@ def test_a_child_that_ignores_sigterm_is_killed(asks: str, grace_seconds: float)
         return LookupError("hung") if lines else None
 
     with pytest.raises(LookupError, match="hung"):
-        run(
-            python(DEAF),
-            on_line=lines.append,
-            **{asks: hung},
-            grace_seconds=grace_seconds,
-        )
+        run(python(DEAF), on_line=lines.append, **{asks: hung}, grace_seconds=grace_seconds)
     assert is_gone(int(lines[0]))
 
 
@@ -114,31 +109,25 @@ def test_an_inherited_pipe_does_not_keep_a_dead_command_running() -> None:
     os.kill(int(lines[0]), signal.SIGKILL)
 
 
-def caller(child: str) -> subprocess.Popen[str]:
-    """A process that runs a child and prints its lines."""
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_a_repeated_signal_loses_no_line(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    """Also if it arrives while the caller polls the command."""
+    gate = tmp_path / "gate"
+    child = TOLD.format(
+        "print('leaving', flush=True)\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.05)\n"
+        "    print('saved', flush=True); sys.exit()"
+    )
     program = (
         "import sys; from infini_model.runtime.processes import run\n"
         f"run([sys.executable, '-c', {child!r}], grace_seconds={PATIENCE},\n"
         "    on_line=lambda line: print(line, flush=True))"
     )
-    return subprocess.Popen(python(program), stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
-)
-def test_a_repeated_signal_ends_both_and_loses_no_line(
-    tmp_path: Path, number: signal.Signals, status: int
-) -> None:
-    """Also if it arrives while the caller polls the command."""
-    gate = tmp_path / "gate"
-    process = caller(
-        TOLD.format(
-            "print('leaving', flush=True)\n"
-            f"    while not os.path.exists({str(gate)!r}): time.sleep(0.05)\n"
-            "    print('saved', flush=True); sys.exit()"
-        )
-    )
+    process = subprocess.Popen(python(program), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout as output:
         assert output.readline().strip().isdecimal()

@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -73,16 +71,10 @@ def test_leftovers_of_a_killed_writer_are_removed_by_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small(tmp_path / "disk"):
-        yield tmp_path / "disk"
-
-
 @pytest.mark.story
 @pytest.mark.parametrize("kind", [storage.atomic_file, storage.atomic_folder])
-def test_a_full_disk_is_one_line_and_leaves_nothing(disk, kind):
-    target = disk / "big"
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, kind):
+    target = tmp_path / "disk" / "big"
 
     def fill():
         with kind(target) as temporary:
@@ -90,9 +82,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(disk, kind):
             file.write_bytes(bytes(2_000_000))
 
     message = f"^{target}: the disk is full; no partial file was kept$"
-    with pytest.raises(UserError, match=message):
-        fill()
-    assert list(disk.iterdir()) == []
+    with small(target.parent):
+        with pytest.raises(UserError, match=message):
+            fill()
+        assert list(target.parent.iterdir()) == []
 
 
 def test_a_path_that_is_not_a_folder_is_named(tmp_path):
@@ -136,7 +129,7 @@ def test_who_asks_whether_a_lock_is_held_keeps_nobody_from_taking_it(tmp_path, m
 
 @pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "made again"])
-def test_who_waits_for_a_lock_whose_file_is_deleted_takes_the_new_one(
+def test_who_waits_for_a_lock_that_is_deleted_takes_the_new_one(
     tmp_path, monkeypatch, shared, again
 ):
     path = tmp_path / "below" / "lock"

@@ -1,10 +1,18 @@
-"""Packing: each token is predicted once, and rows respect documents and resets."""
+"""Packing: each token is predicted once, and rows respect documents and resets.
+
+A split of many shards is opened at once and mapped as needed, never more than a process may.
+"""
+
+import dataclasses
+import itertools
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import numbered_stream
+from streams import numbered_stream, stream_of, write_shard
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading import stream as streams
@@ -12,6 +20,7 @@ from infini_model.data.loading.packing import BLOCK, DocumentPacking, pack
 from infini_model.data.loading.windows import Windows
 from infini_model.model.loss import IGNORED
 from infini_model.objectives.causal import CausalLM
+from infini_model.runtime.errors import DataError
 
 EOS = 0
 SEGMENT = 3
@@ -43,15 +52,14 @@ def gather_all(windows):
     return inputs.input_ids.numpy(), inputs.labels.numpy(), inputs.reset
 
 
-def plain_rows(lengths, row_length, pad):
+def plain_rows(shape, row_length, pad):
     """Start, valid positions and whether it is the first, for every row of documents in a row."""
     rows, start = [], 0
-    for length in lengths:
-        positions = length - 1
-        count = -(-positions // row_length) if pad else positions // row_length
-        for row in range(count):
-            left = positions - row * row_length
-            rows.append((start + row * row_length, min(left, row_length), row == 0))
+    for length in itertools.chain(*shape):
+        for before in range(0, length - 1, row_length):
+            valid = min(length - 1 - before, row_length)
+            if pad or valid == row_length:
+                rows.append((start + before, valid, before == 0))
         start += length
     return rows
 
@@ -68,12 +76,9 @@ many = st.lists(st.lists(st.integers(1, 4) | st.integers(1, 60), max_size=3 * BL
     st.sampled_from([BLOCK, 2 * BLOCK, 1 << 16]),
     st.data(),
 )
-def test_rows_are_those_of_the_plain_definition(
-    shard_folder, shape, row_length, pad, together, at_once, data
-):
+def test_rows_are_as_plainly_defined(shard_folder, shape, row_length, pad, together, at_once, data):
     stream = numbered_stream(shard_folder, shape, max_mapped=2)
-    flat = [length for lengths in shape for length in lengths]
-    expected = plain_rows(flat, row_length, pad)
+    expected = plain_rows(shape, row_length, pad)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "DOCUMENTS_AT_ONCE", at_once)
         packing = DocumentPacking(stream, row_length, pad=pad, rows_per_window=together)
@@ -110,10 +115,9 @@ def test_windows_hold_the_rows_of_the_plain_definition(make_windows, shape, cont
     length, together = (SEGMENT, 2) if aligned else (context, 1)
     windows = make_windows(shape, mode[0], length * together, mode[1])
     inputs, labels, reset = gather_all(windows)
-    flat = [size for sizes in shape for size in sizes]
-    rows = plain_rows(flat, length, pad=mode != ("document", "drop"))
+    rows = plain_rows(shape, length, pad=mode != ("document", "drop"))
     rows = rows[: len(rows) // together * together]
-    stream = np.arange(1, sum(flat) + 1).tolist()
+    stream = np.arange(1, sum(map(sum, shape)) + 1).tolist()
     expected_inputs, expected_labels = [], []
     for start, valid, _ in rows:
         missing = length - valid
@@ -131,12 +135,11 @@ def test_windows_hold_the_rows_of_the_plain_definition(make_windows, shape, cont
 @given(
     shapes,
     st.integers(1, 4),
-    st.sampled_from([("packed", "drop"), ("document", "drop"), ("document", "pad")])
-    | st.just(("aligned", "drop")),
+    st.sampled_from(
+        [("packed", "drop"), ("document", "drop"), ("document", "pad"), ("aligned", "drop")]
+    ),
 )
-def test_the_spans_of_a_window_are_its_tokens_by_shard_and_document(
-    make_windows, shape, segments, mode
-):
+def test_the_spans_of_a_window_are_its_tokens_by_document(make_windows, shape, segments, mode):
     windows = make_windows(shape, mode[0], segments * SEGMENT, mode[1])
     inputs, labels, _ = gather_all(windows)
     stream = windows.stream
@@ -152,3 +155,82 @@ def test_the_spans_of_a_window_are_its_tokens_by_shard_and_document(
             assert set(part) <= set(stream.document(span.document).tolist())
         places = [(span.document, span.first) for span in spans]
         assert places == sorted(set(places))
+
+
+MANY = 3000
+
+
+def mapped(folder):
+    """How many files in `folder` this process has mapped, and how many it has open."""
+    links = map(os.path.realpath, Path("/proc/self/fd").iterdir())
+    opened = sum(link.startswith(f"{folder}/") for link in links)
+    return Path("/proc/self/maps").read_text().count(f"{folder}/"), opened
+
+
+def test_many_shards_are_mapped_up_to_a_bound_and_none_stays_open(tmp_path):
+    """Links to one shard of ten documents."""
+    first = write_shard(tmp_path / "00000", np.arange(30, dtype=np.int32), [3] * 10)
+    shards = [dataclasses.replace(first, file=f"{number:05d}") for number in range(MANY)]
+    for shard in shards[1:]:
+        os.link(tmp_path / "00000", tmp_path / shard.file)
+    stream = stream_of(tmp_path, shards, max_mapped=1000)
+    packing = pack(stream, PackingConfig(mode="document", context_length=2), 2)
+    assert packing.windows == MANY * 10
+    assert mapped(tmp_path) == (0, 0)
+    rows = stream.gather(np.arange(MANY) * 30, 30)
+    assert np.array_equal(rows, np.tile(np.arange(30), (MANY, 1)))
+    assert mapped(tmp_path) == (1000, 0)
+    del stream, packing
+    assert mapped(tmp_path) == (0, 0)
+
+
+def test_documents_are_found_by_number_and_outlive_the_mapping_of_their_shard(tmp_path):
+    stream = numbered_stream(tmp_path, [[3], [], [2], [4]], max_mapped=1)
+    documents = [stream.document(number) for number in range(3)]
+    assert [document.tolist() for document in documents] == [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=9), min_size=1, max_size=9).filter(any),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.data(),
+)
+def test_gathering_reads_the_concatenated_tokens(tmp_path_factory, shape, bound, length, data):
+    stream = numbered_stream(tmp_path_factory.getbasetemp(), shape, max_mapped=bound)
+    flat = [size for sizes in shape for size in sizes]
+    assert np.concatenate(list(stream.lengths())).tolist() == flat
+    starts = np.array(data.draw(st.lists(st.integers(0, stream.tokens - 1), max_size=9)), np.int64)
+    expected = np.minimum(starts[:, None] + np.arange(length), stream.tokens - 1) + 1
+    assert np.array_equal(stream.gather(starts, length), expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bytes": 9}, "has .* bytes, the manifest says 9"),
+        ({"file": "gone"}, "is missing"),
+        ({"documents": 2}, "is not the shard in the manifest"),
+        ({"tokens": 7}, "is not the shard in the manifest"),
+        ({"start": 4000}, "is not the shard in the manifest"),
+    ],
+)
+def test_a_shard_that_differs_from_the_manifest_is_named(tmp_path, changed, message):
+    shard = write_shard(tmp_path / "shard", np.arange(6, dtype=np.int32), [1, 2, 3])
+    changed_shard = dataclasses.replace(shard, **changed)
+    with pytest.raises(DataError, match=rf"^{tmp_path}[^\n]* {message}[^\n]*$"):
+        stream_of(tmp_path, [changed_shard]).document(0)
+    if "documents" in changed:
+        with pytest.raises(DataError, match=message):
+            list(stream_of(tmp_path, [changed_shard]).lengths())
+
+
+def test_a_file_that_is_no_shard_is_named(tmp_path):
+    path = tmp_path / "shard"
+    shard = write_shard(path, np.arange(400, dtype=np.int32), [4] * 100)
+    path.write_bytes(b"\xab" * shard.bytes)
+    stream = stream_of(tmp_path, [shard])
+    for read in (lambda: stream.document(0), lambda: list(stream.lengths())):
+        with pytest.raises(DataError, match=f"^{path}: is not the shard in the manifest[^\n]*$"):
+            read()

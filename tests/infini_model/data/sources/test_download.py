@@ -27,33 +27,31 @@ def files_of(output_dir: Path, *patterns: object) -> list[SourceFile]:
 def test_a_file_is_read_again_only_if_it_was_written(tmp_path, monkeypatch):
     read, sha256 = [], storage.sha256
 
-    def noted(path):
-        read.append(Path(path).name)
-        return sha256(path)
+    def listed():
+        read.clear()
+        return files_of(tmp_path, raw / "*.txt")
 
-    monkeypatch.setattr(storage, "sha256", noted)
+    monkeypatch.setattr(
+        storage, "sha256", lambda path: read.append(Path(path).name) or sha256(path)
+    )
     raw = write_files(tmp_path / "raw", ["a", "b"])
     # Written so recently that another write might not change the time of modification.
     monkeypatch.setattr(files, "SETTLED_NANOSECONDS", 10**18)
-    first = files_of(tmp_path, raw / "*.txt")
-    assert files_of(tmp_path, raw / "*.txt") == first
-    assert read == ["0000.txt", "0001.txt"] * 2
+    first = listed()
+    assert (listed(), read) == (first, ["0000.txt", "0001.txt"])
     monkeypatch.setattr(files, "SETTLED_NANOSECONDS", -1)
-    assert files_of(tmp_path, raw / "*.txt") == first
-    read.clear()
-    assert files_of(tmp_path, raw / "*.txt") == first
-    assert read == []
+    assert listed() == first
+    assert (listed(), read) == (first, [])
     stat = (raw / "0001.txt").stat()
     (raw / "0001.txt").write_text("c")
     # A program may restore the time of modification, but not that of the change.
     os.utime(raw / "0001.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    second = files_of(tmp_path, raw / "*.txt")
-    assert read == ["0001.txt"]
-    assert second[0] == first[0]
+    second = listed()
+    assert (second[0], read) == (first[0], ["0001.txt"])
     assert second[1].fingerprint != first[1].fingerprint
     for path in (tmp_path / "datasets" / ".facts").glob("*.json"):
         path.write_text("{broken")
-    assert files_of(tmp_path, raw / "*.txt") == second
+    assert listed() == second
 
 
 def test_the_hash_of_a_document_alone_decides_its_split():
@@ -155,7 +153,6 @@ def fetch(hub: LocalHub, output_dir: Path, **options) -> Path:
 
 
 def asked(hub: LocalHub) -> list[str | None]:
-    """The ranges of the downloads."""
     return [each.range for each in hub.requests if each.method == "GET"]
 
 
@@ -206,6 +203,6 @@ def test_a_refusal_is_final_and_a_failure_is_not(hub, tmp_path, name, state, err
 
 def test_other_file_systems_are_copied_and_globbed(tmp_path):
     write_files(tmp_path, ["eins", "zwei"])
-    listed = files_of(tmp_path / "out", f"file://{tmp_path}/*.txt")
-    assert {Path(file.address).read_text() for file in listed} == {"eins", "zwei"}
-    assert all(Path(file.address).is_relative_to(tmp_path / "out" / "raw") for file in listed)
+    paths = [Path(file.address) for file in files_of(tmp_path / "out", f"file://{tmp_path}/*.txt")]
+    assert {path.read_text() for path in paths} == {"eins", "zwei"}
+    assert all(path.is_relative_to(tmp_path / "out" / "raw") for path in paths)

@@ -1,4 +1,7 @@
-"""Every format gives the same documents, wherever it lies; errors name the file and the row."""
+"""Every format gives the same documents, wherever it lies; errors name the file and the row.
+
+Arrow's parser of JSON gives exactly what Python's does.
+"""
 
 import gzip
 import json
@@ -35,9 +38,13 @@ def read(*ranges: FileRange, batch_bytes: int = BATCH_BYTES, **reading) -> tuple
     return texts, sum(batch.skipped for batch in batches)
 
 
+def json_lines(texts: list[str | None]) -> bytes:
+    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in texts)
+
+
 def write_every_format(folder: Path, texts: list[str | None]) -> list[Path]:
     """One document a row, in all formats and types of columns that hold text."""
-    lines = b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in texts)
+    lines = json_lines(texts)
     (folder / "a.jsonl").write_bytes(lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "a.jsonl.zst").write_bytes(zstandard.compress(lines))
@@ -120,14 +127,8 @@ SURROGATES = b'{"text": "x\\ud83e\\udd8a"}\n\n{"text": "a\\ud800b"}\n'
         ("a.parquet", [*FINE, b"\xe9"], "row 34: is not UTF-8", [*READ, "�"], READ),
         ("a.arrow", [*FINE, b"\xe9"], "row 34: is not UTF-8", [*READ, "�"], READ),
     ],
-    ids=[
-        *("text", "binary", "no column", "a number", "no JSON", "no object"),
-        *("line", "lone surrogate", "parquet", "arrow"),
-    ],
 )
-def test_what_is_not_a_text_is_named_replaced_or_skipped(
-    tmp_path, name, content, complaint, replaced, kept
-):
+def test_what_is_no_text_is_named_or_replaced(tmp_path, name, content, complaint, replaced, kept):
     path = tmp_path / name
     if name == "a.parquet":
         table = pa.table({"text": pa.array(content, pa.binary())})
@@ -204,9 +205,7 @@ def test_a_file_that_has_changed_or_gone_since_it_was_listed_is_named(tmp_path, 
 @example(text="aaaaaab", separator="aa", cuts=[3], batch_bytes=1)
 @example(text="x\n", separator="\n", cuts=[1], batch_bytes=1)
 @example(text="", separator="\n", cuts=[], batch_bytes=1)
-def test_ranges_hold_what_the_whole_splits_into(
-    tmp_path_factory, search_bytes, text, separator, cuts, batch_bytes
-):
+def test_ranges_hold_the_whole(tmp_path_factory, search_bytes, text, separator, cuts, batch_bytes):
     path = tmp_path_factory.getbasetemp() / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -304,8 +303,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     elif name == "a.txt":
         path.write_text(SEPARATOR.join(texts))
     else:
-        lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
-        path.write_bytes(gzip.compress(lines, 1))
+        path.write_bytes(gzip.compress(json_lines(texts), 1))
     part = FileRange(file=local_file(path)).model_dump_json()
     command = [sys.executable, "-c", PEAK, part]
     # Arrow's own allocator keeps freed memory for a while.
@@ -314,3 +312,112 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     size, peak = map(int, out.stdout.split())
     assert size > 100 << 20
     assert peak < 64 << 20
+
+
+ERRORS = ("fail", "skip", "replace")
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory):
+    """The texts of lines, or why there are none; `parser` replaces functions of the reader."""
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+
+    def outcome(data: bytes, errors: str = "fail", column: str = "text", **parser) -> object:
+        path.write_bytes(data + b"\n")  # so that all lines are in one block
+        with pytest.MonkeyPatch.context() as patch:
+            for name, function in parser.items():
+                patch.setattr(formats, name, function)
+            try:
+                return rows_of(*cut_file(path), errors=errors, column=column)
+            except DataError as error:
+                return str(error).removeprefix(f"{path}, ")
+
+    return outcome
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("text", max_size=4), inner),
+    max_leaves=5,
+)
+# Valid lines, written as different programs do.
+LINES = st.builds(
+    lambda row, ascii_, space: json.dumps(
+        row, ensure_ascii=ascii_, separators=(",", ":" + space)
+    ).encode("utf-8", "surrogatepass"),
+    st.fixed_dictionaries(
+        {"text": st.text(max_size=8) | VALUES}, optional={"id": VALUES, "a": VALUES}
+    ),
+    st.booleans(),
+    st.sampled_from(["", " "]),
+)
+TOKENS = (
+    *(b"{", b"}", b"[", b"]", b",", b":", b'"', b'"text"', b'"text":', b'{"text":"a"', b"\\"),
+    *(b'{"text":"a"}', b'"x":', b"null", b"true", b"1", b"-", b"01", b"1e999", b"9" * 30),
+    *(b"NaN", b"-NaN", b"Inf", b"-Inf", b"Infinity", b"-Infinity", b"a", b"/"),
+    *(b"\\ud83e", b"\\udd8a", b"\\u0000", b"\xff", b"\xc3", b"\xa9", b"\xed\xa0\x80"),
+    *(b"\n", b"\r\n", b"\r", b" ", b"\t", b"\x0b", b"\x0c", b"\0", b"\x1f", b"\x7f"),
+    *(b"\xef\xbb\xbf", b"\xe2\x80\xa8"),
+)
+SOUP = st.lists(st.sampled_from(TOKENS), max_size=12).map(b"".join)
+
+
+@st.composite
+def mutated(draw) -> bytes:
+    """A valid line with a few bytes replaced, inserted or left out."""
+    line = draw(LINES)
+    for _ in range(draw(st.integers(1, 2))):
+        at, width = draw(st.integers(0, len(line))), draw(st.integers(0, 2))
+        line = line[:at] + draw(st.sampled_from([*TOKENS, b""])) + line[at + width :]
+    return line
+
+
+BLOCKS = st.lists(LINES | LINES | mutated() | SOUP, max_size=5).map(b"\n".join)
+
+
+@settings(max_examples=250)
+@given(BLOCKS, st.sampled_from(ERRORS), st.sampled_from(["text", "x", "a"]))
+@example(b'{"text":"a"}{"text":"b"}\n{"text":"c","x":{}\n}', "fail", "text")
+@example(b'{"text":"a","text":"b"}\n{"text":"a","text":null}', "fail", "text")
+@example(b'{"text":"a","x":-NaN}', "fail", "text")
+@example(b'{"text":"a","x":[Inf]}', "fail", "text")
+@example(b'{"text":"a","x":1e999}\n{"text":"b","x":NaN}', "fail", "text")
+@example(b'\xef\xbb\xbf{"text":"a"}', "fail", "text")
+@example(b'{"text":null}\n{"x":1}', "skip", "text")
+@example(b'\r\n{"text":"a"}\r\n\r\n\n{"text":"b"}\n\x0c\n', "fail", "text")
+@example(b'{"te\\u0078t":"a\\u0000b"}', "fail", "text")
+@example(b'{"text":"a","x":"\xff"}', "skip", "text")
+@example(b'{"text":"a","x":' + b"9" * 5000 + b"}", "fail", "text")
+@example(b'{"text":"a"}\0', "fail", "text")
+@example(b"[" * 100_000, "fail", "text")
+@example(b'{"text":' + DEEP + b"}", "fail", "text")
+def test_both_parsers_agree(parsed, data, errors, column):
+    by_python = parsed(data, errors, column, parse_by_arrow=lambda *_: None)
+    assert parsed(data, errors, column) == by_python
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.builds(json.dumps, st.fixed_dictionaries({"text": st.text(), "x": VALUES})), min_size=1
+    )
+)
+def test_arrow_reads_what_is_usual(parsed, lines):
+    texts = [json.loads(line)["text"] for line in lines]
+    data = "\n".join(lines).encode()
+    assert parsed(data, object_in=lambda *_: pytest.fail("read by Python")) == texts
+
+
+def test_what_is_nested_too_deeply_for_python_is_said_in_one_line(parsed):
+    line = b'{"text": "a", "x": ' + DEEP + b"}"
+    assert parsed(line) == ["a"]  # Arrow has no such limit
+    said = parsed(b'{"text": null}\n' + line)
+    assert said == "line 2: is not JSON: it is nested too deeply"
+
+
+@pytest.mark.parametrize(("kind", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+def test_files_of_several_members_are_read_to_the_end(tmp_path, kind, compress):
+    texts, path = [f"{number} " * 50 for number in range(3000)], tmp_path / f"a.jsonl.{kind}"
+    path.write_bytes(compress(json_lines(texts[:1700])) + compress(json_lines(texts[1700:])))
+    assert rows_of(*cut_file(path), batch_bytes=10_000) == texts

@@ -26,6 +26,14 @@ def message(role, content):
     return {"role": role, "content": content}
 
 
+def rows_with(columns, pairs):
+    """Rows of pairs in these columns, and the pairs that they are read as."""
+    if columns != "messages":
+        return [dict(zip(columns.split(), pair, strict=True)) for pair in pairs], pairs
+    rows = [{"messages": [message("user", a), message("assistant", b)]} for a, b in pairs]
+    return rows, [(f"user:\n{a}\n\nassistant:\n", b) for a, b in pairs]
+
+
 CHAT = [message("system", "Be brief."), message("user", "1 + 1?"), message("assistant", "2")]
 
 
@@ -39,14 +47,9 @@ def pairs_in(ranges, reading=READING):
 
 @pytest.mark.parametrize("columns", ["prompt answer", "prompt completion", "messages"])
 def test_the_pairs_are_those_of_the_rows_in_every_format(tmp_path, columns):
-    pairs = make_pairs(40)
-    rows = [dict(zip(columns.split(), pair, strict=False)) | {"other": [1]} for pair in pairs]
-    if columns == "messages":
-        rows = [
-            {"prompt": "alone", "messages": [message("user", asked), message("assistant", said)]}
-            for asked, said in pairs
-        ]
-        pairs = [(f"user:\n{asked}\n\nassistant:\n", said) for asked, said in pairs]
+    rows, pairs = rows_with(columns, make_pairs(40))
+    # A row of messages may have other columns, too.
+    rows = [{"prompt": "alone", "other": [1]} | row for row in rows]
     table = pa.Table.from_pylist(rows)
     write_rows(tmp_path / "a.jsonl", rows)
     pq.write_table(table, tmp_path / "b.parquet", row_group_size=7)
@@ -151,12 +154,9 @@ def test_texts_that_are_not_utf8_are_treated_as_documents_are(tmp_path, name, pl
         pq.write_table(pa.table({"prompt": binary, "answer": ["b", "c"]}), path)
     with pytest.raises(DataError, match=f"{path}, {place}: is not UTF-8"):
         pairs_in(cut_file(path))
-    for errors, expected in {
-        "skip": ([("a", "b")], 1),
-        "replace": ([("a", "b"), ("�", "c")], 0),
-    }.items():
-        reading = Reading(errors=errors, template=TEMPLATE)
-        assert pairs_in(cut_file(path), reading) == expected
+    skipping, replacing = (Reading(errors=e, template=TEMPLATE) for e in ("skip", "replace"))
+    assert pairs_in(cut_file(path), skipping) == ([("a", "b")], 1)
+    assert pairs_in(cut_file(path), replacing) == ([("a", "b"), ("�", "c")], 0)
 
 
 def test_any_ranges_of_a_file_hold_each_pair_once(tmp_path):
@@ -172,19 +172,15 @@ def test_any_ranges_of_a_file_hold_each_pair_once(tmp_path):
 
 @pytest.mark.parametrize("columns", ["prompt answer", "messages"])
 def test_a_hub_dataset_of_pairs_may_have_any_form_and_a_limit(tmp_path, columns):
-    pairs, folder = make_pairs(9), tmp_path / "hub"
-    rows = as_rows(pairs)
-    if columns == "messages":
-        rows = [{"messages": [message("user", a), message("assistant", b)]} for a, b in pairs]
-        pairs = [(f"user:\n{a}\n\nassistant:\n", b) for a, b in pairs]
+    folder = tmp_path / "hub"
+    rows, pairs = rows_with(columns, make_pairs(9))
     folder.mkdir()
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    source = {"repository": str(folder), "pairs": True}
 
     def read(**fields):
-        config = DataConfig(source=HubSource(**source, **fields))
-        listing = download(config, tmp_path / "out")
-        return pairs_in(listing.ranges, reading_of(config))[0]
+        source = HubSource(repository=str(folder), pairs=True, **fields)
+        config = DataConfig(source=source)
+        return pairs_in(download(config, tmp_path / "out").ranges, reading_of(config))[0]
 
     assert read() == pairs
     assert read(limit=4) == pairs[:4]

@@ -167,13 +167,13 @@ def test_documents_that_spell_added_tokens_are_left_to_the_cpu(gpu, monkeypatch)
     tokenizer = on_device(train(GPT2_PATTERN, tuple(added)), gpu)
     assert_exact(tokenizer, texts)
 
-    taken = []
-    encode = BPETokenizer.encode_batch
-    monkeypatch.setattr(
-        BPETokenizer,
-        "encode_batch",
-        lambda host, texts: taken.extend(texts.to_pylist()) or encode(host, texts),
-    )
+    taken, encode = [], BPETokenizer.encode_batch
+
+    def noted(host, texts):
+        taken.extend(texts.to_pylist())
+        return encode(host, texts)
+
+    monkeypatch.setattr(BPETokenizer, "encode_batch", noted)
     tokenizer.encode(texts)
     assert taken == [text for text in texts if any(token in text for token in (*RAW, *SOFT))]
     assert len(texts) > len(taken) > 0
